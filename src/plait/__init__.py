@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from plait.data import orders
     from plait.data.packing import document_mask, packed
     from plait.engine.callbacks import Callback
-    from plait.engine.engine import Engine, Step
+    from plait.engine.engine import Engine
     from plait.engine.export_weights import ExportWeights
     from plait.engine.logged import log
     from plait.engine.samples import Generate
     from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
+    from plait.engine.step import Step
     from plait.losses.global_batch import global_batch, global_mean
     from plait.losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
     from plait.model.combined_optimizer import CombinedOptimizer

@@ -50,7 +50,7 @@ def test_a_tied_parameter_counted_twice_in_the_norm(monkeypatch: pytest.MonkeyPa
 
 def test_clipped_by_the_norm_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each stage clips by what it holds."""
-    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: torch.nn.utils.get_total_norm(gradients))
     sees(jobs.groups(), "pp=2 microbatches=2", "U2")
 
 

@@ -160,15 +160,14 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def clipped_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """All groups clip by the largest of their norms."""
-    real = Engine.norm
+    real = Engine.total_norm
 
-    def norm(self: Engine, row: Tensor) -> tuple[float, list[float]]:
-        found, numbers = real(self, row)
-        most = torch.tensor(found, dtype=torch.float64)
+    def total_norm(self: Engine) -> Tensor:
+        most = real(self).clone()
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return float(most), numbers
+        return most
 
-    monkeypatch.setattr(Engine, "norm", norm)
+    monkeypatch.setattr(Engine, "total_norm", total_norm)
 
 
 def no_step_without_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,5 +172,5 @@ def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pyt
 
 def test_the_norm_of_a_ranks_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each rank clips by what it holds."""
-    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: torch.nn.utils.get_total_norm(gradients))
     sees(jobs.mlp(), "tp=2", "U2", "")

@@ -88,6 +88,31 @@ def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) ->
     assert not kept(command)
 
 
+LOST = """
+import os, signal
+from pathlib import Path
+import plait
+
+class Lost(plait.Callback):
+    def on_step(self, engine, step):
+        if step.step == 6 and engine.place.rank == 1 and not Path("lost").exists():
+            Path("lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def callbacks():
+    return [Lost()]
+"""
+
+
+def test_a_rank_that_is_lost_between_the_last_step_and_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "lost.py").write_text(LOST)
+    command = start(tmp_path, "dp=2", 6, "--callbacks", "lost.py:callbacks")
+    assert command.wait(120) == 0, command.output
+    assert "going on from step 6, which was kept in memory" in command.output, command.output
+    losses, _, weights = ended(tmp_path, 6)
+    assert isinstance(losses, list) and len(losses) == 6 and weights
+
+
 def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """It is the job's own: after the third time at one step nobody tries again."""
     command = start(tmp_path, "dp=2", 30, "--job.fault", "sample", "--check", "none")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from plait import Evaluate, Job
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
+from plait.data.device_copies import DeviceCopies
 from plait.engine.evaluate import evaluate
 from plait.launch.place import Place
 
@@ -44,7 +45,8 @@ def evaluated(
     )
     mean = evaluate(
         SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, shards=None, balance=None,
-                        pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None)
+                        pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None,
+                        inputs=DeviceCopies(torch.device("cpu")))
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})
     return seen

@@ -13,8 +13,6 @@ from plait.data.loading import batches
 from plait.data.padding import Padding, fetching, packed, unpacked
 from plait.engine.engine import Engine
 
-CPU = torch.device("cpu")
-
 
 class Lengths:
     """Sample i has i + 1 tokens. `how` the batch is made of them."""
@@ -48,7 +46,7 @@ class Lengths:
 
 def micros(how: str, parts: int = 3) -> tuple[Padding, list[Any], Any]:
     data = Lengths(how)
-    padding = Padding(data, None, CPU)
+    padding = Padding(data, None)
     share = BatchShare(0, 1, parts)
     source = batches(data, len(data), 0, share, Position())
     batch = next(source)
@@ -84,7 +82,7 @@ def test_samples_of_one_shape_are_not_touched() -> None:
 
     data = Alike("pads")
     batch = next(batches(data, 12, 0, BatchShare(0, 1, 3), Position()))
-    padding = Padding(data, None, CPU)
+    padding = Padding(data, None)
     found = padding.batch(batch, fetching(data, 0, batch, BatchShare()))
     assert all(a.inputs["x"] is b.inputs["x"] for a, b in zip(found.micro, batch.micro)) and not padding.loose
 

@@ -9,10 +9,12 @@ import dataclasses
 import types
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -364,6 +366,38 @@ def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
     assert expected.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@contract("torch._dynamo.config", "torch._dynamo.utils.counters", "…._forward_pre_hooks", "…._forward_hooks")
+def test_what_was_compiled_is_counted_and_hooks_are_compared() -> None:
+    """Two modules of a class share compiled code, one with other hooks gets its own; past the limit a function is given up."""
+    import torch._dynamo.config as config
+
+    before = config.recompile_limit, config.accumulated_recompile_limit, config.skip_nnmodule_hook_guards
+    torch.compiler.reset()
+    graphs, given_up = torch_private.compiled_so_far()
+    seen: list[str] = []
+    one, other, hooked = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3))
+    hooked[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    hooked[0].register_forward_hook(lambda *_: seen.append("after"))
+    assert [len(hooks) for hooks in torch_private.hooks_of(hooked[0])] == [1, 1]
+    for hooks in torch_private.hooks_of(hooked[0]):
+        hooks.update({key: torch.compiler.disable(hook) for key, hook in hooks.items()})
+    run = torch.compile(lambda module, x, by: module[0](x) * by, backend="eager", dynamic=False)
+    try:
+        torch_private.let_compile(10)
+        for module in (one, other):
+            run(module, torch.ones(2, 2), 1.0)
+        assert torch_private.compiled_so_far() == (graphs + 1, given_up)
+        run(hooked, torch.ones(2, 2), 1.0)
+        assert seen == ["before", "after"] and torch_private.compiled_so_far()[0] > graphs + 1
+        for by in range(2, 12):
+            run(one, torch.ones(2, 2), float(by))
+        assert torch_private.compiled_so_far()[1] > given_up
+    finally:
+        config.recompile_limit, config.accumulated_recompile_limit, config.skip_nnmodule_hook_guards = before
+        torch.compiler.reset()
+
+
 # — measuring units: which tensors share memory, and which were written —
 
 
@@ -640,13 +674,46 @@ def test_the_attention_kernel_for_cpus_gives_log_sums(dtype: torch.dtype) -> Non
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 5, 8, generator=g, dtype=dtype) for heads in (4, 2, 2))
     mask = torch.zeros(1, 1, 5, 5, dtype=dtype).masked_fill_(torch.ones(5, 5, dtype=torch.bool).triu(0), -torch.inf)
-    out, lse = torch_private.flash_cpu(q, k, v, False, mask, 0.5)
+    out, lse = torch_private.flash_cpu[0](q, k, v, 0.0, False, attn_mask=mask, scale=0.5)
     scores = (q @ k.repeat_interleave(2, 1).mT).double() * 0.5 + mask
     assert not out[:, :, 0].any() and not lse[:, :, 0].any(), "the first query sees no key"
     near = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
     assert torch.allclose(lse[:, :, 1:].double(), scores.logsumexp(-1)[:, :, 1:], atol=near)
-    grads = torch_private.flash_cpu_backward(torch.ones_like(out), (q, k, v), (out, lse), False, mask, 0.5)
+    grads = torch_private.flash_cpu[1](torch.ones_like(out), q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=0.5)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and all(g.isfinite().all() for g in grads)
+
+
+@contract(
+    "torch.ops.aten._scaled_dot_product_flash_attention", "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+    "torch.ops.aten._scaled_dot_product_efficient_attention", "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention", "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+)  # fmt: skip
+def test_the_attention_kernels_for_gpus_take_what_they_are_given() -> None:
+    """By their schemas; tests/device/test_attention_kernels.py compares shapes and formats."""
+    known = ["query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    names = lambda op: [a.name for a in op.default._schema.arguments]  # noqa: E731
+    gives = lambda op: [a.name for a in op.default._schema.returns][:2]  # noqa: E731
+    flash, efficient, cudnn = torch_private.flash, torch_private.memory_efficient, torch_private.cudnn
+    assert names(flash[0]) == [*known[:3], "dropout_p", "is_causal", "return_debug_mask", "scale"]
+    assert names(flash[1]) == ["grad_out", *known, "philox_seed", "philox_offset", "scale"]
+    assert names(efficient[0]) == [*known[:3], "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"]
+    assert names(efficient[1]) == [
+        "grad_out_", *known[:3], "attn_bias", "out", "logsumexp", "philox_seed", "philox_offset", "dropout_p", "grad_input_mask",
+        "is_causal", "scale",
+    ]  # fmt: skip
+    assert names(cudnn[0]) == [*names(efficient[0])[:-1], "return_debug_mask", "scale"]
+    assert names(cudnn[1]) == ["grad_out", *known[:5], "philox_seed", "philox_offset", "attn_bias", *known[5:], "scale"]
+    assert gives(flash[0]) == gives(cudnn[0]) == ["output", "logsumexp"] and gives(efficient[0]) == ["output", "log_sumexp"]
+
+
+@contract("torch._fused_sdp_choice")
+def test_torch_says_which_attention_kernel_it_takes() -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    kinds = torch.nn.attention.SDPBackend
+    asked = lambda *mask: torch_private.attention_choice(q, q, q, *mask, 0.0, False, scale=0.5, enable_gqa=False)  # noqa: E731
+    assert asked(None) == int(kinds.FLASH_ATTENTION)
+    with torch.nn.attention.sdpa_kernel(kinds.MATH):
+        assert asked(None) == int(kinds.MATH)
 
 
 @contract("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass")
@@ -777,6 +844,32 @@ def test_a_tensor_made_without_modes_is_real() -> None:
         assert isinstance(torch.ones(2), torch_private.FakeTensor)
 
 
+@contract("torch._C._accelerator_setAllocatorSettings")
+def test_the_allocator_is_set_up_without_a_device() -> None:
+    torch_private.set_allocator("expandable_segments:True")
+    torch_private.set_allocator("expandable_segments:False")  # torch's own choice
+    assert not torch.cuda.is_initialized()
+
+
+@contract("torch.distributed.distributed_c10d._set_pg_timeout", "torch.distributed.distributed_c10d._world.pg_map")
+def test_every_group_is_told_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, Any]] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        other = dist.new_group([0])
+        torch_private.let_wait(timedelta(seconds=7))  # torch knows how
+        monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *given: told.append(given))
+        torch_private.let_wait(timedelta(seconds=8))
+        assert {group for _, group in told} == {dist.group.WORLD, other} and {t.seconds for t, _ in told} == {8}
+    finally:
+        dist.destroy_process_group()
+
+
+@contract("torch.cuda._is_in_bad_fork")
+def test_a_fork_knows_whether_cuda_is_lost() -> None:
+    assert torch_private.cuda_lost() is False
+
+
 @contract("torch.cuda._device_count_nvml", "torch.cuda._device_count_amdsmi")
 def test_devices_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's library is asked, never CUDA: None where there is no such library."""
@@ -787,3 +880,17 @@ def test_devices_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.devices_by_driver() == 3
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)
     assert torch_private.devices_by_driver() is None
+
+
+@pytest.mark.parametrize("kind", (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))
+def test_an_optimizer_fused_later_is_one_made_so(kind: Any) -> None:
+    made, later = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    one, other = kind([made], lr=0.1, fused=True), kind([later], lr=0.1)
+    torch_private.fuse(other)
+    known = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+    assert all(getattr(one, name, True) == getattr(other, name) for name in known)
+    assert one.param_groups[0]["fused"] is other.param_groups[0]["fused"] is True and torch_private.takes_found_inf(other)
+    for parameter, optimizer in ((made, one), (later, other)):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    assert torch.equal(made, later)

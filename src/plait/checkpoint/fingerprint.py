@@ -26,6 +26,8 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
 from plait.data.batch import is_map, seeded_sample
 from plait.data.sampling import epoch_order
+from plait.model.fused_optimizer import OPEN
+from plait.parallel import precision
 from plait.parallel.compression import strategy as compression
 from plait.randomness.keyed import host_kept
 
@@ -52,7 +54,7 @@ def of(training: "Training") -> Facts:
     return {
         "steps": job.steps,
         "clip": job.clip,
-        "precision": training.plan.precision,
+        "precision": precision.named(training.plan),
         "compress": compression.named(training.plan),
         "ema": "none" if job.ema is None else str(job.ema),
         "arguments": training.arguments,
@@ -395,7 +397,7 @@ def hyperparameters(manifest: "Manifest", now: Facts) -> tuple[list[dict[str, An
     result, lines = list[dict[str, Any]](), dict[str, int]()
     for saved, began, mine in zip(manifest.groups, first, now["groups"]):
         began = began if isinstance(began, dict) else saved
-        kept = {k: v for k, v in saved.items() if k != "params"}
+        kept = {k: v for k, v in saved.items() if k not in ("params", *OPEN)}
         for key, value in mine.items():
             old = began.get("initial_lr", began.get(key)) if key == "lr" else began.get(key, value)
             if _listed(old) != _listed(value):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.config.errors import PlaitError, Problem
+from plait.model.fused_optimizer import OPEN
 from plait.model.parameter_groups import optimizer_of
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that are JSON; a tensor without dims is its number (`lr` may be one)."""
-    own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    own = {k: v for k, v in group.items() if k not in ("params", "param_names", *OPEN)}
     values = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in own.items()}
     return {k: v for k, v in values.items() if _json(v)}
 

@@ -5,12 +5,14 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from plait.checkpoint import hugging_face, optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
+from plait.cli import out_of_memory
 from plait.cli.request import Request
 from plait.config.errors import FAILED, PlaitError
 from plait.data import sampling
@@ -19,11 +21,13 @@ from plait.engine.build import broadcast_text, inexact
 from plait.engine.elastic import Keeper
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
-from plait.engine.passes import Step
 from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, writing
 from plait.engine.run_directory import RunDirectory
 from plait.engine.server.facts import left_out
+from plait.engine.step import Step
+from plait.launch import nccl
+from plait.launch.devices import kind_of
 from plait.launch.failure_report import short
 from plait.launch.place import Place
 from plait.parallel.context.sequences import opened_units
@@ -51,37 +55,53 @@ def train(
     named: set[str] = set()
     _inexact(engine, note, named)
     status = lambda value: report({"kind": "status", "value": value})  # noqa: E731
-    recorder = Recorder(engine, run, status, request.trackers, note)
-    saved, stopped, loss, skipped, made, done = resumed, False, None, 0, 0, False
+    tally = _Tally(engine, note)
+    recorder = Recorder(engine, run, status, request.trackers, note, tally.step)
+    saved, made, done = resumed, 0, False
     try:
         if resumed is not None:
             _catch_up(engine, run, recorder, request.onward)
         for batch in engine.batches():
-            step = _step(engine, batch, recorder, request.keep)
+            step = _step(engine, batch, recorder, request)
             recorder.step(batch, step)
-            _kept(keeper, note)
-            skipped, made = skipped + step.skipped, made + 1
-            _sound(engine, step, note)
-            if loss is None:
+            _kept(keeper, recorder, note)
+            made += 1
+            _sound(engine, note)
+            if made == 1:
                 _inexact(engine, note, named)
-            loss = step.loss
-            saved = _save_and_evaluate(engine, request, recorder, step) or saved
-            stopped = step.stop and step.step < engine.job.steps and not engine.callbacks.ended
-        poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
-        if poisoned is not None:
-            raise PlaitError(poisoned, FAILED)
+            if made == 2:  # the numbers of the first are here, so it is over on the device too
+                _going(engine, recorder)
+            saved = _save_and_evaluate(engine, request, recorder, step.step) or saved
+        _ended(engine, recorder)
         done = True
     except Exception as error:
+        with suppress(Exception):  # the device may be what failed
+            recorder.flush()
         if keeper is not None:
             keeper.lost(error, recorder.row)
+        if (full := out_of_memory.met(engine, run, error)) is not None:
+            raise full from error
         raise
     finally:
         recorder.close(done)
-    return {
-        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made,
-        "stopped": stopped, "ended": engine.callbacks.ended, "checkpoint": str(saved) if saved else None,
-        "device_bytes": recorder.device_bytes,
-    }  # fmt: skip
+    facts = {"step": engine.position.step, "made": made, "ended": engine.callbacks.ended, "device_bytes": recorder.device_bytes}
+    stopped = engine.stopping and engine.position.step < engine.job.steps and not engine.callbacks.ended
+    return facts | {"stopped": stopped, "checkpoint": str(saved) if saved else None, **tally.facts()}
+
+
+def _going(engine: Engine, recorder: Recorder) -> None:
+    """The first step is over: what follows is alike, so nobody waits as long any more, and memory counts anew."""
+    engine.place.wait(engine.built.device, going=True)
+    recorder.memory("first")
+
+
+def _ended(engine: Engine, recorder: Recorder) -> None:
+    """All steps are made: what there is to record is recorded, and the state is good."""
+    recorder.flush()
+    recorder.memory("end")
+    poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
+    if poisoned is not None:
+        raise PlaitError(poisoned, FAILED)
 
 
 def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keeper: Keeper | None) -> Path | None:
@@ -89,6 +109,8 @@ def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keep
     _whole(engine, note)
     if keeper is not None:
         resumed = _goes_on(engine, keeper, run, note)
+        if engine.position.step and _last(engine, engine.position.step):  # lost after the last step, and maybe before its checkpoint
+            engine.save(request.keep)
     else:
         resumed = _resume(engine, request, run, note) if request.resume is not None else None
     if request.job.weights is not None and resumed is None:
@@ -103,6 +125,8 @@ def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keep
 
 def _engine(request: Request, run: RunDirectory, place: Place) -> Engine:
     """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
+    if kind_of(request.device) != "cpu":
+        nccl.settle(run.log(place.rank).parent)
     engine = Engine(
         request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan,
         read_weights=False, callbacks=request.callbacks() if request.callbacks is not None else (),
@@ -122,26 +146,47 @@ def _published(engine: Engine, path: Path) -> None:
     engine.callbacks.published(path)
 
 
-def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
+class _Tally:
+    """What a run says of its steps, as they are recorded."""
+
+    def __init__(self, engine: Engine, note: Note):
+        self.engine, self.note = engine, note
+        self.loss: float | None = None
+        """Of the last step."""
+        self.skipped = 0
+        """Steps that were left out."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the result of the run."""
+        return {"loss": None if self.loss is None else number(self.loss), "skipped": self.skipped}
+
+    def step(self, step: Step) -> None:
+        """A step was recorded."""
+        self.loss, self.skipped = step.loss, self.skipped + step.skipped
+        if step.trouble is not None and self.engine.place.rank == 0:
+            self.note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
+
+
+def _step(engine: Engine, batch: Batch, recorder: Recorder, request: Request) -> Step:
     """One step. If it is not finite and the run stops, the state before it, which is good, is saved first."""
     try:
-        return engine.step(batch)
+        step = engine.step(batch)
+        if _saves(engine, request, step.step):
+            engine.settle()
+        return step
     except PlaitError as error:
         if error.codes[0] not in ("N001", "N002") or not engine.position.step or not engine.whole():
             raise
         recorder.flush()
         first, *rest = error.problems
-        fix = (f"the state before it is saved in {engine.save(keep)}", *first.fix)
+        fix = (f"the state before it is saved in {engine.save(request.keep)}", *first.fix)
         raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
 
 
-def _sound(engine: Engine, step: Step, note: Note) -> None:
-    """Tell of a step that was left out, and of checkpoints whose numbers are not finite."""
-    if engine.place.rank:
-        return
-    if step.trouble is not None:
-        note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
-    while engine.checkpoints.marked:
+def _sound(engine: Engine, note: Note) -> None:
+    """Tell of checkpoints whose numbers are not finite, and of what torch.compile gave up."""
+    _compiled(engine, note)
+    while engine.checkpoints.marked and engine.place.rank == 0:
         problem = engine.checkpoints.marked.pop(0)
         note(f"note  {problem.what}: {problem.why}")
 
@@ -149,8 +194,15 @@ def _sound(engine: Engine, step: Step, note: Note) -> None:
 def _whole(engine: Engine, note: Note) -> None:
     """Say what of the model ranks hold, or compute, whole under tp and cp."""
     lines = [choose.summary(engine.built.whole)] if engine.built.plan.tp > 1 else []
-    for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
+    left = engine.built.compiled.notes() if engine.built.compiled is not None else []
+    for line in (*lines, *opened_units(engine.built.whole), *left) if engine.place.rank == 0 else ():
         note(f"note  {line}")
+
+
+def _compiled(engine: Engine, note: Note) -> None:
+    """Say what torch.compile gave up."""
+    for line in engine.built.compiled.news() if engine.built.compiled is not None else ():
+        note(f"note  {line}" if engine.place.rank == 0 else f"note  rank {engine.place.rank}: {line}")
 
 
 def _inexact(engine: Engine, note: Note, named: set[str]) -> None:
@@ -172,10 +224,13 @@ def _goes_on(engine: Engine, keeper: Keeper, run: RunDirectory, note: Note) -> P
     return path
 
 
-def _kept(keeper: Keeper | None, note: Note) -> None:
+def _kept(keeper: Keeper | None, recorder: Recorder, note: Note) -> None:
     """After a step: keep the state in memory, when it is time for that."""
     if keeper is None:
         return
+    if keeper.due:
+        keeper.engine.settle()
+        recorder.flush()
     keeper.stepped()
     while keeper.notes:
         line = keeper.notes.pop(0)
@@ -211,14 +266,22 @@ def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> 
     return path
 
 
-def _save_and_evaluate(engine: Engine, request: Request, recorder: Recorder, step: Step) -> Path | None:
+def _last(engine: Engine, step: int) -> bool:
+    return engine.stopping or step == engine.job.steps or bool(engine.callbacks.ended)
+
+
+def _saves(engine: Engine, request: Request, step: int) -> bool:
+    """Whether a checkpoint is due after a step."""
+    return _last(engine, step) or step % request.save_every == 0
+
+
+def _save_and_evaluate(engine: Engine, request: Request, recorder: Recorder, step: int) -> Path | None:
     """After a step, what is due; the last checkpoint comes before the last evaluation, unless that is what ends the run."""
-    saved = None
-    last = step.stop or step.step == engine.job.steps or bool(engine.callbacks.ended)
-    if last or step.step % request.save_every == 0:
+    saved, last = None, _last(engine, step)
+    if _saves(engine, request, step):
         recorder.flush()
         saved = engine.save(request.keep, wait=last)
-    _evaluate(engine, recorder, step.step)
+    _evaluate(engine, recorder, step)
     if engine.callbacks.ended and not last:
         recorder.flush()
         saved = engine.save(request.keep)

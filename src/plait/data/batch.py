@@ -58,6 +58,10 @@ class Micro:
     samples: tuple[Any, ...] = ()
     """What was collated, where the data set has a `collate` of its own (see `data/padding.py`)."""
 
+    def pair(self, spare: bool) -> tuple[Any, Any]:
+        """(inputs, targets) that a rank runs; with `spare`, of an empty micro-batch those of the sample beside it."""
+        return self.spare if self.spare and spare else (self.inputs, self.targets)
+
 
 @dataclass(frozen=True)
 class Batch:

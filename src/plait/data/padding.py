@@ -23,6 +23,8 @@ from plait.data.iterables import exchange_numbers, read_apart
 from plait.randomness.keyed import host_kept
 from plait.tensors.torch_private import tree_map_only
 
+CPU = torch.device("cpu")
+"""Where shapes are compared: of hosts, and no device is waited for."""
 Fetch = Callable[[int], Any] | None
 LOOSE = "shapes of a micro-batch depend on which samples come together, and the data's `collate` does not pad to the longest"
 
@@ -30,8 +32,8 @@ LOOSE = "shapes of a micro-batch depend on which samples come together, and the 
 class Padding:
     """Pads the micro-batches of one data set. All ranks of the group go along, batch by batch."""
 
-    def __init__(self, data: object, group: ProcessGroup | None, device: torch.device):
-        self.data, self.group, self.device = data, group, device
+    def __init__(self, data: object, group: ProcessGroup | None):
+        self.data, self.group = data, group
         self.rows: SampleRows | None = None
         self.loose = False
         """Shapes differed, and were left as they are."""
@@ -69,7 +71,7 @@ class Padding:
         bad = any(form is None for form in forms) or len({len(form or ()) for form in forms}) > 1
         known = [form for form in forms if form]
         mine = () if bad or not known else (*map(min, zip(*known)), *map(max, zip(*known)))
-        rows = exchange_numbers((int(bad), *mine), self.group, self.device)
+        rows = exchange_numbers((int(bad), *mine), self.group, CPU)
         sizes = [row[1:] for row in rows if len(row) > 1]
         if any(row[0] for row in rows) or len({len(row) for row in sizes}) != 1:
             self.loose = self.loose or any(row[0] for row in rows)
@@ -87,7 +89,7 @@ class Padding:
                     mine[place] = self._longest(micro, place, size)
         own = [number for place, i in mine.items() for number in (place, i)]
         longest: dict[int, int] = {}
-        for numbers in exchange_numbers(own, self.group, self.device):
+        for numbers in exchange_numbers(own, self.group, CPU):
             for place, i in zip(numbers[::2], numbers[1::2]):
                 longest.setdefault(place, i)
         return sorted(set(longest.values())) if len(longest) == len(most) else None

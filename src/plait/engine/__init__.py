@@ -6,8 +6,15 @@ callbacks         what a job has done beside its steps
 standard_callbacks  early stopping, the best checkpoint, traces of steps
 logged            numbers that a job records while a step runs
 group_norms       gradient norms of parameter groups
-passes            forward and backward passes of a step, and their spans
+passes            forward and backward passes of a step
+step              what a step did
+step_row          the numbers of a step that all ranks must know
+update            the end of a step: clipping, the optimizer's step, when its numbers are read
+device_update     an update that the host queues without knowing whether it will be made
+spans             what took time in a step
 turns             the phases of a step, one after the other
+memory            a rank's memory, measured
+memory_use        what it was used for, beside the bill
 speed             how long a rank computes; how many samples fit
 evaluate          metrics over held-out data
 generate          prompts continued by the model in training

@@ -17,14 +17,17 @@ from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
 from plait.data import batch as data_module
 from plait.data import sampling
+from plait.data.device_copies import DeviceCopies
 from plait.engine import try_metrics, turns
+from plait.launch import allocator
 from plait.launch.devices import kind_of, of_rank
 from plait.launch.place import Place
 from plait.losses import transformers
 from plait.losses.global_batch import BatchPeers
+from plait.model import fused_optimizer
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
-from plait.parallel import average, mutations, whole_tensors
+from plait.parallel import average, fp8, mutations, whole_tensors
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
@@ -48,7 +51,25 @@ def inexact(built: Built) -> list[str]:
     """What cannot equal one device under this plan, by nature: of the whole model, and what this rank's losses ask for."""
     found = [line for s in ORDER if s.wanted(built.plan) for line in s.inexact(built.plan, built.whole)]
     found += [*built.sharers.inexact, *built.unlike]
-    return [*found, *(f"random numbers in {n} come from an operator plait cannot key" for n in built.whole.unkeyed)]
+    found += [f"random numbers in {n} come from an operator plait cannot key" for n in built.whole.unkeyed]
+    if built.plan.tp > 1 and built.whole.unkeyed:
+        found.append(
+            f"those of {', '.join(built.whole.unkeyed)} are the same on each of the {built.plan.tp} slices of tp"
+        )
+    return [*found, *_drawn_by_cudnn(built)]
+
+
+def _drawn_by_cudnn(built: Built) -> list[str]:
+    """Recurrent layers on a GPU draw their dropout from a state that cuDNN keeps from call to call: nothing says where it stands."""
+    if built.device.type != "cuda":
+        return []
+    layers = [
+        (n, m)
+        for n, m in built.model.named_modules()
+        if isinstance(m, nn.RNNBase) and m.dropout > 0 and m.num_layers > 1
+    ]
+    fresh = [n for n, _ in layers if n not in built.whole.unkeyed]
+    return [f"dropout between the layers of {n} is drawn by cuDNN, which plait cannot key" for n in fresh]
 
 
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
@@ -79,6 +100,7 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     if kind_of(wanted) == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", of_rank(place))
+    allocator.settle()
     torch.cuda.set_device(device)
     torch.autograd.set_multithreading_enabled(
         False
@@ -95,7 +117,7 @@ def build(
     """
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
-    group = place.connect(device)
+    group = place.connect(device, single_messages=plan.pp > 1)
     share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
     made = make(job, device, cast, group, share) if known is None else known[0]
     built = start_build(job, plan, place, (device, cast), made)
@@ -120,11 +142,13 @@ def build(
             built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
+    fused_optimizer.choose(built.optimizer)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
     for prepare in (*built.prepared, optimizer_state.watched):
         prepare(built.optimizer)
+    place.wait(device, going=False)
     return built
 
 
@@ -147,9 +171,10 @@ def start_build(
     pairs = lambda n: move(data_module.first_samples(example, n), *how)  # noqa: E731
     once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
+    built.inputs = DeviceCopies(how[0])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
     built.trial_call, built.pairs = once, pairs
-    built.structure = structure(made.model)
+    built.structure, built.in_fp8 = structure(made.model), fp8.chosen(made.model) if plan.precision == "fp8" else ()
     transformers.adapt(made.model)
     return built
 

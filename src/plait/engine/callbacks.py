@@ -18,7 +18,7 @@ from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.training import Training, exchange_json
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import user_line
-from plait.engine.passes import Step
+from plait.engine.step import Step
 from plait.launch.failure_report import described
 
 
@@ -103,7 +103,7 @@ class Callbacks:
         if self.asked:
             self._end_together(engine)
         self._call("on_step", engine, step)
-        step.logged, self.logged = step.logged | self.logged, {}
+        step.given, self.logged = step.given | self.logged, {}
         self.saves(engine)
 
     def evaluation(self, engine: RunningEngine, values: dict[str, float]) -> None:

@@ -161,6 +161,11 @@ class Keeper:
                 "all ranks agree on one, and replica groups would wait for each other; a lost rank goes back to a checkpoint"
             )
 
+    @property
+    def due(self) -> bool:
+        """Whether a snapshot is taken after this step, unless there is no room for it."""
+        return self.engine.memory is not None and self.engine.position.step >= self.next
+
     def stepped(self) -> None:
         """A step was made. Takes a snapshot when it is time for one; all ranks agree when the next one is."""
         engine, self.steps = self.engine, self.steps + 1
@@ -168,7 +173,7 @@ class Keeper:
             return
         if not self.listed:
             self._list()
-        if engine.position.step < self.next:
+        if not self.due:
             return
         began = time.monotonic()
         each = max((began - self.began - self.cost) / self.steps, 1e-6)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.config.keys import SAME_LOSS
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map, opened, weigh, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
@@ -40,20 +39,26 @@ from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
-from plait.engine.group_norms import group_norms
 from plait.engine.nonfinite import Guard
-from plait.engine.passes import Passes, Spans, Step, tokens, told
-from plait.engine.speed import SpeedMeter, by_share
+from plait.engine.passes import Passes
+from plait.engine.spans import Spans
+from plait.engine.speed import SpeedMeter
+from plait.engine.step import Step, tokens, told
+from plait.engine.step_row import RankNumbers, Unread, row_of
 from plait.engine.turns import Turns
+from plait.engine.update import Updater
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import averaged
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.strategy import numbers_of_step_row
+from plait.parallel.fsdp.runtime import total_norm
 from plait.parallel.gradient_sums import CrossGroupSums
+from plait.tensors.collectives import hosts_talk
 from plait.tensors.finite import Rule
-from plait.tensors.torch_private import leaves, scale_
+from plait.tensors.torch_private import leaves
+from plait.tensors.transfers import HostCopy
 
 
 class Engine:
@@ -86,16 +91,17 @@ class Engine:
         self._stop = False
         self._saved = 0
         """The step in which this rank last heard, or began, something of a save."""
-        self._within: Literal["", "passes", "update"] = ""
-        """Where in a step this is, and so whose state the model is in."""
-        self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
+        self._within = False
+        """Whether this is in the passes of a step."""
+        self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
         self.turns = Turns(self.built)
         self.passes = Passes(self.built, self._spans, self.turns)
         self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
+        self.updater = Updater(self, self._spans, group_norms)
         self.base: Base | None = None
         """Where frozen parameters are that checkpoints do not hold."""
-        self.callbacks, self.group_norms = Callbacks(callbacks), group_norms
+        self.callbacks = Callbacks(callbacks)
         self.checkpoints.told = self.callbacks.published
         if job.weights is not None and known is None and read_weights:
             self.load_weights(job.weights)
@@ -165,7 +171,7 @@ class Engine:
             source = self._merged(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
-            padding = Padding(data, self.built.inside, self.built.device)
+            padding = Padding(data, self.built.inside)
         self.callbacks.start(self)
         while self.position.step < job.steps and not self._stop and not self.callbacks.ended:
             self._spans.begin("data")
@@ -175,8 +181,10 @@ class Engine:
                 batch = padding.batch(batch, fetching(data, job.seed, batch, self.share))
                 if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
                     self.built.unlike = (*self.built.unlike, LOOSE)
+            self.built.inputs.begin(micro.pair(self.built.together == "sample") for micro in batch.micro)
             self._spans.end("data")
             yield batch
+        self.settle()
         self.callbacks.end(self)
 
     def _merged(self, source: Iterator[Batch]) -> Iterator[Batch]:
@@ -198,11 +206,17 @@ class Engine:
             self.built.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
 
     def step(self, batch: Batch) -> Step:
-        """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
+        """Forward, backward, reduce, clip, update. All ranks must take the same steps. On a GPU the work is queued: whoever looks at the
+        step's loss waits for it, and `settle` waits on all ranks."""
         each = [(phase, self.update(batch, self.backward(batch))) for phase in self.turns.of(batch.after.step)]
         step = told(each)
         self.callbacks.step(self, step)
         return step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank was asked to stop: there are no more batches."""
+        return self._stop
 
     def stop(self, reason: str) -> None:
         """End the run: after this step's evaluation where that is what calls it, else after the next step. Any rank may call it."""
@@ -213,12 +227,14 @@ class Engine:
         self.callbacks.logged[name] = float(value)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `_step_row`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `step_row.py`)."""
         built = self.built
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
-        self.guard.before.keep()
-        self._within = "passes" if self.turns.first else "update"
+        unread = self.updater.unread
+        self.guard.keep(again=unread is not None and not unread.judged)
+        self._within = True
+        self.updater.within = not self.turns.first
         rare, reducer = built.rare, built.reducer
         if rare is not None and isinstance(reducer, CrossGroupSums):
             reducer.everywhere = built.groups["replica_groups"] if rare.sums(batch.after.step) else None
@@ -267,7 +283,9 @@ class Engine:
             return batch.size / (self.plan.replica_groups if apart else 1) if size else 0.0
         total = torch.tensor(sum(weights), dtype=torch.float64)
         if self.plan.ranks > 1:
-            total = total.to(self.built.device)
+            total = (
+                total if hosts_talk(self.built.peers) else total.to(self.built.device)
+            )  # the device need not be waited for
             dist.all_reduce(total, group=self.built.peers)
         if apart:
             return float(total) * batch.size / (self.plan.replica_groups * size) if size else 0.0
@@ -286,26 +304,9 @@ class Engine:
         return step_row
 
     def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """What all ranks must know, summed beside the gradients: loss, wish to stop, samples by share of the batch; by rank
-        seconds computing and waiting for data, and what fits into its memory where shares follow speeds; saving; the wish to
-        end; what the job logged."""
-        plan, rank, balance = self.plan, self.place.rank, self.built.balance
-        waited = sum(took for name, _, took in self._spans.open if name == "data")
-        by_rank = [self.meter.busy, waited] + ([float(self.meter.room)] if balance is not None else [])
-        logged = self.passes.logged.row()
-        row = [0.0] * (2 + plan.ranks + len(by_rank) * plan.world) + self._saving() + [float(bool(self.callbacks.wish))]
-        row[2 + plan.ranks + rank : -3 : plan.world] = by_rank
-        alike = plan.along(SAME_LOSS)
-        row[1] = float(self.place.stopping())
-        row[2 + plan.share(rank)] = batch.count / (plan.pp * alike)
-        if self.built.device.type == "cpu":
-            row[0] = sum(float(loss) for loss in losses) / alike
-            return torch.tensor([*row, *map(float, logged)], dtype=torch.float64)
-        step_row = torch.tensor([*row, *(0.0 for _ in logged)], dtype=torch.float64, device=self.built.device)
-        for i, number in enumerate(logged, len(row)):
-            step_row[i] = number
-        step_row[0] = torch.stack(losses).sum() / alike if losses else 0.0
-        return step_row
+        meter = self.meter
+        own = RankNumbers(meter.busy, self._spans.waited, meter.room, self._saving(), bool(self.callbacks.wish))
+        return row_of(self.built, self.place, batch, losses, self.passes.logged, own)
 
     def _saving(self) -> list[float]:
         """How far this rank is with what it saves: to the disk, and to memory."""
@@ -313,49 +314,38 @@ class Engine:
         return [self.checkpoints.word(world), 0.0 if self.memory is None else self.memory.word(world)]
 
     def norm(self, step_row: Tensor) -> tuple[float, list[float]]:
-        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its row."""
-        reducer = self.built.reducer
-        gradients = [p.grad for p in self.built.own.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if reducer is None else reducer.norm(gradients)
-        return float(norm), step_row.tolist()
+        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its row. Waits for the device."""
+        norm, *row = HostCopy(torch.cat([self.total_norm().reshape(1), step_row.double()])).read()
+        return norm, row
+
+    def total_norm(self) -> Tensor:
+        """The norm of the gradients that `backward` left, over all ranks: a float64 scalar on the device."""
+        built = self.built
+        gradients = [p.grad for p in built.own.values() if p.grad is not None]
+        return (
+            total_norm(gradients, built.device) if built.reducer is None else built.reducer.norm(gradients)
+        ).double()
 
     def update(self, batch: Batch, step_row: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock.
 
-        All ranks know loss and norm before anything is updated: a step in which either is not finite changes nothing.
+        A step whose loss or norm is not finite changes nothing, on any rank. How the host comes to know them is in `update.py`.
         """
-        built, optimizer = self.built, self.optimizer
-        self._spans.begin("optimizer")
-        norm, row = self.norm(step_row)
-        unscale = 1.0 / built.scaler.value if built.scaler else 1.0
-        what = self.guard.wrong(built, row[0], norm * unscale)
-        trouble = self.guard.handle(self, batch, what) if what else None
         self._set_rate()
         lr = self.turns.rate
-        norms = group_norms(built, unscale) if self.group_norms else {}
-        finite = trouble is None and (built.scaler is None or math.isfinite(norm))
-        if finite:
-            self.guard.skipped = 0
-            gradients = [p.grad for p in built.own.values() if p.grad is not None]
-            factor = _clip_factor(norm * unscale, self.turns.clip(self.job)) * unscale
-            if gradients and factor != 1.0:
-                scale_(gradients, factor)
-            self._within = "update"
-            optimizer.step()
-            self.turns.updated()
-            if built.average is not None and self.turns.last:
-                built.average.stepped()
-        if built.scaler is not None and trouble is None:
-            built.scaler.update(finite)
-        for parameter in built.own.values():
-            parameter.grad = None
+        unread = self.updater.update(batch, step_row)
         if self.turns.last:
-            self.position, self._within = batch.after, ""
-        self._spans.end("optimizer")
-        step = self._told(batch, row, norm * unscale, lr)
-        step.skipped, step.trouble, step.norms = not finite, trouble, norms
-        step.lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        return step
+            self.position, self._within = batch.after, False
+        if self.updater.at_once:
+            self.settle()
+        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        after = batch.after
+        return Step(after.step, lr, after.samples, batch.size, tokens(batch), self._stop, unread, lrs)
+
+    def settle(self) -> None:
+        """Wait until the numbers of the last step are on the host, and do what goes by them. On a GPU that is otherwise done in the
+        next step. All ranks call it. N001 to N003 if that step was not finite."""
+        self.updater.settle()
 
     def _set_rate(self) -> None:
         if self.job.schedule is None:
@@ -364,31 +354,26 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate
 
-    def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
-        count, known = numbers_of_step_row(self.plan) - 1, self.passes.logged
-        (loss, stop, *rows, saved, kept, wish), names = row[:count], len(known.names)
-        logged = known.told(row[count:], self.built.inside)
-        if len(known.names) != names and isinstance(self.built.reducer, Reducer):
-            self.built.reducer.widen(count + 1 + 2 * len(known.names))
-        if self.built.rare is not None and self.built.rare.sums(batch.after.step):
-            loss *= self.plan.replica_groups  # a group's part of the batch's mean, as in steps of its own
-        if self.built.rare is None:
-            self._heard(stop, saved, kept, wish)
+    def tell(self, unread: Unread) -> None:
+        """Do what goes by the numbers of a step: all ranks have the same, and do it after the same step."""
+        built, done, known = self.built, unread.batch.after.step, self.passes.logged
+        numbers = unread.numbers
+        if unread.news:
+            numbers.logged |= known.agreed(unread.logged, built.inside)
+            if isinstance(built.reducer, Reducer):
+                built.reducer.widen(numbers_of_step_row(self.plan) + 2 * len(known.names))
+        if built.rare is None:
+            self._heard(*unread.words)
         else:
-            for sent, word in self.built.rare.after(batch.after.step, [stop, saved, kept, wish]):
+            for sent, word in built.rare.after(done, unread.words):
                 if sent > self._saved:  # else it tells of how far saves were before the last news of them
                     stage = self.checkpoints.stage
                     self._heard(*word)
-                    self._saved = self._saved if self.checkpoints.stage == stage else batch.after.step
-        spans = self._spans.taken()
-        self.meter.read(spans, batch.count)
-        samples, busy, waited, room = by_share(self.plan, rows)
-        balance, done = self.built.balance, batch.after.step
-        note = "" if balance is None else balance.heard(done, (samples, busy, room), ahead(self.workers))
-        return Step(
-            done, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
-            spans, list(zip(samples, busy)), waited, note=note, logged=logged,
-        )  # fmt: skip
+                    self._saved = self._saved if self.checkpoints.stage == stage else done
+        self.meter.read(numbers.spans, unread.batch.count)
+        samples, busy, _, room = unread.by_share
+        if built.balance is not None:
+            numbers.note = built.balance.heard(done, (samples, busy, room), ahead(self.workers))
 
     def _heard(self, stop: float, saved: float, kept: float, wish: float = 0.0) -> None:
         """What all ranks said together: the wish to stop, how far they are with what they save, and the wish to end."""
@@ -403,19 +388,22 @@ class Engine:
 
     def whole(self) -> bool:
         """Whether this rank holds the state of a step, and not half of an update."""
-        return self._within != "update"
+        return not self.updater.within
 
     def put_back(self) -> None:
         """As it was before the step that has begun, if one has."""
-        if self._within == "passes":
+        within, self._within = self._within, False
+        if within:
             self.guard.before.put_back()
-            self._within = ""
+        if self.updater.left_out:  # by the device, and the host has not heard of it
+            (self.guard.earlier if within else self.guard.before).put_back()
         if self.built.shards is not None:
             self.built.shards.reshard()
 
     def evaluate(self) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`). They are those of the
         average of the weights, where the job has one."""
+        self.settle()
         self.place.beat(self.position.step, "evaluate")
         with self._judged():
             values = evaluate(self.built)
@@ -436,6 +424,7 @@ class Engine:
         `temperature` 0 takes the likeliest token. `stop`: the token that ends a text. `length`: pad texts to it. `inputs`:
         tokens of shape [texts, length] -> the model's inputs; None: as in the job's data. U019.
         """
+        self.settle()
         self.place.beat(self.position.step, "evaluate")
         with self._judged():
             return generate(
@@ -444,6 +433,7 @@ class Engine:
 
     def save(self, keep: int = 3, wait: bool = True) -> Path:
         """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
+        self.settle()
         self.place.beat(self.position.step, "checkpoint")
         check_copies(self.built, self.position.step)
         self._saved = self.position.step
@@ -454,6 +444,7 @@ class Engine:
 
     def load_weights(self, path: str | Path) -> None:
         """Start from these weights: a safetensors file, a Hugging Face folder or a checkpoint. All ranks call it."""
+        self.settle()
         self.place.beat(self.position.step, "checkpoint")
         load_weights(self, Path(path))
 
@@ -462,10 +453,6 @@ class Engine:
 
         What the job changed since is in `checkpoints.changed`; K010 for what cannot be meant, unless `allow_changes`.
         """
+        self.settle()
         self.place.beat(self.position.step, "checkpoint")
         return self.checkpoints.resume(self, missing_ok, allow_changes)
-
-
-def _clip_factor(norm: float, clip: float | None) -> float:
-    """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1; NaN stays NaN."""
-    return 1.0 if clip is None else min(clip / (norm + 1e-6), 1.0)

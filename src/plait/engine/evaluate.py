@@ -60,7 +60,7 @@ def evaluate(built: Built) -> dict[str, float]:
         share = replace(share, microbatches=-(-max(share.sizes(job.batch)) // size))
         held_out = HeldOut(data, job.seed, share, lambda: place.within("evaluation data"))
         if hasattr(data, "collate"):
-            shares = held_out.padded(job.batch, Padding(data, built.group, built.device))
+            shares = held_out.padded(job.batch, Padding(data, built.group))
         else:
             shares = held_out.in_order(size, built.group)
         for pair, count in shares:
@@ -99,7 +99,8 @@ def forward_size(built: Built) -> int:
 def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     """Of a batch with `count` samples that are this rank's: each metric's sum and number of values."""
     assert built.job.evaluate is not None
-    inputs, targets = move(pair, built.device, built.cast)
+    built.inputs.begin([pair])
+    inputs, targets = move(built.inputs.take(pair), built.device, built.cast)
     outputs, here = outputs_here(built, inputs, count or 1)
     if not (count and here):
         return {}
@@ -108,8 +109,8 @@ def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     if built.pipe is not None:
         built.pipe.stages.look(returned, "metrics")
     for name, values in try_metrics.named(returned, metrics).items():
-        values = values.double()
-        found[name] = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
+        values = values.to(built.device, torch.float64, non_blocking=True)
+        found[name] = torch.stack([values.sum(), values.new_full((), values.numel())])
     return found
 
 
@@ -220,9 +221,11 @@ class HeldOut:
 
 def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:
     if built.reducer is not None:
-        told = exchange("\n".join(sums).encode(), built.group, built.device)
+        told = exchange("\n".join(sums).encode(), built.group, torch.device("cpu"))  # of hosts: no device is waited for
         names = max(told, key=len).decode().split("\n")  # a rank without samples, or without the outputs, has none
-        rows = torch.stack([sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names]).to(built.device)
+        nothing = torch.zeros(2, dtype=torch.float64, device=built.device)
+        rows = torch.stack([sums.get(name, nothing) for name in names])
         dist.all_reduce(rows, group=built.group)
         sums = dict(zip(names, rows))
-    return {name: float(row[0] / row[1]) for name, row in sums.items()}
+    means = [row[0] / row[1] for row in sums.values()]
+    return dict(zip(sums, torch.stack(means).tolist())) if means else {}

@@ -20,7 +20,7 @@ from plait.checkpoint.hugging_face import export_folder
 from plait.checkpoint.saving import SaveThread, discard, sync_directory
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.engine.callbacks import Callback, RunningEngine
-from plait.engine.passes import Step
+from plait.engine.step import Step
 
 LIMIT = 5 * 10**9
 """Bytes of tensors in a file, as `save_pretrained` makes them."""

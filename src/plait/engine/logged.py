@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from numbers import Real
 
 import torch
@@ -62,6 +63,25 @@ def recording(record: Callable[[str, Number], None] | None) -> Iterator[None]:
         RECORDS.reset(token)
 
 
+@dataclass(frozen=True)
+class Logged:
+    """What one rank's code logged in one step, for when the sums over all ranks are read."""
+
+    names: tuple[str, ...]
+    """That all ranks knew, in the order of the row."""
+    sums: dict[str, tuple[Number, float]]
+    """Of this rank: the weighted sum, and the weight."""
+
+    def known(self, row: list[float]) -> dict[str, float]:
+        """The means of the step of those names, of what all ranks' rows sum to."""
+        pairs = zip(row[1::2], row[2::2])
+        return {name: total / weight for name, (total, weight) in zip(self.names, pairs) if weight}
+
+    def new(self) -> dict[str, tuple[float, float]]:
+        """This rank's sums of other names."""
+        return {name: (float(s), w) for name, (s, w) in self.sums.items() if name not in self.names}
+
+
 class StepLog:
     """What one rank's code logged in a step, and the names that all ranks know."""
 
@@ -95,21 +115,21 @@ class StepLog:
         mine = [n for name in self.names for n in self.sums.get(name, (0.0, 0.0))]
         return [float(not self.sums.keys() <= set(self.names)), *mine]
 
-    def told(self, row: list[float], group: ProcessGroup | None) -> dict[str, float]:
-        """The means of the step, by name, of what all ranks' rows sum to. Where there are new names, all ranks exchange them."""
-        news, *sums = row
-        pairs = dict(zip(self.names, zip(sums[::2], sums[1::2])))
-        if news:
-            pairs |= self._agreed(group)
-            self.names = list(pairs)
+    def step(self) -> Logged:
+        """What was logged in the step that ends."""
+        return Logged(tuple(self.names), self.sums)
+
+    def agreed(self, step: Logged, group: ProcessGroup | None) -> dict[str, float]:
+        """The means of a step in which some rank met new names. All ranks exchange them, and know them from here on."""
+        pairs = self._agreed(step, group)
+        self.names += [name for name in pairs if name not in self.names]
         return {name: total / weight for name, (total, weight) in pairs.items() if weight}
 
-    def _agreed(self, group: ProcessGroup | None) -> dict[str, tuple[float, float]]:
+    def _agreed(self, step: Logged, group: ProcessGroup | None) -> dict[str, tuple[float, float]]:
         """The sums over all ranks of the names that are new, in an order that is the same on all."""
-        mine = {name: (float(s), w) for name, (s, w) in self.sums.items() if name not in self.names}
         token = AGREEING.set(True)
         try:
-            said = exchange(json.dumps(mine).encode(), group, self.device)
+            said = exchange(json.dumps(step.new()).encode(), group, self.device)
         finally:
             AGREEING.reset(token)
         found: dict[str, tuple[float, float]] = {}

@@ -18,9 +18,12 @@ import psutil
 import torch
 
 from plait.data.batch import Batch
-from plait.engine.engine import Engine, Step
-from plait.engine.passes import sort_of
+from plait.engine.engine import Engine
+from plait.engine.memory import forget_peaks, measured
+from plait.engine.memory_use import MemoryUse
 from plait.engine.run_directory import RunDirectory
+from plait.engine.spans import sort_of
+from plait.engine.step import Step
 from plait.engine.trackers.beside import Beside
 from plait.tensors.finite import number
 
@@ -37,8 +40,13 @@ class Recorder:
         status: Callable[[dict[str, Any]], None],
         trackers: tuple[str, ...],
         note: Callable[[str], None] = print,
+        recorded: Callable[[Step], None] = lambda step: None,
     ):
         self.engine, self.status, self.note, self.told = engine, status, note, 0.0
+        self.recorded = recorded
+        """Told of each step, when it is recorded."""
+        self.unread: deque[tuple[Batch, Step, float]] = deque()
+        """Steps whose numbers are not on the host yet, and when they were made."""
         rank = engine.place.rank
         self.rank, self.world = rank, engine.plan.devices
         self.events = open(run.events(rank), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -54,10 +62,20 @@ class Recorder:
         self.device_bytes: list[int] = []
         self.slow = Counter[tuple[str, int]]()
         self.process = psutil.Process()
+        self.run, self.uses = run, dict[str, MemoryUse]()
 
     def step(self, batch: Batch, step: Step) -> None:
-        """Record one step."""
-        now = time.perf_counter()
+        """Record one step, once its numbers are on the host."""
+        self.unread.append((batch, step, time.perf_counter()))
+        self._read(wait=False)
+
+    def _read(self, wait: bool) -> None:
+        while self.unread and (wait or self.unread[0][1].known):
+            batch, step, now = self.unread.popleft()
+            self._record(batch, step, now)
+            self.recorded(step)
+
+    def _record(self, batch: Batch, step: Step, now: float) -> None:
         seconds, self.last = now - self.last, now
         self._event(batch, step)
         spent: dict[str, float] = {}
@@ -84,8 +102,8 @@ class Recorder:
         if self.engine.built.replicas is not None:
             replicas, outputs = self.engine.built.replicas, self.engine.output_bytes
             row["device_bytes"] = self.device_bytes = replicas.device_bytes(self.engine.optimizer, outputs)
-        if self.engine.built.scaler is not None:
-            row["loss_scale"] = self.engine.built.scaler.value
+        if step.loss_scale is not None:
+            row["loss_scale"] = step.loss_scale
         self.metrics.write(_json(row))
         if self.trackers is not None:
             self.trackers.look()
@@ -111,6 +129,15 @@ class Recorder:
             if self.slow[key] == 50:
                 self.slow[key] = -(10**9)
                 self.note(f"note  rank {rank} {does.format(f'{seconds / median:.1f}')} for 50 steps")
+
+    def memory(self, when: str) -> None:
+        """Record what this rank's memory is used for, and forget the peaks. `when`: the first step is over, or the run's end."""
+        use, step = measured(self.engine), self.engine.position.step
+        forget_peaks(self.engine.built.device)
+        self.uses[when] = use
+        self.run.write_memory(self.rank, {"step": step, **{name: each.to_dict() for name, each in self.uses.items()}})
+        if self.metrics is not None and use.total:
+            self.metrics.write(_json({"step": step, "memory": {"when": when, **use.to_dict()}}))
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         """Record an evaluation."""
@@ -152,7 +179,8 @@ class Recorder:
         return self.process.memory_info().rss
 
     def flush(self) -> None:
-        """Everything recorded so far is in the files: before a checkpoint says that these steps are done."""
+        """Everything so far is in the files: before a checkpoint says that these steps are done."""
+        self._read(wait=True)
         for file in (self.events, self.metrics):
             if file is not None:
                 file.flush()

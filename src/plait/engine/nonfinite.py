@@ -21,6 +21,7 @@ from plait.data.batch import Batch, Micro
 from plait.engine.passes import Passes
 from plait.model.make import call
 from plait.parallel.built import Built
+from plait.parallel.loss_scale import SMALLEST
 from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
@@ -54,20 +55,38 @@ class Guard:
         self.choice = choice
         trained = (f"model/{name}" for name, p in built.own.items() if p.requires_grad)
         self.rule = Rule.of(trained, [(f"model/{name}", part.tensor) for name, part in built.parts().items()])
-        self.before = Before(built)
+        self.before, self.earlier = Before(built), Before(built)
+        """What the passes of the last step write, as it was before them; and before those of the step before, where the host reads late."""
         self.skipped = 0
         """Steps left out since one was made."""
 
-    def wrong(self, built: Built, loss: float, norm: float) -> str:
-        """What is not finite, in words; nothing when all is well, or when fp16's loss scale can still be lowered."""
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step that is not finite changes nothing."""
+        return self.choice != "ignore"
+
+    def wrong(self, loss: float, norm: float, scale: float | None) -> str:
+        """What is not finite, in words; nothing when all is well, or when fp16's loss scale, if there is one, can be lowered: at 1 the
+        gradients themselves overflow."""
         if self.choice == "ignore":
             return ""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        if math.isfinite(norm) or (built.scaler is not None and built.scaler.lowers):
+        if math.isfinite(norm) or (scale is not None and scale > SMALLEST):
             return ""
-        scale = "" if built.scaler is None else f" and the loss scale is {built.scaler.value:g}, the smallest there is"
-        return f"the gradient norm is {norm} (the loss is {loss:.6g}){scale}"
+        smallest = "" if scale is None else f" and the loss scale is {scale:g}, the smallest there is"
+        return f"the gradient norm is {norm} (the loss is {loss:.6g}){smallest}"
+
+    def keep(self, again: bool) -> None:
+        """The passes of a step begin. `again`: what is kept of the last step is needed still."""
+        if again:
+            self.before, self.earlier = self.earlier, self.before
+        self.before.keep()
+
+    def undo(self) -> None:
+        """As before the passes of the last step; what is kept is of the step before it."""
+        self.before.put_back()
+        self.before, self.earlier = self.earlier, self.before
 
     def handle(self, engine: Repeatable, batch: Batch, what: str) -> Problem:
         """Put everything back, find where it began, and return what to tell of a step that is left out.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
 from plait.engine.callbacks import Callback, RunningEngine
-from plait.engine.passes import Step
 from plait.engine.run_directory import step_of
+from plait.engine.step import Step
 
 SHOWN = 3
 """Samples that are printed; the file has all."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from plait.config.plan import Plan
-from plait.engine.passes import sort_of
+from plait.engine.spans import sort_of
 from plait.parallel.built import Built
 from plait.tensors.waits import Interval, apart, waits
 

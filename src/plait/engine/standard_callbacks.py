@@ -13,8 +13,8 @@ import torch
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.config.errors import FAILED, PlaitError, Problem, did_you_mean
 from plait.engine.callbacks import Callback, RunningEngine
-from plait.engine.passes import Step
 from plait.engine.resume import BEST
+from plait.engine.step import Step
 
 MODES = ("min", "max")
 

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import groups
 from plait.model.meter import tensors_in
-from plait.tensors.collectives import gathered, linear, sum_part, summed
+from plait.tensors.collectives import gathered, hosts_talk, linear, sum_part, summed
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import in_backward
 
@@ -117,7 +117,7 @@ def global_mean(x: Tensor) -> Tensor:
         return x.mean(0)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mine = x[:0] if peers.idle else x
-    row = torch.cat([mine.to(wide).sum(0).reshape(-1), torch.tensor([len(mine)], dtype=wide, device=x.device)])
+    row = torch.cat([mine.to(wide).sum(0).reshape(-1), torch.full((1,), len(mine), dtype=wide, device=x.device)])
     row = linear(row, _summed, _summed, peers)
     mean = (row[:-1] / row[-1].detach()).view(x.shape[1:]).to(x.dtype)
     peers.made.append(mean)
@@ -133,9 +133,10 @@ def global_batch(x: Tensor) -> Tensor:
     if peers is None or peers.alone:
         return x
     mine = x[:0] if peers.idle else x
-    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(peers.group.size())]
+    where = torch.device("cpu") if hosts_talk(peers.group) else x.device  # hosts know their sizes
+    sizes = [torch.empty(1, dtype=torch.int64, device=where) for _ in range(peers.group.size())]
     with peers.ask():
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=x.device), group=peers.group)
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=where), group=peers.group)
     whole = linear(mine, _gathered, _sum_part, Rows.of(torch.cat(sizes).tolist()), peers)
     peers.made.append(whole)
     return whole

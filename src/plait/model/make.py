@@ -99,6 +99,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def _supported(model: nn.Module) -> None:
+    _on_one_device(model)
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         why = "a lazy module takes its shape from the first batch"
@@ -118,6 +119,31 @@ def _supported(model: nn.Module) -> None:
             "keep quantised weights as plain integer parameters (requires_grad=False) or buffers, with their scales beside",
         )
         raise PlaitError(Problem("K023", what, why=why, fix=fix))
+
+
+def _on_one_device(model: nn.Module) -> None:
+    """J043 for a model that somebody has spread over devices."""
+    named = (
+        (n, t.device)
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+        if t.device.type not in ("cpu", "meta")
+    )
+    found = {device: name for name, device in reversed([*named])}
+    places = {
+        str(place): f"{name or 'the model'} on {place}" for name, place in getattr(model, "hf_device_map", {}).items()
+    }
+    spread = (
+        [f"{name} on {device}" for device, name in found.items()]
+        if len(found) > 1
+        else [*places.values()] * (len(places) > 1)
+    )
+    if spread:
+        what = f"the job's model is spread over {len(spread)} devices, and a rank drives one"
+        fix = (
+            "build it without device_map and without .to(device)    plait moves it",
+            '--plan "pp=2 microbatches=4", "tp=2" or "fsdp=2"    splits a model that one device cannot hold',
+        )
+        raise PlaitError(Problem("J043", what, why="; ".join(spread[:4]), fix=fix))
 
 
 def _of_own_kind(tensor: Tensor) -> bool:

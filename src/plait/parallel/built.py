@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.data.device_copies import DeviceCopies
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model.make import call
@@ -92,6 +93,18 @@ Call = Callable[[nn.Module, Any], Any]
 """(model, inputs) -> outputs."""
 
 
+class CompileReport(Protocol):
+    """What became of `compile=true` (`parallel/compiled.py`)."""
+
+    def notes(self) -> list[str]:
+        """Which units stay uncompiled by this plan."""
+        ...
+
+    def news(self) -> list[str]:
+        """After a step: what torch.compile gave up; each once."""
+        ...
+
+
 class GradientReducer(Protocol):
     """What sums a step's gradients over ranks: for copies, for shards, or for ranks that are not alike."""
 
@@ -119,8 +132,8 @@ class GradientReducer(Protocol):
         """Give every parameter its summed gradient; the summed row."""
         ...
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor | float:
-        """The norm of the whole model's gradients, from this rank's."""
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The norm of the whole model's gradients, from this rank's: a scalar on the device."""
         ...
 
 
@@ -143,6 +156,8 @@ class Built:
     """Runs the model in training's format, for those who look at it before it is split."""
     pairs: Callable[[int], Any] = lambda n: None
     """n -> inputs and targets of n samples."""
+    inputs: DeviceCopies = field(init=False)
+    """Samples on their way to the device."""
     randomness: Randomness = field(init=False)
     """Not with `replicas`, which bring their own, one for each thread."""
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -165,6 +180,8 @@ class Built:
     """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
     pipe: PipelineRuntime | None = None
     """This rank's part of the pipeline, if there is one."""
+    in_fp8: tuple[str, ...] = ()
+    """Linear layers that compute in fp8 under `precision=fp8`."""
     elsewhere: tuple[str, ...] = ()
     """Units of other stages: their buffers are not this rank's."""
     copies: ProcessGroup | None = None
@@ -207,6 +224,8 @@ class Built:
     run: Call = call
     """(model, inputs) -> outputs."""
     scaler: LossScale | None = None
+    compiled: CompileReport | None = None
+    """Under `compile`, what is compiled and what is not."""
     balance: Balance | None = None
     """What follows the speeds of shares, under `batch_shares=auto`."""
     average: MovingAverage | None = None

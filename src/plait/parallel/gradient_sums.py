@@ -17,7 +17,9 @@ from plait.config.keys import SAME_SLICES
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
-from plait.parallel.fsdp.runtime import square
+from plait.parallel.fsdp.runtime import square_sum
+from plait.tensors.collectives import directly, hosts_talk
+from plait.tensors.transfers import upload
 
 
 class CrossGroupSums:
@@ -85,17 +87,24 @@ class CrossGroupSums:
         if self.everywhere is not None:
             self._add_up(self._trained(self.names), self.everywhere)
             self._used_elsewhere(self.everywhere)
-        used = [float(self._used(n)) for n in self.flagged]
-        row = torch.tensor([self.square_of(self.names), *used], dtype=torch.float64, device=self.step_row.device)
-        self.row = torch.cat([self.step_row, row])
+        used = upload([float(self._used(n)) for n in self.flagged], self.step_row.device)
+        self.row = torch.cat([self.step_row, self.square_of(self.names).reshape(1), used])
         self.work = dist.all_reduce(self.row, group=self.everybody, async_op=True)
-        if self.shards is not None:  # they have gradients of zeros where nobody used a parameter
-            for name, times in zip(self.flagged, self._rest()[1:]):
-                if not times and name in self.own:
-                    self.own[name].grad = None
+        if self.shards is not None:
+            self._forget_unused()
             self.shards.used.clear()
             self.elsewhere.clear()
         return self.row[: len(self.step_row)]
+
+    def _forget_unused(self) -> None:
+        """Under `fsdp` a parameter that nobody used has a gradient of zeros: take it away. Only the others know of what this rank
+        did not use."""
+        if all(self._used(n) for n in self.flagged if n in self.own):
+            return
+        self._wait()
+        for name, times in zip(self.flagged, self.row[len(self.step_row) + 1 :].tolist()):
+            if not times and name in self.own:
+                self.own[name].grad = None
 
     def _inner(self) -> None:
         if self.shards is not None:
@@ -107,21 +116,22 @@ class CrossGroupSums:
         for names, group in self.partial:
             self._add_up(self._trained(names), group)
 
-    def _rest(self) -> list[float]:
-        """What was summed behind the row of the step: the squared norm, and how many ranks used each parameter."""
+    def _wait(self) -> None:
+        """What follows comes after the sum of the row; on a GPU its stream waits, and not the host."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        return self.row[len(self.step_row) :].tolist()
 
-    def square_of(self, names: Iterable[str]) -> float:
-        """This rank's share of the squared norm of these gradients: each part counts once, however many ranks hold it."""
+    def square_of(self, names: Iterable[str]) -> Tensor:
+        """This rank's share of the squared norm of these gradients, on the device: each part counts once, however many ranks hold it."""
         alike: dict[int, list[Tensor]] = {}
         for name in names:
             gradient = self.own[name].grad if name in self.own else None
             if gradient is not None:
                 alike.setdefault(self._copies(name), []).append(gradient)
-        return sum(square(float(torch.nn.utils.get_total_norm(found))) / count for count, found in alike.items())
+        device = self.step_row.device
+        shares = [square_sum(found, device) / count for count, found in alike.items()]
+        return torch.stack(shares).sum() if shares else square_sum((), device)
 
     def _copies(self, name: str) -> int:
         plan, cut = self.plan, self.shards is not None and name in self.shards.sharded
@@ -136,7 +146,10 @@ class CrossGroupSums:
         return name in self.own and self.own[name].grad is not None
 
     def _add_up(self, names: list[str], group: ProcessGroup) -> None:
-        """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None."""
+        """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None.
+
+        Which there are is told behind the gradients, or by the hosts, where that saves them waiting for a device.
+        """
         formats = dict.fromkeys(self.own[n].dtype for n in names)
         for dtype in formats:
             mine = [n for n in names if self.own[n].dtype == dtype]
@@ -147,8 +160,12 @@ class CrossGroupSums:
                 if gradient is not None:
                     part[: gradient.numel()].copy_(gradient.reshape(-1))
                     flag.fill_(1.0)
+            has = torch.tensor([float(self.own[n].grad is not None) for n in mine])
+            apart = not directly(flat.device) and hosts_talk(group)
+            if apart:
+                dist.all_reduce(has, group=group)
             dist.all_reduce(flat, group=group)
-            there = self.told(flat[-len(mine) :])
+            there = has.tolist() if apart or bool(has.all()) else self.told(flat[-len(mine) :])
             for name, part, times in zip(mine, flat.split([*sizes, len(mine)]), there):
                 parameter = self.own[name]
                 parameter.grad = part[: parameter.numel()].view_as(parameter) if times else None
@@ -157,9 +174,7 @@ class CrossGroupSums:
         return [n for n in names if n in self.own and self.own[n].requires_grad]
 
     def _used_elsewhere(self, group: ProcessGroup) -> None:
-        used = torch.tensor(
-            [float(self._used(n)) for n in self.flagged], dtype=torch.float64, device=self.step_row.device
-        )
+        used = upload([float(self._used(n)) for n in self.flagged], self.step_row.device)
         if self.flagged:
             dist.all_reduce(used, group=group)
             self.elsewhere = {n for n, times in zip(self.flagged, used.tolist()) if times}
@@ -170,6 +185,7 @@ class CrossGroupSums:
             return self.shards.size(name)
         return self.own[name].numel()
 
-    def norm(self, gradients: Iterable[Tensor]) -> float:
-        """The gradient norm over all ranks' parts, as `finish` found it. Waits for it."""
-        return self._rest()[0] ** 0.5
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The gradient norm over all ranks' parts, as `finish` found it: a float64 scalar on the device."""
+        self._wait()
+        return self.row[len(self.step_row)].sqrt()

@@ -12,7 +12,8 @@ Picture
 Costs
     Memory: Adam's state is two numbers per parameter, with its copy of the parameters three; they leave the device.
     Traffic: gradients out and parameters in, once per step (`all`: parameters in at every gather), over the bus.
-    Compute: the host's optimizer step is many times slower than the device's; a fused optimizer helps.
+    Compute: the host's optimizer step is many times slower than the device's; a fused optimizer helps. The host waits for
+    the gradients once in each step.
 
 Choose when
     The state does not fit though it is sharded over all the devices there are.
@@ -27,10 +28,11 @@ Paper
     Ren et al. 2021, ZeRO-Offload (USENIX ATC).
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.errors import Problem
 from plait.config.plan import Plan
@@ -65,10 +67,12 @@ def apply(built: Built) -> None:
         for name, parameter in built.own.items()
     }
 
+    way = _ToHost(masters, built.device) if pin else _copied
+
     def out(*_: object) -> None:
+        found = way({name: gradient for name in masters if (gradient := built.own[name].grad) is not None})
         for name, master in masters.items():
-            gradient = built.own[name].grad
-            master.grad = None if gradient is None else gradient.to("cpu", copy=True)
+            master.grad = found.get(name)
 
     def back(*_: object) -> None:
         with torch.no_grad():
@@ -86,7 +90,36 @@ def apply(built: Built) -> None:
     built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(back))
 
 
-def _host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
+def _copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: gradient.to("cpu", copy=True) for name, gradient in gradients.items()}
+
+
+class _ToHost:
+    """Copies gradients of a GPU into pinned memory of the host, all of them on a stream of its own: the host waits once."""
+
+    def __init__(self, masters: dict[str, nn.Parameter], device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.places: dict[str, Tensor] = {}
+        sizes = Counter[torch.dtype]()
+        for master in masters.values():
+            sizes[master.dtype] += master.numel()
+        flats = {kind: torch.empty(size, dtype=kind, pin_memory=True) for kind, size in sizes.items()}
+        for name, master in masters.items():
+            sizes[master.dtype] -= master.numel()
+            self.places[name] = flats[master.dtype].as_strided(master.shape, master.stride(), sizes[master.dtype])
+
+    def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        found = {}
+        with torch.cuda.stream(self.stream):
+            for name, gradient in gradients.items():
+                dense = gradient.layout is torch.strided
+                found[name] = self.places[name].copy_(gradient, non_blocking=True) if dense else gradient.cpu()
+        self.stream.synchronize()  # so what the gradients lie in can be given back
+        return found
+
+
+def _host(tensor: Tensor, pin: bool) -> Tensor:
     copied = tensor.to("cpu", copy=True)
     return copied.pin_memory() if pin else copied
 

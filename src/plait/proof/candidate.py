@@ -22,7 +22,7 @@ from plait.data.batch import Batch
 from plait.data.shares import InTurn
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
-from plait.launch.place import Place
+from plait.launch.place import Place, threads
 from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.precision import forward_format
@@ -194,10 +194,11 @@ def _in_own_formats(
     if wanted is None:
         return {}, made
     plan = Plan.parse(wanted[0])
+    torch.set_num_threads(threads(place.world))  # as one device's: a dry run beside the ranks is not counted
     engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
     built, traffic = engine.built, Traffic(place.rank, plan)
     if built.scaler is not None:
-        built.scaler.value = formats.SCALE
+        built.scaler.load_state_dict({"value": formats.SCALE, "good_steps": 0})
     batch = next(engine.batches())
     with traffic.watch():
         step_row = engine.backward(batch)

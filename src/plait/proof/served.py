@@ -31,6 +31,7 @@ from plait.engine.server.record import FILE
 from plait.engine.server.setting import ServerSetting
 from plait.launch import fork
 from plait.launch.supervise import Listener, Spare
+from plait.parallel import precision
 from plait.parallel.server.ledger import LedgerRow, problems
 from plait.parallel.server.portions import Clocks
 from plait.proof import reference
@@ -90,7 +91,7 @@ def _run(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
         for name in (FILE, "metrics.jsonl"):
             (folder / name).unlink(missing_ok=True)
         setting = ServerSetting(
-            job, dataclasses.replace(plan, precision="fp32"), "cpu", torch.float64, "ignore", folder=folder, save_every=10**9,
+            job, precision.unrounded(plan), "cpu", torch.float64, "ignore", folder=folder, save_every=10**9,
             pause=partial(pause, job.seed, groups, longest), evaluates=False,
         )  # fmt: skip
         results = start(setting, Spare(lambda rank: False, lambda rank, failure: ""), Listener(note=lambda text: None))

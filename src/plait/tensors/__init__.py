@@ -13,6 +13,7 @@ multihead         torch's multi-head attention on a rank's heads
 modules           a module under another forward, tried and put back, with other parameters, in eval mode
 fake              runs on fake tensors: shapes without numbers
 trees             tensors in lists, dicts and objects; the form of a unit's output
+transfers         numbers between host and device without a wait
 waits             when a rank waits for messages of others
 moving_average    the exponential moving average of tensors
 finite            whether numbers are finite

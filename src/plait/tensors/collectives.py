@@ -25,7 +25,8 @@ Beside them: bytes from every rank to every rank, as tensors, so that nothing th
 ranks hold the same bits, by a 64-bit digest per tensor.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -39,6 +40,9 @@ from plait.tensors.rows import Rows
 from plait.tensors.torch_private import WrapperTensor, storage_key
 
 P = ParamSpec("P")
+GATHER_PARTS = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The library's all-gather and reduce-scatter of equal parts of one tensor, under the names that the installed torch does not warn of."""
 DIRECT: ContextVar[tuple[str, ...]] = ContextVar("direct", default=("cpu",))
 """Kinds of devices between which messages wait for each other in no order: parts are exchanged by sends and receives, and not by
 the library's collectives, and a pipeline's receives are posted ahead."""
@@ -47,6 +51,11 @@ the library's collectives, and a pipeline's receives are posted ahead."""
 def directly(device: torch.device) -> bool:
     """Whether ranks on such devices exchange parts by sends and receives, and post receives ahead."""
     return device.type in DIRECT.get()
+
+
+def hosts_talk(group: ProcessGroup | None) -> bool:
+    """Whether the ranks of a group can sum tensors of their hosts, as beside `cpu:gloo,cuda:nccl`, without waiting for a device."""
+    return "cpu" in dist.get_backend_config(group)
 
 
 def exchange(data: bytes, group: ProcessGroup | None, device: torch.device) -> list[bytes]:
@@ -190,6 +199,12 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """The whole, from each rank's rows of `dim`. Not differentiated."""
     rank, x = group.rank(), x.contiguous()
     whole = x.new_empty([*x.shape[:dim], rows.length, *x.shape[dim + 1 :]])
+    if not directly(x.device) and _alike(rows, x):
+        straight = _one_after_another(rows, dim, x)
+        room = whole if straight else x.new_empty([len(rows.sizes), *x.shape])
+        if not isinstance(group, Absent):
+            GATHER_PARTS(room.view(-1), x.view(-1), group=group)
+        return whole if straight else _placed(whole, dim, rows, room.unbind(0))
     parts: list[Tensor] = []
     for ranges, size in zip(rows.ranks, rows.sizes):
         place = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
@@ -200,12 +215,27 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
         parts[rank].copy_(x)
     elif not isinstance(group, Absent):
         dist.all_gather(parts, x, group=group)
+    return _placed(whole, dim, rows, parts)
+
+
+def _placed(whole: Tensor, dim: int, rows: Rows, parts: Sequence[Tensor]) -> Tensor:
+    """The whole, with the parts of the ranks in it that are not there yet."""
     for ranges, size, received in zip(rows.ranks, rows.sizes, parts):
         if size and storage_key(received) == storage_key(whole):
             continue
         for (first, length), piece in zip(ranges, received.split([length for _, length in ranges], dim)):
             whole.narrow(dim, first, length).copy_(piece)
     return whole
+
+
+def _alike(rows: Rows, x: Tensor) -> bool:
+    """Whether every rank has as many rows of a tensor, so that one tensor can hold all parts: no copy on the way."""
+    return len(set(rows.sizes)) == 1 and x.numel() > 0
+
+
+def _one_after_another(rows: Rows, dim: int, x: Tensor) -> bool:
+    """Whether the parts of the ranks, one after another in memory, are the whole."""
+    return math.prod(x.shape[:dim]) == 1 and rows == Rows.of(rows.sizes)
 
 
 @torch.no_grad()
@@ -216,6 +246,14 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     order of the ranks; 16-bit numbers are added in 32.
     """
     ranks, rank = group.size(), group.rank()
+    if not directly(x.device) and _alike(rows, x):
+        apart = [rows.take(x, dim, r) for r in range(ranks)]
+        result = torch.empty_like(apart[rank], memory_format=torch.contiguous_format)
+        straight = _one_after_another(rows, dim, x)
+        joined = x.contiguous().view(-1) if straight else torch.cat([t.reshape(-1) for t in apart])
+        if not isinstance(group, Absent):
+            SUM_PARTS(result.view(-1), joined, group=group)
+        return result
     parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
     if not directly(x.device):
         result = torch.empty_like(parts[rank])

@@ -8,6 +8,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
-from torch.distributed import ProcessGroup, _functional_collectives
+from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
@@ -65,6 +66,41 @@ copy_ = torch._foreach_copy_
 """(tensors, others) -> every tensor written with another's values, in one call."""
 scale_ = torch._foreach_mul_
 """(tensors, number or tensor) -> every tensor multiplied in place, in one call."""
+attention_choice = torch._fused_sdp_choice
+"""(q, k, v, mask, dropout, causal, scale=, enable_gqa=) -> the kernel that torch would take, as a `torch.nn.attention.SDPBackend`."""
+Kernels = tuple[Callable[..., Any], Callable[..., Any]]
+flash_cpu: Kernels = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""An attention kernel of torch, and its backward. Forward gives (output, logarithms of the sums of the weights, …); backward takes both,
+over these keys and perhaps others. This one is for CPUs, the others for GPUs."""
+flash: Kernels = (
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+)
+memory_efficient: Kernels = (
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+)
+cudnn: Kernels = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+)
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer of torch update all its parameters in one kernel, as if it had been made with `fused=True`."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    optimizer.defaults["fused"] = optimizer._step_supports_amp_scaling = True  # pyrefly: ignore[missing-attribute]
+    optimizer._need_device_dtype_check_for_fused = True  # pyrefly: ignore[missing-attribute]
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step changes nothing where its attribute `found_inf`, a scalar of its device, is 1: fused ones do."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def devices_by_driver() -> int | None:
@@ -77,6 +113,24 @@ def devices_by_driver() -> int | None:
     return count if count >= 0 else None
 
 
+def cuda_lost() -> bool:
+    """Whether this process was forked from one that had asked the CUDA runtime something, and so cannot use CUDA."""
+    return torch.cuda._is_in_bad_fork()
+
+
+def set_allocator(words: str) -> None:
+    """Set up the allocator of devices, as PYTORCH_ALLOC_CONF would have before torch was imported."""
+    torch._C._accelerator_setAllocatorSettings(words)
+
+
+def let_wait(patience: timedelta) -> None:
+    """How long what is asked of every process group from now on may wait. New groups have torch's own time until they are told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # neither gloo nor NCCL: a group of somebody else's
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(patience, group)
+
+
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: its arguments, which of them it writes, and their defaults."""
     return op._schema
@@ -85,6 +139,11 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module itself, by name; changing the dict changes the module."""
     return module._buffers
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks before and after a module's forward, by number; changing a dict changes the module."""
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -106,6 +165,24 @@ def check_dims(norm: BatchNormBase, input: Tensor) -> None:
 def warm_dynamo() -> None:
     """Import torch._dynamo, which the first optimizer would import."""
     import torch._dynamo  # noqa: F401
+
+
+def let_compile(times: int) -> None:
+    """Let one function be compiled so many times for inputs that differ, and compare the hooks of modules before what was
+    compiled for one is run for another."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, times)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * times)
+    config.skip_nnmodule_hook_guards = False
+
+
+def compiled_so_far() -> tuple[int, int]:
+    """(graphs that torch.compile made in this process, functions that it gave up because it had compiled them too often)."""
+    from torch._dynamo.utils import counters
+
+    given_up = sum(n for reason, n in counters["unimplemented"].items() if "limit exceeded" in reason)
+    return counters["stats"]["unique_graphs"], given_up
 
 
 class _Seeded:
@@ -343,14 +420,6 @@ def alias(t: Tensor) -> Tensor:
         return t.detach()
 
 
-def flash_cpu(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """torch's attention kernel for CPUs: (output, log-sum-exp of the scores). A query that sees no key has zeros and 0."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-
-
 class TorchDispatchMode(_TorchDispatchMode):
     """torch's dispatch mode, which lets higher-order operators pass."""
 
@@ -391,19 +460,6 @@ def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iter
         yield
     finally:
         torch.compile = before  # type: ignore[assignment]
-
-
-def flash_cpu_backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, ...],
-    result: tuple[Tensor, Tensor],
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `flash_cpu`; `result` is its (output, log-sum-exp) over these keys and perhaps others."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return op(grad, *qkv, *result, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 no_modes = _disable_current_modes

@@ -16,9 +16,10 @@ from plait.data.batch import Batch, BatchShare, Position, is_map, weigh
 from plait.data.loading import reader
 from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
-from plait.engine.passes import sort_of, tokens
 from plait.engine.server import messages as say
 from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.spans import sort_of
+from plait.engine.step import tokens
 from plait.launch.channel import Hub, Packet, Peer
 from plait.launch.place import Place
 from plait.parallel.server.layout import Layout, shared_out
@@ -53,7 +54,7 @@ class Trainer:
         if not is_map(built.data):
             raise PlaitError(not_dealt(type(built.data).__name__))
         self.read = reader(built.data, job.seed, place.reads)
-        self.padding = Padding(built.data, None, built.device) if hasattr(built.data, "collate") else None
+        self.padding = Padding(built.data, None) if hasattr(built.data, "collate") else None
         self.buffers = dict(self.engine.model.named_buffers())
 
     def gradient(self, at: Position, size: int, first: int, ids: list[int]) -> Gradient:
@@ -73,13 +74,14 @@ class Trainer:
         found = {n: p.grad for n, p in engine.built.own.items() if p.grad is not None}
         for parameter in engine.built.own.values():
             parameter.grad = None
-        spent = engine._spans.taken()
+        mean = float(loss)
+        spent = engine._spans.taken()()
         waited = sum(took for name, _, took in spent if name == "data")
         computed = sum(took for name, _, took in spent if sort_of(name) in COMPUTES)
         changes = {
             n: b - kept[n] for n, b in self.buffers.items() if b.dtype != torch.bool and not torch.equal(b, kept[n])
         }
-        return Gradient(found, changes, total, float(loss), tokens(batch), waited, computed)
+        return Gradient(found, changes, total, mean, tokens(batch), waited, computed)
 
     def _batch(self, at: Position, size: int, first: int, ids: list[int]) -> Batch:
         cuts = [split(len(ids), self.engine.plan.microbatches, i) for i in range(self.engine.plan.microbatches)]

@@ -56,7 +56,7 @@ class Server:
         self.engine, built = engine, engine.built
         most = 2 * sum(t.nbytes for t in (*built.own.values(), *engine.model.buffers())) + (1 << 24)
         self._share(built.own)
-        engine.place, engine.plan = self.place, replace(plan, compile=False) if plan.compile else plan
+        engine.place, engine.plan = self.place, plan.uncompiled if plan.compile else plan
         built.group = self.place.connect(CPU)
         if servers == 1:
             built.group = None

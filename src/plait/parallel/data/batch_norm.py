@@ -83,9 +83,10 @@ class _BatchStatistics(torch.autograd.Function):
             var, mean = torch.var_mean(wide, dims, correction=0)
         else:
             var = mean = wide.new_zeros(x.shape[1])
-        mine = torch.cat([mean, var * count, mean.new_tensor([count])])
+        mine = torch.cat([mean, var * count, mean.new_full((1,), count)])
         mean, squares, total = _merge(_everyone(mine, group), x.shape[1])
-        if not torch.compiler.is_compiling() and int(total) == 1:
+        alone = count == 1  # else there are more, or another rank has the only one: the number is not read, which a device waits for
+        if alone and not torch.compiler.is_compiling() and int(total) == 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         var = squares / total
         shape = [1, -1] + [1] * (x.dim() - 2)

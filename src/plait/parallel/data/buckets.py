@@ -160,7 +160,7 @@ class Reducer:
         for i, parameter in enumerate(bucket.parameters):
             if parameter.grad is None:  # unused here; others may have used it
                 bucket.views[i].zero_()
-                bucket.flags[i] = 0.0
+                bucket.flags[i].fill_(0.0)
 
     def finish(self) -> Tensor:
         """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed row of the step."""
@@ -178,11 +178,12 @@ class Reducer:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.work = None
-            if bucket.waiting or self.idle:
-                self._give(bucket)
+        self._give([bucket for bucket in self.buckets if bucket.waiting or self.idle])
 
-    def _give(self, bucket: _Bucket) -> None:
-        missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None or self.idle]
-        used = bucket.flags.tolist() if missing else []
-        for i in missing:
-            bucket.parameters[i].grad = bucket.views[i] if used[i] > 0 else None
+    def _give(self, buckets: list[_Bucket]) -> None:
+        """What this rank did not use has the gradient of those who did. Whether anybody did is on the device: the host waits for it,
+        once, in a step in which a rank has parameters without a gradient."""
+        missing = [(b, i, p) for b in buckets for i, p in enumerate(b.parameters) if p.grad is None or self.idle]
+        used = torch.stack([b.flags[i].double() for b, i, _ in missing]).tolist() if missing else []
+        for (bucket, i, parameter), times in zip(missing, used):
+            parameter.grad = bucket.views[i] if times > 0 else None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.parallel.compression.compressor import Compressor
+from plait.tensors.transfers import upload
 
 
 class CompressedReducer:
@@ -50,7 +51,7 @@ class CompressedReducer:
         device = next(iter(self.parameters.values())).device if self.step_row is None else self.step_row.device
         row = torch.zeros(0, dtype=torch.float64, device=device) if self.step_row is None else self.step_row.double()
         flags = [float(gradient is not None) for gradient in mine.values()]
-        told = torch.cat([row, torch.tensor(flags, dtype=torch.float64, device=device)])
+        told = torch.cat([row, upload(flags, device)])
         work = dist.all_reduce(told, group=self.group, async_op=True)
         sums = self.compressor.sum(mine, self.group)
         if work is not None:

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from plait.tensors.collectives import SUM_PARTS
 from plait.tensors.torch_private import FsdpAllGather, FsdpReduceScatter, storage_key
 
 TAGS = 2**14
 """Messages that carry gradients have tags above this, those that carry parameters below."""
-SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The library's reduce-scatter, under the name that the installed torch does not warn of."""
 
 
 class _NewBuffers:

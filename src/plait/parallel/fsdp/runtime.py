@@ -32,6 +32,7 @@ from plait.tensors.torch_private import (
     tree_unflatten,
     widened,
 )
+from plait.tensors.transfers import upload
 
 
 def divides(shape: Sequence[int]) -> bool:
@@ -44,9 +45,16 @@ def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
 
 
-def square(value: float) -> float:
-    """Its square, infinity where it is too large (which `**` refuses)."""
-    return value * value
+def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The norm of some gradients, a float64 scalar on the device: nothing waits for it."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.nn.utils.get_total_norm(gradients).double()
+
+
+def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Its square."""
+    return total_norm(gradients, device).square()
 
 
 def along(shape: Sequence[int], ranks: int) -> int:
@@ -115,7 +123,8 @@ class FsdpRuntime:
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.partial: dict[str, Tensor] = {}
-        self.squares = 0.0
+        self.squares = torch.zeros((), dtype=torch.float64)
+        """Of the norm over all ranks' parts, on the device."""
         self.step_row = torch.empty(0)
         for module in self.modules:
             module.register_forward_pre_hook(watch)
@@ -198,22 +207,22 @@ class FsdpRuntime:
         """Give every part its summed gradient; the summed row of the step. One small sum over all ranks carries the rest."""
         self.scatter.finish()
         self._give()
-        parts = [self.own[n].grad for n in self.trained]
-        squares = square(float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])))
+        parts = [g for n in self.trained if (g := self.own[n].grad) is not None]
         flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
-        scalars = [0.0 if p.grad is None else float(p.grad.sum()) for p in self.scalars]
-        row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.step_row.device)
-        row = torch.cat([self.step_row, row])
+        device, none = self.step_row.device, torch.zeros(1, dtype=torch.float64, device=self.step_row.device)
+        scalars = [none if p.grad is None else p.grad.double().sum().reshape(1) for p in self.scalars]
+        row = torch.cat([self.step_row, square_sum(parts, device).reshape(1), upload(flags, device), *scalars])
         dist.all_reduce(row, group=self.everybody)
-        step_row, (squares, *rest) = row[: len(self.step_row)], row[len(self.step_row) :].tolist()
-        self.squares = squares / (dist.get_world_size() // self.usual.group.size())
-        used, scalars = rest[: len(flags)], rest[len(flags) :]
-        for name, times in zip(self.trained, used):
+        step_row, squares, used, values = row.split([len(self.step_row), 1, len(flags), len(scalars)])
+        self.squares = squares[0] / (dist.get_world_size() // self.usual.group.size())
+        there = flags if all(flags) else used.tolist()  # whether others used what this rank did not, only they know
+        for name, times in zip(self.trained, there):
             if not times:
                 self.own[name].grad = None
-        for parameter, times, value in zip(self.scalars, used[len(self.trained) :], scalars):
-            parameter.grad = torch.full_like(parameter, value) if times else None
-            self.squares += square(value) if times else 0.0
+        for i, (parameter, times) in enumerate(zip(self.scalars, there[len(self.trained) :])):
+            parameter.grad = values[i].to(parameter.dtype).expand_as(parameter).clone() if times else None
+            if times:
+                self.squares = self.squares + values[i].square()
         self.used.clear()
         return step_row
 
@@ -233,10 +242,12 @@ class FsdpRuntime:
         self._give()
         for parameter in self.scalars:
             flat = torch.zeros(2, dtype=torch.float64, device=parameter.device)
-            if parameter.grad is not None:
-                flat[0], flat[1] = float(parameter.grad.sum()), 1.0  # an empty one has no item
+            mine = parameter.grad
+            if mine is not None:
+                flat = torch.stack([mine.double().sum(), torch.ones_like(flat[1])])  # an empty one has no item
             dist.all_reduce(flat, group=peers)
-            parameter.grad = torch.full_like(parameter, float(flat[0])) if flat[1] else None
+            there = mine is not None or bool(flat[1])
+            parameter.grad = flat[0].to(parameter.dtype).expand_as(parameter).clone() if there else None
 
     def _give(self) -> None:
         late: dict[ProcessGroup | None, list[tuple[Tensor, int]]] = {}
@@ -255,17 +266,17 @@ class FsdpRuntime:
                 for (gradient, _), part in zip(sums, flat.split([n for _, n in sums])):
                     gradient.copy_(part[: gradient.numel()].view_as(gradient))
 
-    def square_of(self, names: Iterable[str]) -> float:
+    def square_of(self, names: Iterable[str]) -> Tensor:
         """This rank's share of the squared norm of these gradients, once they are summed: shares add up over all ranks."""
         world, found = dist.get_world_size(self.everybody), {n: self.own[n].grad for n in names}
         parts = [g for n, g in found.items() if n in self.sharded and g is not None]
         wholes = [g for n, g in found.items() if n not in self.sharded and g is not None]
-        total = lambda gradients: square(float(torch.nn.utils.get_total_norm(gradients)))  # noqa: E731
-        return total(parts) / (world // self.usual.group.size()) + total(wholes) / world
+        here = self.step_row.device
+        return square_sum(parts, here) / (world // self.usual.group.size()) + square_sum(wholes, here) / world
 
-    def norm(self, gradients: Iterable[Tensor]) -> float:
-        """The gradient norm over all ranks' parts, as `finish` found it."""
-        return self.squares**0.5
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The gradient norm over all ranks' parts, as `finish` found it: a float64 scalar on the device."""
+        return self.squares.sqrt()
 
     def reshard(self) -> None:
         """Forget gathered parameters: the parts have changed, or the memory is wanted."""

@@ -84,7 +84,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """The ranks as torch's mesh."""
-    backend = groups_of.backend()
+    backend = groups_of.backend_of_meshes()
     other: dict[int | str, Any] | None = None if backend is None else {axis: backend for axis in AXES}  # noqa: C420
     shape = tuple(getattr(plan, axis) for axis in AXES)
     return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=other)

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from plait.parallel.pipeline.schedules import Action, Row, Table
 from plait.parallel.pipeline.simulate import simulate
+from plait.tensors.collectives import directly
 from plait.tensors.trees import Slot
 
 AHEAD = 2
@@ -197,31 +198,40 @@ def _tag(message: StageMessage) -> int:
 
 def empty(slots: Sequence[Slot], samples: int, device: torch.device, *, forward: bool) -> list[Tensor]:
     """What a message is received into: a tensor for each slot, or gradients of those that have any, as `packed` makes them:
-    a tensor for each number format."""
+    a tensor for each number format; on a device one of the host beside them."""
     if forward:
         return [torch.empty(slot.shape(samples), dtype=slot.dtype, device=device) for slot in slots]
-    sizes: dict[torch.dtype, int] = {}
-    for slot in slots:
-        if slot.grad:
-            sizes[slot.dtype] = sizes.get(slot.dtype, 0) + prod(slot.shape(samples)) + 1
-    return [torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()]
+    sizes, inside = dict[torch.dtype, int](), int(directly(device))
+    given = [slot for slot in slots if slot.grad]
+    for slot in given:
+        sizes[slot.dtype] = sizes.get(slot.dtype, 0) + prod(slot.shape(samples)) + inside
+    flats = [torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()]
+    return flats if inside else [*flats, torch.ones(len(given), dtype=torch.bool)]
 
 
 def packed(values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Gradients of values, those of a number format as one message: each flat, and behind it 0, or zeros and 1 where there
-    is none, since no gradient and one of zeros are not the same to an optimizer. (A dry run on real tensors receives zeros.)"""
+    is none, since no gradient and one of zeros are not the same to an optimizer. (A dry run on real tensors receives zeros.)
+
+    On a device a number that the receiver has to know would make it wait for all that is queued there. So it is told which
+    there are in a message from host to host, which the sender's host knows as soon as it has queued its backward pass."""
     parts: dict[torch.dtype, list[Tensor]] = {}
+    inside = directly(values[0].device)
     for value, grad in zip(values, grads):
         flat = value.new_zeros(value.numel()) if grad is None else grad.reshape(-1)
-        parts.setdefault(value.dtype, []).extend((flat, value.new_full((1,), float(grad is None))))
-    return [torch.cat(flats) for flats in parts.values()]
+        none = (value.new_full((1,), float(grad is None)),) if inside else ()
+        parts.setdefault(value.dtype, []).extend((flat, *none))
+    flats = [torch.cat(flats) for flats in parts.values()]
+    return flats if inside else [*flats, torch.tensor([grad is not None for grad in grads])]
 
 
 def unpacked(messages: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of values again: views of the messages."""
-    rest = {message.dtype: message for message in messages}
+    inside = directly(values[0].device)
+    there = [] if inside else messages[-1].tolist()
+    rest = {message.dtype: message for message in (messages if inside else messages[:-1])}
     grads: list[Tensor | None] = []
-    for value in values:
-        own, none, rest[value.dtype] = rest[value.dtype].tensor_split((value.numel(), value.numel() + 1))
-        grads.append(own.view(value.shape) if bool(none == 0) else None)
+    for i, value in enumerate(values):
+        own, none, rest[value.dtype] = rest[value.dtype].tensor_split((value.numel(), value.numel() + inside))
+        grads.append(own.view(value.shape) if (bool(none == 0) if inside else there[i]) else None)
     return grads

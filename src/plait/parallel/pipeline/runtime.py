@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.parallel.loss_scale import scaled
 from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, empty, packed, routes, unpacked
 from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import Forward
@@ -38,8 +39,8 @@ class MicroBatch:
     samples: int
     weight: float
     """Its weight over the global batch's. 0 when it only takes part."""
-    scale: float
-    """Factor on its loss before backward."""
+    scale: float | Tensor
+    """Factor on its loss before backward; with a loss scale that is on the device, a scalar there."""
     idle: bool = False
     """Its sample is another rank's: it only makes up the number."""
     number: int = 0
@@ -63,15 +64,16 @@ class _Open:
 
 
 class Clock:
-    """(name, start, seconds) of what takes time in a step, in order: `receive F1.0`, `F1.0`, `send F1.0`, `F1.1`, ….
+    """(name, begin, end) of what takes time in a step, in order: `receive F1.0`, `F1.0`, `send F1.0`, `F1.1`, ….
 
-    The times are the host's, from `time.perf_counter` unless `now` is another clock.
+    The times are the host's, from `time.perf_counter` unless `now` is another clock: on a GPU its moments are events.
     """
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, float, float]] = []
-        self.now = perf_counter
-        self.name, self.open, self.last = "", False, 0.0
+        self.spans: list[tuple[str, Any, Any]] = []
+        self.now: Callable[[], Any] = perf_counter
+        self.name, self.open = "", False
+        self.last: object = 0.0
         self.beat: Callable[[str], None] = lambda phase: None
         """Told whether an action that begins belongs to the forward or the backward pass."""
 
@@ -85,7 +87,7 @@ class Clock:
         now, name, start = self.now(), what + self.name, self.last
         if self.spans and self.spans[-1][0] == name:
             start = self.spans.pop()[1]
-        self.spans.append((name, start, now - start))
+        self.spans.append((name, start, now))
         self.last = now
 
     def computed(self) -> None:
@@ -185,7 +187,7 @@ class PipelineRuntime:
             piece.loss = loss.detach()
             self.losses.append(piece.loss.double() * piece.weight)
         outputs = self._pass_on(stage, micro, run.kept)
-        self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else loss * piece.scale, run)
+        self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else scaled(loss, piece.scale), run)
 
     def _backward(self, action: Action) -> None:
         stage, micro = action.stage, action.micro

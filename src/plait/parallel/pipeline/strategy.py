@@ -60,9 +60,12 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    for key, given in {"processes=one": plan.processes == "one", "compile=true": plan.compile}.items():
-        if given:
-            yield Problem("P027", f"pp={plan.pp} does not work with {key}", fix=(f'--plan "pp={plan.pp}"',))
+    if plan.processes == "one":
+        yield Problem("P027", f"pp={plan.pp} does not work with processes=one", fix=(f'--plan "pp={plan.pp}"',))
+    if plan.compile and plan.schedule in SPLIT:
+        what = f"schedule={plan.schedule} does not work with compile=true"
+        why = "it computes gradients of weights later than those of inputs, and a graph computes them all at once"
+        yield Problem("P027", what, why=why, fix=("schedule=1f1b", "compile=false"))
     if plan.shares > batch:
         why = f"{batch} samples for {plan.shares} pipelines of pp={plan.pp} stages"
         yield Problem(

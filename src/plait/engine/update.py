@@ -1,0 +1,183 @@
+"""The end of a step: the norm, clipping and the optimizer's step, and when the host reads what came of it.
+
+On a CPU the host reads loss and norm and then makes the update. On a GPU that would leave the device idle: whoever queues its work would
+wait for it in every step. So the host queues the update unseen, the device leaves it out where loss or norm are not finite
+(`device_update.py`), and the row of numbers travels to the host while it queues the passes of the next step. It is read before that
+step's update. If it says that the step was left out, the passes just made are undone and made again after what a CPU would have done:
+buffers are put back, the place where it began is searched for, and the run stops or goes on.
+
+What cannot be queued unseen is an update by an optimizer that is not fused, the first one (in which optimizers make their state), and
+one that an average of weights, phases, replica groups or shares that follow speeds go by. There the host waits in the step, once.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.config.errors import PlaitError
+from plait.data.batch import Batch
+from plait.engine import device_update
+from plait.engine.group_norms import group_names, group_norms
+from plait.engine.nonfinite import Guard, Repeatable
+from plait.engine.spans import Spans
+from plait.engine.step_row import Unread
+from plait.engine.turns import Turns
+from plait.parallel.loss_scale import DeviceLossScale
+from plait.tensors.torch_private import scale_
+from plait.tensors.transfers import HostCopy
+
+
+class Updated(Repeatable, Protocol):
+    """A training whose steps are ended here."""
+
+    guard: Guard
+    turns: Turns
+
+    def backward(self, batch: Batch) -> Tensor:
+        """The passes of a step, and the sums of gradients."""
+        ...
+
+    def total_norm(self) -> Tensor:
+        """The norm of the gradients, a float64 scalar on the device."""
+        ...
+
+    def tell(self, unread: Unread) -> None:
+        """Do what goes by the numbers of a step, which are on the host."""
+        ...
+
+
+class Updater:
+    """Ends the steps of one rank. `norms`: the norm of each parameter group is asked for."""
+
+    def __init__(self, training: Updated, spans: Spans, norms: bool):
+        self.training, self.spans, self.norms = training, spans, norms
+        built = training.built
+        self.unseen = device_update.unseen(built, training.guard.leaves_out)
+        """Updates are queued before their numbers are read."""
+        if self.unseen and built.scaler is not None:
+            built.scaler = DeviceLossScale(built.scaler, built.device)
+        self.at_once = not device_update.told_late(built)
+        """What goes by a step's numbers is done in the step."""
+        self.begun = False
+        """The optimizer has made its state."""
+        self.within = False
+        """Weights may be half of one step and half of the next."""
+        self.unread: Unread | None = None
+        """The last step, as long as not all that goes by its numbers is done."""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the last step was left out by the device, and nothing was done about it yet. Waits for its numbers."""
+        return self.unread is not None and not self.unread.judged and not self.unread.finite
+
+    def update(self, batch: Batch, step_row: Tensor) -> Unread:
+        """Clip, take the optimizer's step, and forget the gradients that `backward` left."""
+        training, unseen = self.training, self.unseen and self.begun
+        if self.unread is not None and (unseen or not self.unread.judged) and self.settle(within_next=True):
+            step_row = training.backward(batch)
+        self.spans.begin("optimizer")
+        row = self._row(step_row, norm := training.total_norm())
+        unread = self._unread(batch, len(step_row))
+        if unseen:
+            self._queue(step_row, norm)
+        else:
+            unread.copy = HostCopy(row)
+            self._judge(unread)
+            self.settle()
+            self._make(unread)
+        for parameter in training.built.own.values():
+            parameter.grad = None
+        self.spans.end("optimizer")
+        if unseen:
+            unread.copy = HostCopy(row)
+        unread.spans, self.unread, self.within = self.spans.taken(), unread, False
+        return unread
+
+    def _row(self, step_row: Tensor, norm: Tensor) -> Tensor:
+        """The numbers of the step: the summed row, the norm without the loss scale, that scale, and norms of parameter groups."""
+        built = self.training.built
+        factor = 1.0 if built.scaler is None else built.scaler.factor
+        scale = factor.reshape(1) if isinstance(factor, Tensor) else torch.full_like(norm.reshape(1), factor)
+        alike = [norm.reshape(1) / scale, scale, *([group_norms(built) / scale] if self.norms else [])]
+        return torch.cat([step_row.double(), *alike])
+
+    def _unread(self, batch: Batch, width: int) -> Unread:
+        training, built = self.training, self.training.built
+        scale = 1.0 if built.scaler is None else built.scaler.value
+        summed = built.rare is not None and built.rare.sums(batch.after.step)
+        return Unread(
+            training.plan, batch, width, group_names(built) if self.norms else [], training.passes.logged.step(),
+            training.passes.losses, training.guard.leaves_out, None if isinstance(built.scaler, DeviceLossScale) else scale, built.scaler is not None,
+            training.plan.replica_groups if summed else 1.0,
+        )  # fmt: skip
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.training.built.own.values() if p.grad is not None]
+
+    def _make(self, unread: Unread) -> None:
+        """The update, by numbers that the host has read."""
+        training, built = self.training, self.training.built
+        if unread.finite:
+            factor = clip_factor(unread.norm, training.turns.clip(training.job)) / unread.scale
+            gradients = self._gradients()
+            if gradients and factor != 1.0:
+                scale_(gradients, factor)
+            self.within = self.begun = True
+            training.optimizer.step()
+            training.turns.updated()
+            if built.average is not None and training.turns.last:
+                built.average.stepped()
+        if built.scaler is not None and unread.trouble is None:
+            built.scaler.update(unread.finite)
+
+    def _queue(self, step_row: Tensor, norm: Tensor) -> None:
+        """The update, unseen: the device leaves it out where loss or norm are not finite."""
+        training, scaler = self.training, self.training.built.scaler
+        finite = norm.isfinite() if scaler is not None or training.guard.leaves_out else None
+        if finite is not None and training.guard.leaves_out:
+            finite = finite & step_row[0].isfinite()
+        scale = scaler.factor if isinstance(scaler, DeviceLossScale) else None
+        device_update.clip(self._gradients(), norm, training.job.clip, scale)
+        self.within = True
+        device_update.step(training.optimizer, finite)
+        if isinstance(scaler, DeviceLossScale) and finite is not None:
+            scaler.update(finite)
+
+    def settle(self, within_next: bool = False) -> bool:
+        """Read the numbers of the last step, if that was not done, and do what goes by them; whether the step was found to be left out.
+
+        `within_next`: the passes of the step that follows were made; they are undone if it was. All ranks call it at the same
+        points. N001 to N003 as `nonfinite.Guard` has them: the run is then at the step before.
+        """
+        unread, self.unread = self.unread, None
+        if unread is None:
+            return False
+        found = False
+        if not unread.judged:
+            if within_next and not unread.finite:
+                self.training.guard.undo()
+            try:
+                found = self._judge(unread)
+            except PlaitError:
+                self.training.position = unread.batch.position
+                raise
+        unread.numbers.trouble = unread.trouble
+        self.training.tell(unread)
+        return found
+
+    def _judge(self, unread: Unread) -> bool:
+        """Whether a step is left out because something in it is not finite, after a search for where that began."""
+        training, unread.judged = self.training, True
+        what = training.guard.wrong(unread.loss, unread.norm, unread.scale if unread.scaled else None)
+        if what:
+            training.passes.losses = unread.losses
+            unread.trouble = training.guard.handle(training, unread.batch, what)
+        elif unread.finite:
+            training.guard.skipped = 0
+        return bool(what)
+
+
+def clip_factor(norm: float, most: float | None) -> float:
+    """As `torch.nn.utils.clip_grad_norm_`: most / (norm + 1e-6), at most 1; NaN stays NaN."""
+    return 1.0 if most is None else min(most / (norm + 1e-6), 1.0)

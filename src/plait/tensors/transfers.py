@@ -1,0 +1,39 @@
+"""Numbers between host and device without a wait: those of the host are queued to the device, those of the device are read late.
+
+A copy from memory that is not pinned, and a number of a device that is read at once (`.item()`, `float(…)`), make the host wait until
+the device has done all that was queued before. Copies through pinned memory are queued as operators are; an event tells when one has
+been made. On a CPU there is nothing to wait for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A row of the host's numbers as a tensor of shape [values] on a device, which may not be there yet: operators queue behind it."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """The numbers of a row, of shape [n], on their way to the host. The copy is queued now; `read` waits for it, once."""
+
+    def __init__(self, row: Tensor):
+        self.row = row.detach()
+        self.event: torch.cuda.Event | None = None
+        self.numbers: list[float] | None = None
+        if row.device.type == "cuda":
+            self.row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(self.row, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list[float]:
+        """The numbers. Waits for the device where they are not there yet."""
+        if self.numbers is None:
+            if self.event is not None:
+                self.event.synchronize()
+            self.numbers = self.row.tolist()
+        return self.numbers
