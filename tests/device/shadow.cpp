@@ -11,6 +11,7 @@
 #include <cstring>
 #include <set>
 
+#include "blocks.h"
 #include "clocks.h"
 
 using at::Tensor;
@@ -72,20 +73,32 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ShadowHooks);
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
+    blocks::take(current, n);
     void* p = n ? c10::alloc_cpu(n) : nullptr;
-    return {p, p, &c10::free_cpu, c10::Device(c10::kCUDA, current)};
+    auto* block = new blocks::Block{c10::Storage(), p, n, current};
+    return {p, block, &blocks::release, c10::Device(c10::kCUDA, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n) const override { default_copy_data(to, from, n); }
 };
 static Memory memory;
 
 static void release(void* p) { delete static_cast<c10::Storage*>(p); }
+static void release_block(void* p) {
+  clocks::free(static_cast<blocks::Block*>(p)->kept.data());
+  blocks::release(p);
+}
 
-// The same bytes as a storage of another device, which keeps the first alive.
+// The same bytes as a storage of another device, which keeps the first alive. Those of the device count as taken from it.
 static c10::Storage shared(const c10::Storage& s, c10::Device d, c10::Allocator* a) {
-  auto* keep = new c10::Storage(s);
   auto size = s.nbytes();
+  if (d.is_cuda()) {
+    blocks::take(d.index(), size);
+    auto* block = new blocks::Block{s, nullptr, size, d.index()};
+    c10::DataPtr data(block->kept.mutable_data(), block, &release_block, d);
+    return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(data), a, true);
+  }
+  auto* keep = new c10::Storage(s);
   c10::DataPtr data(keep->mutable_data(), keep, &release, d);
   return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(data), a, true);
 }
@@ -169,11 +182,15 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (from.is_cuda()) clocks::access(from, "aten::copy_", false, clocks::current);
   if (to.is_cuda()) clocks::access(to, "aten::copy_", true, clocks::current);
   if (from.is_cuda() && !to.is_cuda() && !non_blocking) clocks::merge(clocks::HOST, clocks::current);
+  clocks::arrive(to.is_cuda() ? clocks::current : clocks::HOST);  // what is read here, or was waited for
   if (to.is_cuda() != from.is_cuda() && to.numel()) {
     auto how = !non_blocking ? "blocking" : is_pinned(from.is_cuda() ? to : from) ? "non_blocking" : "not pinned";
     tell(from.is_cuda() ? "copy to the host" : "copy to the device", how, from.nbytes());
   }
-  host(to).copy_(host(from));
+  if (from.is_cuda() && !to.is_cuda() && non_blocking && is_pinned(to) && from.dtype() == to.dtype())
+    clocks::send(to, host(from), clocks::current);
+  else
+    host(to).copy_(host(from));
   return to;
 }
 
@@ -203,7 +220,8 @@ static Tensor& set_tensor(Tensor& t, const Tensor& s) {
   return t;
 }
 
-static void record_stream(Tensor&, at::Stream) {}
+static void record_stream(Tensor&, at::Stream) {}  // what is recorded, Python says: streams are its own
+static void recorded(const Tensor& t, int64_t stream) { clocks::record(t, int(stream)); }
 
 static void resize(Tensor t, int64_t size) {  // of its storage, which the storages of Python do only where there is CUDA
   auto* s = t.storage().unsafeGetStorageImpl();
@@ -295,7 +313,8 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(!(call.on_device && call.on_host) || HOST_INDICES.count(name),
               "Expected all tensors to be on the same device, but found at least two devices, cuda:", int(current), " and cpu! (",
               name, ", of which a tensor of shape ", call.which, " is on the host)");
-  if (call.on_device && WAITS.count(name)) {
+  bool sized = name == "aten::repeat_interleave" && !stack->back().isNone();  // the host knows the size of the result
+  if (call.on_device && WAITS.count(name) && !sized) {
     clocks::merge(clocks::HOST, clocks::current);
     tell(name.c_str(), "");
   }
@@ -322,6 +341,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 TORCH_LIBRARY(shadow, m) {
   m.def("host(Tensor t) -> Tensor", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &host));
   m.def("used(Tensor t, int stream, bool write) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &used));
+  m.def("recorded(Tensor t, int stream) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &recorded));
   m.def("pin(Tensor t) -> Tensor", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &pin));
   m.def("is_pinned(Tensor t) -> bool", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &is_pinned));
   m.def("resize(Tensor t, int size) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &resize));

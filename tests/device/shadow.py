@@ -2,6 +2,7 @@
 
     shadow.load(library, devices=4)      # in a fresh process, before anything imports torch
 
+A process that was forked from one in which CUDA was used, or its runtime asked, cannot use it.
 A tensor of the host beside one of the device is an error, as on CUDA. Whatever makes the host wait for the device is counted, with the
 line of plait it comes from: a number that is read, a blocking copy, an operator whose result has a size that depends on its numbers.
 What a stream does with a tensor that another has not been waited for is an error too (clocks.h). It shows no overlap and no speed.
@@ -9,6 +10,7 @@ What a stream does with a tensor that another has not been waited for is an erro
 
 import ctypes
 import importlib
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -111,9 +113,12 @@ class Event:
             LENT[0].clocks_wait(LENT[0].clocks_current() if stream is None else stream.number, self.number)
 
     def query(self) -> bool:
-        return True
+        """Whether it is known to be over: the host has waited for it, or for something later. It may be over in truth."""
+        return self.number < 0 or bool(LENT[0].clocks_over(self.number))
 
-    def elapsed_time(self, other: object) -> float:
+    def elapsed_time(self, other: "Event") -> float:
+        if not (self.query() and other.query()):
+            raise RuntimeError("CUDA error: device not ready: an event's time is asked for, and the host has not waited for it")
         return 1.0
 
     def synchronize(self) -> None:
@@ -153,6 +158,17 @@ def on(stream: Stream | None) -> Iterator[None]:
         LENT[0].clocks_use(before)
 
 
+def check_freed() -> None:
+    """An error where memory was given back to one stream while another used it."""
+    if told := LENT[0].clocks_freed().decode():
+        raise RuntimeError(f"a race between streams: {told}")
+
+
+COUNTS = (
+    *(f"{what}_bytes.all.{when}" for when in ("current", "peak") for what in ("requested", "allocated", "reserved")),
+    "num_alloc_retries", "num_ooms", "size", "beside",
+)  # fmt: skip
+"""What `blocks_read` gives, by the names of `torch.cuda.memory_stats`."""
 NUMBERS = count(1)
 LENT: list[ctypes.CDLL] = []
 
@@ -161,7 +177,10 @@ def load(library: Path, devices: int) -> None:
     """Put the devices there. From here on this process, and its forks, see them."""
     lent = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     LENT.append(lent)
+    lent.clocks_freed.restype = ctypes.c_char_p
+    lent.blocks_size.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     lent.clocks_record.restype, lent.clocks_wait.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)
+    lent.clocks_over.argtypes = (ctypes.c_int64,)
     lent.shadow_put(devices)
     lent.clocks_watch(1)
     KEPT.append(TELL(_told))
@@ -176,10 +195,21 @@ def load(library: Path, devices: int) -> None:
 def _devices(lent: ctypes.CDLL, devices: int) -> None:
     import torch
 
-    cuda, state = torch.cuda, {"init": False}
+    cuda, state = torch.cuda, {"init": False, "asked": False, "lost": False}
 
     def init() -> None:
-        state["init"] = cuda._initialized = True
+        if state["lost"]:
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use 'spawn'"
+            )
+        state["init"] = state["asked"] = cuda._initialized = True
+
+    def is_available() -> bool:
+        """Asks NVML, or the runtime, which starts the driver: it does not outlive a fork."""
+        state["asked"] |= os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1"
+        return True
+
+    os.register_at_fork(after_in_child=lambda: state.update(lost=state["asked"] or state["lost"]))
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index or 0
@@ -206,8 +236,9 @@ def _devices(lent: ctypes.CDLL, devices: int) -> None:
             lent.clocks_merge(HOST, number)
 
     known: dict[str, Any] = {
-        "_lazy_init": init, "init": init, "_is_compiled": lambda: True, "is_available": lambda: True,
-        "device_count": lambda: devices, "_device_count_nvml": lambda: devices, "is_initialized": lambda: state["init"],
+        "_lazy_init": init, "init": init, "_is_compiled": lambda: True, "is_available": is_available,
+        "device_count": lambda: devices, "_device_count_nvml": lambda: devices, "_is_in_bad_fork": lambda: state["lost"],
+        "is_initialized": lambda: state["init"] and not state["lost"],
         "set_device": set_device, "current_device": lent.shadow_current_device, "device": Device,
         "Stream": Stream, "Event": Event, "current_stream": current_stream, "default_stream": lambda *a: default,
         "stream": on, "synchronize": synchronize,
@@ -222,15 +253,32 @@ def _devices(lent: ctypes.CDLL, devices: int) -> None:
 
 
 def _memory() -> None:
-    """Its statistics, which nobody has; pinned memory."""
+    """The allocator's statistics (blocks.h); pinned memory."""
     import torch
 
-    for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):
-        setattr(torch.cuda, name, lambda *a: 0)
-    torch.cuda.mem_get_info = lambda *a: (1 << 36, 1 << 36)
-    torch.cuda.reset_peak_memory_stats = torch.cuda.empty_cache = lambda *a: None
-    torch.Tensor.record_stream = lambda self, stream: None
-    plain, shadow = torch.empty, torch.ops.shadow
+    lent = LENT[0]
+
+    def number(device: Any) -> int:
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return torch.cuda.current_device() if index is None else index
+
+    def read(device: Any) -> dict[str, int]:
+        row = (ctypes.c_int64 * len(COUNTS))()
+        lent.blocks_read(number(device), row)
+        return dict(zip(COUNTS, row))
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        found = read(device)
+        return found["size"] - found["beside"] - found["reserved_bytes.all.current"], found["size"]
+
+    for name, key in (("memory_allocated", "allocated"), ("memory_reserved", "reserved")):
+        setattr(torch.cuda, name, lambda device=None, key=key: read(device)[f"{key}_bytes.all.current"])
+        setattr(torch.cuda, f"max_{name}", lambda device=None, key=key: read(device)[f"{key}_bytes.all.peak"])
+    torch.cuda.memory_stats, torch.cuda.mem_get_info = (lambda device=None: read(device)), mem_get_info
+    torch.cuda.reset_peak_memory_stats = lambda device=None: lent.blocks_reset_peak(number(device))
+    torch.cuda.empty_cache = lent.blocks_empty_cache
+    torch.Tensor.record_stream = lambda self, stream: torch.ops.shadow.recorded(self.detach(), stream.number)
+    plain, like, shadow = torch.empty, torch.empty_like, torch.ops.shadow
 
     def pinned(t: torch.Tensor) -> torch.Tensor:
         return shadow.pin(t) if type(t) is torch.Tensor else t
@@ -239,7 +287,11 @@ def _memory() -> None:
         made = plain(*args, **kwargs)
         return pinned(made) if pin_memory else made
 
-    torch.empty = empty
+    def empty_like(t: torch.Tensor, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = like(t, *args, **kwargs)
+        return pinned(made) if pin_memory else made
+
+    torch.empty, torch.empty_like = empty, empty_like
     torch.Tensor.pin_memory = lambda self, *a: pinned(self)
     torch.Tensor.is_pinned = lambda self, *a: type(self) is torch.Tensor and shadow.is_pinned(self)
 

@@ -3,46 +3,114 @@
 Each rank tells its losses and norms, and what made its host wait in the last of its steps.
 """
 
+import io
 import json
+import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from device import nccl, shadow, shadow_jobs
+import plait
+from device import attention_kernels, nccl, shadow, shadow_jobs
+from plait.cli import out_of_memory
+from plait.cli import train as launcher
+from plait.cli.rank import train
+from plait.cli.request import Request
+from plait.config.errors import PlaitError
+from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
+from plait.engine.run_directory import RunDirectory
+from plait.engine.step import Step
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
+from plait.planner import question
+from plait.planner.dryrun.memory_table import memory_table
 from plait.proof import own_batch, verify
+from plait.report import summary
+from plait.tensors import torch_private
 
 
 def trained(
-    name: str, plan: str, device: str, steps: int, cast: str | None = "float64", folder: str = "", resume: bool = False
-) -> list[dict[str, Any]]:
+    name: str, plan: str, device: str, steps: int, cast: str | None = "float64", folder: str = "", resume: bool = False,
+    on_nan: str = "stop", workers: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
     """What each rank tells of a few steps, after those of a checkpoint in the folder where it resumes; it leaves one there."""
     job = shadow_jobs.JOBS[name]()
 
     def run(place: Place) -> dict[str, Any]:
         kind = cast and getattr(torch, cast)
-        engine = Engine(job, plan, place=place, device=device, cast=kind, directory=folder or "none")
+        engine = Engine(
+            job, plan, place=place, device=device, cast=kind, directory=folder or "none", on_nan=on_nan, workers=workers
+        )
         if resume:
             engine.resume()
-        source, found = engine.batches(), list[float]()
-        for _ in range(steps):
-            batch = next(source)
+        source, made = engine.batches(), list[Step]()
+        for _ in range(steps):  # as `plait train` does, nobody looks at a step's numbers before the next
             with shadow.WAITS.counted() as waited:
-                step = engine.step(batch)
-            found += [step.loss, step.norm]
-        measured = list(engine.evaluate().values()) if job.evaluate is not None else []
+                made.append(engine.step(next(source)))
+        unpinned = dict(shadow.WAITS.unpinned)
+        engine.settle()
+        found = [number for step in made for number in (step.loss, step.norm)]
+        with shadow.WAITS.counted() as judged:
+            measured = list(engine.evaluate().values()) if job.evaluate is not None else []
         if folder:
             engine.save()
-        return {"numbers": found, "measured": measured, "waits": dict(waited), "unpinned": dict(shadow.WAITS.unpinned)}
+        course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
+        held = sum(float(t.double().abs().sum()) for t in (*engine.built.own.values(), *engine.model.buffers()))
+        fused = [group.get("fused") for group in engine.optimizer.param_groups]
+        shadow.check_freed()
+        gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}
+        return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "unpinned": unpinned, "fused": fused,
+                "gathers": sorted(gathers), "course": course, "held": held}  # fmt: skip
 
     return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+
+
+class Noting(plait.Callback):
+    """Adds a number to each step's metrics, ends the run after one of them, and counts the steps that are recorded by then."""
+
+    def __init__(self, ends: int, metrics: Path):
+        self.ends, self.metrics = ends, metrics
+        self.recorded: list[int] = []
+
+    def on_step(self, engine: Any, step: Step) -> None:
+        engine.log("twice", 2.0 * step.step)
+        self.recorded.append(self.metrics.read_text().count('"loss"'))
+        if step.step == self.ends:
+            engine.stop("it is enough")
+
+
+def whole(run: str, plan: str, device: str, folder: str, ends: int = 0, **given: Any) -> list[dict[str, Any]]:
+    """What each rank of `plait train` returns, and the metrics that the run left behind."""
+    place = RunDirectory(Path(folder))
+    for path in (place.path, place.checkpoints, place.events(0).parent):
+        path.mkdir(parents=True, exist_ok=True)
+    wanted, noting = Plan.parse(plan), [Noting(ends, place.metrics)]
+    place.metrics.touch()
+    request = Request(run, shadow_jobs.JOBS[run](), wanted, {}, device=device, save_every=3, group_norms=True,
+                      callbacks=lambda: noting, **given)  # fmt: skip
+
+    def run_of(rank: Place) -> dict[str, Any]:
+        return {**train(request, place, rank), "recorded": noting[0].recorded}
+
+    results = fork.run(run_of, wanted.world, fork.Listener(lambda *_: None))
+    rows = [json.loads(line) for line in place.metrics.read_text().splitlines()]
+    return [{"result": result, "metrics": rows} for result in results]
+
+
+def messages_of(module: FSDPModule) -> list[str]:
+    """How FSDP2 gathers and sums a module's parameters, and whether it gathers on streams of its own."""
+    held = torch_private._param_groups(module._get_fsdp_state())
+    names = [(type(g._all_gather_comm).__name__, type(g._reduce_scatter_comm).__name__, g.unshard_async_op) for g in held]
+    return [f"{gather}, {scatter}{', asynchronous' if other else ''}" for gather, scatter, other in names]
 
 
 def proved(prove: str, plan: str) -> list[dict[str, Any]]:
@@ -51,8 +119,62 @@ def proved(prove: str, plan: str) -> list[dict[str, Any]]:
     return [{"equal": verdict.equal, "cause": str(verdict), "messages": verdict.to_dict()["probes"]["C"]["detail"]}]
 
 
+def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3) -> list[dict[str, Any]]:
+    """What `plait train` says of a job, and what it leaves behind; `size`: bytes of each device."""
+    job, said = replace(shadow_jobs.JOBS[launch](), steps=steps), io.StringIO()
+    request = Request(launch, job, Plan.parse(plan), {}, Path(folder), device="cuda", check="none", save_every=10**6, restarts=0)
+    whole = Machine.named("h100x2")
+    machine = replace(whole, device=replace(whole.device, memory=size or whole.device.memory))
+    for index in range(2):
+        shadow.LENT[0].blocks_size(index, size or 1 << 36, 1 << 20)
+    try:
+        context = 1 << 20 if size else question.CONTEXT
+        with mock.patch.object(out_of_memory, "read_machine", lambda text: machine), mock.patch.object(question, "CONTEXT", context):
+            code, error = launcher.launch(request, said)[0], ""
+    except PlaitError as failure:
+        code, error = failure.exit_code, str(failure)
+    finally:
+        for index in range(2):
+            shadow.LENT[0].blocks_size(index, 1 << 36, 0)
+    run = RunDirectory(sorted(Path(folder).glob("*-*"))[-1])
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()] if run.metrics.exists() else []
+    used = torch.cuda.is_initialized()
+    billed = lambda place: place.beat(-1, "build") or {"bill": memory_table(job, request.plan).categories}  # noqa: E731
+    bill = fork.run(billed, 1)[0]["bill"] if not error else {}
+    told = summary.text(summary.summary(run.path)) if rows else ""
+    return [{"code": code, "said": said.getvalue(), "error": error, "memory": run.memories(), "bill": bill, "report": told,
+             "rows": [row for row in rows if "memory" in row], "used": used}]  # fmt: skip
+
+
+def spoiling(how: str) -> None:
+    """Something of CUDA before the fork."""
+    torch.ones(2, device="cuda") if how == "used" else torch.cuda.is_available()
+
+
+def in_a_fork(spoil: str, case: dict[str, Any]) -> dict[str, Any]:
+    """What came of a case in a process in which something of CUDA was done before: this one shall remain as it is."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+        try:
+            spoiling(spoil)
+            told = tried(case)
+        except BaseException as error:
+            told = {"error": repr(error)}
+        os.write(theirs, json.dumps(told)[:4000].encode() + b"\n")
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as file:
+        told = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(told)
+
+
 def came(case: dict[str, Any]) -> list[dict[str, Any]]:
-    return proved(**case) if "prove" in case else probed(**case) if "probe" in case else trained(**case)
+    if "launch" in case:
+        return launched(**case)
+    return whole(**case) if "run" in case else proved(**case) if "prove" in case else probed(**case) if "probe" in case else trained(**case)
 
 
 def probed(probe: str, world: int) -> list[dict[str, Any]]:
@@ -63,6 +185,7 @@ def probed(probe: str, world: int) -> list[dict[str, Any]]:
         place.connect(torch.device("cuda", place.rank))
         with shadow.WAITS.counted() as waits:
             value = shadow_jobs.PROBES[probe](place.rank)
+        shadow.check_freed()
         return {"value": value, "waits": dict(waits), "unpinned": dict(shadow.WAITS.unpinned)}
 
     return fork.run(run, world, fork.Listener(lambda *_: None))
@@ -76,16 +199,26 @@ def main() -> None:
     groups.GROUP_BYTES = groups.TINY = 0
     own_batch.SECONDS = 0.0
     torch.set_num_threads(1)
+    attention_kernels.install()
     for line in sys.stdin:
         case = json.loads(line)
-        deaf = mock.patch.multiple(shadow.Stream, wait_stream=nothing, wait_event=nothing) if case.pop("deaf", False) else None
-        backend = case.pop("backend", f"cpu:gloo,cuda:{nccl.NAME}")
-        try:
-            with deaf or nullcontext(), nccl.instead_of_gloo(
-                30.0, backend=backend, host=torch.ops.shadow.host, streams=shadow.Communicators()
-            ):
-                found = {"ranks": came(case)}
-        except Exception as error:
-            found = {"error": f"{error}\n{getattr(error, 'trace', '')}"}
-        print(json.dumps(found), flush=True)
+        spoil = case.pop("spoil", "")
+        print(json.dumps(in_a_fork(spoil, case) if spoil else tried(case)), flush=True)
 
+
+def tried(case: dict[str, Any]) -> dict[str, Any]:
+    """What came of a case, or the error in it."""
+    deaf = (
+        mock.patch.multiple(shadow.Stream, wait_stream=nothing, wait_event=nothing) if case.pop("deaf", False) else None
+    )
+    forgets = mock.patch.object(torch.Tensor, "record_stream", nothing) if case.pop("forgets", False) else None
+    backend = case.pop("backend", f"cpu:gloo,cuda:{nccl.NAME}")
+    try:
+        with (
+            deaf or nullcontext(),
+            forgets or nullcontext(),
+            nccl.instead_of_gloo(30.0, backend=backend, host=torch.ops.shadow.host, streams=shadow.Communicators()),
+        ):
+            return {"ranks": came(case)}
+    except Exception as error:
+        return {"error": f"{error}\n{getattr(error, 'trace', '')}"}

@@ -6,12 +6,18 @@ from typing import Any
 import jobs
 import jobs_context
 import jobs_moe
+import jobs_padded
 import jobs_pipeline
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import plait
+from device import ring_probes, shadow
+from plait.data.device_copies import DeviceCopies
+from plait.engine.engine import Engine
+from plait.launch.place import Place
+from plait.tensors.transfers import HostCopy
 
 
 def reading() -> plait.Job:
@@ -30,7 +36,114 @@ def evaluated() -> plait.Job:
     return replace(jobs_pipeline.LISTED["deep"](), evaluate=evaluate)
 
 
+def spread() -> plait.Job:
+    """A model whose layers somebody has put on two devices."""
+    job = jobs.mlp()
+
+    def model() -> torch.nn.Module:
+        made = job.model()
+        first, *_, last = made.children()
+        first.to("cuda:0"), last.to("cuda:1")
+        return made
+
+    return replace(job, model=model)
+
+
+def fused(job: plait.Job) -> plait.Job:
+    """With an optimizer whose updates can be queued before their numbers are read, and clipping."""
+    return replace(job, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True), clip=0.1)
+
+
+class Spoiled(jobs.Numbers):
+    """Two samples have no number."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(i)
+        return (x * torch.nan if i in (11, 12) else x), y
+
+
+def spoiled() -> plait.Job:
+    """With batch normalisation, which a step that is left out must not change."""
+    return fused(replace(jobs.batch_norm(), data=lambda: Spoiled(), steps=12))
+
+
+def loud() -> plait.Job:
+    """Whose scaled gradients are too large for 16 bits in its first steps."""
+    job = jobs.mlp()
+    return fused(replace(job, loss=lambda out, y: 30 * torch.nn.functional.mse_loss(out, y), steps=12))
+
+
+def padded() -> plait.Job:
+    """A `collate` that pads, for training and for evaluation."""
+    job = jobs_padded.tagger()
+    evaluate = plait.Evaluate(lambda: jobs_padded.Sentences(9), lambda out, y: {"size": out.abs().mean(-1)})
+    return replace(job, evaluate=evaluate)
+
+
+class Sided(torch.nn.Module):
+    """Hands on two tensors; who takes the second lets no gradient back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+        return x + (self.main(x) + side.detach()).tanh(), self.side(x)
+
+
+class Ungiven(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = torch.nn.ModuleList(Sided() for _ in range(4)), torch.nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = x
+        for block in self.blocks:
+            x, side = block(x, side)
+        return self.head(x)
+
+
+class Hoarding(torch.nn.Module):
+    """Keeps a MiB of each forward pass, which no dry run sees."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner, self.kept = inner, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            self.kept.append(torch.zeros(1 << 20, dtype=torch.uint8, device=x.device))
+        return self.inner(x)
+
+
+def hoarding() -> plait.Job:
+    job = jobs.mlp()
+    return replace(job, model=lambda: Hoarding(job.model()))
+
+
+def large() -> plait.Job:
+    """Parameters of 1 MiB, and Adam's two numbers for each."""
+    job = jobs.mlp()
+    nn = torch.nn
+    layers = lambda: nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 500), nn.Tanh(), nn.Linear(500, 1))  # noqa: E731
+    return replace(job, model=layers, optimizer=lambda params: torch.optim.Adam(params, lr=1e-3))
+
+
 JOBS = {
+    "hoarding": hoarding,
+    "large": large,
+    "spread": spread,
+    "loud": loud,
+    "spoiled": spoiled,
+    "mlp fused": lambda: fused(jobs.mlp()),
+    "deep fused": lambda: fused(evaluated()),
+    "words fused": lambda: fused(jobs_pipeline.LISTED["root_gpt"]()),
+    "attention fused": lambda: fused(jobs_context.OWN["gpt"]()),
+    "experts fused": lambda: fused(jobs_moe.gpt()),
+    "ungiven": lambda: jobs.make(Ungiven, optimizer=lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.5)),
+    "padded": padded,
+    "stacked": lambda: jobs_moe.gpt(stacked=True),
+    "streamed": lambda: jobs_padded.tagger(jobs_padded.Streamed),
     "deep": evaluated,
     "mlp": jobs.mlp,
     "batch_norm": jobs.batch_norm,
@@ -175,9 +288,125 @@ def other_parts(rank: int) -> Any:
     return t[4:].mul_(3).tolist()
 
 
+def late(rank: int) -> Any:
+    """A row on its way to the host, looked at too early and then in time."""
+    row = HostCopy(torch.arange(3.0, device="cuda"))
+    early = row.row.isnan().tolist()
+    return [early, row.read()]
+
+
+def given_up(rank: int) -> Any:
+    """After each step, whether all buffers are finite for who keeps a state because another rank is lost."""
+    engine = Engine(spoiled(), "dp=1", device="cuda", place=Place(0, 1), on_nan="skip")
+    found = list[bool]()
+    for batch in engine.batches():
+        engine.step(batch)
+        engine.put_back()
+        found.append(all(bool(b.isfinite().all()) for b in engine.model.buffers()))
+    return found
+
+
+def freed_too_early(rank: int) -> Any:
+    """Memory of this stream, which another still reads."""
+    t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        total = t.sum()
+    del t
+    torch.ones(4, device="cuda")
+    torch.cuda.current_stream().wait_stream(side)
+    return total.item()
+
+
+def freed_in_time(rank: int) -> Any:
+    """Recorded, or waited for."""
+    t, side, here = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.current_stream()
+    u = torch.ones(4, device="cuda")
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        total = t.sum() + u.sum()
+    total.record_stream(here)
+    t.record_stream(side)
+    del t
+    torch.ones(4, device="cuda")
+    here.wait_stream(side)
+    del u
+    torch.ones(4, device="cuda")
+    return total.item()
+
+
+def copied_ahead(rank: int) -> Any:
+    """Copies of what the host holds as it was then, of any form; each may be taken once, and what nobody asked for is copied too."""
+    copies, a, wide = DeviceCopies(torch.device("cuda", rank)), torch.arange(4.0), torch.ones(1).expand(3)
+    pair = ({"a": a, "wide": wide}, a[:0])
+    copies.begin([pair])
+    a.add_(1)
+    (first, empty), (again, _) = copies.take(pair), copies.take(pair)
+    apart = first["a"].data_ptr() != again["a"].data_ptr()
+    return [
+        str(first["a"].device),
+        [*map(list, (first["wide"].shape, empty.shape))],
+        apart,
+        first["a"].tolist(),
+        again["a"].tolist(),
+    ]
+
+
+def samples_let_go(rank: int) -> Any:
+    """A batch that is taken, used and dropped while the next is asked for."""
+    copies, a, b = DeviceCopies(torch.device("cuda", rank)), torch.arange(4.0), torch.ones(4)
+    copies.begin([a])
+    taken = copies.take(a)
+    found = taken * 2
+    del taken
+    copies.begin([b])
+    return found.tolist()
+
+
+def counted(rank: int) -> Any:
+    """What the allocator says: with two tensors, after one is gone, after the peaks are reset, after its cache is emptied."""
+    found = []
+
+    def look() -> None:
+        stats = torch.cuda.memory_stats()
+        keys = ("requested_bytes.all.current", "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current")
+        found.append([stats[key] for key in keys])
+
+    a, b = torch.empty(1000, device="cuda"), torch.empty(3 << 20, device="cuda", dtype=torch.uint8)
+    look()
+    half = b[: 1 << 20]  # a view
+    del b
+    look()
+    del half
+    look()
+    torch.cuda.reset_peak_memory_stats()
+    look()
+    torch.cuda.empty_cache()
+    look()
+    free, total = torch.cuda.mem_get_info()
+    return [found, total - free, a.numel()]
+
+
+def full(rank: int) -> Any:
+    """A device of 8 MiB, one of which somebody else has."""
+    shadow.LENT[0].blocks_size(torch.cuda.current_device(), 8 << 20, 1 << 20)
+    kept = torch.empty(3 << 20, device="cuda", dtype=torch.uint8)
+    torch.empty(3 << 20, device="cuda", dtype=torch.uint8)
+    del kept
+    torch.empty(5 << 20, device="cuda", dtype=torch.uint8)
+    try:
+        torch.ones(2 << 20, device="cuda")
+    except torch.OutOfMemoryError as error:
+        stats = torch.cuda.memory_stats()
+        return [str(error), stats["num_alloc_retries"], stats["num_ooms"]]
+
+
 RACES = (
     unwaited_stream, unwaited_write, event_before_its_time, unwaited_collective, collective_of_what_is_not_there,
-    waited_on_another_stream,
+    waited_on_another_stream, freed_too_early,
 )  # fmt: skip
-OTHERS = (pinned, mixed, host_collective, strided, beyond, summed, waits, no_waits, waited_for, other_parts)
-PROBES = {f.__name__: f for f in (*OTHERS, *RACES)}
+OTHERS = (
+    given_up, late, counted, full, pinned, mixed, host_collective, strided, beyond, summed, waits, no_waits, waited_for,
+    other_parts, freed_in_time, copied_ahead, samples_let_go,
+)  # fmt: skip
+PROBES = {f.__name__: f for f in (*OTHERS, *RACES, *ring_probes.PROBES)}
