@@ -157,3 +157,17 @@ def test_sixteen_bits_without_a_kernel_come_near_thirty_two(dtype: torch.dtype) 
         found.append([out, *blockwise.backward(grad.to(given.dtype), tuple(tensors), given, lse, scores)[:3]])
     for near, exact in zip(*found):
         assert near.dtype == torch.float32 and torch.allclose(near, exact, atol=0.05)
+
+
+def test_a_mask_of_the_least_number_of_float32_hides_keys_in_sixteen_bits() -> None:
+    """There it is minus infinity: a query that sees nothing of a block adds nothing from it."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 8, 8, generator=g).bfloat16() for _ in range(3))
+    mask = torch.zeros(1, 1, 8, 8).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min)
+    scores = blockwise.Scores(0.5, mask=mask)
+    out, lse = blockwise.empty(q, v)
+    for at in (slice(0, 4), slice(4, 8)):
+        part = scores.only(slice(None), at, False)
+        blockwise.merge(out, lse, blockwise.forward(q, k[:, :, at], v[:, :, at], part))
+    whole = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), mask, scale=0.5)
+    assert torch.allclose(out, whole, atol=2e-2), (out - whole).abs().max()

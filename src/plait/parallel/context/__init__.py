@@ -15,5 +15,6 @@ sequence_rules    those that need no other rows, one by one
 attention         torch's attention, answered for the whole sequence
 ring              keys and values come by in turns
 blockwise         attention over blocks of keys, put together
+attention_kernels torch's own kernels for a block
 ulysses           stretches exchanged for heads
 """

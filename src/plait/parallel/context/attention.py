@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.config.errors import PlaitError, Problem
 from plait.parallel.context import ring, ulysses
-from plait.parallel.context.blockwise import Scores
+from plait.parallel.context.attention_kernels import Scores
 from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Pair
@@ -57,20 +57,27 @@ Answer = Callable[[AttentionCall, SequenceLayout, SequenceLayout], Tensor]
 """(call, the queries' rows, the keys' rows) -> output of this rank's queries."""
 
 
+Asked = Callable[..., Tensor]
+"""What `ShardedAttention.ask` is, put around with something."""
+
+
 class ShardedAttention(TorchFunctionMode):
     """Around a unit's forward: its attentions see all stretches.
 
     `held`: the rows of each sequence. `pairs`: the sequences of each attention, in the order in which they are called.
     """
 
-    def __init__(self, held: Mapping[int, SequenceLayout], pairs: Sequence[Pair], answer: Answer):
+    def __init__(
+        self, held: Mapping[int, SequenceLayout], pairs: Sequence[Pair], answer: Answer, asked: Asked | None = None
+    ):
         super().__init__()
         self.held, self.pairs, self.answer = held, pairs, answer
+        self.asked = asked or ShardedAttention.ask
         self.number = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
-            return self._asked(*args, **(kwargs or {}))
+            return self.asked(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _rows(self, which: int, given: Tensor) -> SequenceLayout | None:
@@ -82,7 +89,7 @@ class ShardedAttention(TorchFunctionMode):
         held = None if sequence is None else self.held.get(sequence)
         return held if held is not None and given.shape[-2] == held.size else None
 
-    def _asked(
+    def ask(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from plait.parallel.context import blockwise
-from plait.parallel.context.blockwise import Scores
+from plait.parallel.context.attention_kernels import Scores
 from plait.tensors.rows import Rows
 
 TAG = 2**17

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import STRETCHES
-from plait.parallel.context.attention import Answer, ShardedAttention
+from plait.parallel.context.attention import Answer, Asked, ShardedAttention
 from plait.parallel.context.left_out import leave_out
 from plait.parallel.context.opened_unit import on_wholes
 from plait.parallel.context.sequence_layout import SequenceLayout
@@ -31,6 +31,8 @@ class ContextParallelUnits:
     """Which rows it has of a sequence of some length."""
     answer: Answer
     """How its attentions see the other ranks' rows."""
+    asked: Asked | None = None
+    """What calls `ShardedAttention.ask`, when it is not called as it is."""
 
     def __init__(self, model: nn.Module, sequence_plan: SequencePlan, ranks: int):
         self.model, self.sequence_plan, self.ranks = model, sequence_plan, ranks
@@ -196,5 +198,6 @@ class _Inside:
             return self.own(*args, **kwargs)
         self.parallel_units.frame = checkpoint_frame()
         besides = self.parallel_units.besides = {}
-        with ShardedAttention(held, self.how.attends, self.parallel_units.answer):
+        units = self.parallel_units
+        with ShardedAttention(held, self.how.attends, units.answer, units.asked):
             return posed(self.own, args, kwargs, self.how, held, besides)

@@ -49,6 +49,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from plait.config.errors import PlaitError, Problem
@@ -56,7 +57,7 @@ from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
-from plait.parallel.context.attention import by_ring, by_ulysses, check_heads
+from plait.parallel.context.attention import ShardedAttention, by_ring, by_ulysses, check_heads
 from plait.parallel.context.check import checked_units
 from plait.parallel.context.communication import Communication, communication
 from plait.parallel.context.find import find
@@ -81,10 +82,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    for given, key, why in (
-        (plan.processes == "one", "processes=one", "stretches are of processes, not of threads"),
-        (plan.compile, "compile=true", "attention is taken over while the model runs, and a graph does not see it"),
-    ):
+    for given, key, why in ((plan.processes == "one", "processes=one", "stretches are of processes, not of threads"),):
         if given:
             yield Problem("P041", f"cp={plan.cp} does not work with {key}", why=why, fix=(f'--plan "cp={plan.cp}"',))
 
@@ -142,6 +140,8 @@ def apply(built: Built) -> None:
     answer = by_ring if plan.context == "ring" else by_ulysses
     parallel_units.answer = answer(lambda: built.randomness, group)
     parallel_units.hold = lambda length: GroupLayout(layout(plan)(length, plan.cp), group.rank(), group)
+    if plan.compile:
+        parallel_units.asked = torch.compiler.disable(ShardedAttention.ask)
     parallel_units.wrap()
     drawn = frozenset(sequence_plan.draws)
 

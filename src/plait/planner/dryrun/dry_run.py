@@ -163,7 +163,7 @@ class Sent:
 
 def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Sent]:
     """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. Errors as `dry_run`."""
-    plan = replace(plan, compile=False)  # a graph sends the same
+    plan = plan.uncompiled  # which sends the same
     made = make(job, CPU, cast, None, None)
     built = start_build(job, plan, Place(0, plan.world), (CPU, cast), made)
     sketch = analyse(built, made)
