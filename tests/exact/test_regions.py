@@ -1,11 +1,14 @@
 """Regions cut over ranks: every border's values and gradients equal the whole's, bit-equal where ranks hold copies."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from plait.launch.fork import run
@@ -13,8 +16,8 @@ from plait.tensors import collectives
 from plait.tensors.rows import Rows
 
 CUTS = {
-    2: (Rows.of([3, 2]), Rows.of([5, 0]), Rows.zigzag(5, 2), Rows((((3, 2),), ((0, 3),)))),
-    3: (Rows.of([3, 1, 2]), Rows.of([0, 5, 0]), Rows.zigzag(8, 3), Rows.even(7, 3)),
+    2: (Rows.of([3, 2]), Rows.of([5, 0]), Rows.zigzag(5, 2), Rows((((3, 2),), ((0, 3),))), Rows.even(4, 2), Rows.zigzag(8, 2)),
+    3: (Rows.of([3, 1, 2]), Rows.of([0, 5, 0]), Rows.zigzag(8, 3), Rows.even(7, 3), Rows.even(6, 3)),
 }
 FORMATS = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -37,7 +40,7 @@ def of(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
 
-def pairs(group) -> None:
+def pairs(group, cuts: tuple[Rows, ...] = ()) -> None:
     """Each function on its own against what it says it is, in every format and for every dim and cut."""
     rank, ranks = group.rank(), group.size()
     for dtype in FORMATS:
@@ -51,7 +54,7 @@ def pairs(group) -> None:
         assert torch.equal(out, mine)
         (grad,) = torch.autograd.grad(out, mine, everything[rank])
         assert torch.equal(grad, sum(everything))
-        for cut in CUTS[ranks]:
+        for cut in cuts or CUTS[ranks]:
             for dim in (0, 1, -1):
                 borders(group, cut, dim, dtype)
 
@@ -78,6 +81,34 @@ def borders(group, cut: Rows, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_border_and_its_adjoint(ranks: int) -> None:
     ranked(ranks, pairs)
+
+
+def as_on_devices(group) -> None:
+    """Parts that are alike, by the library's own collectives of one tensor. (Unlike ones, which gloo does not take, are in tests/device.)"""
+    token = collectives.DIRECT.set(())
+    told = Counter[str]()
+    try:
+        with Told(told):
+            pairs(group, tuple(cut for cut in CUTS[group.size()] if len(set(cut.sizes)) == 1))
+    finally:
+        collectives.DIRECT.reset(token)
+    assert set(told) == {"_reduce_scatter_base_", "_allgather_base_", "allreduce_"}
+
+
+class Told(TorchDispatchMode):
+    def __init__(self, found: Counter[str]):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.found[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_border_by_the_collectives_of_devices(ranks: int) -> None:
+    ranked(ranks, as_on_devices)
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 import random
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.config.errors import PlaitError
 from plait.model.make import call
 from plait.model.sketch import sketch
+from plait.randomness import in_graphs
 from plait.randomness.distributions import key
 from plait.randomness.keyed import Randomness, seed_host
 from plait.randomness.philox import bits
@@ -223,3 +225,54 @@ def test_dropout_of_a_number_keeps_its_shape() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
     assert float(drawn(lambda x: torch.rand(MANY, dtype=dtype)).max()) < 1.0
+
+
+class Twice(nn.Module):
+    """Calls one dropout layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.drop(x + 1.0) + 1.0)
+
+
+@pytest.mark.parametrize("p", (0.5, 0.0))
+def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
+    """As uncompiled, place by place; also a unit that is called twice, and in one graph."""
+    plain, compiled = (nn.Sequential(Twice(), Twice()) for _ in range(2))
+    places: dict[str, int | None] = {f"{i}.drop#{n}#1": 0 for i in "01" for n in range(1, 5)}
+    units, graphs, x = list("01"), list[Any](), torch.ones(6, 40)
+    for module in (*plain.modules(), *compiled.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = p
+    keyed = [Randomness(model, 3, places) for model in (plain, compiled)]
+    keyed[1].compiled(compiled, units)
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    forward = torch.compile(Twice.forward, backend=keep, fullgraph=True)
+    with keyed[0].at(1, 2, 6):
+        expected = [block(x) for block in plain for _ in range(2)]
+    with keyed[1].at(1, 2, 6):
+        found = []
+        for unit in units:
+            for _ in range(2):
+                with keyed[1].unit(unit):
+                    found.append(forward(compiled.get_submodule(unit), x))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found)) and len(graphs) == 1
+    assert p == 0.0 or len({t.sum().item() for t in found}) > 1
+    torch.compiler.reset()
+
+
+def test_a_mask_that_nobody_can_place_is_refused() -> None:
+    """It is drawn in a graph, outside of any unit's forward."""
+    layer = nn.Dropout(0.5)
+    in_graphs.draw_inside(layer, "drop", {}, torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(PlaitError) as caught:
+        layer(torch.ones(3))
+    assert caught.value.codes == ["J014"]

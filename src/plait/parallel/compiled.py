@@ -1,26 +1,42 @@
-"""Compile: let `torch.compile` fuse the model's operations.
+"""Compile: let `torch.compile` fuse the operations of each unit.
 
 What it does
-    The model's forward and backward become generated kernels. The module itself stays as it is, and so do parameter
-    names, hooks and checkpoints. Dropout masks enter the graph as one opaque operator and stay equal to
-    the uncompiled ones.
+    The forward and backward of every unit that consists of modules (a block of a transformer, a stage of a CNN) become
+    generated kernels: compilation by regions. Units that are alike share one compiled code, whatever their number. What lies
+    between units, and a unit that is a single layer of torch's (an embedding, a head), runs as it is. A model that has
+    no such unit is compiled as a whole. Modules stay what they are, and so do parameter names, hooks and checkpoints.
+    What ranks exchange is never part of a graph: where a unit exchanges something, one graph ends and another begins.
+    Those are the borders of slices (tp), attention (cp), and whole layers of experts (ep). Shards (fsdp) and stages (pp)
+    exchange between units. Masks of dropout layers enter a graph as one opaque operator that is told by each unit where it
+    is; other random numbers are drawn between graphs. So all of them stay equal to the uncompiled ones.
+
+Picture
+    dp, fsdp, pp   [ norm · q k v · attention · o · + · norm · MLP · + ]                          a block is one graph
+    tp             [ norm ] q k v [ attention ] o Σ [ + · norm ] up [ activation ] down Σ [ + ]   Σ and maps between graphs
+    cp             [ norm · q k v ] attention ⇄ [ o · + · norm · MLP · + ]
 
 Costs
-    Seconds to minutes before the first step, and again for each new shape of input (a short last batch, an uneven
-    share). A C++ compiler must be installed on CPU.
+    Seconds to minutes before the first step, once for all alike units and again for another shape of input (a short last batch,
+    an uneven share). A C++ compiler must be installed on CPU. Under tp, units do not run on stretches of the sequence
+    (`sequence_parallel`): what lies between slices is computed and kept on every rank. Each call of a graph costs the
+    host something, so units of little work gain nothing.
 
 Choose when
     Many small element-wise operations, many steps.
 
 Avoid when
-    Short runs, shapes that change all the time, models whose Python changes course in every step.
+    Short runs, shapes that change all the time, models whose Python changes course in every step. With `recompute=selective` and
+    the schedules that split the backward pass it does not work.
 
 Paper
-    Ansel et al. 2024, PyTorch 2 (ASPLOS).
+    Ansel et al. 2024, PyTorch 2 (ASPLOS); Liang et al. 2024, TorchTitan, for compilation by regions.
 """
 
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +45,13 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
+from plait.tensors.modules import call_class_forward
+from plait.tensors.torch_private import compiled_so_far, hooks_of, let_compile
 
 AXIS = None
 EXACT = True
+EACH = 4
+"""How often the code of a class may be compiled, for each unit of a kind of its own: for shapes, for training and for evaluation."""
 
 
 def wanted(plan: Plan) -> bool:
@@ -53,18 +73,120 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Built) -> None:
-    from plait.model.make import called
-    from plait.model.transformers import without_cache
-    from plait.randomness.keyed import drawn_in_composites
+    names, left = _regions(built)
+    compiled = built.compiled = CompiledUnits(names, left | _beside(built))
+    let_compile(EACH * len(names))
+    for name in names:
+        call_class_forward(built.model.get_submodule(name), partial(_run, built, name, compiled))
 
-    if inside := drawn_in_composites(built.sketch.places, built.model):
-        what = f"compile=true cannot key the random numbers drawn inside {', '.join(inside)}"
-        why = "only dropout layers and torch.nn.functional.dropout* are traced; these draw inside another operator"
-        raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "use nn.Dropout there")))
-    compiled = torch.compile(called)  # a function of ours: torch.compile skips a root that is itself a torch module
+    def finish(_: object) -> None:
+        built.randomness.compiled(built.model, names)
+        for name in names:
+            _outside_graphs(built.model.get_submodule(name))
 
-    def run(model: nn.Module, inputs: object) -> object:
-        with without_cache(model):
-            return compiled(model, inputs)
+    built.prepared.append(finish)
 
-    built.run = run
+
+def _regions(built: Built) -> tuple[list[str], dict[str, str]]:
+    """The modules that are compiled, each for itself; the units besides that consist of modules, and why they are not.
+    P018 when none can be."""
+    plan, model = built.plan, built.model
+    found = [unit.name for unit in built.whole.units if not _single(model.get_submodule(unit.name))]
+    if not found and plan.devices == plan.shares and plan.ep == 1:
+        return [""], {}
+    left = {name: why for name in found if (why := _why_not(built, name))}
+    if len(left) == len(found):
+        what = "compile=true finds nothing to compile in this model under this plan"
+        told = [f"{name} {why}" for name, why in left.items()]
+        why = told[0] if told else "its units are single layers of torch's, and ranks exchange what lies between"
+        raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "dp and fsdp alone")))
+    mine = {unit.name for unit in built.sketch.units}
+    return [name for name in found if name in mine and name not in left], left
+
+
+def _single(module: nn.Module) -> bool:
+    """Whether it is one of torch's own layers, an operator already."""
+    kind = next(k for k in type(module).__mro__ if not k.__module__.startswith("plait."))
+    return kind.__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+
+
+def _why_not(built: Built, name: str) -> str:
+    """Why a unit that consists of modules stays uncompiled."""
+    sequence_plan, words = built.whole.sequence_plan, built.whole.slices.vocabulary
+    if sequence_plan is not None and any(call.unit == name and call.poses for call in sequence_plan.calls):
+        return "stays uncompiled: its code counts positions, so its rows pose as the whole sequence (cp), and a graph cannot be given such tensors"
+    if built.plan.tp > 1 and any(f"{word}.".startswith(f"{name}.") for word in words):
+        return "stays uncompiled: the vocabulary is cut in it (tp), and what it returns is there in parts, which a graph cannot give"
+    return ""
+
+
+def _beside(built: Built) -> dict[str, str]:
+    """Layers inside of compiled units that run between graphs, and what the plan leaves out for graphs; and why."""
+    plan = built.plan
+    why = "stays uncompiled: how many rows travel to its experts depends on the data (ep)"
+    beside = {mixture.name: why for mixture in built.whole.mixtures} if plan.ep > 1 else {}
+    if plan.tp > 1 and plan.sequence_parallel:
+        beside["sequence_parallel"] = (
+            "has no effect: units would be given tensors that pose as the whole sequence, which no graph takes"
+        )
+    return beside
+
+
+def _run(
+    built: Built, name: str, compiled: "CompiledUnits", forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:  # fmt: skip
+    with built.randomness.unit(name):
+        return compiled.of(forward)(module, *args, **kwargs)
+
+
+class CompiledUnits:
+    """The compiled forward of each class, one for all units of the class; and what became of it."""
+
+    def __init__(self, names: list[str], left: dict[str, str]):
+        self.names, self.left = names, left
+        self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.before = compiled_so_far()
+        self.asked = False
+
+    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """(module, its arguments) -> what the forward gives."""
+        if forward not in self.made:
+            own = not forward.__module__.startswith("torch.")
+            self.made[forward] = torch.compile(forward if own else _ours(forward))
+        return self.made[forward]
+
+    def notes(self) -> list[str]:
+        """What stays uncompiled, or is left out, by this plan; in a line for units that are alike."""
+        rows = dict.fromkeys((re.sub(r"\d+", "*", name), why) for name, why in self.left.items())
+        return [f"compile: {name} {why}" for name, why in rows]
+
+    def news(self) -> list[str]:
+        """After a step: what torch.compile gave up, or that it compiled nothing at all; each once."""
+        (graphs, given_up), before = compiled_so_far(), self.before
+        lines = []
+        if self.made and graphs == before[0] and not self.asked:
+            lines.append(
+                "compile: torch.compile made no graph, everything runs uncompiled (TORCH_LOGS=graph_breaks says why)"
+            )
+        if given_up > before[1]:
+            lines.append(
+                "compile: a part of a unit runs uncompiled from now on, it was compiled too often (TORCH_LOGS=recompiles)"
+            )
+        self.asked, self.before = True, (graphs, given_up)
+        return lines
+
+
+def _ours(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ours: torch.compile skips one of torch's own modules that it would begin with."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    return call
+
+
+def _outside_graphs(unit: nn.Module) -> None:
+    """Hooks of modules inside a unit run between its graphs: many of them exchange something, and each belongs to one unit."""
+    for module in unit.modules():
+        for hooks in hooks_of(module) if module is not unit else ():
+            hooks.update({key: torch.compiler.disable(hook) for key, hook in hooks.items()})

@@ -63,6 +63,10 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"recompute={plan.recompute} does not work with processes=one"
         why = "a recomputation finds its random numbers by torch's generator, which the threads would share"
         yield Problem("P020", what, why=why, fix=(f'--plan "dp={plan.dp} recompute={plan.recompute}"',))
+    if plan.recompute == "selective" and plan.compile:
+        what = "recompute=selective does not work with compile=true"
+        why = "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept"
+        yield Problem("P035", what, why=why, fix=("recompute=full", "compile=false"))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -83,10 +87,8 @@ def apply(built: Built) -> None:
     _check_draws(built)
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
-        wide = built.cast is torch.float64 and not built.plan.compile
-        module.forward = Recomputed(
-            module, name, built.sketch, selective=built.plan.recompute == "selective", wide=wide
-        )
+        wide, selective = built.cast is torch.float64, built.plan.recompute == "selective"
+        module.forward = Recomputed(module, name, built.sketch, selective=selective, wide=wide)
 
 
 def _check_draws(built: Built) -> None:

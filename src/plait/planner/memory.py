@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plait.config.plan import Plan
 from plait.planner.from_sketch import Block
-from plait.planner.time import Software, item
+from plait.planner.time import Software, item, met
 
 Stage = Sequence[tuple[Block, float]]
 """Blocks of a stage, and how many of each."""
@@ -27,9 +27,10 @@ def sharded(block: Block, plan: Plan) -> float:
 
 def kept(block: Block, plan: Plan, samples: float, software: Software) -> tuple[float, float]:
     """Bytes that one block keeps of a micro-batch, and those that its recomputation needs for a moment."""
-    spread = plan.tp if plan.sequence_parallel else 1
+    spread = plan.tp if plan.stretched else 1
     scale = samples / plan.cp * item(plan)
     whole = (block.kept_cut / plan.tp + (block.kept - block.kept_cut) / spread) * scale
+    whole += (met(plan) - 1) * sum(p.rows * p.inner * p.times for p in block.products if p.experts) * scale
     if plan.precision == "fp8" and not software.portable:
         whole *= EIGHT_BIT
     if plan.recompute == "full" and block.count > 1:

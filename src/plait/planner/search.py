@@ -96,7 +96,7 @@ class _Looking:
     def bound(self, plan: Plan, samples: float) -> float:
         """As the function, once for all plans that have it in common."""
         key = (plan.pp, plan.tp, plan.cp, plan.ep, plan.microbatches, samples, plan.precision, plan.recompute,
-               plan.context, plan.sequence_parallel)  # fmt: skip
+               plan.context, plan.stretched)  # fmt: skip
         if key not in self.bounds:
             self.bounds[key] = bound(self.pace, plan, samples)
         return self.bounds[key]
@@ -117,7 +117,7 @@ class _Looking:
     def least(self, plan: Plan, samples: float) -> float:
         """Bytes that the fullest rank of a plan needs at least: an even share of all, and one micro-batch alive."""
         software, blocks, f = self.pace.software, self.pace.work.blocks, plan.fsdp
-        kept = (plan.tp, plan.cp, samples, plan.precision, plan.recompute, plan.sequence_parallel)
+        kept = (plan.tp, plan.cp, samples, plan.precision, plan.recompute, plan.stretched)
         if kept not in self.bounds:
             self.bounds[kept] = sum(memory.kept(b, plan, samples, software)[0] * b.count for b in blocks)
         away = plan.offload == "all"

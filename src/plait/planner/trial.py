@@ -100,9 +100,9 @@ def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[s
 def _summed(pipe: PipelineRuntime | None) -> dict[str, float]:
     """Seconds of the last step's actions by kind and stage, with their messages: `F1` is all forwards of stage 1."""
     found: dict[str, float] = {}
-    for name, _, seconds in pipe.clock.spans if pipe is not None else ():
+    for name, begin, end in pipe.clock.spans if pipe is not None else ():
         key = name.split()[-1].partition(".")[0]
-        found[key] = found.get(key, 0.0) + seconds
+        found[key] = found.get(key, 0.0) + end - begin
     return found
 
 

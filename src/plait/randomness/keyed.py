@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.random import Philox
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.config.errors import PlaitError, Problem
@@ -43,9 +44,10 @@ from plait.randomness.distributions import (
     redraw,
     rule_of,
 )
+from plait.randomness.in_graphs import LAYERS, UNIT, draw_inside
 from plait.randomness.sub_block import SubBlocks
 from plait.tensors.modules import own_forward
-from plait.tensors.torch_private import SEEDED, DropoutBase, TorchDispatchMode, WrapperTensor, checkpoint_frame
+from plait.tensors.torch_private import SEEDED, TorchDispatchMode, WrapperTensor, checkpoint_frame
 
 
 def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
@@ -145,6 +147,9 @@ class Randomness:
         self._owner: list[str] = []
         self._entered: list[object] = []
         self._pushed = 0
+        self._inside: dict[str, int] = {}
+        """Of the compiled unit that runs now: how often its dropout layers were called, by their names in it."""
+        self._hooks: dict[str, tuple[Any, Any]] = {}
         self._calls: dict[str, int] = {}
         self._cursor = self._outside = 0
         self._replaying = self._resumed = False
@@ -156,8 +161,8 @@ class Randomness:
                 region.enter = partial(self._enter(name), module, ())
                 region.leave = partial(self._leave, module, (), None)
             elif name in owners:
-                module.register_forward_pre_hook(self._enter(name), prepend=True)
-                module.register_forward_hook(self._leave, always_call=True)
+                before = module.register_forward_pre_hook(self._enter(name), prepend=True)
+                self._hooks[name] = before, module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, name: str):
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -165,9 +170,7 @@ class Randomness:
             self._calls[name] = self._calls.get(name, 0) + 1
             self._owner.append(f"{name}#{self._calls[name]}")
             self._entered.append(checkpoint_frame())
-            if self._replaying:  # torch's engine leaves the modes that were active around backward
-                self._mode.__enter__()
-                self._pushed += 1
+            self._push()
             self._after_event()
 
         return enter
@@ -177,10 +180,22 @@ class Randomness:
             self._owner.pop()
         if self._entered:
             self._entered.pop()
-        if self._pushed:
-            self._mode.__exit__(None, None, None)
-            self._pushed -= 1
+        self._pop()
         self._after_event()
+
+    def _push(self) -> None:
+        """In a recomputation: torch's engine leaves the modes that were active around backward. One of them, or what draws inside
+        of a module that is in another would be replaced twice."""
+        if self._replaying:
+            if not self._pushed:
+                self._mode.__enter__()
+            self._pushed += 1
+
+    def _pop(self) -> None:
+        if self._pushed:
+            self._pushed -= 1
+            if not self._pushed:
+                self._mode.__exit__(None, None, None)
 
     def place(self) -> str:
         """The place of the next draw: `module#call#draw`."""
@@ -278,6 +293,49 @@ class Randomness:
         finally:
             self._replaying = False
 
+    def compiled(self, model: nn.Module, units: Iterable[str]) -> None:
+        """From now on the forwards of these modules are compiled, each run in `unit`. Their dropout layers draw inside of graphs,
+        whatever else draws does so between them, where what it is keyed by is known."""
+        self._mode.drawn = torch.compiler.disable(self._mode.drawn)
+        for unit in units:
+            for path, module in model.get_submodule(unit).named_modules():
+                name = f"{unit}.{path}".strip(".")
+                if path and type(module) in LAYERS and "forward" not in vars(module) and name in self._hooks:
+                    for handle in self._hooks.pop(name):
+                        handle.remove()
+                    draw_inside(module, path, self._inside, self.where)
+
+    @contextmanager
+    def unit(self, unit: str) -> Iterator[None]:
+        """The context of a call of a compiled unit."""
+        if not self.needed:
+            yield
+            return
+        self._before_event()
+        before, inside = self._calls, dict(self._inside)
+        absolute = lambda name: f"{unit}.{name}".strip(".")  # noqa: E731
+
+        def draw(like: Tensor, place: str, p: float) -> Tensor:
+            name, number, nth = place.split("#")
+            name = absolute(name)
+            place = f"{name}#{before.get(name, 0) + int(number)}#{nth}"
+            return draw_mask(like, self.where, place, self.places.get(place, -1), p, self.windows)
+
+        token = UNIT.set(draw)
+        self._inside.clear()
+        self._push()
+        self._after_event()
+        try:
+            yield
+        finally:
+            self._pop()
+            UNIT.reset(token)
+            for name, times in self._inside.items():
+                self._calls[absolute(name)] = self._calls.get(absolute(name), 0) + times
+            self._inside.clear()
+            self._inside.update(inside)
+            self._after_event()
+
     def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
         place = self.place()
@@ -308,15 +366,21 @@ class _Keyed(TorchFunctionMode):
     def __init__(self, randomness: Randomness):
         super().__init__()
         self.randomness = randomness
+        self.drawn = self._drawn
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in DROPOUTS or (func in COMPOSITES and not _plain_attention(func, args, kwargs)):
+            return self.drawn(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _drawn(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in DROPOUTS:
             return self._dropout(dropout_call(func, *args, **kwargs))
-        if func in COMPOSITES and not torch.compiler.is_compiling():
-            with KeyedDraws(self.randomness):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        if torch.compiler.is_compiling():  # by the job's own code: it cannot be keyed there
+            return func(*args, **kwargs)
+        with KeyedDraws(self.randomness):
+            return func(*args, **kwargs)
 
     def _dropout(self, call: DropoutCall) -> Tensor:
         input = call.input
@@ -334,7 +398,7 @@ class _Keyed(TorchFunctionMode):
         return input.mul_(mask) if call.inplace else input * mask
 
 
-def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:
-    """Modules whose draws happen inside a composite function rather than a dropout: torch.compile cannot key these."""
-    owners = dict.fromkeys(place.split("#")[0] for place in places)
-    return [name for name in owners if not isinstance(model.get_submodule(name), DropoutBase)]
+def _plain_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is an attention that draws nothing."""
+    given = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    return func is F.scaled_dot_product_attention and given == 0.0

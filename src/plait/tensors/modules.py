@@ -24,7 +24,28 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _of_its_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+    return class_forward(type(module), module, *args, **kwargs)
+
+
+THROUGH = "class_forward_through"
+"""Attribute of a module: what calls the forward of its class, where something was put around it."""
+WRAPS = "wraps_class_forward"
+"""Attribute of a class: its forward only prepares, and calls `class_forward` of another class."""
+
+
+def class_forward(kind: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a class computes with this module: by itself, or through what was put there (`call_class_forward`)."""
+    through = vars(module).get(THROUGH)
+    if through is None or WRAPS in vars(kind):
+        return kind.forward(module, *args, **kwargs)
+    return through(kind.forward, module, *args, **kwargs)
+
+
+def call_class_forward(module: nn.Module, through: Callable[..., Any]) -> None:
+    """From now on `through(forward, module, *args, **kwargs)` calls the forward of the module's class: inside of whatever else was
+    put, or will be put, in the place of the module's forward."""
+    vars(module)[THROUGH] = through
+    module.forward = own_forward(module)
 
 
 @contextmanager
