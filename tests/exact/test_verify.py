@@ -115,6 +115,23 @@ def test_compiled_equal(job: Callable[[], Job], text: str) -> None:
     assert verify(job(), Plan.parse(text)).equal
 
 
+@pytest.mark.parametrize("counts, told", (((1, 0), True), ((1, 1), False), ((2, 0), False)))
+def test_a_batch_norm_of_one_value_over_all_ranks(counts: tuple[int, int], told: bool) -> None:
+    """It is refused where torch refuses it on one device, on the rank that has the value: others need not know."""
+
+    def rank(place: Place) -> str:
+        group = place.connect(torch.device("cpu"))
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+        synchronise(model, ["0"], group)
+        try:
+            model(torch.ones(counts[place.rank], 3))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert [bool(found) for found in fork.run(rank, 2, fork.Listener(lambda *_: None))] == [told, False]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_a_compiled_model_with_batch_norms_is_one_graph() -> None:

@@ -252,6 +252,8 @@ PLANS = (
     "tp=2",
     "tp=2 fsdp=2",
     "dp=2 offload=optimizer",
+    "offload=all",
+    "pp=2 microbatches=2 offload=all",
 )
 CLEAN = [
     (name, f"{plan} precision={precision}")
@@ -270,6 +272,8 @@ CLEAN += [
 ]
 SOME = (
     ("deep", "dp=2 precision=bf16"),
+    ("deep", "offload=all precision=bf16"),
+    ("deep", "pp=2 microbatches=2 offload=all precision=bf16"),
     ("deep", "tp=2 precision=bf16"),
     ("dropout", "dp=2 precision=fp16"),
     ("norm", "dp=2 precision=bf16"),

@@ -6,13 +6,15 @@ What it does
     fp16 has 5 exponent bits, so small gradients would vanish: the loss is multiplied by a scale before backward and
     gradients are divided by it after. When they overflow, the step is skipped and the scale halved; it doubles after
     2,000 good steps. An overflow at a scale of 1, or a loss that is not finite, is no matter of scale: `--on-nan` decides.
+    fp8 is bf16 with the matrix products of linear layers in 8 bits, by torchao (`parallel/fp8.py`).
 
 Costs
     Memory: activations halve; weights, gradients and optimizer state do not. Compute: faster matrix products
     where the device has 16-bit units; fp16 on a CPU is slower than fp32 by far.
 
 Choose when
-    bf16: nearly always on hardware that has it. fp16: on accelerators without bf16.
+    bf16: nearly always on hardware that has it. fp16: on accelerators without bf16. fp8: large linear layers, compiled, on
+    GPUs with fp8 units; rowwise loses less to a few large numbers, tensorwise is faster.
 
 Avoid when
     Results must equal fp32's. This is another rounding, hence not exact; `plait verify` proves the logic in float64, and
@@ -28,6 +30,7 @@ Paper
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel import fp8
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides
 from plait.parallel.loss_scale import LossScale
@@ -45,7 +49,9 @@ from plait.tensors.torch_private import tree_map_only
 
 AXIS = None
 EXACT = False
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CUTTING = ("microbatches", "dp", "fsdp", "cp", "tp")
+"""Keys that have fewer rows, or slices, multiplied at once."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def wanted(plan: Plan) -> bool:
@@ -53,16 +59,31 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    return ()
+    yield from fp8.missing() if plan.precision == "fp8" else ()
 
 
 def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
+    if plan.precision == "fp8" and (apart := [key for key in CUTTING if getattr(plan, key) > 1]):
+        yield f"a scale of fp8 is that of what is multiplied at once: other numbers share one where {' and '.join(apart)} cut it"
     yield f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64, and a step against one device in {plan.precision}"
 
 
 def apply(built: Built) -> None:
     if built.plan.precision == "fp16":
         built.scaler = LossScale()
+    if built.plan.precision == "fp8" and built.cast is None:
+        fp8.check_device(built.device)
+        fp8.convert(built.model, built.in_fp8, built.plan.fp8_recipe, built.device.type == "cpu")
+
+
+def unrounded(plan: Plan) -> Plan:
+    """The same plan in fp32: its logic, which is proved in float64."""
+    return replace(plan, precision="fp32", fp8_recipe=Plan.fp8_recipe)
+
+
+def named(plan: Plan) -> str:
+    """The number format, with what belongs to it."""
+    return f"fp8 {plan.fp8_recipe}" if plan.precision == "fp8" else plan.precision
 
 
 def plan_format(plan: Plan) -> torch.dtype | None:
@@ -77,7 +98,7 @@ def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[A
 
 def forward_format(plan: Plan, cast: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
     """The number format of the forward pass and the loss; `cast` is float64 in `verify`, where nothing narrows."""
-    if cast is torch.float64 and not plan.compile:
+    if cast is torch.float64:
         return Wide()
     return autocast(device, plan_format(plan))
 
@@ -85,11 +106,12 @@ def forward_format(plan: Plan, cast: torch.dtype | None, device: str) -> Abstrac
 def trained_format(
     plan: Plan, cast: torch.dtype | None, device: str, model: torch.nn.Module
 ) -> AbstractContextManager[Any]:
-    """`forward_format` for a model that is not sharded yet: under `fsdp` it computes with weights in 16 bits, as they are
-    gathered, so that what units hand on has the format that it will have."""
+    """`forward_format` for a model that is not sharded yet: under `fsdp`, and `offload=all`, it computes with weights in 16 bits, as
+    they are gathered, so that what units hand on has the format that it will have."""
     stack = ExitStack()
     stack.enter_context(forward_format(plan, cast, device))
-    half = plan_format(plan) if cast is None and plan.fsdp > 1 else None
+    gathered = plan.fsdp > 1 or plan.offload == "all"
+    half = plan_format(plan) if cast is None and gathered else None
     if half is not None:
         stack.enter_context(_Gathered(model, half))
     return stack

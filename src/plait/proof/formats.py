@@ -28,6 +28,8 @@ from plait.config.plan import Plan
 from plait.data.batch import BatchShare, Micro, beside, collate, is_map, weigh
 from plait.launch.place import threads
 from plait.model.parameter_groups import optimizer_of
+from plait.parallel import fp8
+from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.fsdp.runtime import divides
 from plait.parallel.precision import autocast, plan_format
 from plait.proof import reference
@@ -46,6 +48,8 @@ GROUPS = ("gradient", "weight", "state")
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ENOUGH, MOSTLY = 32, 0.98
 """Numbers that are needed to tell a format, and the share that must be in it."""
+PARTLY = 0.8
+"""The share in a 16-bit format from which a tensor of one device tells nothing of another run's: both are sums of few such numbers."""
 
 
 @dataclasses.dataclass
@@ -88,7 +92,7 @@ class Reference:
         in 16 bits, stages in 32."""
         names = list(self.one.model.named_parameters(remove_duplicate=False))
         tied = len(names) > len(list(self.one.model.parameters()))
-        return tied and self.format is not None and self.plan.pp > 1 and self.plan.fsdp > 1
+        return tied and self.format is not None and self.plan.pp > 1 and fsdp.wanted(self.plan)
 
     def parts(self) -> list[tuple[int, int]]:
         """(first, count) of the parts of the batch."""
@@ -129,6 +133,8 @@ class Reference:
         """A step of a new model, its loss and gradients summed over parts of the batch."""
         job, device = self.job, self.one.device
         model = reference.make_model(job, None, device)
+        if self.plan.precision == "fp8":
+            fp8.convert(model, fp8.chosen(model), self.plan.fp8_recipe, torch.device(device).type == "cpu")
         generator = torch.Generator().manual_seed(0 if moved is None else moved[1] + 1)
         shift = lambda t: _shifted(t, 0.0 if moved is None else moved[0], generator)  # noqa: E731
         with torch.no_grad():
@@ -164,7 +170,7 @@ class Reference:
 
     def _called(self, model: nn.Module, inputs: object) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
-        if self.format is None or self.plan.fsdp == 1:
+        if self.format is None or not fsdp.wanted(self.plan):
             return reference.call(model, inputs)
         half = {n: p.to(self.format) for n, p in model.named_parameters() if divides(p.shape) and p.is_floating_point()}
         if isinstance(inputs, dict):
@@ -212,14 +218,14 @@ def _size(t: Tensor) -> float:
     return float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64)) / max(t.numel(), 1) ** 0.5
 
 
-def short(t: Tensor) -> str:
-    """A 16-bit format that has all numbers of an fp32 tensor, if one does; too few numbers tell nothing."""
+def short(t: Tensor, share: float = MOSTLY) -> str:
+    """A 16-bit format that has this share of an fp32 tensor's numbers, if one does; too few numbers tell nothing."""
     if t.dtype != torch.float32:
         return ""
     some = t[t != 0]
     if some.numel() < ENOUGH:
         return ""
-    return next((n for n, d in HALF.items() if float((some.to(d).float() == some).double().mean()) > MOSTLY), "")
+    return next((n for n, d in HALF.items() if float((some.to(d).float() == some).double().mean()) > share), "")
 
 
 def facts(one: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -278,7 +284,7 @@ def _formats(told: dict[str, Any], base: StepResult, other: StepResult, ranks: l
     for kind in GROUPS:
         for name, tensor in getattr(other, kind).items():
             found, usual = short(tensor), getattr(base, kind).get(name)
-            if found and usual is not None and not short(usual) and usual.dtype == tensor.dtype:
+            if found and usual is not None and not short(usual, PARTLY) and usual.dtype == tensor.dtype:
                 wrong.setdefault(f"{kind} {name}", f"its numbers are those of {found}, in {tensor.dtype}")
     key, detail = next(iter(wrong.items()), ("", ""))
     return Probe("F2", "formats", len(wrong), 0, key, detail)

@@ -83,7 +83,7 @@ def verify(
     job = dataclasses.replace(job, data=opened_once(job.data))
     if server.wanted(plan):
         return served.verify(job, plan, steps, harden)
-    logic = dataclasses.replace(plan, precision="fp32")
+    logic = precision.unrounded(plan)
     own, limit = found(logic), CLIP
     if own is not None:
         (logic, steps), seconds = own.shortened(logic, steps), 0.0
