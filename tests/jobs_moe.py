@@ -83,11 +83,41 @@ class Mixture(nn.Module):
         return x + out.reshape(x.shape), p, F.one_hot(chosen, len(self.experts)).sum(1).to(p)
 
 
+class Bank(nn.Module):
+    """Stacked experts. No shape depends on which are chosen: all compute all rows, and what was not chosen counts nothing."""
+
+    def __init__(self, experts: int, width: int):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) / width**0.5)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found = torch.einsum("tw,ewf->etf", hidden, self.up)
+        found = torch.einsum("etf,efw->etw", F.gelu(found), self.down)
+        given = weights.new_zeros(len(hidden), len(self.up)).scatter_add(1, chosen, weights)
+        return torch.einsum("te,etw->tw", given.to(found), found)
+
+
+class Banked(nn.Module):
+    """A router before stacked experts, and the residual."""
+
+    def __init__(self, width: int, experts: int):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(width, experts), Bank(experts, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        p = self.gate(flat).softmax(-1)
+        weights, chosen = p.topk(2, -1)
+        out = self.experts(flat, chosen, weights)
+        return x + out.reshape(x.shape), p, F.one_hot(chosen, p.shape[1]).sum(1).to(p)
+
+
 class Block(nn.Module):
-    def __init__(self, width: int, experts: int, dropout: float, **given: Any):
+    def __init__(self, width: int, experts: int, dropout: float, stacked: bool = False, **given: Any):
         super().__init__()
         self.norm, self.mix, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(dropout)
-        self.moe = Mixture(width, experts, **given)
+        self.moe = Banked(width, experts) if stacked else Mixture(width, experts, **given)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]

@@ -29,11 +29,15 @@ JOBS = {
     "twice": lambda: jobs_moe.gpt(depth=1, times=2),
     "dense": jobs_pipeline.moe,
     "plain": lambda: jobs_moe.gpt(loss=jobs_moe.plain_loss),
+    "stacked": lambda: jobs_moe.gpt(stacked=True),
 }
 TRIED = (
     ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
     ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("mixtral", "dp=2 ep=2 offload=optimizer"),
-    ("dense", "dp=4 ep=2"), ("gpt_oss", "fsdp=2 ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
+    ("stacked", "ep=2 token_dispatcher=allgather"), ("gpt_oss", "dp=4 ep=2 token_dispatcher=allgather"),
+    ("stacked", "dp=3 ep=3 recompute=full token_dispatcher=allgather"), ("stacked", "fsdp=2 ep=2 token_dispatcher=allgather"),
+    ("mixtral", "fsdp=2 ep=2 token_dispatcher=allgather"), ("dense", "dp=4 ep=2"), ("gpt_oss", "fsdp=2 ep=2"),
+    ("plain", "fsdp=2 ep=2 microbatches=2"),
 )  # fmt: skip
 PLANS = (
     "ep=2",
@@ -139,7 +143,6 @@ def test_experts_that_drop_tokens_are_named() -> None:
         2,
         (
             (jobs_moe.gpt, "dp=3 ep=2", "P050"),
-            (jobs_moe.gpt, "ep=2 compile=true", "P050"),
             (jobs_moe.gpt, "ep=8", "P051"),
             (jobs.mlp, "ep=2", "P051"),
             (lambda: dataclasses.replace(jobs_moe.mixtral(), optimizer=torch.optim.Adafactor), "ep=2", "P022"),

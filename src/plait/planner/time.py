@@ -74,7 +74,7 @@ class Cores:
 
     def passes(self, kernels: float, plan: Plan) -> tuple[float, float]:
         """Seconds to launch so many operators forward, and backward."""
-        stretched = plan.cp > 1 or plan.sequence_parallel
+        stretched = plan.cp > 1 or plan.stretched
         around = (self.slice if stretched else self.plain) / 2 if plan.along(SAME_LOSS) > 1 else 0.0
         each = (self.launch + around) * kernels * self.operator
         return each, each
@@ -135,6 +135,11 @@ class Software:
     """Devices are processes on cores: nothing goes on beside the computing."""
 
 
+def met(plan: Plan) -> int:
+    """How many times the rows that its own tokens send a rank's experts compute: under allgather those of all ranks."""
+    return plan.ep if plan.token_dispatcher == "allgather" else 1
+
+
 def item(plan: Plan) -> float:
     """Bytes of an element of what flows between operators, and of gathered weights."""
     return 4.0 if plan.precision in ("fp32", "tf32") else 2.0
@@ -184,7 +189,7 @@ class TimeModel:
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
         shares, cuts = plan.shares if block.statistics else 1, (plan.tp, plan.cp, plan.ep)
-        ways = (plan.sequence_parallel, plan.context, plan.recompute, plan.precision, plan.compile)
+        ways = (plan.stretched, plan.context, plan.token_dispatcher, plan.recompute, plan.precision, plan.compile)
         key = (id(block), samples, shares, cuts, ways)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
@@ -219,7 +224,7 @@ class TimeModel:
         fitted = self.fitted
         rows, inner, columns, batch = product.rows, product.inner, product.columns, product.batch
         rows /= plan.cp if product.sequence else 1
-        rows /= self.thin(plan) if product.experts else 1
+        rows *= met(plan) / self.thin(plan) if product.experts else 1
         columns /= plan.tp if product.cut == "columns" else 1
         inner /= plan.tp if product.cut == "inner" else 1
         batch /= plan.tp if product.cut == "batch" else 1
@@ -284,11 +289,11 @@ class TimeModel:
 
     def thin(self, plan: Plan) -> int:
         """Ranks of tp between which the rows of a mixture are shared out: all, where ep spans them."""
-        return plan.tp if plan.ep > 1 and plan.sequence_parallel else 1
+        return plan.tp if plan.ep > 1 and plan.stretched else 1
 
     def pointwise(self, block: Block, plan: Plan, samples: float) -> float:
         """Seconds of the operators of a block's forward that are not products."""
-        fitted, spread = self.fitted, plan.tp if plan.sequence_parallel else 1
+        fitted, spread = self.fitted, plan.tp if plan.stretched else 1
         elements = block.moved_cut / plan.tp + (block.moved - block.moved_cut) / spread
         elements = fitted.moved * elements + fitted.scores * block.scores / plan.tp
         if plan.precision == "fp8":
@@ -302,7 +307,7 @@ class TimeModel:
         if plan.tp == 1 or not block.handovers:
             return 0.0
         size = block.out * samples / plan.cp * item(plan)
-        shown = self.fitted.tiled if self.software.tiled and plan.sequence_parallel else self.fitted.sums
+        shown = self.fitted.tiled if self.software.tiled and plan.stretched else self.fitted.sums
         return shown * block.handovers * self.machine.all_reduce(size, plan.tp)
 
     def gauged(self, block: Block, plan: Plan) -> float:
@@ -317,12 +322,15 @@ class TimeModel:
         if plan.ep == 1 or not block.routed:
             return 0.0
         size = block.routed * samples / plan.cp / self.thin(plan) * item(plan)
+        choices = max(p.rows for p in block.products if p.experts) / min(p.rows for p in block.products)
         stride = 1 if self.thin(plan) > 1 else plan.along(SAME_LOSS)
+        if plan.token_dispatcher == "allgather":
+            size *= plan.ep / choices
+            return self.machine.all_gather(size, plan.ep, stride) + self.machine.reduce_scatter(size, plan.ep, stride)
         nodes = -(-plan.ep * stride // self.machine.devices_per_node)
         if (
             nodes > 1 and not self.software.portable
         ):  # a row goes to a node once, whatever number of its experts are there
-            choices = max(p.rows for p in block.products if p.experts) / min(p.rows for p in block.products)
             size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
         return 2 * self.machine.all_to_all(size, plan.ep, stride)
 

@@ -10,7 +10,7 @@ expert or gets none, also when the forward pass is computed again in backward. T
 and what arrives can always be differentiated, and nothing that arrived is left out of the graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from plait.tensors.collectives import hosts_talk
 from plait.tensors.rows import Rows
 
+CPU = torch.device("cpu")
 Serve = Callable[[Tensor, list[int | None]], Tensor]
 """(rows sorted by expert, how many are for each of this rank's experts; None: nobody called it) -> a row for each."""
 
@@ -55,18 +57,26 @@ def through(rows: Tensor, counts: list[int | None], way: ExpertPlacement, serve:
     given = [sum(n or 0 for n in counts[first : first + length]) for ((first, length),) in way.rows.ranks]
     taken = [sum(max(n, 0) for n in row) for row in asked]
     arrived = travel(rows, given, taken, way.group)
-    kinds = torch.tensor([max(n, 0) for row in asked for n in row], dtype=torch.int64)
-    experts = torch.arange(mine).repeat(len(asked)).repeat_interleave(kinds)
-    order = experts.argsort(stable=True)
-    back = order.argsort().to(rows.device)
+    order = numbered([max(n, 0) for row in asked for n in row], rows.device).remainder(mine).argsort(stable=True)
     called = [[row[e] for row in asked if row[e] >= 0] for e in range(mine)]
-    results = serve(arrived.index_select(0, order.to(rows.device)), [sum(c) if c else None for c in called])
+    results = serve(arrived.index_select(0, order), [sum(c) if c else None for c in called])
     results = results if len(results) else tied(results, arrived)
-    return travel(results.index_select(0, back), taken, given, way.group)
+    return travel(results.index_select(0, order.argsort()), taken, given, way.group)
+
+
+def numbered(counts: Sequence[int], device: torch.device) -> Tensor:
+    """0 as often as the first count says, then 1 as often as the second, and so on: on the device, without a wait for it."""
+    total = sum(counts)
+    repeats = torch.tensor(counts, dtype=torch.int64)
+    if device.type == "cuda":
+        repeats = repeats.pin_memory().to(device, non_blocking=True)
+    return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=total)
 
 
 def _counts(counts: list[int | None], way: ExpertPlacement, device: torch.device) -> list[list[int]]:
-    """Of each rank: how many rows it has for each expert of this rank; −1 where it did not call it."""
+    """Of each rank: how many rows it has for each expert of this rank; −1 where it did not call it. The hosts tell each other, where
+    they can: all of them know theirs, and no device is waited for."""
+    device = CPU if hosts_talk(way.group) else device
     sizes, mine = list(way.rows.sizes), len(way.mine)
     sent = torch.tensor([-1 if n is None else n for n in counts], dtype=torch.int64, device=device)
     received = torch.empty(mine * len(sizes), dtype=torch.int64, device=device)

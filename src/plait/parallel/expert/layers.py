@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import BatchPeers
-from plait.parallel.expert.dispatch import ExpertPlacement, Serve, through, tied
+from plait.parallel.expert.dispatch import ExpertPlacement, Serve, numbered, through, tied
 from plait.tensors.modules import own_forward, state_kept
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
+from plait.tensors.transfers import HostCopy
 
 Through = Callable[[Tensor, list[int | None], Serve], Tensor]
 """What takes rows to the experts and back: `travelling`, or `at_home` where all experts are here."""
@@ -49,10 +50,10 @@ class StackedExperts:
         name, index, weight = roles(given)
         hidden, chosen, weights = given[name], given[index], given[weight]
         flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)
-        order = order[(flat[order] >= 0) & (flat[order] < self.experts)]  # a token may be sent nowhere
-        order = order[:0] if self.sharers.idle else order
-        counts: list[int | None] = [*flat[order].bincount(minlength=self.experts).tolist()]
+        expert = torch.where((flat >= 0) & (flat < self.experts), flat, self.experts).long()  # a token may be sent nowhere
+        each = expert.new_zeros(self.experts + 1).index_add_(0, expert, torch.ones_like(expert))
+        counts = [0] * self.experts if self.sharers.idle else [int(n) for n in HostCopy(each[:-1]).read()]
+        order = expert.argsort(stable=True)[: sum(counts)]
         token = order // chosen.shape[1]
 
         def serve(rows: Tensor, totals: list[int | None]) -> Tensor:
@@ -61,11 +62,11 @@ class StackedExperts:
             if not count:
                 row = torch.linspace(-1.0, 1.0, rows.shape[1], dtype=rows.dtype, device=rows.device)
                 rows, sizes = torch.cat([rows, row.unsqueeze(0)]), [1] + [0] * (len(sizes) - 1)
-            experts = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).unsqueeze(1).to(rows.device)
+            experts = numbered(sizes, rows.device).unsqueeze(1)
             ones = torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
             return spelled(self.own, given | {name: rows, index: experts, weight: ones}, len(args))[:count]
 
-        result = self.through(hidden.index_select(0, token), counts, serve)
+        result = self.through(hidden.index_select(0, token), [*counts], serve)
         result = (result * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(result.dtype)
         return result.new_zeros(len(hidden), *result.shape[1:]).index_add_(0, token, result)
 

@@ -13,6 +13,8 @@ What it does
     with a process's share of the experts, on the rows that arrived. *Listed* experts are modules that a layer calls in
     code of its own, whatever that is: the code runs twice, first to note what each expert is given, then, when that has
     travelled and come back, to use what the experts returned. Both are a real all-to-all.
+    With `token_dispatcher=allgather` every process sees all tokens of its group instead, runs its stacked experts on all
+    choices, those of other experts counting zero, and the results are summed into each process's tokens (reduce-scatter).
 
 Picture
     rank 0   tokens ─ router ─┬► experts 0 1 ─┬─ Σ      rows go where their expert is, results come back
@@ -24,7 +26,9 @@ Costs
     Those gather a layer's experts with the unit it lies in (`parallel/fsdp/strategy.py`). Traffic: each layer exchanges
     tokens × choices rows there and back, in forward and in backward, and nothing hides it. How many rows leave depends on
     the data. Time: a process whose experts are popular computes for the others too, so an unbalanced router makes all
-    wait. Listed experts cost the layer's own code (not its experts) twice.
+    wait. Listed experts cost the layer's own code (not its experts) twice. On a GPU the host must know how many rows leave,
+    and waits for the device once per layer. `allgather` has fixed sizes, and no wait; it computes N times the rows, keeps N
+    times their activations, and sends each token N − 1 times there and back, however many experts it chose.
 
 Choose when
     The experts are most of the model and do not fit beside the activations, or their gradients are most of the traffic.
@@ -45,11 +49,14 @@ Paper
     Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformer (JMLR), for the balance loss.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
+
+import torch
+from torch import nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -57,6 +64,7 @@ from plait.model.experts import MoELayer, cut_stacked
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.expert.dispatch import ExpertPlacement
+from plait.parallel.expert.gathered import GatheredExperts
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.mesh import experts_of
@@ -75,7 +83,6 @@ def wanted(plan: Plan) -> bool:
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     for given, key, why in (
         (plan.processes == "one", "processes=one", "experts are shared out to processes, not to threads"),
-        (plan.compile, "compile=true", "how many rows travel depends on the data, and a graph has fixed sizes"),
         (
             plan.offload == "all",
             "offload=all",
@@ -130,7 +137,10 @@ def apply(built: Built) -> None:
 
 def _stacked(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     module = cut_stacked(built.model.get_submodule(mixture.name), mixture, way.mine)
-    module.forward = StackedExperts(module, mixture.experts, travelling(way), built.sharers)
+    if built.plan.token_dispatcher == "allgather":
+        _put(built, module, GatheredExperts(module, way, built.sharers))
+    else:
+        _put(built, module, StackedExperts(module, mixture.experts, travelling(way), built.sharers))
 
 
 def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
@@ -139,10 +149,16 @@ def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
     built.elsewhere += tuple(mixture.modules[number] for number in gone)
     layer = built.model.get_submodule(mixture.name)
-    layer.forward = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
-    layer.forward.width = mixture.width[0]
+    listed = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
+    listed.width = mixture.width[0]
     inside = any(place.startswith(f"{mixture.name}.".lstrip(".")) for place in built.sketch.places)
-    layer.forward.again = partial(_again, built, inside)
+    listed.again = partial(_again, built, inside)
+    _put(built, layer, listed)
+
+
+def _put(built: Built, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """In the place of a layer's forward: under `compile` between graphs, since how many rows travel depends on the data."""
+    module.forward = torch.compiler.disable(forward) if built.plan.compile else forward
 
 
 def _again(built: Built, draws: bool) -> Any:
@@ -167,6 +183,11 @@ def found(mixtures: list[MoELayer], whole: list[str], plan: Plan) -> tuple[MoELa
     if few:
         what = f"ep={plan.ep} is more than the {few[0].experts} experts of {few[0].name or 'the model'}"
         raise PlaitError(Problem("P051", what, why="each process holds one at least", fix=(f"ep={few[0].experts}",)))
+    lists = [m.name for m in mixtures if not m.stacked]
+    if plan.token_dispatcher == "allgather" and lists:
+        what = f"token_dispatcher=allgather does not work with the experts of {lists[0]}"
+        why = "they are a list of modules, which the layer's own code calls with the rows of each; stacked experts take all rows at once"
+        raise PlaitError(Problem("P051", what, why=why, fix=("token_dispatcher=alltoall",)))
     return tuple(mixtures)
 
 
