@@ -292,3 +292,14 @@ def test_a_key_without_effect_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ("", "fsdp=2 zero=2", "pp=2 schedule=gpipe", "zero=2 offload=all"))
 def test_a_key_with_effect_is_not(text: str) -> None:
     assert Plan.parse(text).idle() == []
+
+
+@pytest.mark.parametrize(
+    "given", ("compile=true", "dp=2 compile=true precision=bf16", "tp=2 compile=true", "tp=2 dp=2")
+)
+def test_the_uncompiled_plan_is_a_plan_that_can_be_given(given: str) -> None:
+    """Dry runs of compiled plans are runs of it, and a plan in which a key has no effect is refused."""
+    plan = Plan.parse(given)
+    assert not plan.uncompiled.compile and not plan.uncompiled.idle()
+    assert Plan.parse(str(plan.uncompiled)) == plan.uncompiled
+    assert plan.tp == 1 or plan.uncompiled.stretched is plan.stretched

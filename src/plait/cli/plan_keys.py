@@ -7,13 +7,15 @@ from plait.config.keys import KEYS, Key
 
 TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
-    **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel"), "tensor/strategy"),
-    **dict.fromkeys(("cp", "context"), "context/strategy"), "ep": "expert/strategy", "microbatches": "accumulate",
+    **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel", "async_tp"), "tensor/strategy"),
+    **dict.fromkeys(("cp", "context"), "context/strategy"), **dict.fromkeys(("ep", "token_dispatcher"), "expert/strategy"),
+    "microbatches": "accumulate",
     **dict.fromkeys(
         ("replica_groups", "sync", "every", "start_local", "outer_lr", "outer_momentum", "fragments", "fragment_delay",
          "fragment_alpha"), "replica_groups/strategy"),
     "batch_shares": "shares/strategy",
-    "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
+    "recompute": "recompute", "offload": "offload",
+    **dict.fromkeys(("precision", "fp8_recipe"), "precision"), "compile": "compiled", "processes": "threads",
     **dict.fromkeys(("compress", "compress_rank"), "compression/strategy"),
 }  # fmt: skip
 """Which file of `parallel/` explains a key of a plan."""

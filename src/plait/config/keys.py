@@ -77,13 +77,19 @@ KEYS: dict[str, Key] = {
         also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac")),
     "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all"),
         also=("cpu_offload", "offload_optimizer", "offload_param")),
-    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16"),
-        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16")),
-    "compile": Key("compute", bool, "torch.compile the model", also=("torch_compile", "jit", "inductor")),
+    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16", "fp8"),
+        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16", "fp8", "float8")),
+    "fp8_recipe": Key("compute", str, "numbers that share a scale in fp8: of a tensor, or of a row", ("tensorwise", "rowwise"),
+        also=("fp8_format", "recipe_name", "fp8_scaling", "float8_recipe", "scaling")),
+    "compile": Key("compute", bool, "torch.compile each unit of the model", also=("torch_compile", "jit", "inductor")),
     "processes": Key("compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")),
     "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
+    "async_tp": Key("split", bool, "tp gathers and sums stretches in one operator with the matrix products beside them",
+        also=("async_tensor_parallel", "enable_async_tensor_parallel", "tp_comm_overlap")),
     "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses"),
         also=("cp_method", "context_parallel_rotate_method", "attention")),
+    "token_dispatcher": Key("split", str, "how tokens come to the experts of other ranks under ep", ("alltoall", "allgather"),
+        also=("moe_token_dispatcher_type", "dispatcher", "moe_dispatcher")),
 }  # fmt: skip
 TABLES = tuple(dict.fromkeys(key.table for key in KEYS.values()))
 

@@ -239,10 +239,13 @@ class Plan:
     recompute: str = "none"
     offload: str = "none"
     precision: str = "fp32"
+    fp8_recipe: str = "tensorwise"
     compile: bool = False
     processes: str = "per-device"
     sequence_parallel: bool = True
+    async_tp: bool = False
     context: str = "ring"
+    token_dispatcher: str = "alltoall"
 
     def __post_init__(self) -> None:
         if self.ep > 1 and self.dp == self.fsdp == 1:  # given alone, the ranks that share out experts are the copies
@@ -281,6 +284,17 @@ class Plan:
         """The plan of one replica group, on its own."""
         given = {key: value for key, value in self.changed().items() if KEYS[key].table != "groups"}
         return Plan(**given | {"replica_groups": 1} if self.replica_groups > 1 else given)
+
+    @property
+    def stretched(self) -> bool:
+        """Whether tp computes between its slices on stretches of the sequence. Not compiled: units would be given tensors that
+        pose as the whole sequence, which no graph takes."""
+        return self.sequence_parallel and not self.compile
+
+    @property
+    def uncompiled(self) -> "Plan":
+        """The plan that sends the same and keeps the same, and compiles nothing."""
+        return replace(self, compile=False, sequence_parallel=self.stretched or self.tp == 1)
 
     @property
     def waits_in_forward(self) -> bool:
@@ -349,7 +363,7 @@ class Plan:
     def idle(self) -> list[Problem]:
         """P030 for every key that was given and has no effect under this plan."""
         needs = {"zero": ("fsdp", self.fsdp), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
-        needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp)}
+        needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp), "token_dispatcher": ("ep", self.ep)}
         needs |= dict.fromkeys(("sync", "every", "start_local"), ("replica_groups", self.replica_groups))
         problems = []
         for key, (axis, size) in needs.items():
@@ -368,6 +382,10 @@ class Plan:
             yield from ((key, "sync=async") for key in ("staleness", "server_update", "quorum", "servers"))
         if self.compress != "powersgd":
             yield "compress_rank", "compress=powersgd"
+        if not (self.tp > 1 and self.stretched):
+            yield "async_tp", "tp=2" if self.tp == 1 else "compile=false" if self.compile else "sequence_parallel=true"
+        if self.precision != "fp8":
+            yield "fp8_recipe", "precision=fp8"
 
     def _given(self, key: str) -> bool:
         """Whether it differs from the default."""

@@ -19,6 +19,7 @@ shares/           shares of the batch by speed (batch_shares)
 server/           a server and groups with bounded staleness (sync=async)
 accumulate        gradient accumulation (microbatches)
 precision         16-bit forward passes
+fp8               linear layers in 8 bits, by torchao
 loss_scale        the factor on an fp16 loss
 recompute         activation recomputation
 offload           optimizer or parameters in host memory

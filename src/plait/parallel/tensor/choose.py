@@ -170,7 +170,7 @@ def summary(sketch: Sketch) -> str:
 def _rowwise(sketch: Sketch, plan: Plan) -> dict[str, str]:
     """The units that might run on stretches between their regions, and why some must not."""
     looped = plan.pp > 1 and plan.stages_per_rank > 1
-    if not plan.sequence_parallel or plan.ep * plan.cp > 1 or plan.compile or looped:
+    if not plan.stretched or plan.ep * plan.cp > 1 or looped:
         return {}
     open_ = {u.name: "its parameters are used outside of it too" for u in sketch.units if not u.closed}
     writes = {c.unit: "it writes into what it is given" for c in sketch.calls if c.writes}

@@ -12,6 +12,8 @@ What it does
     and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
     checked in float64 too (`parallel/tensor/sequence/check.py`); others stay as they are, and are named with the reason. An embedding that such a
     block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/lazy.py`).
+    With `async_tp`, a gather and the products of `nn.Linear` columns after it are one operator of torch's symmetric memory on
+    GPUs, and so are a row's product and the sum: parts are multiplied while others travel (`parallel/tensor/sequence/async_tp.py`).
 
 Picture
     rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐
@@ -27,8 +29,8 @@ Picture
 Costs
     Memory: parameters, gradients and optimizer state of what is cut / N, and so are the activations between the cuts;
     on stretches, those outside of them as well.
-    Traffic: an all-reduce of batch × sequence × width per pair, in forward and in backward, that nothing hides: it
-    needs the fastest links there are. Stretches send the same: a gather and a scattered sum make one all-reduce.
+    Traffic: an all-reduce of batch × sequence × width per pair, in forward and in backward, that nothing hides but
+    `async_tp`: it needs the fastest links there are. Stretches send the same: a gather and a scattered sum make one all-reduce.
 
 Choose when
     A layer, or the activations of one sample, do not fit on a device; or the batch is too small for more copies.
@@ -61,6 +63,7 @@ from plait.model.slices import ParameterSlice, holding_alike
 from plait.parallel.built import Built
 from plait.parallel.mesh import group_at
 from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor.sequence.async_tp import check_peers
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.parallel.tensor.wiring import SlicedDraws, layout_of, wire
 
@@ -76,8 +79,10 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     whys = {}
     if plan.processes == "one":
         whys["processes=one"] = "slices are of processes, not of threads"
-    if plan.compile:
-        whys["compile=true"] = "a compiled graph draws whole masks, where a process needs its slice"
+    if plan.async_tp and plan.precision == "fp8":
+        what = f"tp={plan.tp} does not work with async_tp=true precision=fp8"
+        why = "torchao's layers compute products in fp8 themselves, and the operator that gathers has no scales"
+        yield Problem("P033", what, why=why, fix=("precision=bf16", "async_tp=false"))
     for key, why in whys.items():
         yield Problem("P033", f"tp={plan.tp} does not work with {key}", why=why, fix=(f'--plan "tp={plan.tp}"',))
 
@@ -95,7 +100,9 @@ def apply(built: Built) -> None:
     slices = replace(slices, stretches=stretches, owed=tuple(name for name in slices.owed if name in units))
     heads = vocabulary.held(model, vocabulary.heads(model, slices), built.own)
     parallel_units = SequenceParallelUnits(model, slices, built.groups["tp"])
-    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], parallel_units)
+    if built.plan.async_tp:
+        check_peers(built.device, rank, built.plan.tp)
+    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], parallel_units, built.plan.async_tp)
     parallel_units.wrap()
     built.own |= own
     for name in built.own:

@@ -18,6 +18,7 @@ Whether this is right for a block is not argued but checked: `parallel/tensor/fi
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -29,11 +30,12 @@ from torch.overrides import TorchFunctionMode
 from plait.model.sketch import Sketch
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, RegionArgument
 from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor.sequence.async_tp import FusedColumns, FusedRow, is_plain
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
 from plait.tensors.collectives import enter, part, total
-from plait.tensors.modules import put_parameters
+from plait.tensors.modules import WRAPS, class_forward, put_parameters
 from plait.tensors.part import Ranges, everything, taken
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
@@ -148,6 +150,7 @@ def wire(
     own: Mapping[str, nn.Parameter],
     ranks: ProcessGroup,
     parallel_units: SequenceParallelUnits | None = None,
+    async_tp: bool = False,
 ) -> tuple[list[ColumnRowPair], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
     regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
@@ -157,7 +160,7 @@ def wire(
     for region in regions:
         for integer in region.integers:
             set_integer(model, integer)
-        SlicedRegion(model, region, ranks, parallel_units)
+        SlicedRegion(model, region, ranks, parallel_units, async_tp)
     owed = () if parallel_units is None else parallel_units.slices.owed
     for name in tables:
         vocabulary.wire(model.get_submodule(name), lengths[name], ranks, name in owed)
@@ -202,6 +205,7 @@ class SlicedRegion:
         group: ColumnRowPair,
         ranks: ProcessGroup,
         parallel_units: SequenceParallelUnits | None,
+        async_tp: bool = False,
     ):
         self.ranks, self.parallel_units = ranks, parallel_units
         self.border = None if parallel_units is None else parallel_units.borders.get(group.row)
@@ -210,9 +214,11 @@ class SlicedRegion:
         """What the columns were given, by its id, and the same entered: several columns share one tensor, and one sum."""
         self.gathered: dict[int, tuple[Tensor, Tensor]] = {}
         """Stretches, by their id, and the wholes they are of."""
+        self.columns, self.row = self._fused(model, group) if async_tp else (None, None)
+        """What gathers or sums by itself (`async_tp`)."""
         for argument in () if self.border is None else self.border.given:
             self._wrap(model.get_submodule(argument.module), argument, self._gathered)
-        for name in group.columns:
+        for name in () if self.columns is not None else group.columns:
             column = model.get_submodule(name)
             column.register_forward_pre_hook(self._enter, with_kwargs=True)
             if isinstance(column, nn.MultiheadAttention):
@@ -220,13 +226,20 @@ class SlicedRegion:
                     type(column).__name__, (_Heads, type(column)), {"_first": ranks.rank() * column.num_heads}
                 )
         row = model.get_submodule(group.row)
-        if ranks.rank() > 0:
+        if ranks.rank() > 0 and self.row is None:
             silence(row)
         row.register_forward_hook(self._leave)
         for argument in group.arguments:
             self._wrap(model.get_submodule(argument.module), argument, self._part)
         if group.resize:
             resize(model.get_submodule(group.container), ranks.size())
+
+    def _fused(self, model: nn.Module, group: ColumnRowPair) -> tuple[FusedColumns | None, FusedRow | None]:
+        units, row = self.parallel_units, model.get_submodule(group.row)
+        if units is None or self.border is None:
+            return None, None
+        plain_row = isinstance(row, nn.Linear) and is_plain(row)
+        return FusedColumns.of(model, group, units), FusedRow(row, self.border.dim, units) if plain_row else None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
@@ -241,14 +254,21 @@ class SlicedRegion:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         self.entered.clear()
         self.gathered.clear()
+        if self.columns is not None:
+            self.columns.ahead.clear()
+        if self.row is not None:
+            return output
         if self.parallel_units is not None and self.border is not None:
             return self.parallel_units.end(output, self.border.dim)
         return total(output, self.ranks)
 
     def _gathered(self, value: Tensor, dim: int) -> Tensor:
-        """All rows of what a unit on stretches gives the region; its gradient needs no other sum."""
+        """All rows of what a unit on stretches gives the region, or what its columns gather themselves; its gradient
+        needs no other sum."""
         assert self.parallel_units is not None
-        if id(value) not in self.gathered:
+        if id(value) not in self.gathered and self.columns is not None:
+            self.gathered[id(value)] = value, self.columns.given(value, dim)
+        elif id(value) not in self.gathered:
             whole = self.parallel_units.begin(value, dim)
             self.gathered[id(value)] = value, whole
             self.entered[id(whole)] = whole, whole
@@ -315,9 +335,14 @@ def silence(row: nn.Module) -> None:
     """A row's bias must be added once: on all ranks but the first it is zero while the row is called."""
     if row._parameters.get("bias") is None:
         return
-    row.__class__ = type(row.__class__.__name__, (_Silent, row.__class__), {"_silent": False})
+    row.__class__ = _silenced(row.__class__)
     row.register_forward_pre_hook(lambda module, args: module.__dict__.update(_silent=True))
     row.register_forward_hook(lambda module, args, output: module.__dict__.update(_silent=False), always_call=True)
+
+
+@cache
+def _silenced(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Silent, kind), {"_silent": False})
 
 
 class _Silent(nn.Module):
@@ -338,14 +363,24 @@ def resize(container: nn.Module, ranks: int) -> None:
     if "_resized" in container.__dict__:
         return
     container.__dict__["_resized"] = True
-    kind = container.__class__
     forward = container.__dict__.get("forward")
+    if forward is None:
+        container.__class__ = _resized(container.__class__, ranks)
+        return
+
+    def resized(*args: Any, **kwargs: Any) -> Any:
+        with LocalSizes(ranks):
+            return forward(*args, **kwargs)
+
+    container.__dict__["forward"] = resized
+
+
+@cache
+def _resized(kind: type[nn.Module], ranks: int) -> type[nn.Module]:
+    """The same class on one of the ranks: one for all modules of a class, which can then share compiled code."""
 
     def resized(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with LocalSizes(ranks):
-            return kind.forward(self, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+            return class_forward(kind, self, *args, **kwargs)
 
-    if forward is None:
-        container.__class__ = type(kind.__name__, (kind,), {"forward": resized})
-    else:
-        container.__dict__["forward"] = resized.__get__(container)
+    return type(kind.__name__, (kind,), {"forward": resized, WRAPS: True})

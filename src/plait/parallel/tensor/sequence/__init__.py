@@ -2,5 +2,6 @@
 
 check             which units may run on a rank's rows
 runtime           units run on a rank's rows: gathered and reduced at the slices
+async_tp          gathers and scattered sums in one operator with the matrix products beside them
 lazy              a rank's rows, or its share of a sum, under the shape of the whole
 """

@@ -115,9 +115,15 @@ class SequenceParallelUnits(SequenceCollectives):
 
     def end(self, x: Tensor, dim: int) -> Tensor:
         """What its unit gets of the sum."""
-        rows = self._here
-        mine = self.left(x, dim, rows)
-        return GlobalShape.of(mine, dim, rows.length) if self.posing else mine
+        return self.posed(self.left(x, dim, self._here), dim)
+
+    def posed(self, mine: Tensor, dim: int) -> Tensor:
+        """This rank's rows, as its unit sees them."""
+        return GlobalShape.of(mine, dim, self._here.length) if self.posing else mine
+
+    def where(self, dim: int) -> tuple[int, Rows, ProcessGroup]:
+        """What a collective of this rank's rows needs to know where a region begins or ends."""
+        return dim, self._here, self.group
 
 
 def _whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
