@@ -35,7 +35,7 @@ from plait.config.errors import FAILED, NO_ROOM, PlaitError, Problem, disk_full
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.callbacks import Callback
-from plait.launch import fork, fresh, limits
+from plait.launch import fork, forkable, fresh, limits
 from plait.launch.devices import kind_of
 from plait.launch.place import Place, joining
 from plait.launch.stopping import StopRequest
@@ -242,6 +242,7 @@ def _count(name: str, value: int | None) -> None:
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
     """Afterwards torch has as many threads as before, Python's fault handler is as it was, and so are random generators."""
+    forkable.stay()
     threads, faults = torch.get_num_threads(), faulthandler.is_enabled()
     try:
         with host_kept():

@@ -1,13 +1,18 @@
 """What plait does on a device and not on a CPU, as far as it shows without one."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from plait.config.plan import Plan
 from plait.engine import build
+from plait.engine.build import inexact
 from plait.launch.place import Place
+from plait.model.sketch import Sketch
 from plait.tensors.collectives import differing, digest
 
 
@@ -46,3 +51,19 @@ def test_a_digest_is_arithmetic_modulo_two_to_the_64() -> None:
         mixed = (word ^ (word >> 29)) * (place * 2 + 1)
         total += mixed
     assert int(digest(torch.tensor(words))) % 2**64 == total % 2**64
+
+
+def test_what_a_gpu_draws_inside_its_kernels_is_named() -> None:
+    """Dropout of recurrent layers, which cuDNN draws; and attention's, which the slices of tp draw alike."""
+
+    def named(device: str, plan: str = "dp=1", unkeyed: tuple[str, ...] = (), **lstm: Any) -> list[str]:
+        model = nn.Sequential(nn.LSTM(4, 4, **lstm))
+        nobody = SimpleNamespace(inexact=())
+        return inexact(SimpleNamespace(plan=Plan.parse(plan), device=torch.device(device), whole=Sketch((), unkeyed=unkeyed),
+                                       sharers=nobody, unlike=(), model=model))  # fmt: skip
+
+    assert named("cuda", num_layers=2, dropout=0.1) == ["dropout between the layers of 0 is drawn by cuDNN, which plait cannot key"]
+    assert named("cuda", num_layers=2) == named("cpu", num_layers=2, dropout=0.1) == named("cuda") == []
+    (plain,) = named("cuda", unkeyed=("block.attention",))
+    assert "block.attention come from an operator plait cannot key" in plain
+    assert named("cuda", "tp=2", ("block.attention",))[1] == "those of block.attention are the same on each of the 2 slices of tp"

@@ -2,24 +2,128 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import training
+from torch import nn
 
+from plait import Engine
+from plait.cli.request import Request
+from plait.cli.train import _notes as notes_of
+from plait.cli.train import headline
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch import detect, devices
 from plait.launch.place import Place
+from plait.model.make import make_model
 from plait.proof import verify
 from plait.tensors import torch_private
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A torch for ROCm, on a machine whose kernel lists a processor and three devices."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch_private, "devices_by_driver", lambda: None)
+    for name in devices.VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    for node, minor, name in (
+        (0, 0, ""),
+        (1, 128, "AMD Instinct MI300X\n"),
+        (2, 136, ""),
+        (10, 144, "AMD Instinct MI250X\n"),
+    ):
+        at = tmp_path / f"class/kfd/kfd/topology/nodes/{node}"
+        at.mkdir(parents=True)
+        (at / "properties").write_text(
+            f"cpu_cores_count {64 * (node == 0)}\nsimd_count {304 * (node > 0)}\ndrm_render_minor {minor}\n"
+        )
+        if name:
+            board = tmp_path / f"class/drm/renderD{minor}/device"
+            board.mkdir(parents=True)
+            (board / "product_name").write_text(name)
+    amd = devices._amd
+    monkeypatch.setattr(devices, "_amd", lambda: amd(tmp_path))
+    monkeypatch.setattr(devices.shutil, "which", lambda name: pytest.fail(f"{name} is asked on ROCm"))
+    return tmp_path
+
+
+THREE = ["AMD Instinct MI300X", "AMD device", "AMD Instinct MI250X"]
+
+
+@pytest.mark.parametrize(
+    "variables, names",
+    (
+        ({}, THREE), ({"HIP_VISIBLE_DEVICES": "2,0"}, [THREE[2], THREE[0]]), ({"CUDA_VISIBLE_DEVICES": "2"}, [THREE[2]]),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "2"}, [THREE[0]]), ({"HIP_VISIBLE_DEVICES": ""}, []),
+        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, [THREE[2]]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-7f"}, ["AMD device"]),
+    ),
+)  # fmt: skip
+def test_devices_of_rocm_are_listed_without_its_tools(
+    variables: dict[str, str], names: list[str], amd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert devices.cuda_names() == names
+    assert devices.called("cuda") == ("ROCm", "rccl") and devices.called("cpu") == ("CPU", "gloo")
+    if len(names) == 1:
+        with pytest.raises(PlaitError, match="VISIBLE_DEVICES") as caught:
+            devices.check("cuda", 2)
+        assert caught.value.codes == ["H003"]
+
+
+def test_the_headline_names_rocm(amd: Path) -> None:
+    request = Request("net.py", training.job(), Plan(dp=2), {}, device="cuda")
+    assert "dp=2 on 2 ROCm processes (rccl)" in headline(request)
+    assert "on 2 CPU processes (gloo)" in headline(replace(request, device="cpu"))
+
+
+@pytest.mark.parametrize("wanted", ("xpu", "mps", "tpu"))
+def test_other_kinds_of_devices_are_named(wanted: str) -> None:
+    with pytest.raises(PlaitError, match=wanted) as caught:
+        Engine(training.job(), device=wanted)
+    assert caught.value.codes == ["H012"] and "--device cuda" in str(caught.value)
+
+
+def test_a_kind_that_torch_has_and_plait_has_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.unused() == []
+    monkeypatch.setattr(torch.version, "xpu", "20250")
+    request = Request("net.py", training.job(), Plan(), {})
+    assert notes_of(request) == ["note  torch can use xpu here, and plait does not yet: these are CPU processes"]
+    assert notes_of(replace(request, device="cpu")) == []
+    with pytest.raises(PlaitError, match="it has xpu, which plait does not use yet"):
+        devices.kind_of("cuda")
+
+
+@pytest.mark.parametrize(
+    "mapped, spread",
+    (({"": 0}, False), ({"a": "cpu", "b": "cpu"}, False), ({"a": 0, "b": 1, "c": 1, "d": "cpu"}, True)),
+)
+def test_a_model_that_is_spread_over_devices(mapped: dict[str, Any], spread: bool) -> None:
+    def model() -> nn.Module:
+        made = nn.Linear(2, 2)
+        made.hf_device_map = mapped  # as accelerate leaves it
+        return made
+
+    job = replace(training.job(), model=model)
+    if not spread:
+        assert isinstance(make_model(job), nn.Linear)
+        return
+    with pytest.raises(PlaitError, match="spread over 3 devices, and a rank drives one") as caught:
+        make_model(job)
+    assert caught.value.codes == ["J043"] and "a on 0; c on 1; d on cpu" in str(caught.value)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A torch with CUDA on a machine whose files list four devices; `driver(n)`: the driver shows n of them."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "_listed", lambda: [f"NVIDIA {n}" for n in "abcd"])
     return lambda count: monkeypatch.setattr(torch_private, "devices_by_driver", lambda: count)
 

@@ -7,6 +7,8 @@ of one fresh process.
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait.cli import main
 from plait.config.errors import PlaitError
-from plait.launch import fork
+from plait.launch import devices, fork, forkable
 
 TESTS = Path(__file__).parents[1]
 JOB = str(TESTS / "training.py")
@@ -93,9 +96,10 @@ def test_every_verb_runs_where_torch_sees_a_device(verbs: dict[str, Sequence[str
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     code, said = found.pop("backward")
-    assert code == 2 and "H011" in said and "Traceback" not in said, (
-        "the guard does not guard, or nobody says so: " + said
+    assert code == 2 and "H011" in said and "autograd has threads for devices here (pt_autograd_0" in said, (
+        "the guard does not guard, or nobody says so before the fork: " + said
     )
+    assert "Traceback" not in said
     wrong = {name: told for name, told in found.items() if told[0]}
     assert not wrong and len(found) == len(verbs) - 1, "\n".join(f"{name}: {told[1]}" for name, told in wrong.items())
 
@@ -105,3 +109,55 @@ def test_a_process_that_has_used_cuda_is_not_forked(monkeypatch: pytest.MonkeyPa
     with pytest.raises(PlaitError) as caught:
         fork.run(lambda place: {}, 1)
     assert caught.value.codes == ["H011"] and caught.value.exit_code == 2
+
+
+@pytest.fixture
+def with_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cuda_names", lambda: ["one", "two"])
+
+
+@pytest.mark.parametrize(
+    "name, value, why",
+    (
+        ("autograd_threads", ["pt_autograd_0"], "autograd has threads for devices here (pt_autograd_0)"),
+        (
+            "_open_files",
+            {forkable.UVM},
+            "something in this process has started the CUDA driver (/dev/nvidia-uvm is open)",
+        ),
+        ("_fork_is_marked", True, "something in this process has asked the CUDA runtime"),
+    ),
+)
+def test_what_spoils_a_process_is_said_before_the_fork(
+    name: str, value: object, why: str, monkeypatch: pytest.MonkeyPatch, with_devices: None
+) -> None:
+    devices.check("cuda", 2)
+    monkeypatch.setattr(forkable, name, lambda: value)
+    devices.check("cpu", 2)
+    with pytest.raises(PlaitError, match=re.escape(why)) as caught:
+        devices.check("cuda", 2)
+    assert caught.value.codes == ["H011"] and "torchrun" in str(caught.value)
+
+
+def test_a_mark_on_forks_is_seen_by_a_fork_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = os.getpid()
+    assert not forkable.spoilt(on_devices=True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
+    assert "asked the CUDA runtime" in forkable.spoilt(on_devices=True) and not forkable.spoilt()
+
+
+def test_open_files_and_threads_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = tmp_path / "nvidia-uvm"
+    monkeypatch.setattr(forkable, "UVM", str(opened))
+    with open(opened, "w"):
+        assert str(opened) in forkable.spoilt(on_devices=True)
+    assert not forkable.spoilt(on_devices=True) and not forkable.autograd_threads()
+
+
+def test_a_job_that_asks_whether_cuda_is_there_asks_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(forkable.NVML_CHECK, raising=False)
+    main.main(["help", "H011"])
+    assert os.environ[forkable.NVML_CHECK] == "1"
+    monkeypatch.setenv(forkable.NVML_CHECK, "0")
+    forkable.stay()
+    assert os.environ[forkable.NVML_CHECK] == "0", "the user's own choice"

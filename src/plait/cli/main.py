@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from plait.cli import chaos, plan_keys, submit, train_options
 from plait.cli.options import both, common_options, job_options, output_options
+from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -28,6 +29,7 @@ from plait.config.errors import (
 )  # fmt: skip
 from plait.config.keys import KEYS
 from plait.config.version import __version__
+from plait.launch import forkable
 
 FIRST = "dp=2"
 """What `plait verify` tries when no plan is given: one process alone would prove nothing."""
@@ -70,6 +72,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    forkable.stay()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what a job or a path says may be no text in this encoding
@@ -279,7 +282,13 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     add("job", metavar="JOB", nargs="?", help="the job whose data is read (data, all)")
     add("--out", type=Path, default=Path("machine.toml"), help="file to write (machine.toml)")
     add("--nproc", type=int, help="processes that measure at once (one per device or core)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--device",
+        choices=(*KINDS, *NOT_YET),
+        metavar=f"{{{','.join(KINDS)}}}",
+        default="auto",
+        help="cuda: also ROCm's (auto)",
+    )
     output_options(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.bench"))
 
@@ -294,6 +303,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
     add("--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto")
+    add("--memory", action="store_true", help="what the fullest rank's memory was used for, beside the plan's bill")
     add("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
     add("--open", action="store_true", help="open the picture in a browser")
     output_options(parser)

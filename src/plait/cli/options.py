@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 
@@ -28,7 +29,13 @@ def common_options(parser: argparse.ArgumentParser) -> None:
     job_options(parser)
     add("--plan", help='one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here')
     add("--nproc", type=int, help="processes to start on this machine; fills dp=*")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--device",
+        choices=(*KINDS, *NOT_YET),
+        metavar=f"{{{','.join(KINDS)}}}",
+        default="auto",
+        help="cuda: also ROCm's (auto)",
+    )
 
 
 def both(

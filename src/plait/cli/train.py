@@ -1,5 +1,6 @@
 """`plait train`, the launcher's side: a run directory, ranks that are forked and watched, again when one is lost, and the end."""
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from plait.checkpoint.opening import open_weights
-from plait.cli import served
+from plait.cli import out_of_memory, served
 from plait.cli.console import Console
 from plait.cli.rank import train
 from plait.cli.request import Request
@@ -20,11 +21,12 @@ from plait.data.shares import sizes
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
+from plait.engine.memory_use import fullest
 from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
-from plait.launch import attempts, fork
-from plait.launch.devices import check, cuda_names, kind_of
+from plait.launch import attempts, fork, nccl
+from plait.launch.devices import called, check, cuda_names, kind_of, unused
 from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
@@ -83,6 +85,8 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
             results = _ranks(request, rounds, listener, output)
     except BaseException as error:
         made.failed(error, console)
+        if isinstance(error, PlaitError):
+            raise out_of_memory.explained(error, request, run, console.say) from error.__cause__
         raise
     finally:
         output.close()
@@ -105,6 +109,7 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
     now, memory, node = rounds.first(), rounds.memory, rounds.node
     stop = StopRequest.of_process()
     stop.trains = True
+    began, logs = time.time(), rounds.run.log(0).parent
     shown, results = listener.tick, list[dict[str, Any]]()
 
     def tick() -> None:
@@ -116,6 +121,7 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
         plan, stop.waits = Plan.parse(now.plan), now.number > 0
         here = node.index if node is not None else 0
         output.begin(now.ranks_of(here))
+        listener.hung = partial(nccl.ask_for_records, logs, now.ranks_of(here))
         handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
         if memory is not None:
             memory.begin()
@@ -128,7 +134,7 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
                 devices=now.devices[here],
             )  # fmt: skip
         except PlaitError as error:
-            results, now = [], rounds.after_loss(error)
+            results, now = [], rounds.after_loss(nccl.named(error, logs, began))
         else:
             now = rounds.after_end(results)
     return results
@@ -221,7 +227,8 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
     try:
         with joined_ranks.telling(place, lambda: run.log(place.rank) if run is not None else None):
             device = pick_device(request.device, place)
-            group, runs = place.connect(device), RunDirectory.all(request.name, request.runs)
+            group = place.connect(device, single_messages=request.plan.pp > 1)
+            runs = RunDirectory.all(request.name, request.runs)
             starts, before = joined_ranks.earlier(place, group, device, runs)
             if before is not None:
                 request = made.request = replace(request, resume=before)
@@ -314,14 +321,26 @@ def _finish(
         console.say(f"{result['skipped']} steps were left out: nothing was updated in them")
     if result.get("ended"):
         console.say(f"stopped early at step {result['step']}: {result['ended']}")
+    if memory := _memory(run):
+        console.say(memory)
     console.say(console.done(run.path, result["checkpoint"]))
     return 0, summary
+
+
+def _memory(run: RunDirectory) -> str:
+    """A line on the memory of the rank that needed most; nothing where there are no devices."""
+    found = fullest(run.memories())
+    return f"memory  rank {found[0]}: {found[1].line()}" if found is not None and found[1].total else ""
 
 
 def _notes(request: Request) -> list[str]:
     kind, notes = kind_of(request.device), unused_allocation()
     if request.plan.precision == "fp16" and kind == "cpu":
         notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
+    if kind == "cpu" and request.device == "auto":
+        notes += [
+            f"note  torch can use {other} here, and plait does not yet: these are CPU processes" for other in unused()
+        ]
     count = len(cuda_names()) if kind == "cuda" else 0
     if count > request.plan.devices == 1:
         told = f"--nproc {count} uses all, --plan auto chooses a plan for them"
@@ -332,8 +351,8 @@ def _notes(request: Request) -> list[str]:
 def headline(request: Request) -> str:
     """plait 0.1 · stdlib_gpt · dp=2 on 2 CPU processes (gloo) · batch 32 = 16 per device"""
     job, plan = request.job, request.plan
-    kind = kind_of(request.device).upper()
-    backend = f" ({'nccl' if kind == 'CUDA' else 'gloo'})" if plan.world > 1 else ""
+    kind, library = called(kind_of(request.device))
+    backend = f" ({library})" if plan.world > 1 else ""
     where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
     served_by = served.wanted(plan)
     held = [split(job.batch, plan.replica_groups, group)[1] for group in range(plan.replica_groups)]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+KINDS, NOT_YET = ("auto", "cpu", "cuda"), ("xpu", "mps")
+"""What `--device` takes, and kinds of devices that torch knows and plait does not train on yet."""
 CORES = "processes on cores"
 """The note of a machine without accelerators."""
 

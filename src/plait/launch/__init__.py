@@ -1,6 +1,7 @@
 """How processes come to be, and who watches them.
 
 fork              forks workers on this machine
+forkable          whether a fork of this process could compute
 supervise         the launcher's loop
 failures          which rank is guilty
 failure_report    what a failed rank says of its failure
@@ -11,6 +12,8 @@ progress          a row of progress per rank in shared memory
 limits            what the operating system must grant
 place             rank, world, and the process group
 launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which
+nccl              what NCCL is told: patience, flight recorder, communicators
+allocator         how memory is taken from a device
 groups            process groups beside one that somebody else made
 attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
 said_once         what all of torchrun's ranks would say is said by one

@@ -6,10 +6,17 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import PlaitError, Problem
+from plait.launch import forkable
+from plait.launch.failure_report import unforkable
 
 if TYPE_CHECKING:
     from plait.launch.place import Place
+
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Variables that choose among the devices. ROCm reads all; of the last two, HIP's own where both are set."""
+SYSTEM = Path("/sys")
 
 
 def cuda_names() -> list[str]:
@@ -23,52 +30,109 @@ def cuda_names() -> list[str]:
 
     if torch.version.cuda is None and torch.version.hip is None:
         return []
-    names, count = _listed() if torch.version.hip is None else [], devices_by_driver()
+    names, count = _visible(_listed() if torch.version.hip is None else _amd()), devices_by_driver()
     if count is None:
         return names
     return (names + ["a device"] * (count - len(names)))[:count]
 
 
+def called(kind: str) -> tuple[str, str]:
+    """What a kind of device and its communication library are called: torch says cuda for ROCm too."""
+    import torch
+
+    if kind == "cpu":
+        return "CPU", "gloo"
+    return ("ROCm", "rccl") if torch.version.hip is not None else ("CUDA", "nccl")
+
+
+def unused() -> list[str]:
+    """Kinds of devices that torch could use here and plait does not yet."""
+    import torch
+
+    built = {"xpu": torch.version.xpu is not None, "mps": torch.backends.mps.is_built()}
+    return [kind for kind in NOT_YET if built.get(kind)]
+
+
+def _amd(system: Path = SYSTEM) -> list[str]:
+    """What the kernel lists of AMD's devices, in its order: nodes of the topology that compute, by the names of their boards."""
+    found = list[str]()
+    for node in sorted((system / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name)):
+        rows = dict(line.split()[:2] for line in _text(node / "properties").splitlines() if len(line.split()) > 1)
+        if int(rows.get("simd_count", 0)):
+            board = system / f"class/drm/renderD{rows.get('drm_render_minor', '')}/device/product_name"
+            found.append(_text(board).strip() or "AMD device")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def _listed() -> list[str]:
-    """What the driver's files, or nvidia-smi, list of the devices that CUDA_VISIBLE_DEVICES names."""
+    """What the driver's files, or nvidia-smi, list."""
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     names = [_model(card) for card in cards] or ["NVIDIA device" for _ in Path("/dev").glob("nvidia[0-9]*")]
     if not names and shutil.which("nvidia-smi"):  # a virtual machine without the driver's files
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
         names = [line.partition(": ")[2].partition(" (")[0] for line in listed.splitlines() if line.startswith("GPU ")]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return names
-    chosen = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
-    known = [names[int(word)] if word.isdigit() and int(word) < len(names) else "NVIDIA device" for word in chosen]
-    return known[: len(names)]
+    return names
+
+
+def _visible(names: list[str]) -> list[str]:
+    """Those that the environment leaves: each variable chooses among what the ones before it have left."""
+    import torch
+
+    for name in VISIBLE if torch.version.hip is not None else VISIBLE[-1:]:
+        visible = os.environ.get(name)
+        if visible is None or (
+            name == "CUDA_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in os.environ and torch.version.hip
+        ):
+            continue
+        chosen = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
+        other = "AMD device" if torch.version.hip is not None else "NVIDIA device"
+        known = [names[int(word)] if word.isdigit() and int(word) < len(names) else other for word in chosen]
+        names = known[: len(names)]
+    return names
 
 
 def kind_of(wanted: str) -> str:
-    """`auto`, `cpu` or `cuda` as cpu or cuda. H001 when CUDA is asked for and none is visible."""
+    """`auto`, `cpu` or `cuda` as cpu or cuda. H001 when CUDA is asked for and none is visible, H012 for another kind."""
+    if wanted not in KINDS:
+        what = (
+            f"plait does not train on {wanted} devices yet" if wanted in NOT_YET else f"{wanted} is no kind of device"
+        )
+        fix = ("--device cuda    NVIDIA's and, with ROCm, AMD's", "--device cpu")
+        raise PlaitError(Problem("H012", what, fix=fix))
     names = cuda_names()
     if wanted == "cuda" and not names:
         import torch
 
         lacks = torch.version.cuda is None and torch.version.hip is None
-        why = f"torch {torch.__version__} {'has no CUDA' if lacks else 'sees no device'}"
+        why = f"torch {torch.__version__} {'has neither CUDA nor ROCm' if lacks else 'sees no device'}"
+        why += "".join(f"; it has {kind}, which plait does not use yet" for kind in unused())
         fix = ("--device cpu    runs the same plan on CPU processes",)
         raise PlaitError(Problem("H001", "this run asks for CUDA, none is visible", why=why, fix=fix))
     return "cuda" if names and wanted != "cpu" else "cpu"
 
 
 def check(kind: str, ranks: int) -> None:
-    """H003 when so many ranks on this machine have no device each."""
-    if kind == "cuda" and len(cuda_names()) < ranks:
+    """Before ranks are forked. H003 when so many on this machine have no device each, H011 when a fork of this process cannot use one."""
+    if kind != "cuda":
+        return
+    if len(cuda_names()) < ranks:
         raise too_few(f"the plan starts {ranks} processes here, one for each device", ranks)
+    if why := forkable.spoilt(on_devices=True):
+        raise PlaitError(unforkable(why))
 
 
 def too_few(what: str, ranks: int) -> PlaitError:
     """H003."""
     count = len(cuda_names())
     fix = (f"--nproc {count}", f"--device cpu    runs {ranks} CPU processes") if count else ("--device cpu",)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = "" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+    why = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ)
     return PlaitError(Problem("H003", f"{what}; {count} are visible", why=why, fix=fix))
 
 

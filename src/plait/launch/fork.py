@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TextIO
 
 from plait.config.errors import PlaitError
-from plait.launch import limits
+from plait.launch import forkable, limits
 from plait.launch.child import live
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import described, pieces, trace_of, unforkable
@@ -134,11 +134,12 @@ def stay_forkable() -> None:
 
 def _warm_up() -> None:
     """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead, so OpenMP's, in which this
-    thread may have computed, is dissolved. H011 after CUDA was used."""
+    thread may have computed, is dissolved. H011 after CUDA was used, or where autograd has threads for devices."""
     import torch
 
-    if torch.cuda.is_initialized():
-        raise PlaitError(unforkable("this process has used CUDA, which its copies could not"))
+    forkable.stay()
+    if why := forkable.spoilt():
+        raise PlaitError(unforkable(why))
 
     from plait.tensors.torch_private import warm_dynamo
 

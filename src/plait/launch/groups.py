@@ -25,3 +25,10 @@ def backend() -> str | None:
     """What groups beside the one that exists need as theirs; None: the same as that one."""
     there = dist.get_backend_config()
     return None if "cpu:" in there else f"cpu:gloo,{there}"
+
+
+def backend_of_meshes() -> str | None:
+    """The same for `DeviceMesh`, which splits the communicator of a group that has a device into groups without those of the host,
+    unless it is told a backend of all devices."""
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return backend() or (str(dist.get_backend_config()) if bound else None)

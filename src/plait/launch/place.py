@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import attempts, gate, rendezvous
+from plait.launch import attempts, gate, nccl, rendezvous
 from plait.launch.child import die_with_parent
 from plait.launch.interfaces import LOOPBACK
 from plait.launch.launchers.find import LAUNCHERS, find
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SAVED: ContextVar[Callable[[Path], None]] = ContextVar("SAVED", default=lambda path: None)
 """What a program that calls plait in each rank wants to be told of checkpoints (see `Place.saved`)."""
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
-"""How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
+"""How long a collective of gloo may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
 
 
 @dataclass
@@ -63,8 +63,11 @@ class Place:
     _beside: "tuple[ProcessGroup, ProcessGroup] | None" = None
     """A group that was there already, and the one that is used."""
 
-    def connect(self, device: "torch.device") -> "ProcessGroup | None":
-        """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
+    def connect(self, device: "torch.device", single_messages: bool = False) -> "ProcessGroup | None":
+        """The process group of all ranks, or None when there is one process. Uses a group the user already made.
+
+        `single_messages`: ranks send to each other outside of batches, as the stages of a pipeline do (see `launch/nccl.py`).
+        """
         import torch.distributed as dist
 
         from plait.launch import groups
@@ -77,9 +80,34 @@ class Place:
         if self.world == 1 and not self.joined:
             return None
         self.meet()
-        store, patience = self.store() if self.store is not None else None, JOINED if self.joined else WATCHED
-        dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
+        store, bound = self.store() if self.store is not None else None, None
+        if device.type != "cpu":
+            nccl.settle()
+            bound = None if single_messages else device
+        dist.init_process_group(
+            _backend(device),
+            store=store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=self.patience(device, False),
+            device_id=bound,
+        )
         return self._made()
+
+    def patience(self, device: "torch.device", going: bool) -> timedelta:
+        """How long a collective may wait; `going`: the first step is over."""
+        if device.type == "cpu":
+            return JOINED if self.joined else WATCHED
+        return (nccl.JOINED if self.joined else nccl.WATCHED)[going]
+
+    def wait(self, device: "torch.device", going: bool) -> None:
+        """Let the collectives of all groups that there are wait so long: of groups that somebody else made, as long as these say."""
+        import torch.distributed as dist
+
+        from plait.tensors.torch_private import let_wait
+
+        if dist.is_initialized() and not self.guest:
+            let_wait(self.patience(device, going))
 
     def alone(self, device: "torch.device") -> None:
         """A group of this process only, where there is none: what shards parameters wants one."""
@@ -227,6 +255,8 @@ def fix_threads(count: int) -> None:
 def facts() -> dict[str, str]:
     """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
     wanted = (
-        "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "PYTHONHASHSEED", "NO_COLOR",
+        "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR",
+        "PYTHONHASHSEED", "NO_COLOR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     )  # fmt: skip
-    return {name: os.environ[name] for name in wanted if name in os.environ}
+    libraries = (name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_")))
+    return {name: os.environ[name] for name in (*wanted, *sorted(libraries)) if name in os.environ}

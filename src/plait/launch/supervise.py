@@ -33,6 +33,8 @@ class Listener:
     tick: Callable[[], None] = field(default=lambda: None)
     note: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
     """A line of the launcher's own, such as that a rank makes no progress."""
+    hung: Callable[[], object] = field(default=lambda: None)
+    """A rank hangs, and the run is about to be ended for it."""
     reached: int = -1
     """Steps that were done on some rank when one failed."""
     asked: bool = False
@@ -186,6 +188,7 @@ class Supervisor:
             self.listener.note(told(group, waiting))
         if hang is not None:
             self._log(hang.look.rank, hang.look.stack.text)
+            self.listener.hung()
             if self.spare is not None and self.spare.may(hang.look.rank):
                 self.listener.note(f"note  {hung(hang).all_problems()[0].what}: it is ended")
                 kill([w for w in self.workers if w.rank == hang.look.rank])
@@ -208,7 +211,9 @@ class Supervisor:
         """Give the others a moment to say what they saw, so that the guilty one is found among all failures, and those
         that have failed the time to write it into their logs."""
         began, reached = time.monotonic(), max(self.board.read(w.rank).step for w in self.workers)
-        handing = self.handing if reached > 0 else 0.0  # who waits to meet the others does not notice, and holds nothing yet
+        handing = (
+            self.handing if reached > 0 else 0.0
+        )  # who waits to meet the others does not notice, and holds nothing yet
         if handing:  # survivors notice that one is lost when it has ended
             kill(
                 [
