@@ -244,7 +244,11 @@ def test_pins_are_kept_and_refusals_honoured(asked: PlanRequest) -> None:
     assert all(c.plan.tp == 2 and c.plan.recompute == "full" for c in found.found.best)
     assert all(c.plan.devices == 8 and c.plan.shares <= 32 for c in found.found.best)
     refused = asked.refused()
-    assert "stages" in refused(Plan(pp=64)) and refused(Plan(pp=2, compile=True)) and not refused(Plan(dp=8))
+    assert (
+        "stages" in refused(Plan(pp=64))
+        and refused(Plan(pp=2, schedule="zb", compile=True))
+        and not refused(Plan(dp=8))
+    )
     assert "does not divide" in refused(Plan(tp=5))
 
 

@@ -1,4 +1,5 @@
-"""`plait report [RUN]`: a summary of a run; with `--timeline` the picture of a step of it, and the same as a trace."""
+"""`plait report [RUN]`: a summary of a run; with `--timeline` the picture of a step of it, and the same as a trace; with
+`--memory` what a rank's memory was used for, beside the bill of its plan."""
 
 import argparse
 import json
@@ -7,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.job import load_job
+from plait.config.plan import Plan
+from plait.engine.memory_use import fullest
+from plait.engine.run_directory import RunDirectory
 from plait.report.drawing import drawn, ms, page, percent
-from plait.report.summary import summary, text
+from plait.report.summary import check_run, summary, text
 from plait.report.timeline import Timeline, timeline, trace
 
 
@@ -17,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.path)
     if folder.is_symlink():  # runs/latest
         folder = folder.parent / folder.readlink()
+    if options.memory:
+        return memory(folder, options.json)
     if not options.timeline:
         told = summary(folder)
         print(json.dumps(told) if options.json else text(told))
@@ -39,6 +46,36 @@ def run(options: argparse.Namespace) -> int:
 
         webbrowser.open(picture.resolve().as_uri())
     return 0
+
+
+def memory(folder: Path, as_json: bool) -> int:
+    """Print what the fullest rank used its memory for, beside the bill of the plan where the job lies in a file. R004."""
+    check_run(folder, "plait report {} --memory")
+    run = RunDirectory(folder)
+    found = fullest(run.memories())
+    if found is None:
+        what, fix = f"{folder} says nothing of its ranks' memory", ("train to the end of the steps",)
+        raise PlaitError(Problem("R004", what, fix=fix))
+    (rank, use), (bill, note) = found, _bill(folder)
+    if as_json:
+        print(json.dumps({"run": str(folder), "rank": rank, "measured": use.to_dict(), "bill": bill}))
+        return 0
+    print("\n".join([f"memory of rank {rank}, the fullest, in {folder}", *use.table(bill), *note]))
+    return 0
+
+
+def _bill(folder: Path) -> tuple[dict[str, int] | None, list[str]]:
+    """What a dry run of the run's job and plan says, by category, and why there is none."""
+    told = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    if Path(told["job"].partition(":")[0]).suffix != ".py":
+        return None, ["no bill: the job was given as a value, in Python"]
+    from plait.planner.dryrun.memory_table import memory_table
+
+    try:
+        job, plan = load_job(told["job"], told["arguments"]), Plan.load(folder / "plan.toml").fill(None)
+        return memory_table(job, plan).categories, []
+    except PlaitError as error:
+        return None, [f"no bill: {error.problems[0].what}"]
 
 
 def line(found: Timeline) -> str:

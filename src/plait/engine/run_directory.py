@@ -1,6 +1,7 @@
 """The run directory: everything a run leaves behind, as plain text except tensors.
 
-    runs/stdlib_gpt-7/{plan.toml, job.json, env.json, metrics.jsonl, events/rank0.jsonl, logs/rank0.log, checkpoints/}
+    runs/stdlib_gpt-7/{plan.toml, job.json, env.json, metrics.jsonl, events/rank0.jsonl, logs/rank0.log, memory/rank0.json,
+                          checkpoints/}
 
 `runs/latest` points to the newest. A lock keeps a second launcher out of a run that is going on.
 """
@@ -13,6 +14,7 @@ import platform
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +45,23 @@ class RunDirectory:
 
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank{rank}.log"
+
+    def memory(self, rank: int) -> Path:
+        return self.path / "memory" / f"rank{rank}.json"
+
+    def write_memory(self, rank: int, row: dict[str, Any]) -> None:
+        """What a rank's memory is used for."""
+        path = self.memory(rank)
+        path.parent.mkdir(exist_ok=True)
+        _write_json(path, row)
+
+    def memories(self) -> dict[int, dict[str, Any]]:
+        """What ranks have written of their memory, as far as they have."""
+        found = dict[int, dict[str, Any]]()
+        for path in self.path.glob("memory/rank*.json"):
+            with suppress(ValueError, OSError):  # it is being written
+                found[int(path.stem.removeprefix("rank"))] = json.loads(path.read_text(encoding="utf-8"))
+        return dict(sorted(found.items()))
 
     @staticmethod
     def create(job: str, plan: Plan, arguments: dict[str, str], root: Path) -> "RunDirectory":

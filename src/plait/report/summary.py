@@ -8,6 +8,8 @@ from statistics import median
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
+from plait.engine.memory_use import MemoryUse, fullest
+from plait.engine.run_directory import RunDirectory
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -54,8 +56,15 @@ def summary(folder: Path) -> dict[str, Any]:
         "rate": median(row[rate] for row in typical), "seconds": sum(row["seconds"] for row in steps),
         "skipped": sum(bool(row.get("skipped")) for row in steps),
         "evaluations": [{"step": row["step"], **row["evaluation"]} for row in rows if "evaluation" in row],
+        "memory": _memory(folder),
         "checkpoints": sorted(p.name for p in (folder / "checkpoints").glob("step-*") if "." not in p.name),
     }  # fmt: skip
+
+
+def _memory(folder: Path) -> dict[str, Any] | None:
+    """What the rank that needed most memory used it for; None of a run that says nothing of it."""
+    found = fullest(RunDirectory(folder).memories())
+    return None if found is None else {"rank": found[0], **found[1].to_dict()}
 
 
 def text(run: dict[str, Any]) -> str:
@@ -67,6 +76,8 @@ def text(run: dict[str, Any]) -> str:
         lines.append(f"            {curve(run['curve'])}")
     speed = f"{run['rate']:,.0f} {run['unit']} in the median step"
     lines.append(f"speed       {speed} · {run['seconds']:,.0f} s in all")
+    if run["memory"]:
+        lines.append(f"memory      rank {run['memory']['rank']}: {MemoryUse.of(run['memory']).line()}")
     if run["skipped"]:
         lines.append(f"skipped     {run['skipped']} steps")
     lines += evaluation_curves(run["evaluations"])

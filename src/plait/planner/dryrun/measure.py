@@ -11,8 +11,8 @@ from plait.config.errors import PlaitError
 from plait.data.batch import Batch
 from plait.engine.engine import Engine
 from plait.engine.evaluate import first_forward
+from plait.engine.memory import kept
 from plait.model.meter import tensors_in
-from plait.parallel.data.buckets import Reducer
 from plait.parallel.pipeline.runtime import Clock
 from plait.parallel.pipeline.schedules import Action
 from plait.planner.dryrun.allocations import Allocations, Peak
@@ -75,22 +75,10 @@ def measure_evaluation(
 
 def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     """Tell the meter of what a rank has between two steps."""
-    built = engine.built
-    meter.hold("parameters", [*built.own.values(), *built.model.parameters()])
-    meter.hold("buffers", built.model.buffers())
-    meter.hold("host copies", (built.masters or {}).values())
-    meter.hold("optimizer", _tensors([list(state.values()) for state in engine.optimizer.state.values()]))
     micros = batch.micro if batch is not None else ()
     meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
-    if built.compressor is not None:
-        meter.hold("residuals", built.compressor.state().values())
-    if built.average is not None:
-        meter.hold("average", built.average.tensors.values())
-    if built.rare is not None:
-        meter.hold("outer", built.rare.held())
-    for reducer in built.by_phase.values() or (built.reducer,):
-        if isinstance(reducer, Reducer):
-            meter.hold("gradients", [bucket.flat for bucket in reducer.buckets])
+    for category, tensors in kept(engine):
+        meter.hold(category, tensors)
 
 
 def mark(meter: Allocations, engine: Engine) -> None:

@@ -100,7 +100,7 @@ class MemoryTable:
 def memory_table(job: Job, plan: Plan) -> MemoryTable:
     """The memory of a job under a plan, before anything runs. Raises the plan's refusals, and D002 as a dry run does."""
     check_plan(job, plan)
-    found = dry_run(job, replace(plan, compile=False, processes="per-device"))
+    found = dry_run(job, replace(plan.uncompiled, processes="per-device"))
     return replace(_of(found), plan=str(plan), notes=tuple(_notes(plan)))
 
 

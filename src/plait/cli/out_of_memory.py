@@ -1,0 +1,108 @@
+"""A device that is full: what its memory was used for, what the plan's bill had said, and which plan would fit.
+
+The rank says what its allocator counted (`met`). The launcher then has a process look at the job as a dry run does, and search for a
+plan with as much less room as the bill was wrong (`explained`).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from plait.cli import served
+from plait.cli.request import Request
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.engine.engine import Engine
+from plait.engine.memory import measured
+from plait.engine.memory_use import MemoryUse, grown, size
+from plait.engine.run_directory import RunDirectory
+from plait.launch import fork
+from plait.launch.detect import read_machine
+from plait.launch.devices import kind_of
+from plait.launch.failure_report import described, located
+from plait.launch.place import Place
+from plait.planner.answer import ask
+from plait.planner.dryrun.memory_table import memory_table
+from plait.planner.question import PlanRequest, sized
+
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+WANTED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)")
+"""What CUDA's allocator says of what it could not give."""
+FIXES = ("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")
+
+
+def met(engine: Engine, run: RunDirectory, error: Exception) -> PlaitError | None:
+    """M002 on the rank whose device is full; None: it is another error."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    said, use, rank = described(error), measured(engine), engine.place.rank
+    wanted = asked(said["text"])
+    run.write_memory(rank, {"step": engine.position.step, "failed": {**use.to_dict(), "wanted": wanted}})
+    held = ", ".join(f"{name} {size(n)}" for name, n in use.by_category().items())
+    device = (
+        f"of {size(use.total)} of {use.device}, tensors had at most {size(use.requested)} ({held}); the allocator kept"
+        f" {size(use.fragmented)} beside them; context, NCCL and others {size(use.beside)}"
+    )
+    step = engine.position.step
+    what = f"out of memory on rank {rank} {f'after step {step}' if step else 'in the first step'}"
+    return PlaitError(Problem("M002", what, why=f"{said['text']}\n{device}", where=located(said), fix=FIXES), FAILED)
+
+
+def asked(text: str) -> int:
+    """Bytes that the allocator could not give, of its own words; 0 where it does not say."""
+    found = WANTED.search(text)
+    return round(float(found[1]) * UNITS[found[2]]) if found else 0
+
+
+def explained(error: PlaitError, request: Request, run: RunDirectory, say: Callable[[str], None]) -> PlaitError:
+    """The same failure with the plan's bill and a plan that fits. Other failures, and those of processors, as they are."""
+    full = [(rank, row["failed"]) for rank, row in run.memories().items() if "failed" in row]
+    if "M002" not in error.codes or kind_of(request.device) == "cpu" or served.wanted(request.plan) or not full:
+        return error
+    rank, row = max(full, key=lambda pair: pair[1]["needed"] + pair[1]["wanted"])
+    say("note  a device is full: looking at what the plan was to take, and for a plan that fits")
+    try:
+        found = fork.run(partial(_looked, request, row), 1, fork.Listener(note=lambda text: None))[0]
+    except PlaitError:  # the job cannot run dry
+        return error
+    first, *rest = error.problems
+    why, fix = f"{first.why}\n{_billed(rank, row, found)}", (*_planned(found), *first.fix)
+    return PlaitError([replace(first, why=why, fix=fix), *rest], error.exit_code, error.trace)
+
+
+def _looked(request: Request, row: dict[str, Any], place: Place) -> dict[str, Any]:
+    """The bill of the request's plan, and the best plan that fits where the bill is as wrong as it was."""
+    place.beat(-1, "build")
+    plan, ranks = request.plan, request.plan.devices
+    bill = memory_table(request.job, plan).categories
+    wrong = max(1.0, (row["allocated"] + row["wanted"]) / max(1, sum(bill.values())))
+    question = PlanRequest.of(request.job, request.name, sized(read_machine("here"), ranks), split=ranks > 1)
+    answer = ask(question, {"precision": plan.precision}, row["total"] / wrong, devices=ranks)
+    found: dict[str, Any] = {"bill": bill, "room": row["total"], "wrong": wrong}
+    for candidate in (each.candidate for each in answer.rows if each.fits):
+        if candidate.estimate is not None and str(candidate.plan) != str(plan):
+            found |= {"plan": str(candidate.plan), "takes": round(candidate.estimate.reserved * wrong)}
+            break
+    return found
+
+
+def _billed(rank: int, row: dict[str, Any], found: dict[str, Any]) -> str:
+    """What the bill had said, beside what was measured."""
+    bill, use = found["bill"], MemoryUse.of(row)
+    said = f"the bill of the plan had said {size(sum(bill.values()))}"
+    above = grown(use, bill, row["wanted"])
+    if above is None:
+        return f"{said}, more than rank {rank} had: what is beside its tensors took the rest"
+    name, n, billed = above
+    more = f", with {size(row['wanted'])} that it asked for" if row["wanted"] and name not in use.held else ""
+    return f"{said}; {name}: {size(billed)} in the bill, {size(n)} on rank {rank}{more}"
+
+
+def _planned(found: dict[str, Any]) -> tuple[str, ...]:
+    if "plan" not in found:
+        return ("more devices: no other plan on these takes as little as there is room for",)
+    by = f", counted {found['wrong']:.2f} times, as the bill was wrong" if found["wrong"] > 1 else ""
+    return (f'--plan "{found["plan"]}"    takes {size(found["takes"])} of {size(found["room"])}{by}',)

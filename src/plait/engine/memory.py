@@ -1,0 +1,82 @@
+"""A rank's memory, measured: its tensors by the categories of a plan's bill, what the allocator keeps beside them, and what of the
+device is neither's.
+
+`measured` is what the run's record, a failure for want of memory and the benchmark ask. It reads counters: no step waits for it.
+Peaks count from `forget_peaks` on, which `plait train` calls when the first step is over: building, compiling and the choice of kernels
+take memory once, and what a run needs is what its steps need. The first step's own peaks are recorded before.
+"""
+
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from plait.engine.memory_use import MemoryUse
+from plait.parallel.data.buckets import Reducer
+from plait.tensors.torch_private import local_of, storage_key, tree_leaves
+
+if TYPE_CHECKING:
+    from plait.engine.engine import Engine
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes of what the system counts the largest resident size in."""
+
+
+def measured(engine: "Engine") -> MemoryUse:
+    """What this rank's memory is used for: tensors now, between two steps; peaks since they were last forgotten."""
+    device, process = engine.built.device, psutil.Process()
+    here, host = _by_category(engine, device)
+    resident = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+    if device.type == "cpu":
+        return MemoryUse("cpu", here, resident=resident[0], resident_peak=max(resident))
+    stats = torch.cuda.memory_stats(device)
+    peak = lambda what: int(stats.get(f"{what}_bytes.all.peak", 0))  # noqa: E731
+    free, total = torch.cuda.mem_get_info(device)
+    beside = max(0, total - free - int(stats.get("reserved_bytes.all.current", 0)))
+    return MemoryUse(
+        str(device), here, host, peak("requested"), peak("allocated"), peak("reserved"), int(stats.get("num_alloc_retries", 0)),
+        beside, total, resident[0], max(resident),
+    )  # fmt: skip
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Peaks count from now on. (Those of the host's memory cannot be forgotten.)"""
+    if device.type != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def kept(engine: "Engine") -> Iterator[tuple[str, Iterable[Any]]]:
+    """What a rank has between two steps: (category of a bill, tensors); one that comes again counts where it came first."""
+    built = engine.built
+    yield "parameters", [*built.own.values(), *built.model.parameters()]
+    yield "buffers", built.model.buffers()
+    yield "host copies", (built.masters or {}).values()
+    state = [list(each.values()) for each in engine.optimizer.state.values()]
+    yield "optimizer", (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    if built.compressor is not None:
+        yield "residuals", built.compressor.state().values()
+    if built.average is not None:
+        yield "average", built.average.tensors.values()
+    if built.rare is not None:
+        yield "outer", built.rare.held()
+    for reducer in built.by_phase.values() or (built.reducer,):
+        if isinstance(reducer, Reducer):
+            yield "gradients", [bucket.flat for bucket in reducer.buckets]
+
+
+def _by_category(engine: "Engine", device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of what a rank has between two steps, on its device and on the host. Each storage counts once."""
+    here, host, seen = dict[str, int](), dict[str, int](), set[int]()
+    for category, tensors in kept(engine):
+        for tensor in map(local_of, tensors):
+            key = storage_key(tensor)
+            if key in seen or tensor.is_meta:
+                continue
+            seen.add(key)
+            found = here if tensor.device == device else host
+            found[category] = found.get(category, 0) + tensor.untyped_storage().nbytes()
+    return here, host
