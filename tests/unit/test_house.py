@@ -196,7 +196,6 @@ def test_functions_take_few_parameters() -> None:
     report(broken)
 
 
-@pytest.mark.slow
 def test_private_torch_names_live_in_the_seam() -> None:
     report([at(p, node, name) for p in FILES if p != SEAM for node, name in private_torch_names(p)])
 

@@ -106,7 +106,6 @@ def test_what_answers_at_once_imports_no_torch(path: Path) -> None:
     assert "torch" not in {str(name).split(".")[0] for name in names}
 
 
-@pytest.mark.slow
 def test_a_class_name_means_one_thing() -> None:
     seen: dict[str, list[str]] = {}
     for path in SOURCE.rglob("*.py"):
