@@ -32,7 +32,7 @@ TECHNIQUES = [
     if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "recompute", "threads")
     and p.parts[-2:] != ("parallel", "strategy.py")
 ]
-README_LINES, WALK_LINES = 90, 212
+README_LINES, WALK_LINES = 90, 213
 IN_WORDS = {"order", "token_budget", "weights", "phases"}
 """Fields of a job that the walk explains and its example does not use."""
 
@@ -202,3 +202,10 @@ def test_a_slip_in_a_document_is_seen() -> None:
         parsed(["train", "job.py", "--plam", "dp=2"])
     assert commands("    plait train x.py --nproc 2   # two\n") == ["plait train x.py --nproc 2   # two"]
     assert run_by("`torchrun --nproc-per-node 2 -m plait train x.py`", "plait") == [["train", "x.py"]]
+
+
+def test_faults_that_are_told_have_their_tests() -> None:
+    told = (ROOT / "docs/gpu.md").read_text().partition("## Faults put there on purpose")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(test_\w+)`", told))
+    there = "".join(path.read_text() for folder in ("device", "unit") for path in (ROOT / "tests" / folder).glob("test_*.py"))
+    assert len(named) >= 12 and not [name for name in named if f"def {name}(" not in there]
