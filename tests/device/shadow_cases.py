@@ -7,7 +7,8 @@ import io
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,14 @@ from plait.engine.step import Step
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
+from plait.parallel.fsdp.collectives import DeviceScatter
 from plait.planner import question
 from plait.planner.dryrun.memory_table import memory_table
 from plait.proof import own_batch, verify
 from plait.report import summary
 from plait.tensors import torch_private
+
+SUMS = {"parts": "__call__", "copies": "sum_over_copies"}
 
 
 def trained(
@@ -56,7 +60,7 @@ def trained(
         for _ in range(steps):  # as `plait train` does, nobody looks at a step's numbers before the next
             with shadow.WAITS.counted() as waited:
                 made.append(engine.step(next(source)))
-        unpinned = dict(shadow.WAITS.unpinned)
+        unpinned, late = dict(shadow.WAITS.unpinned), not made[-1].known
         engine.settle()
         found = [number for step in made for number in (step.loss, step.norm)]
         with shadow.WAITS.counted() as judged:
@@ -64,14 +68,17 @@ def trained(
         if folder:
             engine.save()
         course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
-        held = sum(float(t.double().abs().sum()) for t in (*engine.built.own.values(), *engine.model.buffers()))
+        average = engine.built.average.tensors.values() if engine.built.average is not None else ()
+        held = sum(float(t.double().abs().sum()) for t in (*engine.built.own.values(), *engine.model.buffers(), *average))
         fused = [group.get("fused") for group in engine.optimizer.param_groups]
         shadow.check_freed()
         gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}
         return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "unpinned": unpinned, "fused": fused,
-                "gathers": sorted(gathers), "course": course, "held": held}  # fmt: skip
+                "gathers": sorted(gathers), "course": course, "held": held, "late": late,
+                "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 
-    return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+    with summing_on() as streams:
+        return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 class Noting(plait.Callback):
@@ -111,6 +118,24 @@ def messages_of(module: FSDPModule) -> list[str]:
     held = torch_private._param_groups(module._get_fsdp_state())
     names = [(type(g._all_gather_comm).__name__, type(g._reduce_scatter_comm).__name__, g.unshard_async_op) for g in held]
     return [f"{gather}, {scatter}{', asynchronous' if other else ''}" for gather, scatter, other in names]
+
+
+@contextmanager
+def summing_on() -> Iterator[dict[str, set[int]]]:
+    """The numbers of the streams on which gradients are summed into parts, and over the copies of parts."""
+    found: dict[str, set[int]] = {"parts": set(), "copies": set()}
+
+    def noting(kind: str, call: Any) -> Any:
+        def noted(*args: Any, **given: Any) -> Any:
+            if torch.cuda.is_initialized():
+                found[kind].add(torch.cuda.current_stream().number)
+            return call(*args, **given)
+
+        return noted
+
+    parts, copies = (noting(kind, getattr(DeviceScatter, name)) for kind, name in SUMS.items())
+    with mock.patch.object(DeviceScatter, SUMS["parts"], parts), mock.patch.object(DeviceScatter, SUMS["copies"], copies):
+        yield found
 
 
 def proved(prove: str, plan: str) -> list[dict[str, Any]]:

@@ -67,6 +67,11 @@ def spoiled() -> plait.Job:
     return fused(replace(jobs.batch_norm(), data=lambda: Spoiled(), steps=12))
 
 
+def averaged(job: plait.Job) -> plait.Job:
+    """With a moving average of the weights, and an optimizer whose updates can be queued before their numbers are read."""
+    return replace(fused(job), ema=plait.EMA(0.5))
+
+
 def loud() -> plait.Job:
     """Whose scaled gradients are too large for 16 bits in its first steps."""
     job = jobs.mlp()
@@ -136,6 +141,8 @@ JOBS = {
     "loud": loud,
     "spoiled": spoiled,
     "mlp fused": lambda: fused(jobs.mlp()),
+    "deep averaged": lambda: averaged(evaluated()),
+    "spoiled averaged": lambda: averaged(spoiled()),
     "deep fused": lambda: fused(evaluated()),
     "words fused": lambda: fused(jobs_pipeline.LISTED["root_gpt"]()),
     "attention fused": lambda: fused(jobs_context.OWN["gpt"]()),
@@ -296,13 +303,21 @@ def late(rank: int) -> Any:
 
 
 def given_up(rank: int) -> Any:
-    """After each step, whether all buffers are finite for who keeps a state because another rank is lost."""
-    engine = Engine(spoiled(), "dp=1", device="cuda", place=Place(0, 1), on_nan="skip")
-    found = list[bool]()
+    """After each step, whether all buffers are finite, and the average is that of the weights, for who keeps a state because another
+    rank is lost."""
+    engine = Engine(averaged(spoiled()), "dp=1", device="cuda", place=Place(0, 1), on_nan="skip")
+    found, average = list[bool](), list[Tensor]()
+    weights = [w.detach().clone() for w in engine.built.own.values()]
     for batch in engine.batches():
         engine.step(batch)
         engine.put_back()
-        found.append(all(bool(b.isfinite().all()) for b in engine.model.buffers()))
+        now = [w.detach().clone() for w in engine.built.own.values()]
+        if any(not torch.equal(a, b) for a, b in zip(now, weights)):
+            average = [(a + w) / 2 for a, w in zip(average or now, now)]
+        weights = now
+        kept = engine.built.average.tensors.values() if engine.built.average is not None else ()
+        finite = all(bool(b.isfinite().all()) for b in engine.model.buffers())
+        found.append(finite and all(torch.allclose(a, b) for a, b in zip(kept, average, strict=True)))
     return found
 
 

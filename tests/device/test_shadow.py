@@ -95,12 +95,14 @@ def devices() -> Iterator[Devices]:
 
 BUDGET = {
     ("mlp", "dp=1"): 1, ("mlp", "dp=2"): 1, ("mlp fused", "dp=1"): 1, ("mlp fused", "dp=2"): 1,
+    ("deep averaged", "dp=2"): 1, ("deep averaged", "fsdp=2"): 1,
     ("deep", "fsdp=2"): 1, ("deep fused", "fsdp=2"): 1, ("words", "tp=2"): 1, ("words fused", "tp=2"): 1,
     ("deep", "pp=2 microbatches=4"): 1, ("deep fused", "pp=2 microbatches=4"): 1,
     ("ungiven", "pp=2 microbatches=2"): 1, ("deep", "fsdp=2 offload=optimizer"): 2,
     ("attention", "cp=2"): 1, ("attention fused", "cp=2"): 1, ("attention", "cp=2 context=ulysses"): 1,
     ("experts", "ep=2"): 17, ("experts fused", "ep=2"): 17, ("stacked", "ep=2"): 3, ("stacked", "ep=2 token_dispatcher=allgather"): 1,
     ("batch_norm", "dp=2"): 1, ("deep", "dp=2 microbatches=3"): 1, ("deep", "dp=2 offload=optimizer"): 2, ("deep", "fsdp=2 tp=2"): 1,
+    ("deep", "dp=2 fsdp=2"): 1, ("deep", "dp=2 fsdp=2 zero=2 microbatches=3"): 1,
     ("words", "pp=2 tp=2 microbatches=2 schedule=zb"): 1, ("experts", "fsdp=2 ep=2"): 17,
 }  # fmt: skip
 """What may make the host of a rank wait in one step: for the row of the step, and where that is more, what is still to be mended.
@@ -123,6 +125,7 @@ def test_a_step_on_devices(name: str, plan: str, devices: Devices) -> None:
         print(f"    {n:3} × {line}")
     for rank in found["ranks"]:
         assert rank["numbers"] == pytest.approx(devices.on_cpu(name, steps=3), rel=1e-9)
+        assert rank["late"] or not name.endswith(("fused", "averaged")), "the update was not queued before its numbers were read"
     assert sum(most.values()) <= BUDGET[name, plan], most
     assert not [line for line in most if line.startswith(SILENT)]
     assert not [
@@ -145,10 +148,16 @@ def test_steps_in_the_formats_of_training(name: str, plan: str, devices: Devices
         assert rank["numbers"] == pytest.approx(devices.on_cpu(name, cast=None), rel=5e-2)
 
 
-@pytest.mark.parametrize("plan", ("dp=2", "fsdp=2", *rarely("dp=1", "dp=2 microbatches=2")))
-def test_steps_that_are_left_out_are_found_out_late(plan: str, devices: Devices) -> None:
+@pytest.mark.parametrize(
+    "name, plan",
+    (
+        ("spoiled", "dp=2"), ("spoiled averaged", "fsdp=2"),
+        *rarely(("spoiled", "fsdp=2"), ("spoiled", "dp=1"), ("spoiled averaged", "dp=2 microbatches=2")),
+    ),
+)  # fmt: skip
+def test_steps_that_are_left_out_are_found_out_late(name: str, plan: str, devices: Devices) -> None:
     """The host knows it when the passes of the next step are made: they are made again, as if it had known before."""
-    case = {"name": "spoiled", "plan": plan, "steps": 8}
+    case = {"name": name, "plan": plan, "steps": 8}
     late, now = (devices.ask(**case, device=kind, on_nan="skip") for kind in ("cuda", "cpu"))
     assert "error" not in late, late["error"]
     for mine, its in zip(late["ranks"], now["ranks"]):
@@ -211,6 +220,8 @@ def test_a_loss_scale_on_the_device_goes_as_one_on_the_host(plan: str, devices: 
         assert mine["course"] == its["course"] and [scale for _, scale, _ in mine["course"]][-1] < 65536
         assert mine["numbers"] == pytest.approx(its["numbers"], rel=1e-2, nan_ok=True)
         assert sum(mine["waits"].values()) <= 1
+
+
 @pytest.mark.parametrize("name, plan", (("deep", "dp=2"), ("padded", "dp=2"), *rarely(("deep", "fsdp=2"), ("deep", "pp=2 microbatches=2"))))
 def test_an_evaluation_waits_once(name: str, plan: str, devices: Devices) -> None:
     found = devices.ask(name=name, plan=plan, device="cuda", steps=1)
@@ -236,6 +247,16 @@ def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
     found = devices.ask(name="deep", plan="fsdp=2", device="cuda", steps=1)
     assert "error" not in found, found["error"]
     assert [rank["gathers"] for rank in found["ranks"]] == [["DefaultAllGather, DeviceScatter"]] * 2
+
+
+def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) -> None:
+    """On a stream of their own, which the optimizer waits for; the numbers are those of one device."""
+    found = devices.ask(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)
+    assert "error" not in found, found["error"]
+    for rank in found["ranks"]:
+        parts, copies = rank["streams"]["parts"], rank["streams"]["copies"]
+        assert len(parts) == len(copies) == 1 and parts != copies and 0 not in (*parts, *copies)
+        assert rank["numbers"] == pytest.approx(devices.on_cpu("deep fused"), rel=1e-9)
 
 
 def test_checkpoints_and_evaluation(devices: Devices, tmp_path: Path) -> None:

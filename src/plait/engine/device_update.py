@@ -20,8 +20,8 @@ def unseen(built: Built, leaves_out: bool) -> bool:
     `leaves_out`: a step that is not finite is to change nothing.
     """
     skips = not (leaves_out or built.scaler is not None) or takes_found_inf(built.optimizer)
-    whole = built.average is None and built.masters is None and built.plan.compress == "none"
-    return skips and whole and told_late(built)
+    here = built.masters is None and built.plan.compress == "none"
+    return skips and here and told_late(built)
 
 
 def told_late(built: Built) -> bool:

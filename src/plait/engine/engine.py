@@ -397,6 +397,7 @@ class Engine:
             self.guard.before.put_back()
         if self.updater.left_out:  # by the device, and the host has not heard of it
             (self.guard.earlier if within else self.guard.before).put_back()
+        self.updater.average()
         if self.built.shards is not None:
             self.built.shards.reshard()
 

@@ -84,6 +84,8 @@ class Unread:
     """There is a loss scale."""
     loss_factor: float
     """What the summed loss is multiplied by: a replica group's is a part of the batch's mean."""
+    to_average: bool = False
+    """A moving average of the weights is to take those of this step, and has not yet."""
     copy: HostCopy = field(init=False)
     spans: Callable[[], list[Span]] = field(init=False)
     judged: bool = False

@@ -6,8 +6,10 @@ wait for it in every step. So the host queues the update unseen, the device leav
 step's update. If it says that the step was left out, the passes just made are undone and made again after what a CPU would have done:
 buffers are put back, the place where it began is searched for, and the run stops or goes on.
 
+A moving average of the weights takes something of them when the step is known to have been made, which is before the next update.
+
 What cannot be queued unseen is an update by an optimizer that is not fused, the first one (in which optimizers make their state), and
-one that an average of weights, phases, replica groups or shares that follow speeds go by. There the host waits in the step, once.
+one that phases, replica groups or shares that follow speeds go by. There the host waits in the step, once.
 """
 
 from typing import Protocol
@@ -79,6 +81,7 @@ class Updater:
         self.spans.begin("optimizer")
         row = self._row(step_row, norm := training.total_norm())
         unread = self._unread(batch, len(step_row))
+        unread.to_average = training.built.average is not None and training.turns.last
         if unseen:
             self._queue(step_row, norm)
         else:
@@ -126,8 +129,7 @@ class Updater:
             self.within = self.begun = True
             training.optimizer.step()
             training.turns.updated()
-            if built.average is not None and training.turns.last:
-                built.average.stepped()
+            self.average(unread)
         if built.scaler is not None and unread.trouble is None:
             built.scaler.update(unread.finite)
 
@@ -143,6 +145,13 @@ class Updater:
         device_update.step(training.optimizer, finite)
         if isinstance(scaler, DeviceLossScale) and finite is not None:
             scaler.update(finite)
+
+    def average(self, unread: Unread | None = None) -> None:
+        """Have the average of the weights take those of a step, of the last one if none is given: unless it did, or the step was left out."""
+        unread, average = unread or self.unread, self.training.built.average
+        if average is not None and unread is not None and unread.to_average and unread.finite:
+            unread.to_average = False
+            average.stepped()
 
     def settle(self, within_next: bool = False) -> bool:
         """Read the numbers of the last step, if that was not done, and do what goes by them; whether the step was found to be left out.
@@ -162,6 +171,7 @@ class Updater:
             except PlaitError:
                 self.training.position = unread.batch.position
                 raise
+        self.average(unread)
         unread.numbers.trouble = unread.trouble
         self.training.tell(unread)
         return found

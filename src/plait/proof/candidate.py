@@ -60,6 +60,7 @@ class StepNotes:
         self.notes.tensors("sum", gradients, parts)
         with self.watching():
             told = engine.update(batch, step_row)
+            engine.settle()
         weights = _weights(engine)
         self.held.append(
             ["weight", _held(weights | _averages(engine), parts, _group(engine.built)) | _held_by_all(engine)]
