@@ -473,7 +473,8 @@ def test_collectives_that_give_a_new_tensor() -> None:
 )
 @pytest.mark.skipif(torch_private.ShardPlacementResult is None, reason="torch 2.11: one mesh for all parameters (H010)")
 def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
-    """A parameter may lie on a mesh of its own; each mesh of a module has collectives of its own."""
+    """A parameter may lie on a mesh of its own; each mesh of a module has collectives of its own, and a hook after its sums
+    (that FSDP2 calls it, and where, is in tests/device)."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -499,6 +500,8 @@ def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
             ("scatter", "gather")
         }
         assert all(g.unshard_async_op for g in found)
+        torch_private.sum_after(module, print)
+        assert all(g._all_reduce_hook is print for g in found)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -272,6 +272,13 @@ def exchange_by(module: FSDPModule, scatter: FsdpReduceScatter, gather: FsdpAllG
         group.unshard_async_op = gather is not None
 
 
+def sum_after(module: FSDPModule, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with each summed part of a module's gradients, before it is used, on FSDP2's stream for all-reduces. Its own
+    `set_all_reduce_hook` refuses parameters that lie on several meshes."""
+    for group in _param_groups(module._get_fsdp_state()):
+        group._all_reduce_hook = hook
+
+
 def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     """The groups of parameters of a sharded module: one for each mesh they lie on. (torch 2.11 knows one mesh.)"""
     if hasattr(state, "_fsdp_param_groups"):

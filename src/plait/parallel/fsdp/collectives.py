@@ -122,14 +122,28 @@ class Scatter(_NewBuffers, FsdpReduceScatter):
 
 
 class DeviceScatter(Scatter):
-    """The same on a device with streams, where the library's own collectives overlap by themselves."""
+    """The same on a device with streams, where the library's own collectives overlap by themselves: parts are summed on one stream of
+    FSDP2's, and over the copies of a part on another, beside the next group's parts."""
+
+    def __init__(self, copies: ProcessGroup | None):
+        super().__init__(copies)
+        self.due: ProcessGroup | None = None
+        """The copies over which the sum that was just asked for is to be made too."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         SUM_PARTS(output_tensor, input_tensor, group=group)
-        if self.last and (copies := self.of(group)) is not None:
-            dist.all_reduce(output_tensor, group=copies)
+        self.due = self.of(group) if self.last else None
+
+    def sum_over_copies(self, part: Tensor) -> None:
+        """What FSDP2 calls after each sum of parts, on its stream for all-reduces."""
+        copies, self.due = self.due, None
+        if copies is None:
+            return
+        if part.is_cuda:  # it was made on the other stream, and may be given back before this one is through with it
+            part.record_stream(torch.cuda.current_stream(part.device))
+        dist.all_reduce(part, group=copies)
 
     def settle(self) -> None:
         """Nothing is open: work is ordered by the stream."""

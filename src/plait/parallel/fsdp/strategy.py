@@ -56,7 +56,7 @@ from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.collectives import directly
 from plait.tensors.rows import chunk
-from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_unused
+from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_after, sum_unused
 
 AXIS = "fsdp"
 EXACT = True
@@ -126,6 +126,8 @@ def apply(built: Built) -> None:
         module.set_force_sum_reduction_for_comms(True)
         sum_unused(module)
         exchange_by(module, scatter, Gather() if directly(device) else None)
+        if isinstance(scatter, DeviceScatter) and (built.copies is not None or scatter.others):
+            sum_after(module, scatter.sum_over_copies)
     if built.shares:
         materialise(model, device)
     usual = ShardGroup(mesh["fsdp"].get_group(), built.copies)
