@@ -240,14 +240,17 @@ class FsdpRuntime:
         """Give every part its summed gradient, without a row of the step."""
         self.scatter.finish()
         self._give()
-        for parameter in self.scalars:
-            flat = torch.zeros(2, dtype=torch.float64, device=parameter.device)
-            mine = parameter.grad
-            if mine is not None:
-                flat = torch.stack([mine.double().sum(), torch.ones_like(flat[1])])  # an empty one has no item
-            dist.all_reduce(flat, group=peers)
-            there = mine is not None or bool(flat[1])
-            parameter.grad = flat[0].to(parameter.dtype).expand_as(parameter).clone() if there else None
+        if not self.scalars:
+            return
+        none = torch.zeros(2, dtype=torch.float64, device=self.scalars[0].device)
+        rows = torch.stack(
+            [none if (g := p.grad) is None else torch.stack([g.double().sum(), none[0] + 1]) for p in self.scalars]
+        )  # an empty one has no item
+        dist.all_reduce(rows, group=peers)
+        complete = all(p.grad is not None for p in self.scalars)
+        there = [1.0] * len(rows) if complete else rows[:, 1].tolist()
+        for parameter, value, times in zip(self.scalars, rows[:, 0], there):
+            parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if times else None
 
     def _give(self) -> None:
         late: dict[ProcessGroup | None, list[tuple[Tensor, int]]] = {}
