@@ -273,7 +273,10 @@ def test_checkpoints_and_evaluation(devices: Devices, tmp_path: Path) -> None:
             assert all(rank["measured"] == pytest.approx(one["measured"], rel=1e-9) for rank in then["ranks"])
 
 
-@pytest.mark.parametrize("name, plan", (("words", "fsdp=2"), *rarely(("words", "pp=2 tp=2 microbatches=2"), ("experts", "ep=2"))))
+@pytest.mark.parametrize(
+    "name, plan",
+    (("words", "fsdp=2"), *rarely(("words", "pp=2 tp=2 microbatches=2"), ("experts", "ep=2"), ("mlp", "dp=2 precision=tf32"))),
+)
 def test_a_proof_on_devices(name: str, plan: str, devices: Devices) -> None:
     found = devices.ask(prove=name, plan=plan)
     assert "error" not in found, found["error"]

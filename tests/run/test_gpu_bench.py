@@ -23,6 +23,8 @@ import gpu_steps
 import gpus
 from gpu_looks import Part, Setting
 
+from plait.config.plan import Plan
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,6 +32,12 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def here(tmp_path: Path) -> Setting:
     return Setting("cpu", tmp_path, 0.02, ranks=2)
+
+
+def test_every_plan_that_a_gpu_is_asked_for_is_one() -> None:
+    """Also those that a CPU leaves out."""
+    for plan in (*gpu_checks.ONE, *gpu_checks.AXES):
+        assert str(Plan.parse(plan))
 
 
 # — looks —

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 from plait.config.plan import Plan
 from plait.engine import build
 from plait.engine.build import inexact
+from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.model.sketch import Sketch
 from plait.tensors.collectives import differing, digest
@@ -27,6 +29,20 @@ def test_backward_on_a_device_stays_in_the_thread_of_forward(monkeypatch: pytest
         assert not torch._C._is_multithreading_enabled()
     finally:
         torch.autograd.set_multithreading_enabled(True)
+
+
+def test_tf32_is_allowed_as_long_as_the_engine_is_open() -> None:
+    """Of the process's settings nothing stays behind, and a plan in fp32 changes none."""
+    settings = lambda: (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)  # noqa: E731
+    before, found = settings(), dict[str, Any]()
+    for precision in ("tf32", "fp32"):
+        with Engine(jobs.mlp(), f"precision={precision}", device="cpu") as engine:
+            engine.step(next(engine.batches()))
+            found[precision] = settings()
+        assert settings() == before
+    assert found == {"tf32": ("high", True), "fp32": before}
+    with Engine(jobs.mlp(), "precision=tf32", device="cpu", cast=torch.float64):
+        assert settings() == before, "a proof in float64 multiplies in float64"
 
 
 def test_digests_travel_on_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

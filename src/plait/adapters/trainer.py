@@ -198,7 +198,7 @@ def _plan_keys(args: "TrainingArguments", world: int) -> list[str]:
     keys += [f"fsdp={world}"] if args.fsdp and world > 1 else []
     if args.fsdp and world > 1:
         keys.remove(f"dp={world}")
-    keys += ["precision=bf16"] if args.bf16 else ["precision=fp16"] if args.fp16 else []
+    keys += ["precision=bf16"] if args.bf16 else ["precision=fp16"] if args.fp16 else ["precision=tf32"] if args.tf32 else []
     keys += ["recompute=full"] if args.gradient_checkpointing else []
     keys += ["compile=true"] if args.torch_compile else []
     return [f'a plan says how to compute, and not the job: --plan "{" ".join(keys)}"'] if keys else []

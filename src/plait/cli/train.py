@@ -334,6 +334,8 @@ def _memory(run: RunDirectory) -> str:
 
 
 def _notes(request: Request) -> list[str]:
+    import torch
+
     kind, notes = kind_of(request.device), unused_allocation()
     if request.plan.precision == "fp16" and kind == "cpu":
         notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
@@ -341,6 +343,10 @@ def _notes(request: Request) -> list[str]:
         notes += [
             f"note  torch can use {other} here, and plait does not yet: these are CPU processes" for other in unused()
         ]
+    if request.plan.precision == "tf32" and kind == "cpu":
+        notes.append("note  tf32 is a format in which GPUs multiply; these processes compute in fp32")
+    if request.plan.precision == "fp32" and kind == "cuda" and torch.get_float32_matmul_precision() == "highest":
+        notes.append("note  matrix products are made in full fp32, without a GPU's fastest units; precision=tf32 or bf16 uses them")
     count = len(cuda_names()) if kind == "cuda" else 0
     if count > request.plan.devices == 1:
         told = f"--nproc {count} uses all, --plan auto chooses a plan for them"

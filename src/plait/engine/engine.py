@@ -113,7 +113,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Leave the process group, if this engine joined one for itself."""
+        """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
+        while self.built.closing:
+            self.built.closing.pop()()
         if self.built.rare is not None:
             self.built.rare.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():

@@ -216,6 +216,8 @@ class Built:
     """Parameters of which this rank has a part and another updates the whole."""
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     """Called when the parts were written from outside."""
+    closing: list[Callable[[], None]] = field(default_factory=list)
+    """What puts settings of this process back as they were, when the engine is closed."""
     prepared: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
     """Called with the optimizer once it is made."""
     rules: list[Rule] = field(default_factory=list)

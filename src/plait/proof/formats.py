@@ -31,7 +31,7 @@ from plait.model.parameter_groups import optimizer_of
 from plait.parallel import fp8
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.fsdp.runtime import divides
-from plait.parallel.precision import autocast, plan_format
+from plait.parallel.precision import autocast, multiplying, plan_format
 from plait.proof import reference
 from plait.proof.probes import Probe, Trace, collectives
 from plait.randomness.keyed import Randomness
@@ -44,6 +44,8 @@ APART = 20.0
 SCALE = 256.0
 """Of an fp16 loss."""
 ROUNDING = {None: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+TF32 = 2.0**-12
+"""A rounding of what a GPU multiplies in TF32."""
 GROUPS = ("gradient", "weight", "state")
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ENOUGH, MOSTLY = 32, 0.98
@@ -85,6 +87,8 @@ class Reference:
         self.data = job.data()
         self.read = next(reference.samples(self.job, self.data))
         self.format = plan_format(plan)
+        tf32 = plan.precision == "tf32" and torch.device(one.device).type != "cpu"
+        self.rounding = TF32 if tf32 else ROUNDING[self.format]
         self.cut = plan.waits_in_forward or plan.compile or self._summed_elsewhere()
 
     def _summed_elsewhere(self) -> bool:
@@ -104,8 +108,8 @@ class Reference:
         """The step, and the unit of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
         whole = [(0, len(self.read[1]))]
-        eps, base, parts = ROUNDING[self.format], self.step(whole), whole
-        if self.format is not None and not self.cut and (apart := self._apart(base)) is not None:
+        eps, base, parts = self.rounding, self.step(whole), whole
+        if eps > ROUNDING[None] and not self.cut and (apart := self._apart(base)) is not None:
             base, parts, eps = apart, self.parts(), ROUNDING[None]
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
@@ -117,7 +121,7 @@ class Reference:
             apart = self.step(self.parts())
         except (RuntimeError, ValueError):  # a batch norm wants two samples
             return None
-        spread = self.spread(base, [(0, len(self.read[1]))], ROUNDING[self.format])
+        spread = self.spread(base, [(0, len(self.read[1]))], self.rounding)
         near = (off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items())
         return apart if all(near) else None
 
@@ -131,6 +135,10 @@ class Reference:
 
     def step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None = None) -> StepResult:
         """A step of a new model, its loss and gradients summed over parts of the batch."""
+        with multiplying(self.plan):
+            return self._step(parts, moved)
+
+    def _step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None) -> StepResult:
         job, device = self.job, self.one.device
         model = reference.make_model(job, None, device)
         if self.plan.precision == "fp8":
