@@ -102,10 +102,12 @@ BUDGET = {
     ("attention", "cp=2"): 1, ("attention fused", "cp=2"): 1, ("attention", "cp=2 context=ulysses"): 1,
     ("experts", "ep=2"): 17, ("experts fused", "ep=2"): 17, ("stacked", "ep=2"): 3, ("stacked", "ep=2 token_dispatcher=allgather"): 1,
     ("batch_norm", "dp=2"): 1, ("deep", "dp=2 microbatches=3"): 1, ("deep", "dp=2 offload=optimizer"): 2, ("deep", "fsdp=2 tp=2"): 1,
+    ("deep", "dp=1 offload=all"): 47, ("deep fused", "fsdp=2 offload=all"): 47, ("deep", "dp=2 fsdp=2 offload=all"): 47,
     ("deep", "dp=2 fsdp=2"): 1, ("deep", "dp=2 fsdp=2 zero=2 microbatches=3"): 1,
     ("words", "pp=2 tp=2 microbatches=2 schedule=zb"): 1, ("experts", "fsdp=2 ep=2"): 17,
 }  # fmt: skip
-"""What may make the host of a rank wait in one step: for the row of the step, and where that is more, what is still to be mended.
+"""What may make the host of a rank wait in one step: for the row of the step, and where that is more, what is still to be mended, or
+not plait's: with `offload=all` FSDP2 waits when backward ends for each gradient on its way to the host.
 Updates of the fused jobs are queued before that row is read."""
 SILENT = ("data/", "engine/build.py", "parallel/data/batch_norm.py", "parallel/pipeline/", "parallel/expert/dispatch.py", "losses/")
 """Files of which no line makes the host wait in a step."""

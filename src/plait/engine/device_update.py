@@ -20,7 +20,7 @@ def unseen(built: Built, leaves_out: bool) -> bool:
     `leaves_out`: a step that is not finite is to change nothing.
     """
     skips = not (leaves_out or built.scaler is not None) or takes_found_inf(built.optimizer)
-    here = built.masters is None and built.plan.compress == "none"
+    here = built.masters is None and built.plan.offload == "none" and built.plan.compress == "none"
     return skips and here and told_late(built)
 
 

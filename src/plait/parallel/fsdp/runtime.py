@@ -46,10 +46,11 @@ def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
 
 
 def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of some gradients, a float64 scalar on the device: nothing waits for it."""
+    """The norm of some gradients, a float64 scalar on the device: nothing waits for it. They may lie on the host (`offload=all`)."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.nn.utils.get_total_norm(gradients).double()
+    norm = torch.nn.utils.get_total_norm(gradients).double()
+    return norm if norm.device.type == device.type else upload([float(norm)], device)[0]
 
 
 def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
