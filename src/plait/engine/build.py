@@ -142,7 +142,7 @@ def build(
             built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
-    fused_optimizer.choose(built.optimizer)
+    fused_optimizer.choose(built.optimizer, device)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
@@ -174,7 +174,7 @@ def start_build(
     built.inputs = DeviceCopies(how[0])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
     built.trial_call, built.pairs = once, pairs
-    built.structure, built.in_fp8 = structure(made.model), fp8.chosen(made.model) if plan.precision == "fp8" else ()
+    built.structure, built.in_fp8 = structure(made.model), fp8.chosen(made.model, plan.tp) if plan.precision == "fp8" else ()
     transformers.adapt(made.model)
     return built
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plait.model.fused_optimizer import momentum_begins_at_zero
 from plait.parallel.built import Built
 from plait.tensors.torch_private import scale_, takes_found_inf
 
@@ -19,7 +20,8 @@ def unseen(built: Built, leaves_out: bool) -> bool:
 
     `leaves_out`: a step that is not finite is to change nothing.
     """
-    skips = not (leaves_out or built.scaler is not None) or takes_found_inf(built.optimizer)
+    skips = not (leaves_out or built.scaler is not None)
+    skips = skips or (takes_found_inf(built.optimizer) and momentum_begins_at_zero(built.optimizer))
     here = built.masters is None and built.plan.offload == "none" and built.plan.compress == "none"
     return skips and here and told_late(built)
 
