@@ -47,6 +47,29 @@ def test_other_models_are_equal(job: Callable[[], Job], text: str) -> None:
     assert verify(job(), Plan.parse(f"{text} compile=true")).equal
 
 
+class Channels(nn.Module):
+    """Drops out what lies in memory in another order, which its mask does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x.unsqueeze(-1).expand(-1, -1, 6))
+        return x + self.second(self.drop(rows.transpose(1, 2)).transpose(1, 2)).mean(1)
+
+
+@pytest.mark.slow
+def test_dropout_of_what_is_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)  # its cache takes no notice of how an operator's result lies in memory
+    job = jobs.make(lambda: nn.Sequential(Channels(), Channels(), nn.Linear(6, 1)))
+    (plain,), (compiled,) = (
+        fork.run(lambda place, p=p: {"losses": [engine.step(b).loss for engine in [Engine(job, p, place=place)] for b in engine.batches()]}, 1)
+        for p in ("dp=1", "compile=true")
+    )
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
 def gpt(depth: int) -> Job:
     return jobs_real.example("stdlib_gpt", depth=depth, width=16, heads=2, length=8, dropout=0.1, batch=12)
 

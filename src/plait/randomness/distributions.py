@@ -108,7 +108,7 @@ def draw_mask(
 ) -> Tensor:
     """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
     if isinstance(x, FakeTensor):
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     numbers, dtype = numbers_of(x.shape, where.tolist(), place, dim, windows), x.dtype.to_real()
     return mask(x.shape, numbers, dropping(p), dtype, x.device).to(x.dtype)
 
@@ -199,7 +199,7 @@ def _mask(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
 
 @_mask.register_fake
 def _(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:

@@ -32,7 +32,7 @@ def _unit_mask(like: Tensor, where: Tensor, place: str, p: float) -> Tensor:
 
 @_unit_mask.register_fake
 def _(like: Tensor, where: Tensor, place: str, p: float) -> Tensor:
-    return torch.empty_like(like)
+    return like.new_empty(like.shape)
 
 
 def _drawn(like: Tensor, place: str, p: float) -> Tensor:
