@@ -59,6 +59,35 @@ def test_products_are_rounded_to_eight_bits_and_weights_are_not(recipe: str) -> 
     assert found["names"] == [name for name, _ in jobs_fp8.GPT().named_parameters()]
 
 
+@pytest.mark.parametrize("recipe", ("tensorwise", "rowwise"))
+def test_rows_that_fp8_units_do_not_fit_are_filled_up(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The units take sums over multiples of 16, and as many columns; backward sums over rows, of which there may be any number."""
+
+    def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, out_dtype: Any = None, **_: Any) -> Tensor:
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0, f"{tuple(a.shape)} times {tuple(b.shape)}"
+        assert a.stride(1) == b.stride(0) == 1, "rows times columns"
+        product = (a.float() * scale_a) @ (b.float() * scale_b)
+        return (product if bias is None else product + bias).to(out_dtype)
+
+    found = {}
+    for emulated in (True, False):
+        torch.manual_seed(0)
+        model = jobs_fp8.GPT()
+        fp8.convert(model, fp8.chosen(model), recipe, emulated)
+        if not emulated:
+            monkeypatch.setattr(torch, "_scaled_mm", scaled)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.arange(5)[None]).float().square().mean().backward()
+        found[emulated] = [p.grad for p in model.parameters() if p.grad is not None]
+    far = [float((a - b).norm() / a.norm().clamp(min=1e-9)) for a, b in zip(found[True], found[False], strict=True)]
+    assert max(far) < 0.05, far
+
+
+def test_slices_that_fp8_units_do_not_fit_stay_in_bf16() -> None:
+    model = jobs_fp8.GPT(width=48)
+    assert fp8.chosen(model, 3) == fp8.chosen(model) != () and "blocks.0.out" not in fp8.chosen(model, 2)
+
+
 def losses(place: Place, plan: str) -> dict[str, Any]:
     engine = Engine(jobs_fp8.gpt(), Plan.parse(plan), place=place)
     return {"losses": [engine.step(batch).loss for batch in engine.batches()]}

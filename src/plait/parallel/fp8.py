@@ -6,11 +6,13 @@ that of a whole tensor (`fp8_recipe=tensorwise`) or of a row or column of it (`r
 numbers are in bf16, and weights, gradients of weights and the optimizer in fp32.
 
 Layers keep their names, parameters and hooks; only their class changes. On a GPU the products run on its fp8 units, on a CPU they
-are computed in fp32 on the same rounded numbers.
+are computed in fp32 on the same rounded numbers. fp8 units multiply in steps of 16: rows (samples times length, over which backward
+sums) are filled up with zeros.
 """
 
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,14 +48,14 @@ def check_device(device: torch.device) -> None:
         raise PlaitError(Problem("H014", what, why=why, fix=("precision=bf16",)))
 
 
-def chosen(model: nn.Module) -> tuple[str, ...]:
+def chosen(model: nn.Module, slices: int = 1) -> tuple[str, ...]:
     """The linear layers that compute in fp8: those that its units fit, but the first and the last, which suffer most from rounding,
-    and those that share their weight with an embedding."""
+    and those that share their weight with an embedding. `slices`: of `tp`, each of which has to fit."""
     owners: dict[int, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[id(p)] = owners.get(id(p), 0) + 1
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
-    fits = lambda m: not any(n % SIXTEEN for n in m.weight.shape) and owners[id(m.weight)] == 1  # noqa: E731
+    fits = lambda m: not any(n % (SIXTEEN * slices) for n in m.weight.shape) and owners[id(m.weight)] == 1  # noqa: E731
     return tuple(name for name, m in linears[1:-1] if fits(m))
 
 
@@ -62,8 +64,7 @@ def convert(model: nn.Module, names: Iterable[str], recipe: str, emulated: bool)
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear_utils import convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    object.__setattr__(config, "emulate", emulated)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated, pad_inner_dim=True)
     layers, kind = dict(model.named_modules()), _kind()
     for layer in (layers[name] for name in names if name in layers):
         if isinstance(layer, nn.Linear):
