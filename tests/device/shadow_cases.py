@@ -68,13 +68,14 @@ def trained(
         if folder:
             engine.save()
         course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
+        counted = sum(int(b) for b in engine.model.buffers() if not b.is_floating_point())
         average = engine.built.average.tensors.values() if engine.built.average is not None else ()
         held = sum(float(t.double().abs().sum()) for t in (*engine.built.own.values(), *engine.model.buffers(), *average))
         fused = [group.get("fused") for group in engine.optimizer.param_groups]
         shadow.check_freed()
         gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}
         return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "unpinned": unpinned, "fused": fused,
-                "gathers": sorted(gathers), "course": course, "held": held, "late": late,
+                "gathers": sorted(gathers), "course": course, "held": held, "counted": counted, "late": late,
                 "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 
     with summing_on() as streams:
@@ -84,26 +85,29 @@ def trained(
 class Noting(plait.Callback):
     """Adds a number to each step's metrics, ends the run after one of them, and counts the steps that are recorded by then."""
 
-    def __init__(self, ends: int, metrics: Path):
-        self.ends, self.metrics = ends, metrics
+    def __init__(self, ends: int, looks: bool, metrics: Path):
+        self.ends, self.looks, self.metrics = ends, looks, metrics
+        self.seen: list[float] = []
         self.recorded: list[int] = []
 
     def on_step(self, engine: Any, step: Step) -> None:
+        if self.looks:
+            self.seen.append(step.loss)
         engine.log("twice", 2.0 * step.step)
         self.recorded.append(self.metrics.read_text().count('"loss"'))
         if step.step == self.ends:
             engine.stop("it is enough")
 
 
-def whole(run: str, plan: str, device: str, folder: str, ends: int = 0, **given: Any) -> list[dict[str, Any]]:
+def whole(run: str, plan: str, device: str, folder: str, ends: int = 0, looks: bool = False, **given: Any) -> list[dict[str, Any]]:
     """What each rank of `plait train` returns, and the metrics that the run left behind."""
     place = RunDirectory(Path(folder))
     for path in (place.path, place.checkpoints, place.events(0).parent):
         path.mkdir(parents=True, exist_ok=True)
-    wanted, noting = Plan.parse(plan), [Noting(ends, place.metrics)]
+    wanted, noting = Plan.parse(plan), [Noting(ends, looks, place.metrics)]
     place.metrics.touch()
-    request = Request(run, shadow_jobs.JOBS[run](), wanted, {}, device=device, save_every=3, group_norms=True,
-                      callbacks=lambda: noting, **given)  # fmt: skip
+    request = Request(run, shadow_jobs.JOBS[run](), wanted, {}, device=device, group_norms=True, callbacks=lambda: noting,
+                      **{"save_every": 3, **given})  # fmt: skip
 
     def run_of(rank: Place) -> dict[str, Any]:
         return {**train(request, place, rank), "recorded": noting[0].recorded}

@@ -67,6 +67,29 @@ def spoiled() -> plait.Job:
     return fused(replace(jobs.batch_norm(), data=lambda: Spoiled(), steps=12))
 
 
+def bursting() -> plait.Job:
+    """An evaluation after every step, also that whose numbers are not finite."""
+    evaluate = plait.Evaluate(lambda: jobs.Numbers(7), lambda out, y: {"error": (out - y).abs()}, every=1)
+    return fused(replace(jobs.batch_norm(), data=lambda: Spoiled(), steps=12, evaluate=evaluate))
+
+
+def loud_norm() -> plait.Job:
+    """Whose scaled gradients are too large for 16 bits in its first steps, with statistics that such a step changes all the same."""
+    job = jobs.batch_norm()
+    return fused(replace(job, loss=lambda out, y: 30 * torch.nn.functional.mse_loss(out, y), steps=12))
+
+
+def logging() -> plait.Job:
+    """A loss that records a number."""
+    job = jobs.mlp()
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        plait.log("size", out.detach().square().mean())
+        return torch.nn.functional.mse_loss(out, y)
+
+    return fused(replace(job, loss=loss, steps=6))
+
+
 def averaged(job: plait.Job) -> plait.Job:
     """With a moving average of the weights, and an optimizer whose updates can be queued before their numbers are read."""
     return replace(fused(job), ema=plait.EMA(0.5))
@@ -139,6 +162,9 @@ JOBS = {
     "large": large,
     "spread": spread,
     "loud": loud,
+    "loud norm": loud_norm,
+    "bursting": bursting,
+    "logging": logging,
     "spoiled": spoiled,
     "mlp fused": lambda: fused(jobs.mlp()),
     "deep averaged": lambda: averaged(evaluated()),

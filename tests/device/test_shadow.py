@@ -185,6 +185,7 @@ def test_what_is_kept_when_a_rank_is_lost_is_without_the_step_that_was_left_out(
     "name, plan, given",
     (
         ("deep fused", "dp=2", {}), ("deep fused", "fsdp=2", {"ends": 4}),
+        ("logging", "dp=2", {"looks": True}),
         *rarely(("spoiled", "dp=2", {"on_nan": "skip"}), ("deep fused", "pp=2 microbatches=2", {}), ("deep", "dp=2", {})),
     ),
 )  # fmt: skip
@@ -210,17 +211,39 @@ def test_a_run_on_devices_leaves_the_same_record(name: str, plan: str, given: di
     assert later == bool(given.get("ends") and "fused" in name)
     for row in rows[0].keys() & rows[1].keys():
         mine, its = rows[0][row], rows[1][row]
-        assert mine.keys() == its.keys() and all(near(mine[key], its[key]) for key in its), (mine, its)
+        assert mine.keys() == its.keys()
+        assert not {key: (mine[key], its[key]) for key in its if not near(mine[key], its[key])}
     assert [step for step, trained in rows[0] if trained] == list(range(1, late["result"]["step"] + 1))
     assert late["result"]["skipped"] == now["result"]["skipped"] and (late["result"]["skipped"] > 0) == (name == "spoiled")
 
 
-@pytest.mark.parametrize("plan", ("dp=2 precision=fp16", *rarely("dp=1 precision=fp16", "fsdp=2 precision=fp16")))
-def test_a_loss_scale_on_the_device_goes_as_one_on_the_host(plan: str, devices: Devices) -> None:
-    late, now = (devices.ask(name="loud", plan=plan, device=kind, steps=8, cast=None)["ranks"] for kind in ("cuda", "cpu"))
+def test_the_state_before_a_step_that_is_not_finite_is_saved(devices: Devices, tmp_path: Path) -> None:
+    """Also where what finds it is the evaluation after it, and not the next step."""
+    told = []
+    for kind in ("cuda", "cpu"):
+        folder = tmp_path / kind
+        error = devices.ask(run="bursting", plan="dp=2", device=kind, folder=str(folder), save_every=100)["error"]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        saved = [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("step")]
+        told.append((error.partition("Traceback")[0].replace(str(folder), "RUN"), [row["step"] for row in rows if "loss" in row], saved))
+    assert told[0] == told[1] and "the state before it is saved in RUN/checkpoints/step-" in told[0][0], told
+    assert len(told[0][2]) == 1
+
+
+@pytest.mark.parametrize(
+    "name, plan",
+    (
+        ("loud", "dp=2 precision=fp16"), ("loud norm", "dp=2 precision=fp16"),
+        *rarely(("loud", "dp=1 precision=fp16"), ("loud", "fsdp=2 precision=fp16")),
+    ),
+)  # fmt: skip
+def test_a_loss_scale_on_the_device_goes_as_one_on_the_host(name: str, plan: str, devices: Devices) -> None:
+    """A step that overflows updates nothing, and its forward pass counts all the same."""
+    late, now = (devices.ask(name=name, plan=plan, device=kind, steps=8, cast=None)["ranks"] for kind in ("cuda", "cpu"))
     for mine, its in zip(late, now):
         assert mine["course"] == its["course"] and [scale for _, scale, _ in mine["course"]][-1] < 65536
         assert mine["numbers"] == pytest.approx(its["numbers"], rel=1e-2, nan_ok=True)
+        assert mine["counted"] == its["counted"]
         assert sum(mine["waits"].values()) <= 1
 
 

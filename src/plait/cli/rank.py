@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,6 @@ from plait.cli import out_of_memory
 from plait.cli.request import Request
 from plait.config.errors import FAILED, PlaitError
 from plait.data import sampling
-from plait.data.batch import Batch
 from plait.engine.build import broadcast_text, inexact
 from plait.engine.elastic import Keeper
 from plait.engine.engine import Engine
@@ -62,16 +61,17 @@ def train(
         if resumed is not None:
             _catch_up(engine, run, recorder, request.onward)
         for batch in engine.batches():
-            step = _step(engine, batch, recorder, request)
-            recorder.step(batch, step)
-            _kept(keeper, recorder, note)
-            made += 1
-            _sound(engine, note)
-            if made == 1:
-                _inexact(engine, note, named)
-            if made == 2:  # the numbers of the first are here, so it is over on the device too
-                _going(engine, recorder)
-            saved = _save_and_evaluate(engine, request, recorder, step.step) or saved
+            with _good_state_saved(engine, recorder, request.keep):
+                step = engine.step(batch)
+                recorder.step(batch, step)
+                _kept(keeper, recorder, note)
+                made += 1
+                _sound(engine, note)
+                if made == 1:
+                    _inexact(engine, note, named)
+                if made == 2:  # the numbers of the first are here, so it is over on the device too
+                    _going(engine, recorder)
+                saved = _save_and_evaluate(engine, request, recorder, step.step) or saved
         _ended(engine, recorder)
         done = True
     except Exception as error:
@@ -167,19 +167,18 @@ class _Tally:
             self.note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
 
 
-def _step(engine: Engine, batch: Batch, recorder: Recorder, request: Request) -> Step:
-    """One step. If it is not finite and the run stops, the state before it, which is good, is saved first."""
+@contextmanager
+def _good_state_saved(engine: Engine, recorder: Recorder, keep: int) -> Iterator[None]:
+    """Around a step, and what follows it. If the step is found not to be finite and the run stops, the state before it, which is good,
+    is saved first."""
     try:
-        step = engine.step(batch)
-        if _saves(engine, request, step.step):
-            engine.settle()
-        return step
+        yield
     except PlaitError as error:
         if error.codes[0] not in ("N001", "N002") or not engine.position.step or not engine.whole():
             raise
         recorder.flush()
         first, *rest = error.problems
-        fix = (f"the state before it is saved in {engine.save(request.keep)}", *first.fix)
+        fix = (f"the state before it is saved in {engine.save(keep)}", *first.fix)
         raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
 
 
@@ -270,16 +269,13 @@ def _last(engine: Engine, step: int) -> bool:
     return engine.stopping or step == engine.job.steps or bool(engine.callbacks.ended)
 
 
-def _saves(engine: Engine, request: Request, step: int) -> bool:
-    """Whether a checkpoint is due after a step."""
-    return _last(engine, step) or step % request.save_every == 0
-
-
 def _save_and_evaluate(engine: Engine, request: Request, recorder: Recorder, step: int) -> Path | None:
     """After a step, what is due; the last checkpoint comes before the last evaluation, unless that is what ends the run."""
     saved, last = None, _last(engine, step)
-    if _saves(engine, request, step):
+    if last or step % request.save_every == 0:
+        engine.settle()
         recorder.flush()
+        last = _last(engine, step)  # what the step's numbers say of stopping is known now
         saved = engine.save(request.keep, wait=last)
     _evaluate(engine, recorder, step)
     if engine.callbacks.ended and not last:

@@ -288,7 +288,7 @@ class Plan:
     @property
     def stretched(self) -> bool:
         """Whether tp computes between its slices on stretches of the sequence. Not compiled: units would be given tensors that
-        pose as the whole sequence, which no graph takes."""
+        claim the shape of the whole sequence, which torch.compile cannot trace."""
         return self.sequence_parallel and not self.compile
 
     @property

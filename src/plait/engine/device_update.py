@@ -15,12 +15,12 @@ from plait.parallel.built import Built
 from plait.tensors.torch_private import scale_, takes_found_inf
 
 
-def unseen(built: Built, leaves_out: bool) -> bool:
+def may_run_ahead(built: Built, skips_nonfinite: bool) -> bool:
     """Whether updates may be queued before the host has read the numbers of their steps.
 
-    `leaves_out`: a step that is not finite is to change nothing.
+    `skips_nonfinite`: a step that is not finite changes nothing.
     """
-    skips = not (leaves_out or built.scaler is not None)
+    skips = not (skips_nonfinite or built.scaler is not None)
     skips = skips or (takes_found_inf(built.optimizer) and momentum_begins_at_zero(built.optimizer))
     here = built.masters is None and built.plan.offload == "none" and built.plan.compress == "none"
     return skips and here and told_late(built)

@@ -397,7 +397,7 @@ class Engine:
         within, self._within = self._within, False
         if within:
             self.guard.before.put_back()
-        if self.updater.left_out:  # by the device, and the host has not heard of it
+        if self.updater.skipped:  # by the device, and the host has not heard of it
             (self.guard.earlier if within else self.guard.before).put_back()
         self.updater.average()
         if self.built.shards is not None:

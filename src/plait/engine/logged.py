@@ -91,6 +91,8 @@ class StepLog:
         """In the order of the row."""
         self.sums: dict[str, tuple[Number, float]] = {}
         """Of this step: the weighted sum, and the weight."""
+        self.sent = Logged((), {})
+        """What was logged in the step whose row was made last. Ranks may come to know names between its row and its end."""
         self.silent = False
         """Nothing is recorded: the step is tried without numbers."""
 
@@ -112,12 +114,9 @@ class StepLog:
 
     def row(self) -> list[Number]:
         """What goes into the row of the step: 1 when there are new names; of each known name the sum and the weight."""
+        self.sent = Logged(tuple(self.names), self.sums)
         mine = [n for name in self.names for n in self.sums.get(name, (0.0, 0.0))]
         return [float(not self.sums.keys() <= set(self.names)), *mine]
-
-    def step(self) -> Logged:
-        """What was logged in the step that ends."""
-        return Logged(tuple(self.names), self.sums)
 
     def agreed(self, step: Logged, group: ProcessGroup | None) -> dict[str, float]:
         """The means of a step in which some rank met new names. All ranks exchange them, and know them from here on."""

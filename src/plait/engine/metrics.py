@@ -72,8 +72,9 @@ class Recorder:
     def _read(self, wait: bool) -> None:
         while self.unread and (wait or self.unread[0][1].known):
             batch, step, now = self.unread.popleft()
-            self._record(batch, step, now)
-            self.recorded(step)
+            if step.step <= self.engine.position.step:  # else it ended the run, which is at the step before
+                self._record(batch, step, now)
+                self.recorded(step)
 
     def _record(self, batch: Batch, step: Step, now: float) -> None:
         seconds, self.last = now - self.last, now

@@ -1,7 +1,8 @@
-"""A step whose loss or gradient norm is not finite: found on all ranks in that step, before anything is updated.
+"""A step whose loss or gradient norm is not finite: found on all ranks, and nothing is updated.
 
-The loss and the norm are summed over the ranks anyway, so all of them decide alike and nothing is sent for it. Only
-then do they look for the place: the passes of the step run once more, from the same weights, buffers and random numbers,
+The loss and the norm are summed over the ranks anyway, so all of them decide alike and nothing is sent for it. On a CPU they
+know it before the update; a GPU skips the update by itself, and the hosts know it one step later (`update.py`). Only then do
+they look for the place: the passes of the step run once more, from the same weights, buffers and random numbers,
 with hooks on units and parameters, and every rank tells the others what it saw. Weights, buffers and the optimizer's
 state are those before the step; the step can be left out, or the run stops.
 """
@@ -61,7 +62,7 @@ class Guard:
         """Steps left out since one was made."""
 
     @property
-    def leaves_out(self) -> bool:
+    def skips_nonfinite(self) -> bool:
         """Whether a step that is not finite changes nothing."""
         return self.choice != "ignore"
 

@@ -47,7 +47,7 @@ class Numbered(Protocol):
 
     @property
     def known(self) -> bool:
-        """Whether they are on the host."""
+        """Whether they are on the host, and complete: what a step logged for the first time, and why it was left out, comes last."""
 
     @property
     def numbers(self) -> StepNumbers:

@@ -76,7 +76,7 @@ class Unread:
     logged: Logged
     losses: list[tuple[int, Tensor]]
     """Of this rank's micro-batches, by number."""
-    leaves_out: bool
+    skips_nonfinite: bool
     """A step that is not finite is left out."""
     factor: float | None
     """The loss scale, where the host has it; it is 1 where there is none, and None where it is on the device."""
@@ -92,6 +92,8 @@ class Unread:
     """Whether it is finite was looked at, and what follows from that was done."""
     trouble: Problem | None = None
     """What was not finite in it, where it was left out."""
+    told: bool = False
+    """What goes by its numbers is done."""
 
     @cached_property
     def sums(self) -> list[float]:
@@ -135,14 +137,14 @@ class Unread:
     @property
     def finite(self) -> bool:
         """Whether the update was made: all ranks see the same."""
-        if not self.leaves_out:
+        if not self.skips_nonfinite:
             return not self.scaled or math.isfinite(self.norm)
         return math.isfinite(self.norm) and math.isfinite(self.sums[0])
 
     @property
     def known(self) -> bool:
-        """Whether its numbers are on the host."""
-        return "numbers" in self.__dict__
+        """Whether its numbers are on the host, and complete."""
+        return self.told
 
     @cached_property
     def numbers(self) -> StepNumbers:

@@ -1,14 +1,14 @@
 """The end of a step: the norm, clipping and the optimizer's step, and when the host reads what came of it.
 
 On a CPU the host reads loss and norm and then makes the update. On a GPU that would leave the device idle: whoever queues its work would
-wait for it in every step. So the host queues the update unseen, the device leaves it out where loss or norm are not finite
+wait for it in every step. So the host runs ahead: it queues the update, the device skips it where loss or norm are not finite
 (`device_update.py`), and the row of numbers travels to the host while it queues the passes of the next step. It is read before that
 step's update. If it says that the step was left out, the passes just made are undone and made again after what a CPU would have done:
 buffers are put back, the place where it began is searched for, and the run stops or goes on.
 
 A moving average of the weights takes something of them when the step is known to have been made, which is before the next update.
 
-What cannot be queued unseen is an update by an optimizer that is not fused, the first one (in which optimizers make their state), and
+What cannot be queued ahead is an update by an optimizer that is not fused, the first one (in which optimizers make their state), and
 one that phases, replica groups or shares that follow speeds go by. There the host waits in the step, once.
 """
 
@@ -55,9 +55,9 @@ class Updater:
     def __init__(self, training: Updated, spans: Spans, norms: bool):
         self.training, self.spans, self.norms = training, spans, norms
         built = training.built
-        self.unseen = device_update.unseen(built, training.guard.leaves_out)
+        self.runs_ahead = device_update.may_run_ahead(built, training.guard.skips_nonfinite)
         """Updates are queued before their numbers are read."""
-        if self.unseen and built.scaler is not None:
+        if self.runs_ahead and built.scaler is not None:
             built.scaler = DeviceLossScale(built.scaler, built.device)
         self.at_once = not device_update.told_late(built)
         """What goes by a step's numbers is done in the step."""
@@ -69,20 +69,20 @@ class Updater:
         """The last step, as long as not all that goes by its numbers is done."""
 
     @property
-    def left_out(self) -> bool:
-        """Whether the last step was left out by the device, and nothing was done about it yet. Waits for its numbers."""
-        return self.unread is not None and not self.unread.judged and not self.unread.finite
+    def skipped(self) -> bool:
+        """Whether the last step is one to skip, and nothing was done about it yet. Waits for its numbers."""
+        return self.unread is not None and not self.unread.judged and bool(self._wrong(self.unread))
 
     def update(self, batch: Batch, step_row: Tensor) -> Unread:
         """Clip, take the optimizer's step, and forget the gradients that `backward` left."""
-        training, unseen = self.training, self.unseen and self.begun
-        if self.unread is not None and (unseen or not self.unread.judged) and self.settle(within_next=True):
+        training, ahead = self.training, self.runs_ahead and self.begun
+        if self.unread is not None and (ahead or not self.unread.judged) and self.settle(within_next=True):
             step_row = training.backward(batch)
         self.spans.begin("optimizer")
         row = self._row(step_row, norm := training.total_norm())
         unread = self._unread(batch, len(step_row))
         unread.to_average = training.built.average is not None and training.turns.last
-        if unseen:
+        if ahead:
             self._queue(step_row, norm)
         else:
             unread.copy = HostCopy(row)
@@ -92,7 +92,7 @@ class Updater:
         for parameter in training.built.own.values():
             parameter.grad = None
         self.spans.end("optimizer")
-        if unseen:
+        if ahead:
             unread.copy = HostCopy(row)
         unread.spans, self.unread, self.within = self.spans.taken(), unread, False
         return unread
@@ -110,8 +110,9 @@ class Updater:
         scale = 1.0 if built.scaler is None else built.scaler.value
         summed = built.rare is not None and built.rare.sums(batch.after.step)
         return Unread(
-            training.plan, batch, width, group_names(built) if self.norms else [], training.passes.logged.step(),
-            training.passes.losses, training.guard.leaves_out, None if isinstance(built.scaler, DeviceLossScale) else scale, built.scaler is not None,
+            training.plan, batch, width, group_names(built) if self.norms else [], training.passes.logged.sent,
+            training.passes.losses, training.guard.skips_nonfinite, None if isinstance(built.scaler, DeviceLossScale) else scale,
+            built.scaler is not None,
             training.plan.replica_groups if summed else 1.0,
         )  # fmt: skip
 
@@ -134,10 +135,10 @@ class Updater:
             built.scaler.update(unread.finite)
 
     def _queue(self, step_row: Tensor, norm: Tensor) -> None:
-        """The update, unseen: the device leaves it out where loss or norm are not finite."""
+        """The update, ahead of its numbers: the device skips it where loss or norm are not finite."""
         training, scaler = self.training, self.training.built.scaler
-        finite = norm.isfinite() if scaler is not None or training.guard.leaves_out else None
-        if finite is not None and training.guard.leaves_out:
+        finite = norm.isfinite() if scaler is not None or training.guard.skips_nonfinite else None
+        if finite is not None and training.guard.skips_nonfinite:
             finite = finite & step_row[0].isfinite()
         scale = scaler.factor if isinstance(scaler, DeviceLossScale) else None
         device_update.clip(self._gradients(), norm, training.job.clip, scale)
@@ -164,7 +165,7 @@ class Updater:
             return False
         found = False
         if not unread.judged:
-            if within_next and not unread.finite:
+            if within_next and self._wrong(unread):
                 self.training.guard.undo()
             try:
                 found = self._judge(unread)
@@ -174,18 +175,23 @@ class Updater:
         self.average(unread)
         unread.numbers.trouble = unread.trouble
         self.training.tell(unread)
+        unread.told = True
         return found
 
     def _judge(self, unread: Unread) -> bool:
         """Whether a step is left out because something in it is not finite, after a search for where that began."""
         training, unread.judged = self.training, True
-        what = training.guard.wrong(unread.loss, unread.norm, unread.scale if unread.scaled else None)
-        if what:
+        if what := self._wrong(unread):
             training.passes.losses = unread.losses
             unread.trouble = training.guard.handle(training, unread.batch, what)
         elif unread.finite:
             training.guard.skipped = 0
         return bool(what)
+
+    def _wrong(self, unread: Unread) -> str:
+        """What is not finite in a step, as `Guard.wrong` says it: nothing where fp16's loss scale is too large, which is no fault of the
+        step. It updates nothing, but its forward passes count."""
+        return self.training.guard.wrong(unread.loss, unread.norm, unread.scale if unread.scaled else None)
 
 
 def clip_factor(norm: float, most: float | None) -> float:

@@ -114,7 +114,7 @@ def _why_not(built: Built, name: str) -> str:
     """Why a unit that consists of modules stays uncompiled."""
     sequence_plan, words = built.whole.sequence_plan, built.whole.slices.vocabulary
     if sequence_plan is not None and any(call.unit == name and call.poses for call in sequence_plan.calls):
-        return "stays uncompiled: its code counts positions, so its rows pose as the whole sequence (cp), and a graph cannot be given such tensors"
+        return "stays uncompiled: its code counts positions, so under cp it is given tensors that torch.compile cannot trace"
     if built.plan.tp > 1 and any(f"{word}.".startswith(f"{name}.") for word in words):
         return "stays uncompiled: the vocabulary is cut in it (tp), and what it returns is there in parts, which a graph cannot give"
     return ""
@@ -127,7 +127,7 @@ def _beside(built: Built) -> dict[str, str]:
     beside = {mixture.name: why for mixture in built.whole.mixtures} if plan.ep > 1 else {}
     if plan.tp > 1 and plan.sequence_parallel:
         beside["sequence_parallel"] = (
-            "has no effect: units would be given tensors that pose as the whole sequence, which no graph takes"
+            "has no effect: units would be given tensors that claim the shape of the whole sequence, which torch.compile cannot trace"
         )
     return beside
 

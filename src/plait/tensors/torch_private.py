@@ -69,24 +69,16 @@ scale_ = torch._foreach_mul_
 attention_choice = torch._fused_sdp_choice
 """(q, k, v, mask, dropout, causal, scale=, enable_gqa=) -> the kernel that torch would take, as a `torch.nn.attention.SDPBackend`."""
 Kernels = tuple[Callable[..., Any], Callable[..., Any]]
-flash_cpu: Kernels = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
+flash_cpu: Kernels = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)  # fmt: skip
 """An attention kernel of torch, and its backward. Forward gives (output, logarithms of the sums of the weights, …); backward takes both,
 over these keys and perhaps others. This one is for CPUs, the others for GPUs."""
-flash: Kernels = (
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_backward,
-)
-memory_efficient: Kernels = (
-    torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward,
-)
-cudnn: Kernels = (
-    torch.ops.aten._scaled_dot_product_cudnn_attention,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
-)
+flash: Kernels = (torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward)  # fmt: skip
+memory_efficient: Kernels = (torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward)  # fmt: skip
+cudnn: Kernels = (torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward)  # fmt: skip
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
