@@ -26,6 +26,7 @@ from plait.cli.request import Request
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.engine import build
 from plait.engine.engine import Engine
 from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
@@ -56,6 +57,7 @@ def trained(
         )
         if resume:
             engine.resume()
+        most = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         source, made = engine.batches(), list[Step]()
         for _ in range(steps):  # as `plait train` does, nobody looks at a step's numbers before the next
             with shadow.WAITS.counted() as waited:
@@ -75,7 +77,7 @@ def trained(
         shadow.check_freed()
         gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}
         return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "unpinned": unpinned, "fused": fused,
-                "gathers": sorted(gathers), "course": course, "held": held, "counted": counted, "late": late,
+                "gathers": sorted(gathers), "course": course, "held": held, "most": most, "counted": counted, "late": late,
                 "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 
     with summing_on() as streams:
@@ -241,11 +243,13 @@ def tried(case: dict[str, Any]) -> dict[str, Any]:
         mock.patch.multiple(shadow.Stream, wait_stream=nothing, wait_event=nothing) if case.pop("deaf", False) else None
     )
     forgets = mock.patch.object(torch.Tensor, "record_stream", nothing) if case.pop("forgets", False) else None
+    cut_on_host = mock.patch.object(build, "WHOLE", 0.0) if case.pop("cut_on_host", False) else None
     backend = case.pop("backend", f"cpu:gloo,cuda:{nccl.NAME}")
     try:
         with (
             deaf or nullcontext(),
             forgets or nullcontext(),
+            cut_on_host or nullcontext(),
             nccl.instead_of_gloo(30.0, backend=backend, host=torch.ops.shadow.host, streams=shadow.Communicators()),
         ):
             return {"ranks": came(case)}

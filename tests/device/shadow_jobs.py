@@ -157,7 +157,28 @@ def large() -> plait.Job:
     return replace(job, model=layers, optimizer=lambda params: torch.optim.Adam(params, lr=1e-3))
 
 
+class Looking(torch.nn.Module):
+    """Looks at numbers: it runs on none without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = torch.nn.Linear(6, 8), torch.nn.Linear(8, 6), torch.nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).tanh())
+        return self.head(x if float(x.detach().abs().sum()) > 0 else -x)
+
+
+def many() -> plait.Job:
+    """Sixteen layers of 16,512 numbers."""
+    nn = torch.nn
+    layers = lambda: nn.Sequential(nn.Linear(6, 128), *(m for _ in range(16) for m in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 1))  # noqa: E731
+    return replace(jobs.mlp(), model=layers)
+
+
 JOBS = {
+    "many": many,
+    "looking": lambda: jobs.make(Looking),
     "hoarding": hoarding,
     "large": large,
     "spread": spread,

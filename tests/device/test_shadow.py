@@ -274,6 +274,37 @@ def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
     assert [rank["gathers"] for rank in found["ranks"]] == [["DefaultAllGather, DeviceScatter"]] * 2
 
 
+@pytest.mark.parametrize(
+    "name, plan, cast",
+    (
+        ("words", "tp=2", "float64"), ("deep", "pp=2 microbatches=2", "float64"), ("attention", "cp=2", "float64"),
+        ("stacked", "ep=2", "float64"), ("words", "pp=2 tp=2 microbatches=2 precision=bf16", None),
+        *rarely(
+            ("looking", "tp=2", "float64"), ("experts", "ep=2", "float64"),
+            ("attention", "cp=2 context=ulysses", "float64"), ("deep", "fsdp=2 tp=2", "float64"),
+            ("attention", "tp=2 cp=2", "float64"), ("experts", "fsdp=2 ep=2", "float64"), ("attention", "cp=2 precision=bf16", None),
+        ),
+    ),
+)  # fmt: skip
+def test_a_model_that_a_device_has_no_room_for_is_cut_on_the_host(name: str, plan: str, cast: str | None, devices: Devices) -> None:
+    """Its numbers are those of a model that was cut on the device, to the last bit."""
+    case = {"name": name, "plan": plan, "device": "cuda", "steps": 2, "cast": cast}
+    here, there = (devices.ask(**case, cut_on_host=on_host) for on_host in (False, True))
+    assert "error" not in there, there["error"]
+    for mine, its in zip(there["ranks"], here["ranks"]):
+        assert mine["numbers"] == its["numbers"] and mine["held"] == its["held"]
+
+
+@pytest.mark.parametrize("plan", ("tp=2", "pp=2 microbatches=2"))
+def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -> None:
+    """Half of it, and not the whole."""
+    whole, parts = (
+        [rank["most"] for rank in devices.ask(name="many", plan=plan, device="cuda", steps=1, cast=None, cut_on_host=on_host)["ranks"]]
+        for on_host in (False, True)
+    )
+    assert min(whole) > 4 * 16 * 16_512 and max(parts) < 0.7 * 4 * 16 * 16_512, (whole, parts)
+
+
 def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) -> None:
     """On a stream of their own, which the optimizer waits for; the numbers are those of one device."""
     found = devices.ask(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)

@@ -98,7 +98,7 @@ def test_a_cache_that_the_inputs_ask_for_is_no_hindrance() -> None:
 def courses(model: nn.Module, *shape: int) -> ForwardPaths:
     inputs = lambda n: torch.ones(n, *shape, dtype=torch.long if len(shape) == 1 and shape[0] > 6 else None)  # noqa: E731
     found = sketch(model, inputs, call)
-    made = ForwardPaths(model, found, cut(found, 2), call, inputs)
+    made = ForwardPaths(model, found, cut(found, 2), call, inputs, torch.device("cpu"))
     made.seed = 0
     return made
 

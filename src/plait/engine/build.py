@@ -1,5 +1,7 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
+import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +38,7 @@ from plait.parallel.fsdp import optimizer_check
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.mesh import group_of
-from plait.parallel.order import ORDER
+from plait.parallel.order import CUTTING, ORDER
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose
@@ -44,7 +46,10 @@ from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
 from plait.tensors.collectives import differing
-from plait.tensors.torch_private import tree_map_only
+from plait.tensors.torch_private import fake_failures, own_buffers, tree_map_only
+
+WHOLE = 0.25
+"""The share of a device's memory up to which a model goes there whole before it is cut."""
 
 
 def inexact(built: Built) -> list[str]:
@@ -119,15 +124,17 @@ def build(
     check_plan(job, plan, device.type)
     group = place.connect(device, single_messages=plan.pp > 1)
     share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
-    made = make(job, device, cast, group, share) if known is None else known[0]
+    made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known[0]
     built = start_build(job, plan, place, (device, cast), made)
     built.group = group
     _meet(built)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
-        try_metrics.metrics(built, made, lambda pair: move(pair, device, cast))
+        try_metrics.metrics(built, _on_host(made), lambda pair: move(pair, built.model_device, cast))
     model, sketched = built.model, built.whole
     for strategy in ORDER:
+        if strategy not in CUTTING:
+            _settle(built)
         if strategy.wanted(plan):
             strategy.apply(built)
     if sketched.whole_update:
@@ -152,6 +159,31 @@ def build(
     return built
 
 
+def _room(plan: Plan, device: torch.device) -> float:
+    """Bytes of a model that the device takes whole before it is cut into stages, slices or experts."""
+    if device.type != "cuda" or not plan.across:
+        return math.inf
+    return torch.cuda.mem_get_info(device)[1] * WHOLE
+
+
+def _on_host(made: BuiltModel) -> BuiltModel:
+    """The model as runs with its numbers take it, where it is in the host's memory still."""
+    return BuiltModel(made.model, made.model) if made.on_host else made
+
+
+def _settle(built: Built) -> None:
+    """What is left of a model that was cut in the host's memory goes to the device."""
+    if not built.on_host:
+        return
+    built.on_host = False
+    for parameter in built.model.parameters():
+        if parameter.device != built.device and not parameter.is_meta:
+            parameter.data = parameter.detach().to(built.device)
+    for module in built.model.modules():
+        buffers = own_buffers(module)
+        buffers.update({name: b if b is None or b.is_meta else b.to(built.device) for name, b in buffers.items()})
+
+
 def _sum_across(built: Built, names: list[str]) -> None:
     """What sums the gradients of ranks that are not all alike; of each phase its own. `names`: of all trained parameters."""
     inner, of_all = built.by_phase, built.reducer
@@ -168,9 +200,10 @@ def start_build(
     """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
     samples = sampling.data_of(job)
     example = sampling.example(job, samples)
-    pairs = lambda n: move(data_module.first_samples(example, n), *how)  # noqa: E731
-    once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
+    built.on_host = made.on_host
+    pairs = lambda n: move(data_module.first_samples(example, n), built.model_device, how[1])  # noqa: E731
+    once = call if plan.pp == 1 else partial(_as_trained, built)
     built.inputs = DeviceCopies(how[0])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
     built.trial_call, built.pairs = once, pairs
@@ -188,8 +221,7 @@ def analyse(built: Built, made: BuiltModel, seen: Sketch | None = None) -> Sketc
 def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan, cast, once = built.job, built.plan, built.cast, built.trial_call
     inputs = lambda n: built.pairs(n)[0]  # noqa: E731
-    judge = lambda n: judged(job, built.pairs(n)[1])  # noqa: E731
-    found = sketch(made.fake, inputs, once, job.units, judge) if seen is None else seen
+    found = _sketched(built, made) if seen is None else seen
     if problem := scripted.refused(plan, found.scripted):
         raise PlaitError(problem)
     found = built.sketch = with_open_head(found, job)
@@ -198,7 +230,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     if plan.tp > 1:
         handed_on = StageLayout.of(plan, found, job.stages).handed_on if plan.pp > 1 else frozenset()
         wide = cast is torch.float64
-        found = choose.sliced(found, made, built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
+        found = choose.sliced(found, _on_host(made), built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
     found = context.stretched(built) if context.wanted(plan) else found
@@ -220,9 +252,26 @@ def _meet(built: Built) -> None:
     built.sharers = BatchPeers(ranks, plan.microbatches)
 
 
-def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: object) -> Any:
+def _sketched(built: Built, made: BuiltModel) -> Sketch:
+    """The sketch of a model as it is on the device, which chooses what operators do inside. One that runs with its numbers only
+    has to go there as a whole."""
+    inputs = lambda n: built.pairs(n)[0]  # noqa: E731
+    judge = lambda n: judged(built.job, built.pairs(n)[1])  # noqa: E731
+    if made.on_host:
+        built.on_host = False  # the fake one is there
+        with suppress(*fake_failures()):
+            found = sketch(made.fake, inputs, built.trial_call, built.job.units, judge)
+            if not found.by_values:
+                built.on_host = True
+                return found
+        built.on_host = True
+        _settle(built)
+    return sketch(made.fake if not made.on_host else made.model, inputs, built.trial_call, built.job.units, judge)
+
+
+def _as_trained(built: Built, model: nn.Module, inputs: object) -> Any:
     """A call in the number format of training: stages wait for outputs in the format that they will have."""
-    with trained_format(*how, model):
+    with trained_format(built.plan, built.cast, built.model_device.type, model):
         return call(model, inputs)
 
 

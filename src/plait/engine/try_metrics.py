@@ -49,7 +49,7 @@ def metrics(built: Built, made: BuiltModel, ready: Callable[[Pair], Pair]) -> No
             seed_host(built.job.seed, "evaluate", 0)
             held = data.example(wanted.data, data.opened(wanted.data, WHERE), WHERE)
             pairs = [ready(data.first_samples(held, n)) for n in (1, 2)]
-            with torch.no_grad(), forward_format(built.plan, built.cast, built.device.type):
+            with torch.no_grad(), forward_format(built.plan, built.cast, built.model_device.type):
                 counts = _Trial(built, made, wanted.metrics, pairs).counts()
     except PlaitError as error:
         raise PlaitError([replace(p, where=p.where or WHERE) for p in error.problems], error.exit_code) from error
@@ -116,7 +116,7 @@ class _Trial:
         if not isinstance(t, Tensor):
             return t
         made = torch.rand(t.shape) if t.is_floating_point() else torch.zeros(t.shape)
-        return made.to(self.built.device, t.dtype)
+        return made.to(self.built.model_device, t.dtype)
 
     def _real(self) -> list[Any] | None:
         """What the model returns, where this rank has all of it; None when it has not, or when the model raises."""

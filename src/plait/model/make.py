@@ -1,8 +1,10 @@
 """Making what a job describes: its model with the weights it has on one device, and its optimizer."""
 
 import inspect
+import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +21,11 @@ from plait.model.deferred_init import defer
 from plait.model.parameter_groups import optimizer_of
 from plait.randomness.keyed import host_kept
 from plait.tensors.collectives import differing, digest
-from plait.tensors.modules import put_parameters
-from plait.tensors.torch_private import convert, own_buffers
+from plait.tensors.fake import emptied_on
+from plait.tensors.modules import exchange_tensors
+from plait.tensors.torch_private import FakeTensorMode, convert
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,34 +36,32 @@ class BuiltModel:
     model: nn.Module
     fake: nn.Module
     shares: dict[str, Tensor] = field(default_factory=dict)
+    on_host: bool = False
+    """A GPU has no room for it before it is cut: it is in the host's memory, and `fake` is as on the GPU."""
 
 
 def make(
     job: Job, device: torch.device, cast: torch.dtype | None, group: ProcessGroup | None,
-    share: Callable[[Tensor], Tensor] | None,
+    share: Callable[[Tensor], Tensor] | None, room: float = math.inf,
 ) -> BuiltModel:  # fmt: skip
     """The job's model on this rank, in `cast` if given. With `share`, a large model is never held: see `model/deferred_init.py`.
 
-    J008 when its weights are not the same on all ranks of the group.
+    `room`: bytes; a larger model stays in the host's memory. J008 when its weights are not the same on all ranks of the group.
     """
     deferred = defer(lambda: make_model(job), share, digest) if share is not None else None
     model = deferred.model if deferred else make_model(job)
     if group is not None and dist.get_world_size(group) > 1:
         _same_everywhere(model, deferred.digests if deferred else {}, group, device)
+    if deferred is None and sum(t.nbytes for t in (*model.parameters(), *model.buffers())) > room:
+        with suppress(Exception):  # a model that cannot be copied
+            fake = emptied_on(convert(model, CPU, cast), FakeTensorMode(allow_non_fake_inputs=True), device)
+            return BuiltModel(model, fake, on_host=True)
     convert(model, device, cast)
     if deferred is None:
         return BuiltModel(model, model)
     one = lambda t: t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)  # noqa: E731
-    _convert_fake(deferred.fake, one)
+    exchange_tensors(deferred.fake, one)
     return BuiltModel(model, deferred.fake, {name: one(part) for name, part in deferred.shares.items()})
-
-
-def _convert_fake(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
-    """As `convert`, tensor by tensor: `nn.Module.to` cannot exchange fake ones in place."""
-    put_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
-    for module in model.modules():
-        buffers = own_buffers(module)
-        buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})
 
 
 def make_model(job: Job) -> nn.Module:

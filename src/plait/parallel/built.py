@@ -156,6 +156,8 @@ class Built:
     """Runs the model in training's format, for those who look at it before it is split."""
     pairs: Callable[[int], Any] = lambda n: None
     """n -> inputs and targets of n samples."""
+    on_host: bool = False
+    """Its model is in the host's memory still: the device has no room for it before it is cut."""
     inputs: DeviceCopies = field(init=False)
     """Samples on their way to the device."""
     randomness: Randomness = field(init=False)
@@ -243,6 +245,11 @@ class Built:
     lockstep: str = ""
     """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
     a sample (layers that count samples), `sample` with one that weighs nothing."""
+
+    @property
+    def model_device(self) -> torch.device:
+        """Where its model is now."""
+        return torch.device("cpu") if self.on_host else self.device
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""

@@ -83,3 +83,5 @@ ORDER: tuple[Strategy, ...] = (
     replica_groups,
     server,
 )
+CUTTING: tuple[Strategy, ...] = (pipeline, expert, tensor, context)
+"""Those that leave a rank with a part of the model. They come first."""

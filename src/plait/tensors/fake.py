@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.tensors.modules import put_parameters
+from plait.tensors.modules import exchange_tensors, put_parameters
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     Unknowns,
+    emptied,
     fakes_around,
     tree_map_only,
 )
@@ -57,6 +58,13 @@ def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeT
     with fakes or Unknowns(allow_non_fake_inputs=True):
         empty = [torch.empty(p.shape, dtype=p.dtype, device=device) for p in gone]
     put_parameters(model, {id(p): nn.Parameter(e, p.requires_grad) for p, e in zip(gone, empty)})
+
+
+def emptied_on(model: nn.Module, fakes: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of a module as it would be on a device, with fake parameters and floating buffers of this mode."""
+    made = emptied(model, fakes)
+    exchange_tensors(made, lambda t: t.detach().to(device))
+    return made
 
 
 ASKED = ("mkldnn_rnn_layer",)

@@ -128,3 +128,11 @@ def put_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in new:
                 setattr(module, name, new[id(parameter)])
+
+
+def exchange_tensors(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
+    """Other parameters and buffers in the place of all of a model's, tensor by tensor: `nn.Module.to` cannot exchange fake ones in place."""
+    put_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
+    for module in model.modules():
+        buffers = own_buffers(module)
+        buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})

@@ -96,7 +96,7 @@ def stretched(built: Built) -> Sketch:
     plan, sketch, model = built.plan, built.sketch, built.model
 
     def run(model: nn.Module, given: object) -> object:
-        with trained_format(plan, built.cast, built.device.type, model):
+        with trained_format(plan, built.cast, built.model_device.type, model):
             return call(model, given)
 
     sequence_plan = find(model, built.pairs(SAMPLES)[0], run, sketch)

@@ -21,8 +21,9 @@ from plait.model.sketch import PROBES, Sketch, single
 from plait.model.trace import Call, Keys, trace_run
 from plait.parallel.pipeline.partition import ForwardPath, StagePartition, check_calls, crossings, homes
 from plait.randomness import keyed
+from plait.tensors.fake import emptied_on
 from plait.tensors.modules import attributes_of, put_back
-from plait.tensors.torch_private import Unknowns, emptied, own_buffers
+from plait.tensors.torch_private import Unknowns, own_buffers
 from plait.tensors.trees import Slot, Template, taken, template
 
 KEPT = 256
@@ -42,7 +43,9 @@ class Forward:
 class ForwardPaths:
     """The forward paths of a model that is cut into stages. `call` runs the model in the format of training."""
 
-    def __init__(self, model: nn.Module, sketch: Sketch, cut: StagePartition, call: Call, inputs: Callable[[int], Any]):
+    def __init__(
+        self, model: nn.Module, sketch: Sketch, cut: StagePartition, call: Call, inputs: Callable[[int], Any], device: torch.device
+    ):
         self.model, self.sketch, self.call = model, sketch, call
         self.first = ForwardPath(sketch.calls, cut)
         self.seed = 0
@@ -56,7 +59,7 @@ class ForwardPaths:
         self.known: OrderedDict[Any, ForwardPath] = OrderedDict()
         self.owner = homes(sketch, cut)
         try:
-            self.hollow: nn.Module | None = emptied(model, self.fakes)
+            self.hollow: nn.Module | None = emptied_on(model, self.fakes, device)
         except Exception:  # a model that cannot be copied has the first path only
             self.hollow = None
 

@@ -93,7 +93,7 @@ def apply(built: Built) -> None:
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
-    paths = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0])
+    paths = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0], built.device)
     paths.seed, paths.fixed = built.job.seed, context.wanted(plan)
     if paths.fixed and paths.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
