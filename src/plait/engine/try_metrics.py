@@ -26,9 +26,9 @@ from plait.model.trace import fakes_of
 from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_kept, seed_host
-from plait.tensors.fake import PartlyFake
+from plait.tensors.fake import PartlyFake, emptied
 from plait.tensors.modules import evaluating
-from plait.tensors.torch_private import emptied, leaves, tree_flatten, tree_map_only, tree_unflatten
+from plait.tensors.torch_private import leaves, tree_flatten, tree_map_only, tree_unflatten
 
 WHERE = "Evaluate(data=…)"
 MOST = 256 << 20

@@ -5,6 +5,7 @@ CPU keeps a workspace for backward; how large it is, only the library knows: it 
 return their sum in the memory of all that they summed.
 """
 
+import copy
 import threading
 from typing import Any
 
@@ -18,7 +19,6 @@ from plait.tensors.torch_private import (
     OpOverload,
     TorchDispatchMode,
     Unknowns,
-    emptied,
     fakes_around,
     tree_map_only,
 )
@@ -50,6 +50,22 @@ class PartlyFake(TorchDispatchMode):
     def hides(self, made: Tensor) -> bool:
         """Whether a new tensor, made from no other, is to be fake."""
         return made.numel() * made.element_size() > SMALL
+
+
+def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
+    """A deep copy of a module with fake parameters and floating buffers of this mode; no numbers are copied."""
+    made: dict[int, Any] = {}
+    with fakes:
+        for p in model.parameters():
+            made[id(p)] = nn.Parameter(_hollow(p), p.requires_grad)
+        for b in model.buffers():
+            if b.is_floating_point():  # code may look at whole numbers
+                made[id(b)] = _hollow(b)
+    return copy.deepcopy(model, made)
+
+
+def _hollow(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:

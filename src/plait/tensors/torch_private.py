@@ -3,7 +3,6 @@
 Each has a contract test: when a torch release moves a name, one test fails and this file alone changes.
 """
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -374,22 +373,6 @@ class Unknowns(FakeTensorMode):
 def is_unknown(t: object) -> bool:
     """Whether it stands for another rank's value. (In a dry run a rank's own tensors are fake too, of another mode.)"""
     return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
-
-
-def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
-    """A deep copy of a module with fake parameters and floating buffers of this mode; no numbers are copied."""
-    made: dict[int, Any] = {}
-    with fakes:
-        for p in model.parameters():
-            made[id(p)] = nn.Parameter(_hollow(p), p.requires_grad)
-        for b in model.buffers():
-            if b.is_floating_point():  # code may look at whole numbers
-                made[id(b)] = _hollow(b)
-    return copy.deepcopy(model, made)
-
-
-def _hollow(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def is_view(t: Tensor) -> bool:
