@@ -100,10 +100,10 @@ class Stream:
 
 
 class Event:
-    """What a stream had done."""
+    """What a stream had done. Who waits for one that is not `blocking` spins."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.number = -1
+    def __init__(self, *args: Any, blocking: bool = False, **kwargs: Any):
+        self.number, self.blocking = -1, blocking
 
     def record(self, stream: Stream | None = None) -> None:
         self.number = LENT[0].clocks_record(LENT[0].clocks_current() if stream is None else stream.number)
@@ -122,7 +122,7 @@ class Event:
         return 1.0
 
     def synchronize(self) -> None:
-        WAITS.note("event.synchronize")
+        WAITS.note("event.synchronize" if self.blocking else "event.synchronize, which spins")
         if self.number >= 0:
             LENT[0].clocks_wait(HOST, self.number)
 

@@ -130,6 +130,7 @@ def test_a_step_on_devices(name: str, plan: str, devices: Devices) -> None:
         assert rank["late"] or not name.endswith(("fused", "averaged")), "the update was not queued before its numbers were read"
     assert sum(most.values()) <= BUDGET[name, plan], most
     assert not [line for line in most if line.startswith(SILENT)]
+    assert not [line for line in most if "spins" in line], most
     assert not [
         line for rank in found["ranks"] for line in rank["unpinned"] if line.startswith(("data/", "engine/build"))
     ]

@@ -16,7 +16,8 @@ from rarely import sampled
 from plait.data.batch import BatchShare, Position
 from plait.data.loading import batches
 from plait.launch import hangs
-from plait.launch.activity import activity
+from plait.launch.activity import Activity, activity
+from plait.launch.failures import hung
 from plait.launch.hangs import AWAITED, AWAITED_BUSY, GROWTH, IDLE, READS, READS_BUSY, HangDetector, Look, limit, told
 from plait.launch.progress import Progress, ProgressBoard
 from plait.launch.stacks import Stack, StackFrame, Stacks, parse
@@ -24,6 +25,8 @@ from plait.launch.stacks import Stack, StackFrame, Stacks, parse
 JOB = str(Path(__file__).parents[1] / "jobs_hanging.py")
 SEND = StackFrame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")
 MINE = StackFrame("/home/me/job.py", "7", "forward")
+EVENT = StackFrame("/somewhere/site-packages/torch/cuda/streams.py", "231", "synchronize")
+READ = StackFrame(str(Path(hangs.__file__).parents[1] / "tensors/transfers.py"), "37", "read")
 
 
 def look(
@@ -47,6 +50,8 @@ def waits(rank: int, silent: float = 30.0, phase: str = "reduce") -> Look:
     (look(1, "forward", 30, busy=True, frames=(MINE,)), [waits(0)], False, hangs.BUSY),
     (look(1, "forward", 30, frames=(MINE,)), [waits(0), look(2, "forward", 1, busy=True)], True, IDLE),
     (look(1, "forward", 30, frames=(MINE,)), [look(0, "forward", 30, frames=(SEND, MINE))], True, IDLE),  # a user's barrier
+    (look(1, "forward", 30, frames=(MINE,)), [look(0, "reduce", 30, frames=(EVENT, READ))], True, IDLE),  # devices may compute
+    (look(1, "forward", 30, busy=True, frames=(MINE,)), [look(0, "reduce", 30, frames=(EVENT, READ))], True, hangs.BUSY),
     (look(0, "forward", 30, frames=(MINE,)), [], True, IDLE),
     (look(1, "data", 300, frames=(MINE,)), [waits(0)], True, READS),
     (look(1, "evaluation data", 300, busy=True, frames=(MINE,)), [waits(0)], True, READS_BUSY),
@@ -181,6 +186,83 @@ def test_one_line_on_silent_ranks() -> None:
         "note  rank 1 has made no progress for 8 s at step 4, forward, at work: /home/me/job.py:7 in forward;"
         " ranks 0,2 wait for it (stack in logs/rank1.log)"
     )
+
+
+class FakeStacks(Stacks):
+    """What processes would answer, by their ids."""
+
+    def __init__(self, frames: dict[int, tuple[StackFrame, ...]]):
+        self.frames = frames
+
+    def ask(self, pid: int, patience: float = 0.5) -> Stack:
+        return Stack(self.frames[pid])
+
+
+def watched(frames: dict[int, tuple[StackFrame, ...]], monkeypatch: pytest.MonkeyPatch, *, step: int, spins: bool, seconds: int,
+            elsewhere: bool = False) -> tuple[float, hangs.Hang | None, list[str]]:  # fmt: skip
+    """(after how many seconds ranks that stand still were ended for, if they were; for whom; what was said of them before).
+    `spins`: those that wait for a device use the processor."""
+    clock, board = [1000.0], ProgressBoard(range(len(frames)))
+    monkeypatch.setattr("plait.launch.hangs.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("plait.launch.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(hangs, "stopped", lambda pid: False)
+    spent = lambda pid: clock[0] * (spins and frames[pid][0] == EVENT)  # noqa: E731
+    monkeypatch.setattr(hangs, "activity", lambda pid: Activity(clock[0], spent(pid), 0.0, 0.0, False))
+    for rank, row in frames.items():
+        board.write(rank, step, "forward" if row[0] == MINE else "reduce")
+    detector, said = HangDetector(board, {rank: rank for rank in frames}, FakeStacks(frames), None, True, elsewhere), list[str]()
+    while clock[0] < 1000.0 + seconds:
+        clock[0] += 1.0
+        found = detector.check()
+        said += [told(*group) for group in detector.names()]
+        if found is not None:
+            return clock[0] - 1000.0, found, said
+    return float(seconds), None, said
+
+
+@pytest.mark.parametrize("spins", (False, True))
+@pytest.mark.parametrize("step, passes", ((3, hangs.BUSY), (0, hangs.FIRST)))
+def test_devices_that_wait_for_each_other(step: int, passes: float, spins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a long step, so it is ended when a rank that computes would be; nobody is said to be elsewhere."""
+    took, found, said = watched({0: (EVENT, READ), 1: (EVENT, READ, MINE)}, monkeypatch, step=step, spins=spins, seconds=4000)
+    assert found is not None and found.devices and passes <= took <= passes + 3
+    assert said[0].startswith("note  ranks 0-1 have made no progress for 8 s") and "waiting for their devices: " in said[0]
+    assert "tensors/transfers.py:37 in read on rank 0" in said[0]
+    (problem,) = hung(found).all_problems()
+    assert problem.code == "C001" and "all ranks wait for their devices or for each other" in problem.what
+    assert "it waits for its device; rank 1 in reduce, waiting for its device" in problem.why
+
+
+@pytest.mark.parametrize("spins", (False, True))
+def test_the_rank_that_is_elsewhere_is_blamed_not_who_waits_for_a_device(spins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it has come farther than the others."""
+    took, found, said = watched({0: (EVENT, READ), 1: (MINE,), 2: (EVENT, READ)}, monkeypatch, step=3, spins=spins, seconds=1000)
+    assert found is not None and found.look.rank == 1 and not found.devices and IDLE <= took <= IDLE + 3
+    assert "rank 1 has made no progress for 8 s" in said[0] and "job.py:7 in forward; ranks 0,2 wait for it" in said[0]
+    assert not [line for line in said if "device" in line]
+
+
+def test_a_host_that_waits_for_a_device_beside_hosts_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, found, said = watched({0: (SEND,), 1: (EVENT, READ)}, monkeypatch, step=3, spins=True, seconds=1000)
+    assert found is not None and found.devices and took >= hangs.BUSY, "the device may compute"
+    assert "waiting for their devices or for each other" in said[0]
+
+
+@pytest.mark.parametrize("elsewhere", (False, True))
+def test_a_rank_alone_that_waits_for_its_device(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, or on this machine: it is ended when one that computes would be."""
+    took, found, said = watched({0: (EVENT, READ)}, monkeypatch, step=3, spins=False, seconds=1000, elsewhere=elsewhere)
+    assert found is not None and not found.devices and hangs.BUSY <= took <= hangs.BUSY + 3
+    assert "rank 0 has made no progress for 8 s at step 4, reduce, waiting for its device" in said[0]
+    assert "it waits for its device" in hung(found).all_problems()[0].why
+
+
+def test_what_waits_for_a_device() -> None:
+    whole = StackFrame("/somewhere/site-packages/torch/cuda/__init__.py", "1040", "synchronize")
+    assert Stack((EVENT, MINE)).awaits_device and Stack((whole, MINE)).awaits_device
+    assert not Stack((MINE, EVENT)).awaits_device and not Stack().awaits_device
+    other = StackFrame(whole.file, "300", "_lazy_init")
+    assert not Stack((other,)).awaits_device
 
 
 @pytest.fixture

@@ -103,8 +103,11 @@ def hung(found: Hang) -> Failure:
         does, fix = "it is stopped", ("send it SIGCONT within 2 s, or start again with --resume",)
     else:
         what = f"rank {rank} stopped making progress" + (" and holds everyone up" if found.others else "")
+        if found.devices:
+            what = f"rank {rank} stopped making progress: all ranks wait for their devices or for each other"
         does = "it is at work, but finishes nothing" if look.busy else "it uses no processor, disk or network"
         does = "it waits for other ranks" if look.waits else does
+        does = "it waits for its device" if look.stack.awaits_device else does
         fix = (
             f"logs/rank{rank}.log ends with its stack", "--resume after mending it",
             f"--patience {max(60, 4 * look.silent):.0f}    if it only needs more time",

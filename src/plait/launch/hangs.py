@@ -12,6 +12,10 @@ entered, in a phase that took the others next to no time: a few seconds. It read
 minutes at any moment: ten minutes without using anything, an hour when it is at work. Every limit grows with what the
 same phase took before, on any rank; `--patience` overrules all of them. A rank that a signal has stopped is ended for
 after `STOPPED`.
+
+The host of a GPU queues work and then waits for its device, which may compute, or wait in a collective for the devices of
+others: from outside these look alike, and the wait may sleep or spin. Such a rank waits, so that it is not blamed beside one
+whose host is elsewhere; but nothing is ended for it before the time that a rank has which computes.
 """
 
 import time
@@ -55,10 +59,10 @@ class Look:
 
     @property
     def waits(self) -> bool:
-        """It waits for another rank."""
-        return not self.busy and (
-            self.stack.communicates or (self.progress.phase == "reduce" and not self.stack.frames)
-        )
+        """It waits for another rank, or for its device."""
+        if self.busy or self.stack.awaits_device:
+            return self.stack.awaits_device
+        return self.stack.communicates or (self.progress.phase == "reduce" and not self.stack.frames)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Hang:
     others: tuple[str, ...]
     """What the others do."""
     stopped: bool = False
+    devices: bool = False
+    """Nobody is elsewhere: all ranks here wait, some of them for their devices."""
 
 
 def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience: float | None) -> tuple[float, float]:
@@ -79,7 +85,7 @@ def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience:
     """
     phase, busy = suspect.progress.phase, suspect.busy
     building = phase in ("start", "build")
-    waiting = [look for look in others if look.waits]
+    waiting = [look for look in others if look.waits and not look.stack.awaits_device]  # a device may still compute
     awaited = bool(others) and len(waiting) == len(others) and not any(o.stack.asked_by_user for o in waiting)
     passed, allowed = suspect.silent, (FIRST if building or suspect.progress.step < 1 else BUSY) if busy else IDLE
     if suspect.stack.compiles or phase in READING or phase == "checkpoint":
@@ -216,19 +222,25 @@ class HangDetector:
 
         Where there are ranks on other machines, it may be one of those that holds these up, which its own launcher finds.
         """
-        if not self.looks or self.elsewhere:
+        on_devices = any(look.stack.awaits_device for look in self.looks)
+        if not self.looks or (self.elsewhere and not on_devices):
             return None
         first = min(self.looks, key=_guilt)
         phases = {look.progress.phase for look in self.looks}
         allowed = READS if phases & {*READING, "checkpoint"} else AWAITED if len(self.looks) > 1 else IDLE
-        seen = max(self.slowest.get(phase, 0.0) for phase in phases - {"reduce"} or {""})
+        if on_devices:
+            allowed = max(allowed, FIRST if min(look.progress.step for look in self.looks) < 1 else BUSY)
+        measured = phases if on_devices else phases - {"reduce"} or {""}
+        seen = max(self.slowest.get(phase, 0.0) for phase in measured)
         allowed = max(allowed, GROWTH * seen) if self.patience is None else self.patience
-        if min(look.waited for look in self.looks) < allowed:
+        if min(look.silent if on_devices else look.waited for look in self.looks) < allowed:
             return None
-        return Hang(first, self._others(first.rank))
+        return Hang(first, self._others(first.rank), devices=on_devices and len(self.looks) > 1)
 
     def _others(self, rank: int) -> tuple[str, ...]:
-        return tuple(f"rank {r} in {row.phase}" for r, row in self.last.items() if r != rank)
+        on_devices = {look.rank for look in self.looks if look.stack.awaits_device}
+        does = {r: row.phase + ", waiting for its device" * (r in on_devices) for r, row in self.last.items()}
+        return tuple(f"rank {r} in {words}" for r, words in does.items() if r != rank)
 
 
 def _guilt(look: Look) -> tuple[bool, int, float]:
@@ -239,10 +251,14 @@ def _guilt(look: Look) -> tuple[bool, int, float]:
 def told(group: list[Look], waiting: list[Look]) -> str:
     """One line on ranks that have been silent in the same place, for the console."""
     look = group[0]
+    on_devices = [one.stack.awaits_device for one in group]
     who = ranks_in_words(sorted(one.rank for one in group))
     verb = "has" if len(group) == 1 else "have"
     if look.stack.compiles:
         does = "torch.compile is at work"
+    elif any(on_devices):
+        mixed = "waiting for their devices or for each other"
+        does = mixed if not all(on_devices) else "waiting for their devices" if len(group) > 1 else "waiting for its device"
     elif look.busy:
         does = "at work"
     elif look.waits:

@@ -32,6 +32,8 @@ _COMPILING = (
     "_inductor/cpp_builder.py", "_functorch/aot_autograd.py", "triton/compiler/",
 )  # fmt: skip
 """Files of torch that are on the stack while it compiles, and not while compiled code runs."""
+_DEVICE = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("cuda/streams.py", "cuda/__init__.py", "accelerator/__init__.py"))
+"""Files of torch in which a host waits for its device, in functions called `synchronize`."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class StackFrame:
             return "python"
         return "user"
 
+    @property
+    def awaits_device(self) -> bool:
+        """Whether it is torch's wait for what was queued to a device: for an event, a stream, or all of it."""
+        return self.name == "synchronize" and self.file.endswith(_DEVICE)
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -68,9 +75,9 @@ class Stack:
 
     @property
     def where(self) -> str:
-        """The innermost line of the user's code, else the innermost line of any but Python's own."""
+        """The innermost line of the user's code, else the innermost line of any but Python's own, and torch's where it waits for a device."""
         for wanted in (("user",), ("library", "plait", "torch.distributed"), ("python",)):
-            found = next((frame for frame in self.frames if frame.owner in wanted), None)
+            found = next((frame for frame in self.frames if frame.owner in wanted and not frame.awaits_device), None)
             if found:
                 return str(found)
         return ""
@@ -80,6 +87,12 @@ class Stack:
         """Whether the call that has not returned is plait's or torch.distributed's: what waits for others is there."""
         inner = next((f.owner for f in self.frames if f.owner != "python"), "")
         return inner in ("plait", "torch.distributed")
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether the call that has not returned waits for the device."""
+        inner = next((f for f in self.frames if f.owner != "python"), None)
+        return inner is not None and inner.awaits_device
 
     @property
     def asked_by_user(self) -> bool:

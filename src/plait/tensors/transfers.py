@@ -27,7 +27,7 @@ class HostCopy:
         self.numbers: list[float] | None = None
         if row.device.type == "cuda":
             self.row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(self.row, non_blocking=True)
-            self.event = torch.cuda.Event()
+            self.event = torch.cuda.Event(blocking=True)  # who waits for it sleeps: the host's cores have other work
             self.event.record()
 
     def read(self) -> list[float]:
