@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jobs
 import jobs_context
@@ -15,7 +16,9 @@ from torch import Tensor
 import plait
 from device import ring_probes, shadow
 from plait.data.device_copies import DeviceCopies
+from plait.engine.build import pick_device
 from plait.engine.engine import Engine
+from plait.launch import devices
 from plait.launch.place import Place
 from plait.tensors.transfers import HostCopy
 
@@ -222,6 +225,12 @@ def strided(rank: int) -> Any:
 
 def beyond(rank: int) -> Any:
     torch.cuda.set_device(17)
+
+
+def listed(rank: int) -> Any:
+    """A rank whose device the driver lists, and CUDA does not see."""
+    with mock.patch.object(devices, "cuda_names", lambda: ["pretended"] * 18):
+        pick_device("cuda", Place(17, 18, 17))
 
 
 def summed(rank: int) -> Any:
@@ -468,7 +477,7 @@ RACES = (
     waited_on_another_stream, freed_too_early,
 )  # fmt: skip
 OTHERS = (
-    given_up, late, counted, full, pinned, mixed, host_collective, strided, beyond, summed, waits, no_waits, waited_for,
+    given_up, late, counted, full, pinned, mixed, host_collective, strided, beyond, listed, summed, waits, no_waits, waited_for,
     other_parts, freed_in_time, copied_ahead, samples_let_go,
 )  # fmt: skip
 PROBES = {f.__name__: f for f in (*OTHERS, *RACES, *ring_probes.PROBES)}

@@ -353,6 +353,12 @@ def test_what_a_device_does_not_take(probe: str, words: str, devices: Devices) -
     assert words in devices.ask(probe=probe, world=2)["error"]
 
 
+def test_a_device_that_is_listed_and_not_there(devices: Devices) -> None:
+    told = devices.ask(probe="listed", world=1)["error"]
+    assert "H003" in told and "process 17 of this machine wants device 17; 4 are visible" in told, told
+    assert "the driver lists 18" in told and "--nproc 4" in told and "CUDA error" not in told.partition("Traceback")[0]
+
+
 def test_a_tensor_of_the_host_in_a_group_of_nccl_alone(devices: Devices) -> None:
     found = devices.ask(probe="host_collective", world=2, backend="cuda:nccl_rules")
     assert "No backend type associated with device type cpu" in found["error"]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine import build
 from plait.engine.build import inexact
@@ -43,6 +44,36 @@ def test_tf32_is_allowed_as_long_as_the_engine_is_open() -> None:
     assert found == {"tf32": ("high", True), "fp32": before}
     with Engine(jobs.mlp(), "precision=tf32", device="cpu", cast=torch.float64):
         assert settings() == before, "a proof in float64 multiplies in float64"
+
+
+@pytest.mark.parametrize(
+    "said, sees, visible",
+    (
+        ("CUDA error: invalid device ordinal\nCUDA kernel errors might be", 1, "1 are visible"),
+        ("HIP error: invalid device ordinal", 1, "1 are visible"),
+        ("No CUDA GPUs are available", None, "0 are visible"),
+    ),
+)
+def test_a_device_that_is_listed_and_not_seen(
+    said: str, sees: int | None, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MIG, or a container: the driver lists more than the runtime has. Other errors stay what they are."""
+    words = [said]
+
+    def set_device(device: torch.device) -> None:
+        raise RuntimeError(words[0])
+
+    monkeypatch.setattr(build, "kind_of", lambda wanted: wanted)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: sees is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: sees)
+    monkeypatch.setattr("plait.launch.devices.cuda_names", lambda: ["one"] * 4)
+    with pytest.raises(PlaitError, match="process 3 of this machine wants device 3") as caught:
+        build.pick_device("cuda", Place(local_rank=3))
+    assert caught.value.codes == ["H003"] and visible in str(caught.value) and "the driver lists 4" in str(caught.value)
+    words[0] = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        build.pick_device("cuda", Place(local_rank=3))
 
 
 def test_digests_travel_on_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

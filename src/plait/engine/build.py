@@ -22,7 +22,7 @@ from plait.data import sampling
 from plait.data.device_copies import DeviceCopies
 from plait.engine import try_metrics, turns
 from plait.launch import allocator
-from plait.launch.devices import kind_of, of_rank
+from plait.launch.devices import kind_of, of_rank, unseen
 from plait.launch.place import Place
 from plait.losses import transformers
 from plait.losses.global_batch import BatchPeers
@@ -106,7 +106,12 @@ def pick_device(wanted: str, place: Place) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", of_rank(place))
     allocator.settle()
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        if (missing := unseen(device.index, error)) is not None:
+            raise missing from error
+        raise
     torch.autograd.set_multithreading_enabled(
         False
     )  # backward in this thread: one of its own would not know the context

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Variables that choose among the devices. ROCm reads all; of the last two, HIP's own where both are set."""
 SYSTEM = Path("/sys")
+_UNSEEN = ("invalid device ordinal", "GPUs are available", "no CUDA-capable device", "no ROCm-capable device")
+"""Words of errors of the CUDA or HIP runtime that has no device of a number, or none at all."""
 
 
 def cuda_names() -> list[str]:
@@ -128,11 +130,15 @@ def check(kind: str, ranks: int) -> None:
         raise PlaitError(unforkable(why))
 
 
-def too_few(what: str, ranks: int) -> PlaitError:
-    """H003."""
-    count = len(cuda_names())
+def too_few(what: str, ranks: int, usable: int | None = None) -> PlaitError:
+    """H003. `usable`: how many CUDA sees, where that is known to be fewer than are listed."""
+    listed = len(cuda_names())
+    count = listed if usable is None else usable
     fix = (f"--nproc {count}", f"--device cpu    runs {ranks} CPU processes") if count else ("--device cpu",)
-    why = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ)
+    reasons = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
+    if count < listed:
+        reasons.append(f"the driver lists {listed}: this process cannot use all of them, as in some containers and with MIG")
+    why = ", ".join(reasons)
     return PlaitError(Problem("H003", f"{what}; {count} are visible", why=why, fix=fix))
 
 
@@ -157,6 +163,16 @@ def of_rank(place: "Place") -> int:
     if local_rank >= count:
         raise too_few(f"process {local_rank} of this machine wants device {local_rank}", local_rank + 1)
     return local_rank
+
+
+def unseen(index: int, error: RuntimeError) -> PlaitError | None:
+    """H003, when a rank could not take its device because CUDA sees fewer than are listed."""
+    if not any(words in str(error) for words in _UNSEEN):
+        return None
+    import torch
+
+    usable = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # the runtime's own count, once it has begun
+    return too_few(f"process {index} of this machine wants device {index}", index + 1, usable)
 
 
 def _model(card: Path) -> str:
