@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import plait
 from device import attention_kernels, nccl, shadow, shadow_jobs
@@ -40,7 +41,10 @@ from plait.proof import own_batch, verify
 from plait.report import summary
 from plait.tensors import torch_private
 
-SUMS = {"parts": "__call__", "copies": "sum_over_copies"}
+MESSAGES = {
+    "gathers": (DefaultAllGather, "__call__"), "parts": (DeviceScatter, "__call__"), "copies": (DeviceScatter, "sum_over_copies"),
+}  # fmt: skip
+"""What FSDP2 calls to gather parameters, to sum gradients into parts, and to sum those over the copies of parts."""
 
 
 def trained(
@@ -80,7 +84,7 @@ def trained(
                 "gathers": sorted(gathers), "course": course, "held": held, "most": most, "counted": counted, "late": late,
                 "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 
-    with summing_on() as streams:
+    with sending_on() as streams:
         return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
@@ -127,9 +131,9 @@ def messages_of(module: FSDPModule) -> list[str]:
 
 
 @contextmanager
-def summing_on() -> Iterator[dict[str, set[int]]]:
-    """The numbers of the streams on which gradients are summed into parts, and over the copies of parts."""
-    found: dict[str, set[int]] = {"parts": set(), "copies": set()}
+def sending_on() -> Iterator[dict[str, set[int]]]:
+    """The numbers of the streams from which FSDP2's messages are sent."""
+    found: dict[str, set[int]] = {kind: set() for kind in MESSAGES}
 
     def noting(kind: str, call: Any) -> Any:
         def noted(*args: Any, **given: Any) -> Any:
@@ -139,8 +143,9 @@ def summing_on() -> Iterator[dict[str, set[int]]]:
 
         return noted
 
-    parts, copies = (noting(kind, getattr(DeviceScatter, name)) for kind, name in SUMS.items())
-    with mock.patch.object(DeviceScatter, SUMS["parts"], parts), mock.patch.object(DeviceScatter, SUMS["copies"], copies):
+    with ExitStack() as stack:
+        for kind, (owner, name) in MESSAGES.items():
+            stack.enter_context(mock.patch.object(owner, name, noting(kind, getattr(owner, name))))
         yield found
 
 

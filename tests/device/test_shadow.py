@@ -306,6 +306,16 @@ def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -
     assert min(whole) > 4 * 16 * 16_512 and max(parts) < 0.7 * 4 * 16 * 16_512, (whole, parts)
 
 
+@pytest.mark.parametrize("plan", ("fsdp=2", "fsdp=2 recompute=full", "fsdp=2 zero=2 microbatches=3"))
+def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
+    """Also ahead of a unit's forward pass: never from the stream that computes, and nobody uses parameters before they are there."""
+    found = devices.ask(name="deep", plan=plan, device="cuda", steps=2)
+    assert "error" not in found, found["error"]
+    for rank in found["ranks"]:
+        assert rank["streams"]["gathers"] and 0 not in rank["streams"]["gathers"]
+        assert rank["numbers"] == pytest.approx(devices.on_cpu("deep"), rel=1e-9)
+
+
 def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) -> None:
     """On a stream of their own, which the optimizer waits for; the numbers are those of one device."""
     found = devices.ask(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)

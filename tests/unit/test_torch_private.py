@@ -534,6 +534,36 @@ def test_a_sharded_module_has_groups_of_parameters_or_one() -> None:
     assert torch_private._param_groups(types.SimpleNamespace(_fsdp_param_group=None)) == []
 
 
+@contract("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._prefetch_unshard")
+@pytest.mark.parametrize("built_in", [True, False], ids=["as torch is", "as torch 2.11 is"])
+def test_a_sharded_module_is_gathered_ahead_on_streams_of_its_own(built_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group begins once, for a forward pass, not asynchronously: FSDP2 then takes its own streams."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch_private.fake_world(0, 2)
+    try:
+        model = Apart()
+        for module in (model.a, model.b, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        model(torch.ones(2, 3), "ab")
+        (group,) = torch_private._param_groups(model.b._get_fsdp_state())
+        model.b.reshard()
+        asked: list[tuple[bool, str]] = []
+        streams = type(group.comm_ctx).get_all_gather_streams
+        noted = lambda *how: asked.append((how[1], how[2].name)) or streams(*how)  # noqa: E731
+        monkeypatch.setattr(type(group.comm_ctx), "get_all_gather_streams", noted)
+        state = model.b._get_fsdp_state() if built_in else types.SimpleNamespace(_fsdp_param_group=group)
+        monkeypatch.setattr(model.b, "_get_fsdp_state", lambda: state)
+        for _ in range(2):
+            torch_private.gather_ahead(model.b)
+        assert asked == [(False, "FORWARD")] and group._all_gather_result is not None
+        assert group.comm_ctx.all_gather_stream is streams(group.comm_ctx, False, group._training_state.FORWARD)[1]
+        assert group._training_state.name == "IDLE"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 class Apart(nn.Module):
     """Two layers, of which a caller names those that it runs."""
 

@@ -263,6 +263,13 @@ def exchange_by(module: FSDPModule, scatter: FsdpReduceScatter, gather: FsdpAllG
         group.unshard_async_op = gather is not None
 
 
+def gather_ahead(module: FSDPModule) -> None:
+    """Begin to gather a sharded module's parameters for its forward pass, as FSDP2 does where it gathers ahead by itself: on its own
+    streams. What its `unshard` begins asynchronously waits in line with what the current stream computes."""
+    for group in _param_groups(module._get_fsdp_state()):
+        FSDPParamGroup._prefetch_unshard(group, "forward")
+
+
 def sum_after(module: FSDPModule, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with each summed part of a module's gradients, before it is used, on FSDP2's stream for all-reduces. Its own
     `set_all_reduce_hook` refuses parameters that lie on several meshes."""

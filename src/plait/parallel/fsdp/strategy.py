@@ -56,7 +56,7 @@ from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.collectives import directly
 from plait.tensors.rows import chunk
-from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_after, sum_unused
+from plait.tensors.torch_private import exchange_by, gather_ahead, in_backward, materialise, sum_after, sum_unused
 
 AXIS = "fsdp"
 EXACT = True
@@ -149,7 +149,7 @@ def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSD
             module.set_modules_to_backward_prefetch([module])
         return
     for (here, *_), ahead in zip(units, gathered[1:-1]):
-        here.register_forward_pre_hook(_gather_next(ahead))
+        here.register_forward_pre_hook(_gather_next(ahead, directly(built.device)))
     root, twice = gathered[-1], differentiated(built.sketch)
     again = [*(module for names, module in zip(groups(built.sketch), gathered) if names[0] in twice), root]
     for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
@@ -158,12 +158,17 @@ def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSD
         root.set_modules_to_backward_prefetch([root])
 
 
-def _gather_next(ahead: FSDPModule) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody."""
+def _gather_next(ahead: FSDPModule, direct: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody. `direct`: by plait's messages,
+    which know no streams."""
 
     def gather(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not in_backward():
+        if in_backward():
+            return
+        if direct:
             ahead.unshard(async_op=True)
+        else:
+            gather_ahead(ahead)
 
     return gather
 
