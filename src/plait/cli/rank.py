@@ -1,6 +1,7 @@
 """`plait train`, the side of a rank: the loop from step to step, and what is saved, evaluated and told on the way."""
 
 import dataclasses
+import gc
 import json
 import math
 import warnings
@@ -90,8 +91,14 @@ def train(
 
 
 def _going(engine: Engine, recorder: Recorder) -> None:
-    """The first step is over: what follows is alike, so nobody waits as long any more, and memory counts anew."""
+    """The first step is over: what follows is alike, so nobody waits as long any more, and memory counts anew.
+
+    The garbage of building is collected, on all ranks in the same step, and what is left stays: later collections do not look
+    through the model again, on one rank at a time while the others wait for it.
+    """
     engine.place.wait(engine.built.device, going=True)
+    gc.collect()
+    gc.freeze()
     recorder.memory("first")
 
 
