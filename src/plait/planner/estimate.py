@@ -223,18 +223,19 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     everything, part = sum(room.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
-    apart = machine.all_reduce(late.BUCKET, plan.dp, inner * f) * elements * software.sent / f / late.BUCKET if f > 1 else 0.0
+    unit = late.TOGETHER
+    apart = machine.all_reduce(unit, plan.dp, inner * f) * elements * software.sent / f / unit if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
         scatter = sum(machine.reduce_scatter(room.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)
         each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
         return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
     if f > 1:
-        pieces = max(1, ceil(elements * software.sent / late.BUCKET))
+        pieces = max(1, ceil(elements * software.sent / unit))
         scatter = pieces * machine.reduce_scatter(elements * software.sent / pieces, f, inner)
         gather = pieces * machine.all_gather(everything * software.weights / pieces, f, inner)
         return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
-    whole, pieces = late.seconds_sent(pace, plan, elements, "dp")
     if late.format_of(plan, "dp") != "none":
-        return {"gradients": whole + late.compressing(pace, plan, elements, "dp")}
-    return {"gradients": max(whole / pieces, whole - free * backward)}
+        return {"gradients": late.seconds_sent(pace, plan, elements, "dp") + late.compressing(pace, plan, elements, "dp")}
+    whole, last = late.buckets(pace, plan, elements)
+    return {"gradients": max(last, whole - free * backward)}

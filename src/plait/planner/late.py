@@ -15,13 +15,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, inf, sqrt
 
+import torch
+
 from plait.config.machine import Machine
 from plait.config.network import FITTED, HOPS, Link
 from plait.config.plan import Plan
+from plait.parallel.data.buckets import bucket_bytes
 from plait.planner.time import TimeModel
 
-BUCKET = 32 << 20
-"""Bytes of gradients that are sent together."""
+TOGETHER = 32 << 20
+"""Bytes of weights and gradients that are sent together, where they do not go in the buckets of `dp`."""
 ROW = 128
 """Bytes of the row of numbers of a step."""
 TOUCHED = {"none": 0.0, "bf16": 5.0, "int8": 10.0, "powersgd": 9.0}
@@ -60,18 +63,31 @@ def bytes_sent(pace: TimeModel, plan: Plan, numbers: float, ranks: int, axis: st
     return (ranks - 1) * size if how in GATHERED else 2 * (ranks - 1) / ranks * size
 
 
-def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str, pieces: int = 0) -> tuple[float, int]:
-    """Seconds that these messages take, and how many there are of them."""
+def buckets(pace: TimeModel, plan: Plan, numbers: float) -> tuple[float, float]:
+    """Seconds that `dp` takes to sum so many gradients bucket by bucket, and of these what the last bucket takes.
+
+    The first bucket is as `bucket_bytes` says, and the others are equal.
+    """
+    size, ranks, stride = numbers * pace.software.sent, plan.dp, apart(plan, "dp")
+    first, other = bucket_bytes(torch.device("cpu" if pace.software.cores else "cuda"))
+    later = ceil(max(0.0, size - first) / other)
+    begun = pace.machine.all_reduce(min(size, first), ranks, stride)
+    last = pace.machine.all_reduce((size - first) / later, ranks, stride) if later else begun
+    return begun + later * last, last
+
+
+def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str) -> float:
+    """Seconds that the messages of replica groups take, and those of compressed gradients."""
     how, ranks, stride = format_of(plan, axis), getattr(plan, axis), apart(plan, axis)
     size = numbers * each(pace, plan, how, pace.software.sent)
-    pieces = pieces or max(1, ceil(numbers * pace.software.sent / BUCKET))
-    beside = 0.0 if axis == "dp" and how == "none" else row(pace, plan, axis)
+    pieces = max(1, ceil(numbers * pace.software.sent / TOGETHER))
+    beside = row(pace, plan, axis)
     if how == "int8":
         beside += pace.machine.all_gather(ranks * 8 * pace.work.tensors, ranks, stride)  # the scales
     if how in GATHERED:
-        return beside + pieces * pace.machine.all_gather(ranks * size / pieces, ranks, stride), pieces
+        return beside + pieces * pace.machine.all_gather(ranks * size / pieces, ranks, stride)
     rounds = 2 if how == "powersgd" else 1  # one factor after the other
-    return rounds * pieces * pace.machine.all_reduce(size / pieces / rounds, ranks, stride) + beside, pieces
+    return rounds * pieces * pace.machine.all_reduce(size / pieces / rounds, ranks, stride) + beside
 
 
 def row(pace: TimeModel, plan: Plan, axis: str) -> float:
@@ -100,7 +116,7 @@ def rarely(pace: TimeModel, plan: Plan, numbers: float, step: float) -> float:
     if plan.sync == "async":
         return served(pace, plan, numbers, (step,) * plan.replica_groups) - step
     parts = plan.fragments if plan.sync == "diloco" else 1
-    message, _ = seconds_sent(pace, plan, numbers / parts, "replica_groups")
+    message = seconds_sent(pace, plan, numbers / parts, "replica_groups")
     hidden = min(plan.fragment_delay, plan.every / parts) * step if plan.sync == "diloco" else 0.0
     own = compressing(pace, plan, numbers, "replica_groups")
     own += OUTER * numbers * pace.software.weights / pace.stream if plan.sync == "diloco" else 0.0

@@ -2,45 +2,65 @@
 
 import math
 from collections.abc import Callable, Container, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-BUCKET_BYTES = 8 << 20
-"""Bytes of gradients per all-reduce; docs/log.md has the measurements behind it."""
+from plait.tensors.collectives import directly
+
+
+class BucketBytes(NamedTuple):
+    """Bytes of gradients per all-reduce: of the first bucket, which backward fills first, and of each after it."""
+
+    first: int
+    other: int
+
+
+ON_CPU = BucketBytes(8 << 20, 8 << 20)
+"""docs/log.md has the measurements behind it."""
+ON_DEVICES = BucketBytes(1 << 20, 25 << 20)
+"""As torch's DistributedDataParallel: a small one, so that links are busy soon, and then few, which fill them."""
+
+
+def bucket_bytes(device: torch.device) -> BucketBytes:
+    """Bytes of gradients that ranks on such devices sum at once. A bucket is full once it has as many; the last tensor may be larger."""
+    return ON_CPU if directly(device) else ON_DEVICES
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and format of a parameter."""
 
 
-def fill(specs: list[Spec], apart: Container[int] = ()) -> list[list[int]]:
+def fill(specs: list[Spec], apart: Container[int] = (), size: BucketBytes = ON_CPU) -> list[list[int]]:
     """Indices of parameters per bucket: in reverse order (as backward finishes them), one dtype per bucket.
+
+    Buckets have `size` bytes, and of each dtype there is a first one.
 
     Those `apart` have buckets of their own. A parameter that several ranks of `tp` hold whole is summed by each of them
     with its own copies; the sums are the same bits only if the buckets are alike, since a sum over three ranks and more
     is made in an order that depends on the place in the bucket. So slices that are larger on some ranks must not lie in it.
     """
     buckets: list[list[int]] = []
-    size: dict[tuple[torch.dtype, bool], int] = {}
+    room: dict[tuple[torch.dtype, bool], int] = {}
     open_bucket: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i in reversed(range(len(specs))):
         shape, dtype = specs[i]
         kind = dtype, i in apart
-        if kind not in open_bucket or size[kind] >= BUCKET_BYTES:
+        if room.get(kind, 0) <= 0:
+            room[kind] = size.other if kind in open_bucket else size.first
             open_bucket[kind] = []
-            size[kind] = 0
             buckets.append(open_bucket[kind])
         open_bucket[kind].append(i)
-        size[kind] += math.prod(shape) * dtype.itemsize
+        room[kind] -= math.prod(shape) * dtype.itemsize
     return buckets
 
 
-def tail_of(specs: list[Spec], step_row: int, apart: Container[int] = ()) -> int:
+def tail_of(specs: list[Spec], order: list[list[int]], step_row: int) -> int:
     """Elements the row of the step takes in the last bucket: 0 when its format cannot hold it, or there is none."""
-    last = specs[fill(specs, apart)[-1][0]][1] if specs else None
+    last = specs[order[-1][0]][1] if order else None
     return step_row if last in (torch.float32, torch.float64) else 0
 
 
@@ -81,7 +101,8 @@ class Reducer:
     ):
         self.group = group
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
-        order, tail = fill(specs, apart), tail_of(specs, step_row, apart)
+        order = fill(specs, apart, bucket_bytes(parameters[0].device)) if parameters else []
+        tail = tail_of(specs, order, step_row)
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]

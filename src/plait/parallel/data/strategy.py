@@ -4,7 +4,8 @@ What it does
     Each process runs the model on its own samples. The gradient of a sum is the sum of the gradients, so adding the
     processes' gradients gives the gradient of the whole batch, and every copy takes the same optimizer step. The
     gradients travel in buckets: as soon as the last micro-batch's backward has filled a bucket, its all-reduce
-    starts while backward goes on with the layers before it.
+    starts while backward goes on with the layers before it. On GPUs they are as DistributedDataParallel's: a first one
+    of 1 MiB, the others of 25 MiB; between processes on CPUs all are of 8 MiB (`parallel/data/buckets.py`).
 
 Picture
     rank 0   forward ──► backward ▓▓▓▓▓▓▓▓ ─► step        ▓ backward, bucket by bucket
