@@ -4,16 +4,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from device import nccl
 
 from plait.cli import bench
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
-from plait.launch import detect, devices
+from plait.launch import detect, devices, fork
 from plait.launch.detect import read_machine
 from plait.launch.place import cores
 from plait.planner import measure_machine
@@ -24,7 +27,7 @@ JOB = str(Path(__file__).parents[1] / "training.py")
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Sizes that take no time, and a current directory of its own."""
-    monkeypatch.setattr(measure_machine, "SIZES", (4096, 65536))
+    monkeypatch.setattr(measure_machine, "SIZES", {"cpu": (4096, 65536)})
     monkeypatch.setattr(measure_machine, "SIDES", {"cpu": (16, 64)})
     monkeypatch.setattr(measure_machine, "COPIED", {"cpu": 2**20})
     monkeypatch.setattr(measure_machine, "BUDGET", 0.01)
@@ -81,6 +84,28 @@ def test_one_process_has_nobody_to_talk_to(small: Path) -> None:
     assert main(["bench", "comm", "--nproc", "1", "--device", "cpu"]) == 0
     machine = Machine.load(small)
     assert machine.devices == 1 and not machine.collectives and not machine.links
+
+
+def test_devices_are_measured_by_the_collectives_of_training(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No list of parts: torch's collectives of lists take copies that training on devices does without."""
+
+    def of_lists(*args: object, **given: object) -> None:
+        raise AssertionError("a collective of a list of parts")
+
+    for name in ("all_gather", "reduce_scatter"):
+        monkeypatch.setattr(dist, name, of_lists)
+    with nccl.instead_of_gloo():
+        found = fork.run(lambda place: measure_machine.communicate(place, "cpu"), 2)
+    (group,) = found[0]["groups"]
+    assert group["ranks"] == 2 and group["points"].keys() == measure_machine.COLLECTIVES.keys()
+    assert all([size for size, _ in points] == [4096, 65536] for points in group["points"].values())
+
+
+def test_large_messages_are_measured_where_devices_have_room() -> None:
+    assert measure_machine.sizes_within(inf, "cpu") == tuple(4096 * 4**i for i in range(8))
+    assert measure_machine.sizes_within(80e9, "cuda")[-2:] == (1 << 28, 1 << 30)
+    assert measure_machine.sizes_within(3.9 * 2**30, "cuda")[-1] == 1 << 28
+    assert measure_machine.sizes_within(0, "cuda") == ()
 
 
 def test_groups_that_are_measured() -> None:

@@ -4,9 +4,10 @@ Several ranks measure at the same time, as they compute in training. The least o
 machine does only ever adds. On a CPU with one thread per process it is the thread's own time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from math import inf
 from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple
 
@@ -16,13 +17,16 @@ from torch.distributed import ProcessGroup
 
 from plait.config.job import Job
 from plait.launch.place import Place
+from plait.tensors.collectives import GATHER_PARTS, SUM_PARTS, directly
 
 Points = list[list[float]]
 
 SIDES = {"cpu": (32, 64, 128, 256, 512, 1024, 2048), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384)}
 FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SIZES = tuple(4096 * 4**i for i in range(8))
-"""Bytes of a collective: 4 KiB to 64 MiB."""
+SIZES = {"cpu": tuple(4096 * 4**i for i in range(8)), "cuda": tuple(4096 * 4**i for i in range(10))}
+"""Bytes of a collective: 4 KiB to 64 MiB between processes on CPUs, and to 1 GiB between devices, as far as they have room."""
+ROOM = 4
+"""How many times a message's bytes a device has to have free: what is sent, what arrives, and what smaller messages took."""
 COPIED = {"cpu": 2**26, "cuda": 2**29}
 """Bytes of the block that is copied: far more than a cache holds."""
 SLOW = {"matmul": 0.03, "collective": 0.2}
@@ -105,13 +109,13 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
     """Points (bytes, seconds) of every collective in groups of neighbours, while all such groups do the same."""
     device = device_of(place, kind)
     place.connect(device)
-    found = []
+    found, sizes = [], sizes_within(_free(device), kind)
     for size in groups(place.world):
         made = [dist.new_group(list(range(first, first + size))) for first in range(0, place.world, size)]
         mine = made[place.rank // size]
         assert isinstance(mine, ProcessGroup)
         group = MeasuredGroup(mine, size, place.rank % size, place.rank - place.rank % size)
-        points = {name: _points(make, group, device) for name, make in COLLECTIVES.items()}
+        points = {name: _points(make, group, device, sizes) for name, make in COLLECTIVES.items()}
         found.append({"ranks": size, "points": points})
     dist.barrier()
     return {"groups": found}
@@ -129,9 +133,23 @@ class MeasuredGroup(NamedTuple):
 Make = Callable[[torch.Tensor, MeasuredGroup], Callable[[], Any]]
 
 
-def _points(make: Make, group: MeasuredGroup, device: torch.device) -> Points:
+def sizes_within(free: float, kind: str) -> tuple[int, ...]:
+    """Bytes of the messages for which a device has room that has so many bytes free."""
+    return tuple(size for size in SIZES[kind] if ROOM * size <= free)
+
+
+def _free(device: torch.device) -> float:
+    """Bytes that are free on the fullest of the ranks' devices: all measure the same sizes."""
+    if device.type != "cuda":
+        return inf
+    least = torch.tensor([torch.cuda.mem_get_info(device)[0]], dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(least)
+
+
+def _points(make: Make, group: MeasuredGroup, device: torch.device, sizes: Iterable[int]) -> Points:
     found: Points = []
-    for size in SIZES:
+    for size in sizes:
         count = max(1, size // 4 // group.size) * group.size
         seconds = _together(make(torch.ones(count, device=device), group), device)
         found.append([4.0 * count, seconds])
@@ -181,13 +199,13 @@ def _exchanged(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
 
 
 def _all_gather(whole: torch.Tensor, group: MeasuredGroup, scatter: bool = False) -> Callable[[], Any]:
-    if whole.device.type == "cpu":
+    """Between devices the library's collectives of one tensor, which are those of training."""
+    if directly(whole.device):
         return _exchanged(whole, group)
-    parts = list(whole.chunk(group.size))
-    mine = parts[group.rank].clone()
+    mine = whole.chunk(group.size)[group.rank].clone()
     if scatter:
-        return lambda: dist.reduce_scatter(mine, parts, group=group.handle)
-    return lambda: dist.all_gather(parts, mine, group=group.handle)
+        return lambda: SUM_PARTS(mine, whole, group=group.handle)
+    return lambda: GATHER_PARTS(whole, mine, group=group.handle)
 
 
 def _all_to_all(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
