@@ -333,6 +333,7 @@ class Engine:
 
         A step whose loss or norm is not finite changes nothing, on any rank. How the host comes to know them is in `update.py`.
         """
+        self._spans.beat("optimizer")  # a schedule is the job's code, which may hang
         self._set_rate()
         lr = self.turns.rate
         unread = self.updater.update(batch, step_row)
