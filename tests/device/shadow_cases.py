@@ -71,6 +71,8 @@ def trained(
         found = [number for step in made for number in (step.loss, step.norm)]
         with shadow.WAITS.counted() as judged:
             measured = list(engine.evaluate().values()) if job.evaluate is not None else []
+        with shadow.WAITS.counted() as checked:
+            build.check_copies(engine.built, steps)
         if folder:
             engine.save()
         course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
@@ -80,7 +82,8 @@ def trained(
         fused = [group.get("fused") for group in engine.optimizer.param_groups]
         shadow.check_freed()
         gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}
-        return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "unpinned": unpinned, "fused": fused,
+        return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "checked": dict(checked),
+                "unpinned": unpinned, "fused": fused,
                 "gathers": sorted(gathers), "course": course, "held": held, "most": most, "counted": counted, "late": late,
                 "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 

@@ -12,6 +12,7 @@ from device import nccl
 from plait.config.errors import PlaitError
 from plait.launch import fork
 from plait.launch.place import Place
+from plait.parallel.data import batch_norm
 
 GATHER_WHOLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -54,6 +55,30 @@ def both_queues(told: str, *words: str) -> None:
 
 
 # — what it carries —
+
+
+def normalised(rank: int, world: int) -> list[list[float]]:
+    """Batch normalisation of this rank's three rows, and the gradient of them."""
+    torch.manual_seed(5)
+    layer, rows = torch.nn.Sequential(torch.nn.BatchNorm1d(4, dtype=torch.float64)), torch.randn(6, 4, dtype=torch.float64)
+    if world > 1:
+        batch_norm.synchronise(layer, ["0"], dist.group.WORLD)
+        rows = rows[3 * rank :][:3].clone()
+    out = layer(rows.requires_grad_())
+    (out**3).sum().backward()
+    assert rows.grad is not None
+    return [*out.tolist(), *rows.grad.tolist()]
+
+
+def test_statistics_of_a_batch_are_gathered_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_lists(*args: object, **given: object) -> None:
+        raise AssertionError("a list of parts, which torch copies")
+
+    whole = torch.tensor(normalised(0, 1), dtype=torch.float64).view(2, 6, 4)
+    monkeypatch.setattr(dist, "all_gather", of_lists)
+    for rank, found in enumerate(ran(normalised)):
+        expected = whole[:, 3 * rank :][:, :3]
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64).view(2, 3, 4), expected, rtol=1e-12, atol=1e-12)
 
 
 def collectives(rank: int, world: int) -> list[list[float]]:

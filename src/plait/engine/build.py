@@ -45,7 +45,7 @@ from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
-from plait.tensors.collectives import differing
+from plait.tensors.collectives import differences
 from plait.tensors.torch_private import fake_failures, own_buffers, tree_map_only
 
 WHOLE = 0.25
@@ -315,14 +315,17 @@ def broadcast_text(text: str, rank: int, group: ProcessGroup | None, device: tor
 
 
 def check_copies(built: Built, step: int) -> None:
-    """C006 when ranks that hold copies of the same parts do not hold the same bits."""
+    """C006 when ranks that hold copies of the same parts do not hold the same bits. A device is waited for once."""
     named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
     if built.average is not None:
         named += built.average.tensors.items()
-    wrong: list[str] = []
+    names, apart = list[str](), list[Tensor]()
     for group, shared in ((built.copies, False), (built.alike, True)):
         mine = [(name, t) for name, t in named if (name in built.experts) is shared]
-        wrong += differing(mine, group, built.device) if group is not None and mine else []
+        if group is not None and mine:
+            more, row = differences(mine, group, built.device)
+            names, apart = [*names, *more], [*apart, row]
+    wrong = [name for name, differs in zip(names, torch.cat(apart).tolist()) if differs] if apart else []
     if wrong:
         what = f"copies of {wrong[0]} have drifted apart by step {step}"
         why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)

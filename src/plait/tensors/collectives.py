@@ -38,6 +38,7 @@ from torch.distributed import ProcessGroup
 
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import WrapperTensor, storage_key
+from plait.tensors.transfers import upload
 
 P = ParamSpec("P")
 GATHER_PARTS = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -288,9 +289,12 @@ STRETCH = 1 << 18
 
 
 def digests(named: list[tuple[str, Tensor]]) -> Tensor:
-    """One 64-bit digest per tensor, sensitive to order: int64 of shape [len(named)], on the host."""
-    rows = [digest(t.detach()).cpu() for _, t in named]
-    return torch.stack(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    """One 64-bit digest per tensor, sensitive to order: int64 of shape [len(named)], on the host, which waits once for each device."""
+    found = torch.zeros(len(named), dtype=torch.int64)
+    for device in dict.fromkeys(t.device for _, t in named):
+        at = [i for i, (_, t) in enumerate(named) if t.device == device]
+        found[at] = torch.stack([digest(named[i][1].detach()) for i in at]).cpu()
+    return found
 
 
 def digest(t: Tensor) -> Tensor:
@@ -308,8 +312,22 @@ def digest(t: Tensor) -> Tensor:
 
 def differing(named: list[tuple[str, Tensor]], group: ProcessGroup | None, device: torch.device) -> list[str]:
     """Names of the tensors that are not bit-equal on all ranks of the group; `device` is where the group communicates."""
-    mine = digests(named).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    apart = (torch.stack(everyone) != mine).any(0).tolist()
-    return [name for (name, _), differs in zip(named, apart) if differs]
+    names, apart = differences(named, group, device)
+    return [name for name, differs in zip(names, apart.tolist()) if differs]
+
+
+def differences(
+    named: list[tuple[str, Tensor]], group: ProcessGroup | None, device: torch.device
+) -> tuple[list[str], Tensor]:
+    """Names, and of each whether its tensor is not bit-equal on all ranks of the group: a boolean row on `device`, where the group
+    communicates. Nothing waits for the device, unless tensors lie on another one."""
+    there, elsewhere = ([pair for pair in named if (pair[1].device.type == device.type) is same] for same in (True, False))
+    rows = [torch.stack([digest(t.detach()) for _, t in there])] if there else []
+    rows += [upload(digests(elsewhere).tolist(), device, torch.int64)] if elsewhere else []
+    mine, ranks = torch.cat(rows), dist.get_world_size(group)
+    everyone = mine.new_empty(ranks, len(mine))
+    if directly(device):
+        dist.all_gather(list(everyone.unbind()), mine, group=group)
+    else:
+        GATHER_PARTS(everyone.view(-1), mine, group=group)
+    return [name for name, _ in (*there, *elsewhere)], (everyone != mine).any(0)

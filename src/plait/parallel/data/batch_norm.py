@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from plait.tensors.collectives import GATHER_PARTS, directly
 from plait.tensors.torch_private import BatchNormBase, all_gather_tensor, all_reduce, check_dims
 
 
@@ -126,7 +127,12 @@ def _everyone(mine: Tensor, group: ProcessGroup | None) -> Tensor:
     """The rows of all ranks: [ranks, 2 * channels + 1]."""
     if group is not None and torch.compiler.is_compiling():
         return all_gather_tensor(mine[None], 0, group)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    ranks = dist.get_world_size(group)
+    if not directly(mine.device):
+        rows = mine.new_empty(ranks, len(mine))
+        GATHER_PARTS(rows.view(-1), mine, group=group)
+        return rows
+    everyone = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone)
 
