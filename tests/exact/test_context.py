@@ -22,9 +22,10 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.parallel.context import attention, find
+from plait.parallel.context import attention, find, ulysses
 from plait.proof.verify import verify
 from plait.randomness import distributions
+from plait.tensors.rows import Rows
 
 PLANS = (
     "cp=2",
@@ -176,6 +177,34 @@ def test_heads_must_divide_for_ulysses() -> None:
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["plain"](), Plan.parse("cp=3 context=ulysses"))
     assert caught.value.codes == ["P042"] and "2 heads" in caught.value.problems[0].what
+
+
+def exchanged(place: Place) -> dict[str, Any]:
+    """Three tensors for heads, at once and one by one, the gradients of each, and how many messages that took."""
+    place.connect(torch.device("cpu"))
+    group, sent, real = torch.distributed.group.WORLD, [0], torch.distributed.all_to_all_single
+
+    def counted(*args: Any, **given: Any) -> Any:
+        sent[0] += 1
+        return real(*args, **given)
+
+    torch.distributed.all_to_all_single = counted
+    way, found, counts = ulysses.Exchange(group, Rows.zigzag(6, 2)), [], []
+    for widths in ((4, 4, 4), (4, 4, 2)):
+        torch.manual_seed(place.rank)
+        given = [torch.randn(3, 4, 3, width, dtype=torch.float64, requires_grad=True) for width in widths]
+        for at_once in (True, False):
+            sent[0] = 0
+            made = way.heads_of_all(given) if at_once else [way.heads(t) for t in given]
+            grads = torch.autograd.grad(sum((t**3).sum() for t in made), given)
+            found.append([t.tolist() for t in (*made, *grads)])
+            counts.append(sent[0])
+    return {"same": [found[0] == found[1], found[2] == found[3]], "counts": counts}
+
+
+def test_ulysses_sends_what_is_alike_in_one_message() -> None:
+    for rank in fork.run(exchanged, 2):
+        assert rank == {"same": [True, True], "counts": [2, 6, 6, 6]}
 
 
 class Ragged(Tokens):

@@ -163,7 +163,10 @@ def by_ulysses(randomness: Callable[[], Randomness], group: ProcessGroup) -> Ans
         rows, columns = (ulysses.Exchange(group, held.cut) for held in (queries, keys))
         ranks, heads = len(queries.cut.ranks), asked.q.shape[1]
         k, v = (ulysses.repeated(t, heads, ranks) for t in (asked.k, asked.v))
-        q, k, v = rows.heads(asked.q), columns.heads(k), columns.heads(v)
+        if queries.cut == keys.cut and asked.q.shape == k.shape:
+            q, k, v = rows.heads_of_all((asked.q, k, v))
+        else:
+            q, (k, v) = rows.heads(asked.q), columns.heads_of_all((k, v))
         mask = asked.mask
         if mask is not None and mask.shape[-2] == queries.size:
             mask = (queries.gather if mask.requires_grad else queries.fetch)(mask, mask.dim() - 2)

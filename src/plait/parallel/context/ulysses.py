@@ -11,6 +11,7 @@ Paper
     Jacobs et al. 2023, DeepSpeed Ulysses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -33,6 +34,12 @@ class Exchange:
     def heads(self, t: Tensor) -> Tensor:
         """[batch, heads, this rank's rows, width] -> [batch, this rank's heads, all rows, width]."""
         return _Swap.apply(t, self, True)
+
+    def heads_of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`heads` of each of several tensors, in one message where their shapes are alike."""
+        if len({(t.shape, t.dtype) for t in tensors}) > 1:
+            return [self.heads(t) for t in tensors]
+        return list(self.heads(torch.cat([*tensors])).chunk(len(tensors)))
 
     def rows(self, t: Tensor) -> Tensor:
         """The way back."""
