@@ -60,13 +60,16 @@ class Channels(nn.Module):
 
 
 @pytest.mark.slow
-def test_dropout_of_what_is_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)  # its cache takes no notice of how an operator's result lies in memory
+def test_dropout_of_what_is_not_contiguous() -> None:
     job = jobs.make(lambda: nn.Sequential(Channels(), Channels(), nn.Linear(6, 1)))
-    (plain,), (compiled,) = (
-        fork.run(lambda place, p=p: {"losses": [engine.step(b).loss for engine in [Engine(job, p, place=place)] for b in engine.batches()]}, 1)
-        for p in ("dp=1", "compile=true")
-    )
+
+    def losses(place: Place, plan: str) -> dict[str, Any]:
+        engine = Engine(job, plan, place=place)
+        return {"losses": [engine.step(batch).loss for batch in engine.batches()]}
+
+    (plain,) = fork.run(lambda place: losses(place, "dp=1"), 1)
+    with torch.compiler.config.patch(force_disable_caches=True):  # its cache takes no notice of how an operator's result lies in memory
+        (compiled,) = fork.run(lambda place: losses(place, "compile=true"), 1)
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
