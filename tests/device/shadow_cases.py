@@ -49,9 +49,10 @@ MESSAGES = {
 
 def trained(
     name: str, plan: str, device: str, steps: int, cast: str | None = "float64", folder: str = "", resume: bool = False,
-    on_nan: str = "stop", workers: int = 0,
+    on_nan: str = "stop", workers: int = 0, apart: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What each rank tells of a few steps, after those of a checkpoint in the folder where it resumes; it leaves one there."""
+    """What each rank tells of a few steps, after those of a checkpoint in the folder where it resumes; it leaves one there. `apart`: so
+    far are gradients apart that all ranks of tp compute alike."""
     job = shadow_jobs.JOBS[name]()
 
     def run(place: Place) -> dict[str, Any]:
@@ -61,6 +62,9 @@ def trained(
         )
         if resume:
             engine.resume()
+        alike = [p for n, p in engine.built.own.items() if engine.built.holders.get(n, 1) > 1 and n not in engine.built.cuts]
+        for p in alike if apart else ():
+            p.register_hook(lambda grad: grad * (1 + apart * place.rank))
         most = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         source, made = engine.batches(), list[Step]()
         for _ in range(steps):  # as `plait train` does, nobody looks at a step's numbers before the next
@@ -77,6 +81,7 @@ def trained(
             engine.save()
         course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
         counted = sum(int(b) for b in engine.model.buffers() if not b.is_floating_point())
+        wholes = [float(p.detach().double().square().sum()) for p in alike]
         average = engine.built.average.tensors.values() if engine.built.average is not None else ()
         held = sum(float(t.double().abs().sum()) for t in (*engine.built.own.values(), *engine.model.buffers(), *average))
         fused = [group.get("fused") for group in engine.optimizer.param_groups]
@@ -84,7 +89,7 @@ def trained(
         gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}
         return {"numbers": found, "measured": measured, "waits": dict(waited), "judged": dict(judged), "checked": dict(checked),
                 "unpinned": unpinned, "fused": fused,
-                "gathers": sorted(gathers), "course": course, "held": held, "most": most, "counted": counted, "late": late,
+                "gathers": sorted(gathers), "course": course, "held": held, "wholes": wholes, "most": most, "counted": counted, "late": late,
                 "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 
     with sending_on() as streams:

@@ -317,6 +317,17 @@ def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
         assert rank["numbers"] == pytest.approx(devices.on_cpu("deep"), rel=1e-9)
 
 
+@pytest.mark.parametrize("plan", ("tp=2 sequence_parallel=false", *rarely("fsdp=2 tp=2", "tp=2", "pp=2 tp=2 microbatches=2")))
+def test_what_all_slices_hold_whole_stays_the_same(plan: str, devices: Devices) -> None:
+    """Though kernels of GPUs that add up in any order do not give all of them the same gradient to the last bit."""
+    found = devices.ask(name="words", plan=plan, device="cuda", steps=3, apart=1e-6)
+    assert "error" not in found, found["error"]
+    wholes = [rank["wholes"] for rank in found["ranks"]]
+    for one, other in zip(wholes[::2], wholes[1::2]):  # ranks of tp are next to each other
+        assert one and one == other
+    assert found["ranks"][-1]["numbers"] == pytest.approx(devices.on_cpu("words", steps=3), rel=1e-4)
+
+
 def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) -> None:
     """On a stream of their own, which the optimizer waits for; the numbers are those of one device."""
     found = devices.ask(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)

@@ -170,6 +170,8 @@ class Built:
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
     """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
+    averaged: dict[str, ProcessGroup] = field(default_factory=dict)
+    """Parameters whose gradients are the same on all ranks of a group in `partial`, and that group: their mean is taken over it."""
     by_phase: dict[str, GradientReducer] = field(default_factory=dict)
     """The same of each phase's gradients, in a job that has phases; `reducer` is that of the phase whose turn it is."""
     turn: str = ""

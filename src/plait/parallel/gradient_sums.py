@@ -35,7 +35,7 @@ class CrossGroupSums:
         self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
         self.partial = [(tuple(n for n in some if n in set(names)), group) for some, group in built.partial]
-        self.holders, self.experts = built.holders, built.experts
+        self.holders, self.experts, self.averaged = built.holders, built.experts, built.averaged
         self.flagged: list[str] = [] if self.shards is None else names
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
@@ -159,6 +159,8 @@ class CrossGroupSums:
                 gradient = self.own[name].grad
                 if gradient is not None:
                     part[: gradient.numel()].copy_(gradient.reshape(-1))
+                    if self.averaged.get(name) is group:
+                        part.div_(group.size())
                     flag.fill_(1.0)
             has = torch.tensor([float(self.own[n].grad is not None) for n in mine])
             apart = not directly(flat.device) and hosts_talk(group)

@@ -66,6 +66,7 @@ from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.async_tp import check_peers
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.parallel.tensor.wiring import SlicedDraws, layout_of, wire
+from plait.tensors.collectives import directly
 
 AXIS = "tp"
 EXACT = True
@@ -119,8 +120,16 @@ def apply(built: Built) -> None:
 
 
 def _sums(built: Built, cuts: dict[str, ParameterSlice]) -> None:
-    """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
-    built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
+    """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice.
+
+    A parameter that every rank holds whole has the same gradient on all of them. Kernels of GPUs may add it up in another order on
+    each, and copies would drift apart unseen; so it travels with the others there, and is averaged.
+    """
+    shares = [n for n in built.sketch.shares if n in built.own]
+    if not directly(built.device):
+        others = {n for n, p in built.own.items() if p.requires_grad} - {*shares, *cuts, *built.experts}
+        built.averaged = dict.fromkeys((n for n in built.own if n in others), built.groups["tp"])
+    built.partial.append(((*shares, *built.averaged), built.groups["tp"]))
     for alike in holding_alike(built.sketch.cuts):
         made = group_at(built.plan, ("tp",), alike)
         if made is not None:
