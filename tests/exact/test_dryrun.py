@@ -11,6 +11,7 @@ import jobs_moe
 import jobs_pipeline
 import jobs_real
 import jobs_twosided
+import jobs_unlike
 import pytest
 import torch
 from jobs_small import job as small
@@ -29,6 +30,7 @@ MODELS = {
     "transformer": partial(small, "transformer"), "digits": jobs_real.digits,
     "unet": jobs_real.unet, "gpt": jobs_real.gpt, "llama": jobs_real.llama, "bert": jobs_pipeline.bert, "t5": jobs_pipeline.t5,
     "vit": jobs_pipeline.vit, "mamba": jobs_pipeline.mamba, "mixtral": jobs_moe.mixtral, "aligned": jobs_twosided.ALL["aligned"],
+    "unused": jobs_unlike.ALL["unused"], "scalars": jobs_unlike.ALL["scalars"],
 }  # fmt: skip
 ONE_AXIS = (
     "dp=1 microbatches=3", "dp=2", "dp=3 recompute=selective", "dp=2 recompute=full precision=bf16", "dp=2 offload=optimizer",
@@ -47,7 +49,9 @@ PRODUCTS = (
 SAMPLE = {
     "gpt": ("pp=2 microbatches=3", "cp=2"),
     "transformer": ("fsdp=2 zero=2 microbatches=3",),
+    "unused": ("fsdp=2", "dp=2 compress=int8", "pp=2 fsdp=2 microbatches=2"), "scalars": ("fsdp=2", "pp=2 fsdp=2 microbatches=2"),
 }  # fmt: skip
+UNUSED = ("dp=2", "dp=2 microbatches=2", "fsdp=2 zero=1 microbatches=2", "dp=2 fsdp=2", "tp=2", "fsdp=2 tp=2")
 EVERY = {
     "aligned": ("cp=2",),
     "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
@@ -56,7 +60,7 @@ EVERY = {
     "t5": ("dp=1", "fsdp=2", "tp=2", "cp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2"),
     **dict.fromkeys(("mlp", "unet"), (*ONE_AXIS, "tp=2", "pp=2 microbatches=2 schedule=gpipe")),
     **dict.fromkeys(("cnn", "lstm", "digits"), (*ONE_AXIS, "pp=2 microbatches=2")),
-    "mixtral": ("dp=1", "dp=2", "fsdp=2"),
+    "mixtral": ("dp=1", "dp=2", "fsdp=2"), **dict.fromkeys(("unused", "scalars"), UNUSED),
     "transformer": (
         "dp=1", "dp=1 microbatches=3", "dp=1 recompute=selective precision=bf16", "dp=2 recompute=full", "fsdp=2",
         "fsdp=2 precision=bf16", "fsdp=2 zero=2 microbatches=3", "fsdp=2 zero=1 microbatches=2", "dp=2 fsdp=2 microbatches=2",

@@ -19,7 +19,7 @@ from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
 from plait.parallel.fsdp.runtime import square_sum
 from plait.tensors.collectives import directly, hosts_talk
-from plait.tensors.transfers import upload
+from plait.tensors.transfers import any_has, upload
 
 
 class CrossGroupSums:
@@ -99,11 +99,12 @@ class CrossGroupSums:
     def _forget_unused(self) -> None:
         """Under `fsdp` a parameter that nobody used has a gradient of zeros: take it away. Only the others know of what this rank
         did not use."""
-        if all(self._used(n) for n in self.flagged if n in self.own):
+        has = [n not in self.own or self._used(n) for n in self.flagged]
+        if all(has):
             return
         self._wait()
-        for name, times in zip(self.flagged, self.row[len(self.step_row) + 1 :].tolist()):
-            if not times and name in self.own:
+        for name, there in zip(self.flagged, any_has(has, self.row[len(self.step_row) + 1 :])):
+            if not there:
                 self.own[name].grad = None
 
     def _inner(self) -> None:

@@ -18,6 +18,15 @@ def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = t
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
+def any_has(own: Sequence[bool], summed: Tensor) -> list[bool]:
+    """Which of some things this rank or another one has. `own`: which this one has; `summed` [n], on the device: how many ranks have each.
+
+    It is read, and waited for, where this rank lacks any. In a dry run nothing was summed: there ranks have what this one has."""
+    if all(own):
+        return [True] * len(own)
+    return [here or count > 0 for here, count in zip(own, summed.tolist())]
+
+
 class HostCopy:
     """The numbers of a row, of shape [n], on their way to the host. The copy is queued now; `read` waits for it, once."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.parallel.compression.compressor import Compressor
-from plait.tensors.transfers import upload
+from plait.tensors.transfers import any_has, upload
 
 
 class CompressedReducer:
@@ -50,14 +50,13 @@ class CompressedReducer:
         mine = {n: None if p.grad is None or self.idle else p.grad for n, p in self.parameters.items()}
         device = next(iter(self.parameters.values())).device if self.step_row is None else self.step_row.device
         row = torch.zeros(0, dtype=torch.float64, device=device) if self.step_row is None else self.step_row.double()
-        flags = [float(gradient is not None) for gradient in mine.values()]
+        flags = [gradient is not None for gradient in mine.values()]
         told = torch.cat([row, upload(flags, device)])
         work = dist.all_reduce(told, group=self.group, async_op=True)
         sums = self.compressor.sum(mine, self.group)
         if work is not None:
             work.wait()
-        used = flags if all(flags) else told[len(row) :].tolist()
-        unused = [name for name, times in zip(mine, used) if not times]
+        unused = [name for name, has in zip(mine, any_has(flags, told[len(row) :])) if not has]
         self.compressor.forget(unused)
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in unused else sums[name]

@@ -32,7 +32,7 @@ from plait.tensors.torch_private import (
     tree_unflatten,
     widened,
 )
-from plait.tensors.transfers import upload
+from plait.tensors.transfers import any_has, upload
 
 
 def divides(shape: Sequence[int]) -> bool:
@@ -209,20 +209,20 @@ class FsdpRuntime:
         self.scatter.finish()
         self._give()
         parts = [g for n in self.trained if (g := self.own[n].grad) is not None]
-        flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
+        flags = [n in self.used for n in self.trained] + [p.grad is not None for p in self.scalars]
         device, none = self.step_row.device, torch.zeros(1, dtype=torch.float64, device=self.step_row.device)
         scalars = [none if p.grad is None else p.grad.double().sum().reshape(1) for p in self.scalars]
         row = torch.cat([self.step_row, square_sum(parts, device).reshape(1), upload(flags, device), *scalars])
         dist.all_reduce(row, group=self.everybody)
         step_row, squares, used, values = row.split([len(self.step_row), 1, len(flags), len(scalars)])
         self.squares = squares[0] / (dist.get_world_size() // self.usual.group.size())
-        there = flags if all(flags) else used.tolist()  # whether others used what this rank did not, only they know
-        for name, times in zip(self.trained, there):
-            if not times:
+        there = any_has(flags, used)
+        for name, has in zip(self.trained, there):
+            if not has:
                 self.own[name].grad = None
-        for i, (parameter, times) in enumerate(zip(self.scalars, there[len(self.trained) :])):
-            parameter.grad = values[i].to(parameter.dtype).expand_as(parameter).clone() if times else None
-            if times:
+        for i, (parameter, has) in enumerate(zip(self.scalars, there[len(self.trained) :])):
+            parameter.grad = values[i].to(parameter.dtype).expand_as(parameter).clone() if has else None
+            if has:
                 self.squares = self.squares + values[i].square()
         self.used.clear()
         return step_row
@@ -248,10 +248,9 @@ class FsdpRuntime:
             [none if (g := p.grad) is None else torch.stack([g.double().sum(), none[0] + 1]) for p in self.scalars]
         )  # an empty one has no item
         dist.all_reduce(rows, group=peers)
-        complete = all(p.grad is not None for p in self.scalars)
-        there = [1.0] * len(rows) if complete else rows[:, 1].tolist()
-        for parameter, value, times in zip(self.scalars, rows[:, 0], there):
-            parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if times else None
+        there = any_has([p.grad is not None for p in self.scalars], rows[:, 1])
+        for parameter, value, has in zip(self.scalars, rows[:, 0], there):
+            parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if has else None
 
     def _give(self) -> None:
         late: dict[ProcessGroup | None, list[tuple[Tensor, int]]] = {}
