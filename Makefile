@@ -5,6 +5,7 @@ TORCH ?= torch==2.13.0
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 BIN := .venv/bin
 READY := .venv/.ready
+TRITON := .venv/.triton
 
 .PHONY: demo test slow prove lint docs clean
 
@@ -18,7 +19,7 @@ demo: $(READY)
 test: $(READY) lint
 	$(MAKE) --no-print-directory -k -j 2 quick-1 quick-2
 
-slow: $(READY)
+slow: $(TRITON)
 	$(MAKE) --no-print-directory -k -j 2 slow-1 slow-2
 
 # Tests run on CPU processes that this one forks, which a process that has seen a GPU cannot. Two lanes of them at once.
@@ -28,7 +29,7 @@ quick-1 quick-2: $(READY)
 slow-1 slow-2: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "slow and not prove" --lane $(@:slow-%=%)/2
 
-prove: $(READY)
+prove: $(TRITON)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests -m "prove or not prove" --timeout 1800
 
 lint: $(READY)
@@ -43,6 +44,10 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -m pip install -q --retries 0 $(INDEX) "$(TORCH)" numpy || $(BIN)/python -m pip install -q "$(TORCH)" numpy
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
+
+# Only torch for CUDA brings Triton, in whose interpreter the kernel of dropout masks is tested. Where there is none, these tests are skipped.
+$(TRITON): $(READY)
+	$(BIN)/python -m pip install -q triton && touch $@ || echo "There is no Triton for this machine: the tests of its kernel are skipped."
 
 clean:
 	rm -rf .venv .engines runs build src/plait.egg-info

@@ -278,6 +278,7 @@ def same(key, box, out, keep=None, **how):
 
 
 @TRITON
+@pytest.mark.slow
 def test_the_kernel_draws_the_bits_of_numpy() -> None:
     with_triton(
         INTERPRETED
@@ -292,6 +293,7 @@ for key in (1, 2**64 - 1, 2**127 + 2**63 + 5, 0x123456789ABCDEF0FEDCBA9876543210
 
 
 @TRITON
+@pytest.mark.slow
 def test_the_kernel_draws_any_sub_block() -> None:
     with_triton(
         INTERPRETED
@@ -317,6 +319,7 @@ for case in range(24):
 
 
 @TRITON
+@pytest.mark.slow
 def test_the_kernel_writes_the_masks_of_the_host() -> None:
     with_triton(
         INTERPRETED
@@ -330,7 +333,7 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
 
 
 @TRITON
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 2**32 - 5_000_000, 2**50 + 3])
 def test_the_kernel_draws_ten_million_bits_of_numpy(start: int) -> None:
     with_triton(
@@ -364,6 +367,7 @@ philox_kernel._draw = Compile()
 
 
 @TRITON
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["'cuda', 80, 32", "'cuda', 90, 32", "'hip', 'gfx942', 64"])
 def test_the_kernel_compiles_for_devices(target: str) -> None:
     told = with_triton(
@@ -384,6 +388,7 @@ print(*(("cubin" in one.asm) + 2 * ("hsaco" in one.asm) for one in made))
 
 
 @TRITON
+@pytest.mark.slow
 def test_no_step_waits_for_the_compiler() -> None:
     """Triton compiles anew for numbers of another size, for 1, and for multiples of 16; of what a step changes it does not."""
     told = with_triton(
