@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import groups
 from plait.model.meter import tensors_in
-from plait.tensors.collectives import gathered, hosts_talk, linear, sum_part, summed
+from plait.tensors.collectives import gathered, linear, rows_of_ranks, sum_part, summed
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import in_backward
 
@@ -133,11 +133,9 @@ def global_batch(x: Tensor) -> Tensor:
     if peers is None or peers.alone:
         return x
     mine = x[:0] if peers.idle else x
-    where = torch.device("cpu") if hosts_talk(peers.group) else x.device  # hosts know their sizes
-    sizes = [torch.empty(1, dtype=torch.int64, device=where) for _ in range(peers.group.size())]
     with peers.ask():
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=where), group=peers.group)
-    whole = linear(mine, _gathered, _sum_part, Rows.of(torch.cat(sizes).tolist()), peers)
+        rows = rows_of_ranks(len(mine), peers.group, x.device)
+    whole = linear(mine, _gathered, _sum_part, rows, peers)
     peers.made.append(whole)
     return whole
 

@@ -30,6 +30,7 @@ from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides, shard_of
 from plait.parallel.mesh import group_of
 from plait.parallel.tensor.wiring import layout_of
+from plait.tensors.collectives import hosts_talk
 from plait.tensors.part import Part, everything
 
 
@@ -72,8 +73,8 @@ class WholeTensors:
 
     def gather_gradients(self) -> None:
         """Whole gradients, on the owners; none where no rank has one."""
-        there = torch.tensor([float(self.own[n].grad is not None) for n in self.names], dtype=torch.float64)
-        there = there.to(next(iter(self.own.values())).device)
+        where = torch.device("cpu") if hosts_talk(self.group) else next(iter(self.own.values())).device
+        there = torch.tensor([self.own[n].grad is not None for n in self.names], dtype=torch.float64, device=where)
         dist.all_reduce(there, group=self.group)
         used = {n for n, count in zip(self.names, there.tolist()) if count}
         gradients = {n: self.own[n].grad for n in self.names if n in used}

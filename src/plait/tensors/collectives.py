@@ -59,6 +59,14 @@ def hosts_talk(group: ProcessGroup | None) -> bool:
     return "cpu" in dist.get_backend_config(group)
 
 
+def rows_of_ranks(count: int, group: ProcessGroup, device: torch.device) -> Rows:
+    """The rows of every rank of a group, of which this one has `count`. Hosts that can talk tell each other: no device is waited for."""
+    where = torch.device("cpu") if hosts_talk(group) else device
+    sizes = [torch.empty(1, dtype=torch.int64, device=where) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([count], device=where), group=group)
+    return Rows.of(torch.cat(sizes).tolist())
+
+
 def exchange(data: bytes, group: ProcessGroup | None, device: torch.device) -> list[bytes]:
     """All-gather bytes: those of each rank, in the order of the ranks. Without a group, this rank's alone."""
     if group is None:

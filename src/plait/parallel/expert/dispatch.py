@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from plait.tensors.collectives import hosts_talk
 from plait.tensors.rows import Rows
+from plait.tensors.transfers import upload
 
 CPU = torch.device("cpu")
 Serve = Callable[[Tensor, list[int | None]], Tensor]
@@ -66,11 +67,8 @@ def through(rows: Tensor, counts: list[int | None], way: ExpertPlacement, serve:
 
 def numbered(counts: Sequence[int], device: torch.device) -> Tensor:
     """0 as often as the first count says, then 1 as often as the second, and so on: on the device, without a wait for it."""
-    total = sum(counts)
-    repeats = torch.tensor(counts, dtype=torch.int64)
-    if device.type == "cuda":
-        repeats = repeats.pin_memory().to(device, non_blocking=True)
-    return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=total)
+    repeats = upload(counts, device, torch.int64)
+    return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))
 
 
 def _counts(counts: list[int | None], way: ExpertPlacement, device: torch.device) -> list[list[int]]:

@@ -12,13 +12,12 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.layers import roles, spelled
-from plait.tensors.collectives import gathered, hosts_talk, linear, sum_part
+from plait.tensors.collectives import gathered, linear, rows_of_ranks, sum_part
 from plait.tensors.modules import own_forward
 from plait.tensors.rows import Rows
 
@@ -34,7 +33,7 @@ class GatheredExperts:
         given = dict(zip(self.names, args)) | kwargs
         name, index, weight = roles(given)
         count = 0 if self.sharers.idle else len(given[name])
-        rows, mine = self._rows(count, given[name].device), self.way.mine
+        rows, mine = rows_of_ranks(count, self.way.group, given[name].device), self.way.mine
         hidden, weights = (linear(given[n][:count], self._all, self._sum, rows) for n in (name, weight))
         chosen = self._all(given[index][:count], rows)
         local = chosen.reshape(-1) - mine.start
@@ -60,10 +59,3 @@ class GatheredExperts:
         """This rank's tokens of the sum over the ranks: the adjoint of `_all`."""
         with self.sharers.ask():
             return sum_part(x, 0, rows, self.way.group)
-
-    def _rows(self, count: int, device: torch.device) -> Rows:
-        """How many tokens each rank of the group has: their hosts know."""
-        where = torch.device("cpu") if hosts_talk(self.way.group) else device
-        sizes = [torch.empty(1, dtype=torch.int64, device=where) for _ in range(self.way.group.size())]
-        dist.all_gather(sizes, torch.tensor([count], device=where), group=self.way.group)
-        return Rows.of([int(size) for size in sizes])
