@@ -1,5 +1,6 @@
 """fp8: linear layers are torchao's, under every plan a step is that of one device in fp8, and what cannot be is refused."""
 
+import dataclasses
 import importlib.util
 from typing import Any
 
@@ -152,6 +153,15 @@ def test_a_gpu_without_units_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         fp8.check_device(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     fp8.check_device(torch.device("cuda", 0))
+
+
+def test_a_model_without_a_layer_that_fits_is_refused() -> None:
+    job = dataclasses.replace(jobs_fp8.gpt(), model=lambda: jobs_fp8.GPT(width=24))
+    with pytest.raises(PlaitError, match="no effect on this model") as refused:
+        Engine(job, Plan.parse("precision=fp8"), place=Place(0, 1), device="cpu")
+    assert refused.value.problems[0].code == "P030"
+    with pytest.raises(PlaitError, match=r"multiples of 32 \(tp=2"):
+        fp8.layers_of(jobs_fp8.GPT(width=48), 2)
 
 
 def test_a_recipe_without_fp8_has_no_effect() -> None:

@@ -212,7 +212,7 @@ def start_build(
     built.inputs = DeviceCopies(how[0])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
     built.trial_call, built.pairs = once, pairs
-    built.structure, built.in_fp8 = structure(made.model), fp8.chosen(made.model, plan.tp) if plan.precision == "fp8" else ()
+    built.structure, built.in_fp8 = structure(made.model), fp8.layers_of(made.model, plan.tp) if plan.precision == "fp8" else ()
     transformers.adapt(made.model)
     return built
 

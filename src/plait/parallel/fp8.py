@@ -59,6 +59,20 @@ def chosen(model: nn.Module, slices: int = 1) -> tuple[str, ...]:
     return tuple(name for name, m in linears[1:-1] if fits(m))
 
 
+def layers_of(model: nn.Module, slices: int = 1) -> tuple[str, ...]:
+    """The same; P030 where there are none, and fp8 would be bf16."""
+    found = chosen(model, slices)
+    if not found:
+        linears = sum(type(m) is nn.Linear for m in model.modules())
+        sizes = f"multiples of {SIXTEEN * slices}" + f" (tp={slices} slices of {SIXTEEN})" * (slices > 1)
+        why = (
+            f"of {linears} nn.Linear in the model the first and the last are left out, as are those that share a weight,"
+            f" and no other has as many rows and columns as fp8 units multiply: {sizes}"
+        )
+        raise PlaitError(Problem("P030", "precision=fp8 has no effect on this model", why=why, fix=("precision=bf16",)))
+    return found
+
+
 def convert(model: nn.Module, names: Iterable[str], recipe: str, emulated: bool) -> None:
     """Have these layers of the model, as far as it has them, compute in fp8. `emulated`: without fp8 units."""
     from torchao.float8 import Float8LinearConfig
