@@ -250,6 +250,7 @@ def _devices(lent: ctypes.CDLL, devices: int) -> None:
     for name, value in known.items():
         setattr(cuda, name, value)
     torch.version.cuda = "12.8"
+    torch.utils._triton.has_triton_package = lambda: False  # its kernels, where it is installed, do not run on the host's memory
 
 
 def _memory() -> None:
