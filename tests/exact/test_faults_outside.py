@@ -70,11 +70,11 @@ def test_nothing_is_found_where_nothing_is_wrong(
 
     judge, found = module.judge, []
 
-    def look(expected: Any, actual: Any, ranks: Any, given: Plan, folder: Any) -> Any:
+    def look(expected: Any, actual: Any, ranks: Any, given: Plan, dry: Any, folder: Any, **told: Any) -> Any:
         sides = Sides.load(folder, ranks, expected.facts, given)
         assert {key[1] for key in sides.index} >= {"data", "in", "out", "back", "gave", "sum", "weight"}
         found.append(beginning(sides))
-        return judge(expected, actual, ranks, given, folder)
+        return judge(expected, actual, ranks, given, dry, folder, **told)
 
     monkeypatch.setattr(module, "judge", look)
     assert verify(job(), Plan.parse(plan)).equal and found == [None]
