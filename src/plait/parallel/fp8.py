@@ -66,8 +66,8 @@ def layers_of(model: nn.Module, slices: int = 1) -> tuple[str, ...]:
         linears = sum(type(m) is nn.Linear for m in model.modules())
         sizes = f"multiples of {SIXTEEN * slices}" + f" (tp={slices} slices of {SIXTEEN})" * (slices > 1)
         why = (
-            f"of {linears} nn.Linear in the model the first and the last are left out, as are those that share a weight,"
-            f" and no other has as many rows and columns as fp8 units multiply: {sizes}"
+            f"fp8 units multiply weights whose rows and columns are {sizes}, and none of the model's {linears} nn.Linear is one"
+            " (the first, the last and those that share a weight stay in bf16)"
         )
         raise PlaitError(Problem("P030", "precision=fp8 has no effect on this model", why=why, fix=("precision=bf16",)))
     return found
