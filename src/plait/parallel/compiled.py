@@ -34,6 +34,7 @@ Paper
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -51,7 +52,8 @@ from plait.tensors.torch_private import compiled_so_far, hooks_of, let_compile
 AXIS = None
 EXACT = True
 EACH = 4
-"""How often the code of a class may be compiled, for each unit of a kind of its own: for shapes, for training and for evaluation."""
+"""How often the code of a class may be compiled for each module that has it: for shapes, for training and for evaluation. Where a graph of a
+unit breaks, as at the borders of slices, its layers are compiled by themselves. Code given up between forward and its recomputation ends a run."""
 
 
 def wanted(plan: Plan) -> bool:
@@ -75,7 +77,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Built) -> None:
     names, left = _regions(built)
     compiled = built.compiled = CompiledUnits(names, left | _beside(built))
-    let_compile(EACH * len(names))
+    alike = Counter(type(m).forward for m in built.model.modules())
+    let_compile(EACH * max(len(names), *alike.values()))
     for name in names:
         call_class_forward(built.model.get_submodule(name), partial(_run, built, name, compiled))
 
