@@ -55,7 +55,7 @@ from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.strategy import numbers_of_step_row
 from plait.parallel.fsdp.runtime import total_norm
 from plait.parallel.gradient_sums import CrossGroupSums
-from plait.tensors.collectives import hosts_talk
+from plait.tensors.collectives import host_or
 from plait.tensors.finite import Rule
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import HostCopy
@@ -285,9 +285,7 @@ class Engine:
             return batch.size / (self.plan.replica_groups if apart else 1) if size else 0.0
         total = torch.tensor(sum(weights), dtype=torch.float64)
         if self.plan.ranks > 1:
-            total = (
-                total if hosts_talk(self.built.peers) else total.to(self.built.device)
-            )  # the device need not be waited for
+            total = total.to(host_or(self.built.device, self.built.peers))
             dist.all_reduce(total, group=self.built.peers)
         if apart:
             return float(total) * batch.size / (self.plan.replica_groups * size) if size else 0.0

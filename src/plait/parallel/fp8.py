@@ -60,7 +60,7 @@ def chosen(model: nn.Module, slices: int = 1) -> tuple[str, ...]:
 
 
 def layers_of(model: nn.Module, slices: int = 1) -> tuple[str, ...]:
-    """The same; P030 where there are none, and fp8 would be bf16."""
+    """The layers that `chosen` finds. P030 where there are none: the model would be trained in bf16."""
     found = chosen(model, slices)
     if not found:
         linears = sum(type(m) is nn.Linear for m in model.modules())

@@ -30,7 +30,7 @@ from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides, shard_of
 from plait.parallel.mesh import group_of
 from plait.parallel.tensor.wiring import layout_of
-from plait.tensors.collectives import hosts_talk
+from plait.tensors.collectives import host_or
 from plait.tensors.part import Part, everything
 
 
@@ -73,7 +73,7 @@ class WholeTensors:
 
     def gather_gradients(self) -> None:
         """Whole gradients, on the owners; none where no rank has one."""
-        where = torch.device("cpu") if hosts_talk(self.group) else next(iter(self.own.values())).device
+        where = host_or(next(iter(self.own.values())).device, self.group)
         there = torch.tensor([self.own[n].grad is not None for n in self.names], dtype=torch.float64, device=where)
         dist.all_reduce(there, group=self.group)
         used = {n for n, count in zip(self.names, there.tolist()) if count}

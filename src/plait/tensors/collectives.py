@@ -59,9 +59,14 @@ def hosts_talk(group: ProcessGroup | None) -> bool:
     return "cpu" in dist.get_backend_config(group)
 
 
+def host_or(device: torch.device, group: ProcessGroup | None) -> torch.device:
+    """Where the ranks of a group tell each other numbers that their hosts know: on the hosts, if those talk, else on their devices."""
+    return torch.device("cpu") if hosts_talk(group) else device
+
+
 def rows_of_ranks(count: int, group: ProcessGroup, device: torch.device) -> Rows:
     """The rows of every rank of a group, of which this one has `count`. Hosts that can talk tell each other: no device is waited for."""
-    where = torch.device("cpu") if hosts_talk(group) else device
+    where = host_or(device, group)
     sizes = [torch.empty(1, dtype=torch.int64, device=where) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([count], device=where), group=group)
     return Rows.of(torch.cat(sizes).tolist())

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from plait.tensors.collectives import hosts_talk
+from plait.tensors.collectives import host_or
 from plait.tensors.rows import Rows
 from plait.tensors.transfers import upload
 
-CPU = torch.device("cpu")
 Serve = Callable[[Tensor, list[int | None]], Tensor]
 """(rows sorted by expert, how many are for each of this rank's experts; None: nobody called it) -> a row for each."""
 
@@ -74,7 +73,7 @@ def numbered(counts: Sequence[int], device: torch.device) -> Tensor:
 def _counts(counts: list[int | None], way: ExpertPlacement, device: torch.device) -> list[list[int]]:
     """Of each rank: how many rows it has for each expert of this rank; −1 where it did not call it. The hosts tell each other, where
     they can: all of them know theirs, and no device is waited for."""
-    device = CPU if hosts_talk(way.group) else device
+    device = host_or(device, way.group)
     sizes, mine = list(way.rows.sizes), len(way.mine)
     sent = torch.tensor([-1 if n is None else n for n in counts], dtype=torch.int64, device=device)
     received = torch.empty(mine * len(sizes), dtype=torch.int64, device=device)
