@@ -156,14 +156,16 @@ def _before(options: argparse.Namespace, arguments: dict[str, str], plan: Plan) 
     job = load_job(options.job, arguments)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        return ["note  job check: not made, for Ray runs in this process already · plait check makes it"]
+        why = "Ray runs in this process already, so no process can be forked from it"
+        found = check.Checked.not_run(options.check, why)
+        if found.problems and not options.allow_inexact:
+            raise PlaitError(found.problems)
+        return [] if options.check == "none" else found.lines
     foresee(job, plan, "cuda" if options.device == "cuda" else kind_of(options.device))
     found = check.check(job, plan, options.check, name=options.job, arguments=arguments, workers=options.workers)
     if found.problems and not options.allow_inexact:
         raise PlaitError(found.problems)
-    return [f"note  not exact: {line}" for line in found.inexact] + [
-        f"note  job check: {line}" for line in found.unchecked
-    ]
+    return found.lines
 
 
 def _fit(

@@ -3,9 +3,13 @@
 Whether a plan changes a job's training is decided by training it, on one device and under the plan, in float64.
 """
 
+import errno
 import json
+import os
+import signal
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs_treacherous
@@ -160,7 +164,7 @@ def test_the_command_checks_without_training(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_is_not_compared_is_said() -> None:
+def test_a_check_that_could_not_run_is_a_warning_and_of_a_full_check_an_error() -> None:
     class Large(torch.nn.Linear):
         def __init__(self) -> None:
             super().__init__(6, 5)
@@ -168,5 +172,53 @@ def test_what_is_not_compared_is_said() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no such kernel")
 
-    found = check.check(jobs_treacherous.made(model=Large), Plan(dp=2))
-    assert found.equal and not found.compared and "no such kernel" in found.unchecked[0]
+    job_ = jobs_treacherous.made(model=Large)
+    found = check.check(job_, Plan(dp=2))
+    assert found.equal and not found.compared and "no such kernel" in found.failed
+    assert found.lines[0].startswith("WARNING  the job check could not run")
+    full = check.check(job_, Plan(dp=2), "full")
+    assert [p.code for p in full.problems] == ["J050"] and "no such kernel" in full.problems[0].what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["killed", "files", "processes", "memory"])
+def test_whatever_stops_the_check_is_said(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        if cause == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.EMFILE if cause == "files" else errno.EAGAIN, "refused by the system")
+
+    if cause == "memory":
+        monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    else:
+        monkeypatch.setattr(check if cause == "killed" else fork, "_compared" if cause == "killed" else "run", stopped)
+    found = check.check(job("plain"), Plan(dp=2))
+    assert found.failed and not found.compared and found.equal, found
+    assert [p.code for p in check.check(job("plain"), Plan(dp=2), "full").problems] == ["J050"]
+
+
+@pytest.mark.slow
+def test_training_without_a_check_warns_and_records_it(tmp_path: Path) -> None:
+    """The model ends the process that computes in float64, as the check does."""
+    file = tmp_path / "ends.py"
+    file.write_text(ENDS)
+    trained_ = Command("train", str(file), "--plan", "dp=2", "--steps", "1", folder=tmp_path)
+    assert trained_.wait() == 0, trained_.output
+    assert "WARNING  the job check could not run" in trained_.output
+    assert json.loads((tmp_path / "runs" / "latest" / "check.json").read_text())["failed"]
+    refused = Command("train", str(file), "--plan", "dp=2", "--steps", "1", "--check", "full", folder=tmp_path)
+    assert refused.wait() == 2 and refused.output.startswith("error[J050]"), refused.output
+
+
+ENDS = """
+import os, torch, jobs_treacherous
+
+class Ends(torch.nn.Linear):
+    def forward(self, x):
+        if self.weight.dtype == torch.float64:
+            os._exit(7)
+        return super().forward(x)
+
+def job():
+    return jobs_treacherous.made(model=lambda: Ends(6, 5))
+"""

@@ -26,10 +26,12 @@ def table(found: check.Checked, job: str, plan: str) -> str:
     lines = [f"job         {job}", f"plan        {plan}"]
     lines += [f"compared    {line}" for line in found.compared]
     lines += [f"not         {line}" for line in found.unchecked]
-    if found.problems:
+    if found.failed:
+        told = f"NOT CHECKED  nothing was compared: {found.failed}"
+    elif found.problems:
         told = "DIFFERENT  cut by the plan, the job is another training"
     elif found.compared:
         told = "nothing found: losses and gradients of the parts are those of the batch · plait verify proves the whole run"
     else:
-        told = "nothing was compared" + ("" if found.unchecked else ": the plan splits nothing")
+        told = "nothing was compared: the plan splits nothing"
     return "\n".join([*lines, told])

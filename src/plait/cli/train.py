@@ -72,7 +72,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     output = _Output(console, run)
     if first:
         console.say(headline(request))
-        for note in (*request.notes, *_notes(request), *made.notes(), *_told(checked)):
+        for note in (*request.notes, *_notes(request), *made.notes(), *checked.lines):
             console.say(note)
 
     memory = Memory() if request.restarts and not served.wanted(plan) else None
@@ -236,7 +236,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
             if place.rank == 0:
                 joined_ranks.remember(run, starts)
                 first = [member.told(), *attempts.told(member)] if member is not None else []
-                for line in (*first, headline(request), *_told(checked)):
+                for line in (*first, headline(request), *checked.lines):
                     console.say(line)
                 place.report = lambda message: (
                     console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
@@ -284,12 +284,6 @@ def _refuse_fewer(request: Request) -> None:
         raise PlaitError(
             Problem("P065", f"--fewer does not work with {word}", why=f"{kept}, which fewer cannot go on with", fix=fix)
         )
-
-
-def _told(checked: jobcheck.Checked) -> list[str]:
-    """What of the job check is said beside the headline: what is not exact, and what was not looked at."""
-    unchecked = [f"note  job check: {line}" for line in checked.unchecked]
-    return [f"note  not exact: {line}" for line in checked.inexact] + unchecked
 
 
 def _finish(

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from plait.config.errors import PlaitError, Problem, problem_of
+from plait.config.errors import PlaitError, Problem, in_a_line, problem_of
 from plait.config.job import LIBRARIES, Job
 from plait.config.plan import Plan
 from plait.config.version import __version__
@@ -69,6 +69,8 @@ class Checked:
     """What was compared, in words."""
     unchecked: tuple[str, ...] = ()
     """What was not, and why."""
+    failed: str = ""
+    """Why the check could not run, if it could not: then nothing was compared."""
     seconds: float = 0.0
     reused: bool = field(default=False, compare=False)
 
@@ -86,12 +88,29 @@ class Checked:
         """What `to_dict` told."""
         problems = tuple(map(problem_of, told["problems"]))
         words = {name: tuple(told[name]) for name in ("compared", "unchecked")}
-        return Checked(told["level"], told["key"], problems, seconds=told["seconds"], reused=told["reused"], **words)
+        rest = {name: told[name] for name in ("failed", "seconds", "reused") if name in told}
+        return Checked(told["level"], told["key"], problems, **words, **rest)
+
+    @staticmethod
+    def not_run(level: str, why: str, unchecked: tuple[str, ...] = ()) -> "Checked":
+        """Of a check that could not run: a warning, and an error (J050) where a full check was asked for."""
+        what = f"the job check could not run: {why}"
+        fix = ("--check quick    trains without it, and warns", "remove the cause, and start again")
+        problem = Problem("J050", what, why="nothing was compared, and --check full requires the comparison", fix=fix)
+        return Checked(level, problems=(problem,) * (level == "full"), unchecked=unchecked, failed=why)
 
     @property
     def inexact(self) -> list[str]:
         """The findings in the words of what is not exact, for a run that goes on with them."""
         return [f"{problem.what} ({problem.code})" for problem in self.problems]
+
+    @property
+    def lines(self) -> list[str]:
+        """What a run prints of it: a warning if the check could not run, what is not exact, and what was not compared."""
+        why = "nothing shows that this plan trains what one device trains"
+        lines = [f"WARNING  the job check could not run, so {why}: {self.failed}"] if self.failed else []
+        lines += [f"note  not exact: {line}" for line in self.inexact]
+        return lines + [f"note  job check: {line}" for line in self.unchecked]
 
 
 def asked(plan: Plan) -> bool:
@@ -107,7 +126,7 @@ def check(
 
     `name` and `arguments`: how the job was loaded; with them a result that lies in one of the run directories `before`
     is taken again. `workers`: loader processes that the training will use. Finding something is no exception: see
-    `Checked.problems`. A job that cannot be run here is unchecked.
+    `Checked.problems`. A check that could not run says why in `Checked.failed`; a full one has J050 among its problems.
     """
     if level == "none" or not asked(plan):
         return Checked(level)
@@ -116,9 +135,12 @@ def check(
     side = lambda place: _side(job, plan, place, words, before, level=level, loaders=workers > 0)  # noqa: E731
     try:
         (told,) = fork.run(side, 1, Listener(note=lambda text: None))
-    except PlaitError as error:
-        first = error.problems[0]
-        return Checked(level, unchecked=(f"nothing was compared: {first.what}",), seconds=time.perf_counter() - began)
+    except (PlaitError, OSError) as error:
+        seconds = time.perf_counter() - began
+        why = error.problems[0].what if isinstance(error, PlaitError) else in_a_line(error)
+        if seconds >= LIMIT[level]:
+            why = f"it took longer than {LIMIT[level]:.0f} s, and was ended"
+        return replace(Checked.not_run(level, why), seconds=seconds)
     found = Checked.of(told)
     return found if found.reused else replace(found, seconds=round(time.perf_counter() - began, 3))
 
@@ -207,7 +229,7 @@ def _compared(
     needed = weights * (2 + 4 * (cut.world + 1))
     if needed > psutil.virtual_memory().available // 2:
         what = f"the model in float64, on {cut.world + 1} processes, takes {needed / 2**30:.1f} GiB: more than half of the memory left"
-        return Checked(level, unchecked=(*unchecked, f"nothing was compared: {what}"))
+        return Checked.not_run(level, what, tuple(unchecked))
     limit = job.batch * cut.shares // plan.shares
     samples, seconds = _affordable(looked_at, known, cut, level)
     size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
