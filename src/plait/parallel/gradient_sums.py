@@ -30,7 +30,7 @@ class CrossGroupSums:
     """
 
     def __init__(self, names: list[str], built: Built):
-        self.names, self.own, self.peers, self.everybody = names, built.own, built.peers, built.inside
+        self.names, self.own, self.everybody = names, built.own, built.inside
         self.inner, self.shards = built.reducer, built.shards
         self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
@@ -109,7 +109,7 @@ class CrossGroupSums:
 
     def _inner(self) -> None:
         if self.shards is not None:
-            self.shards.settle(self.peers)
+            self.shards.settle()
         elif self.copies is not None:
             (self.copies.settle if self.pipelined else self.copies.finish)()
 

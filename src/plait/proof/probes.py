@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 TOLERANCE = 1e-9
@@ -51,6 +52,16 @@ class Probe:
         return self.worst <= self.tolerance
 
 
+def as_double(t: Tensor) -> Tensor:
+    """The values of a tensor of any format in float64, bools as 0 and 1; a complex one gets a last dim of two."""
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double()
+
+
+def is_discrete(t: Tensor) -> bool:
+    """Whether a tensor holds integers or bools, which do not round."""
+    return not (t.is_floating_point() or t.is_complex())
+
+
 def size_of(t: Tensor, floor: float = 0.0) -> float:
     """What differences from a tensor are relative to: its largest number, or `floor` where that is larger."""
     return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
@@ -70,10 +81,13 @@ def off(expected: float, actual: float) -> float:
 
 def ratio(expected: Tensor, actual: Tensor) -> float | None:
     """actual / expected where it is one number on every element that is not noise, else None."""
+    expected, actual = as_double(expected), as_double(actual)
+    if not expected.numel():
+        return None
     big = expected.abs() > 1e-3 * expected.abs().max()
     if not bool(big.any()):
         return None
-    ratios = actual[big].double() / expected[big].double()
+    ratios = actual[big] / expected[big]
     middle = float(ratios.median())
     return middle if float((ratios - middle).abs().max()) < 1e-6 * max(1.0, abs(middle)) else None
 
@@ -81,13 +95,14 @@ def ratio(expected: Tensor, actual: Tensor) -> float | None:
 def floor_of(tensors: dict[str, Tensor]) -> float:
     """The least scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
     return 1e-5 * max(
-        (float(t.abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()), default=0.0
+        (float(t.abs().max()) for t in tensors.values() if t.numel() and not is_discrete(t)), default=0.0
     )
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """The largest movement of any weight: an update is judged beside the weight it changes and beside the others' updates."""
-    return max((float((after[n] - t).abs().max()) for n, t in before.items() if t.numel()), default=0.0)
+    pairs = ((as_double(after[n]), as_double(t)) for n, t in before.items() if t.numel() and not is_discrete(t))
+    return max((float((new - old).abs().max()) for new, old in pairs), default=0.0)
 
 
 def tensors(
@@ -101,14 +116,23 @@ def tensors(
     differences = {}
     for name in names:
         if name in expected:
-            a, b = expected[name].double(), actual[name].double()
-            differences[name] = apart(a, b, size_of(a, floor)) if a.shape == b.shape else math.inf
+            differences[name] = _difference(expected[name], actual[name], floor)
     if not differences:
         return Probe(code, title)
     worst = max(differences.values())
     first_wrong = next((n for n in names if differences.get(n, 0.0) > TOLERANCE), None)
     name = first_wrong or max(differences, key=lambda n: differences[n])
     return Probe(code, title, worst, name=name, detail=_ratio_text(expected[name], actual[name]) if first_wrong else "")
+
+
+def _difference(expected: Tensor, actual: Tensor, floor: float) -> float:
+    """The largest difference relative to the scale of `expected` or to `floor`. Integers and bools must be equal."""
+    if expected.shape != actual.shape:
+        return math.inf
+    a, b = as_double(expected), as_double(actual)
+    if is_discrete(expected):
+        return 0.0 if torch.equal(expected, actual) else max(apart(a, b, size_of(a)), 1.0)
+    return apart(a, b, size_of(a, floor))
 
 
 def _ratio_text(expected: Tensor, actual: Tensor) -> str:

@@ -106,6 +106,8 @@ class FsdpRuntime:
         self.model, self.zero, self.scatter = model, plan.zero, scatter
         self.everybody: ProcessGroup | None = None
         """The group of all ranks, where it is not torch's own."""
+        self.same_slices: ProcessGroup | None = None
+        """The ranks over which `settle` sums the gradients of tensors that are not sharded."""
         self.usual, self.apart, self.cuts = usual, apart, cuts
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -209,9 +211,10 @@ class FsdpRuntime:
         self.scatter.finish()
         self._give()
         parts = [g for n in self.trained if (g := self.own[n].grad) is not None]
-        flags = [n in self.used for n in self.trained] + [p.grad is not None for p in self.scalars]
+        mine = self._scalar_gradients()
+        flags = [n in self.used for n in self.trained] + [g is not None for g in mine]
         device, none = self.step_row.device, torch.zeros(1, dtype=torch.float64, device=self.step_row.device)
-        scalars = [none if p.grad is None else p.grad.double().sum().reshape(1) for p in self.scalars]
+        scalars = [none if g is None else g.double().sum().reshape(1) for g in mine]
         row = torch.cat([self.step_row, square_sum(parts, device).reshape(1), upload(flags, device), *scalars])
         dist.all_reduce(row, group=self.everybody)
         step_row, squares, used, values = row.split([len(self.step_row), 1, len(flags), len(scalars)])
@@ -237,20 +240,25 @@ class FsdpRuntime:
         if not on:
             end_backward(root)
 
-    def settle(self, peers: ProcessGroup | None) -> None:
+    def settle(self) -> None:
         """Give every part its summed gradient, without a row of the step."""
         self.scatter.finish()
         self._give()
         if not self.scalars:
             return
         none = torch.zeros(2, dtype=torch.float64, device=self.scalars[0].device)
+        mine = self._scalar_gradients()
         rows = torch.stack(
-            [none if (g := p.grad) is None else torch.stack([g.double().sum(), none[0] + 1]) for p in self.scalars]
+            [none if g is None else torch.stack([g.double().sum(), none[0] + 1]) for g in mine]
         )  # an empty one has no item
-        dist.all_reduce(rows, group=peers)
-        there = any_has([p.grad is not None for p in self.scalars], rows[:, 1])
+        dist.all_reduce(rows, group=self.same_slices)
+        there = any_has([g is not None for g in mine], rows[:, 1])
         for parameter, value, has in zip(self.scalars, rows[:, 0], there):
             parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if has else None
+
+    def _scalar_gradients(self) -> list[Tensor | None]:
+        """Gradients of the tensors that are not sharded; None of those that no counted sample of this rank used."""
+        return [None if self.idle else p.grad for p in self.scalars]
 
     def _give(self) -> None:
         late: dict[ProcessGroup | None, list[tuple[Tensor, int]]] = {}

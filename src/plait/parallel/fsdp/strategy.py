@@ -52,6 +52,7 @@ from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
 from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, divides, keep_one, without_views
+from plait.parallel.mesh import group_of
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.collectives import directly
@@ -133,6 +134,7 @@ def apply(built: Built) -> None:
     usual = ShardGroup(mesh["fsdp"].get_group(), built.copies)
     shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, cuts=built.cuts)
     shards.everybody = built.inside
+    shards.same_slices = group_of(plan, SAME_SLICES) if plan.cp > 1 else built.peers
     built.reducer = built.shards = shards
     built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):

@@ -83,7 +83,7 @@ def int8(x: Tensor) -> Tensor:
 
 def powersgd(xs: list[Tensor], rank: int, thin: dict[str, Tensor], name: str, seed: int) -> Sent:
     """P = Σ M Q, made orthonormal; Q = Σ Mᵀ P; P Qᵀ. A column with less than 1e-4 of what could be in it is left out, and begins anew."""
-    rows, columns = len(xs[0]) if xs[0].dim() > 1 else 1, xs[0][0].numel() if xs[0].dim() > 1 else 1
+    rows, columns = (len(xs[0]), xs[0].shape[1:].numel()) if xs[0].dim() > 1 else (1, 1)
     if rank * (rows + columns) >= rows * columns:
         return torch.stack(xs).sum(0), xs
     ms, q = [x.flatten(1) for x in xs], thin.get(name)

@@ -55,7 +55,7 @@ def train(
         if at <= 0 or (plan.sync == "local" and plan.compress == "none"):
             base = _mean(states, list(base))
     everything = _mean(states, list(states[0])) | base
-    out["weights"] = {n: everything[n] for n, _ in ones[0].model.named_parameters()}
+    out["weights"] = {n: everything.get(n, p.detach()) for n, p in ones[0].model.named_parameters()}
     out["weights"] |= _own([reference.copied(one.model.named_parameters()) for one in ones])
     out["buffers"] = _own([reference.copied(one.model.named_buffers()) for one in ones])
     for name, tensor in states[0].items():
