@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.tensors.rows import dense
+
 Pair = tuple[object, object]
 
 
@@ -64,7 +66,7 @@ def _inner(*trees: object) -> list[tuple[Any, ...]] | None:
 def _kept(tree: object, once: object, twice: object, keep: int, samples: int) -> Any:
     if isinstance(tree, Tensor):
         dim = _direction(once, twice)
-        return tree if dim is None or dim < 0 else tree.narrow(dim, 0, tree.shape[dim] * keep // samples)
+        return tree if dim is None or dim < 0 else dense(tree.narrow(dim, 0, tree.shape[dim] * keep // samples))
     inner = _inner(tree, once, twice)
     if inner is None:
         lists = [value for value in (tree, once, twice) if isinstance(value, (list, tuple))]

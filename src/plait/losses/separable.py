@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.data.batch import Micro, weigh
+from plait.tensors.rows import dense
 from plait.tensors.torch_private import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 TOLERANCE = 1e-9
@@ -131,7 +132,7 @@ class _Trial:
 
     def __init__(self, job: Job, targets: object, parts: list[Part], inside: Callable[[], AbstractContextManager[Any]]):
         self.job, self.targets, self.parts, self.inside = job, targets, parts, inside
-        self.cut = [tree_map_only(Tensor, lambda t, f=f, n=n: t[f : f + n], targets) for f, n in parts]
+        self.cut = [tree_map_only(Tensor, lambda t, f=f, n=n: dense(t[f : f + n]), targets) for f, n in parts]
         self.weights = [weigh(job.weight, Micro(f, n, None, mine, ())) for mine, (f, n) in zip(self.cut, parts)]
 
     def whole(self, outputs: object) -> tuple[float, list[Tensor | None]]:

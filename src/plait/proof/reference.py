@@ -33,6 +33,7 @@ from plait.proof.notes import Notes
 from plait.randomness.keyed import Randomness, seed_host
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import evaluating
+from plait.tensors.rows import dense
 from plait.tensors.torch_private import tree_map_only
 
 Samples = tuple[int, list[int], list[Any]]
@@ -175,7 +176,7 @@ def shares(
     """The gradients of each share of a step's samples, computed in micro-batches, by name: those that the share used. And the loss
     of all. A loss enters with its weight over that of the batch. Shares are contiguous; `counts`: samples of each."""
     job, batch = one.job, _ready(_collate(data, read[2]), one.dtype, one.device)
-    cut = lambda first, n: tree_map_only(torch.Tensor, lambda t: t[first : first + n], batch)  # noqa: E731
+    cut = lambda first, n: tree_map_only(torch.Tensor, lambda t: dense(t[first : first + n]), batch)  # noqa: E731
     weigh = lambda n, y: weight_of(job, y, n)  # noqa: E731
     buffers = list(one.model.buffers())
     whole, before, found = weigh(len(read[1]), batch[1]), [b.clone() for b in buffers], []

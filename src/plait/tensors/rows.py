@@ -98,6 +98,22 @@ class AndAll(Rows):
         return self.sizes[-1]
 
 
+def dense(part: Tensor) -> Tensor:
+    """A slice in memory of its own, without gaps and with its dims in the same order, as a batch of its size is laid out.
+
+    Code of models and losses may need that: `targets.view(-1)` raises for a slice of dim 1.
+    """
+    return part if part.layout is not torch.strided or part.is_contiguous() else part.clone()
+
+
+def memory_order(t: Tensor) -> tuple[int, ...]:
+    """The dims of a tensor from the outermost in memory to the innermost; empty if that is their order, or if elements overlap."""
+    if t.layout is not torch.strided or t.is_contiguous() or 0 in t.stride():
+        return ()
+    order = tuple(sorted(range(t.dim()), key=lambda d: -t.stride(d)))
+    return () if list(order) == sorted(order) else order
+
+
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
     """(first, count) of part `index` when `size` things are shared out as evenly as they go, larger parts first."""
     each, extra = divmod(size, parts)

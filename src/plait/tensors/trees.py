@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
+from plait.tensors.rows import memory_order
 from plait.tensors.torch_private import (
     TreeSpec,
     leaves,
@@ -147,10 +148,22 @@ class Slot:
     each: tuple[float, ...]
     dtype: torch.dtype
     grad: bool
+    order: tuple[int, ...] = ()
+    """Its dims from the outermost in memory to the innermost (`memory_order`): code that calls `view` depends on it."""
 
     def shape(self, samples: int) -> tuple[int, ...]:
         """The shape in a batch of so many samples."""
         return tuple(round(b + e * samples) for b, e in zip(self.base, self.each))
+
+    def empty(self, samples: int, device: torch.device) -> Tensor:
+        """A tensor to receive into."""
+        shape, order = self.shape(samples), self.order
+        made = torch.empty([shape[d] for d in order] or shape, dtype=self.dtype, device=device)
+        return made.permute([order.index(d) for d in range(len(order))]) if order else made
+
+    def as_sent(self, t: Tensor) -> Tensor:
+        """A tensor of this shape with its dims in their order in memory."""
+        return t.permute(self.order) if self.order else t
 
 
 @dataclass(frozen=True)
@@ -181,11 +194,12 @@ NOTHING = Template(None, ())
 
 
 class TensorForm(NamedTuple):
-    """What is noted of a tensor in an output: its shape, its number format, and whether gradients flow."""
+    """What is noted of a tensor in an output: its shape, its number format, whether gradients flow, and `memory_order`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
+    order: tuple[int, ...] = ()
 
 
 Form = tuple[TreeSpec | None, tuple[Any, ...]]
@@ -196,8 +210,8 @@ def taken(output: object) -> Form:
     """The form of an output."""
     leaves(output)  # makes trees of dataclasses
     flat_output, spec = tree_flatten(output)
-    rows = (TensorForm(tuple(t.shape), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in flat_output)
-    return spec, tuple(rows)
+    form = lambda t: TensorForm(tuple(t.shape), t.dtype, t.requires_grad, memory_order(t))  # noqa: E731
+    return spec, tuple(form(t) if isinstance(t, Tensor) else t for t in flat_output)
 
 
 def template(small: Form, large: Form | None, sizes: tuple[int, int]) -> Template:
@@ -211,7 +225,8 @@ def template(small: Form, large: Form | None, sizes: tuple[int, int]) -> Templat
             varies |= isinstance(one, (int, float)) and one != other
             continue
         each = tuple((b - a) / (sizes[1] - sizes[0]) for a, b in zip(one.shape, other.shape))
-        rows.append(Slot(tuple(a - e * sizes[0] for a, e in zip(one.shape, each)), each, one.dtype, one.grad))
+        base = tuple(a - e * sizes[0] for a, e in zip(one.shape, each))
+        rows.append(Slot(base, each, one.dtype, one.grad, one.order))
     return Template(small[0], tuple(rows), varies)
 
 

@@ -39,7 +39,7 @@ from plait.parallel.context.unit_in_rows import (
     widened,
 )
 from plait.tensors.modules import own_forward
-from plait.tensors.rows import AndAll, Rows
+from plait.tensors.rows import AndAll, Rows, dense
 from plait.tensors.torch_private import BatchNormBase, leaves, named_leaves, tree_map, tree_map_only
 
 NEAR = 1e-6
@@ -308,7 +308,7 @@ def _learned(t: Tensor) -> Tensor:
 def _first(cut: Rows, rank: int, t: Tensor) -> Tensor:
     """The rows of the first dim, the last excepted, that is as long as the sequence."""
     dim = next((d for d, n in enumerate(t.shape[:-1]) if n == cut.length), None)
-    return t if dim is None else cut.take(t, dim, rank)
+    return t if dim is None else dense(cut.take(t, dim, rank))
 
 
 def worth(sequence_plan: SequencePlan, sketch: Sketch) -> None:

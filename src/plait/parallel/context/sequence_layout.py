@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from plait.randomness.sub_block import Axis
 from plait.tensors import collectives
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Rows, dense
 from plait.tensors.shaped import lengthened
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.sharded_views import Elsewhere
@@ -35,8 +35,8 @@ class SequenceLayout:
         return None if rest else (times * self.cut.length, self.cut.merged(times, 1).ranks[self.rank])
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's rows."""
-        return self.cut.take(whole, dim, self.rank)
+        """This rank's rows, laid out as a sequence of their number."""
+        return dense(self.cut.take(whole, dim, self.rank))
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """The whole; gradients of the ranks are summed."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.model.costs import UnitCall
 from plait.model.sketch import Sketch
+from plait.tensors.rows import dense
 from plait.tensors.torch_private import named_leaves, tree_map_only, tree_unflatten
 from plait.tensors.trees import Slot
 
@@ -106,13 +107,14 @@ def too_short(length: int, ranks: int) -> PlaitError:
 
 
 def shortened(inputs: object, lengths: Sequence[int], to: Sequence[int]) -> Any:
-    """The inputs with `to[i]` positions where they have `lengths[i]`."""
+    """The inputs with `to[i]` positions where they have `lengths[i]`, laid out as a batch of these lengths."""
     sizes = dict(zip(lengths, to))
 
     def one(t: Tensor) -> Tensor:
+        less = t
         for dim, size in enumerate(t.shape):
-            t = t.narrow(dim, 0, sizes[size]) if size in sizes and (dim or size != SAMPLES) else t
-        return t
+            less = less.narrow(dim, 0, sizes[size]) if size in sizes and (dim or size != SAMPLES) else less
+        return less if less is t else dense(less)
 
     return tree_map_only(Tensor, one, inputs)
 

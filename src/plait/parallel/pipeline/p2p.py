@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from plait.parallel.pipeline.schedules import Action, Row, Table
 from plait.parallel.pipeline.simulate import simulate
 from plait.tensors.collectives import directly
+from plait.tensors.rows import memory_order
 from plait.tensors.trees import Slot
 
 AHEAD = 2
@@ -178,8 +179,9 @@ class PointToPoint:
 
     def _ask(self, message: StageMessage, sender: int) -> None:
         tensors = self.make(message)
+        flat = [t.permute(memory_order(t)) if memory_order(t) else t for t in tensors]
         works = [
-            dist.irecv(t, group=self.group, group_src=sender, tag=_tag(message) + k) for k, t in enumerate(tensors)
+            dist.irecv(t, group=self.group, group_src=sender, tag=_tag(message) + k) for k, t in enumerate(flat)
         ]
         self.waiting[message] = tensors, works
 
@@ -200,7 +202,7 @@ def empty(slots: Sequence[Slot], samples: int, device: torch.device, *, forward:
     """What a message is received into: a tensor for each slot, or gradients of those that have any, as `packed` makes them:
     a tensor for each number format; on a device one of the host beside them."""
     if forward:
-        return [torch.empty(slot.shape(samples), dtype=slot.dtype, device=device) for slot in slots]
+        return [slot.empty(samples, device) for slot in slots]
     sizes, inside = dict[torch.dtype, int](), int(directly(device))
     given = [slot for slot in slots if slot.grad]
     for slot in given:

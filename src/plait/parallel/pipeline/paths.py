@@ -24,7 +24,7 @@ from plait.randomness import keyed
 from plait.tensors.fake import emptied_on
 from plait.tensors.modules import attributes_of, put_back
 from plait.tensors.torch_private import Unknowns, own_buffers
-from plait.tensors.trees import Slot, Template, taken, template
+from plait.tensors.trees import Slot, Template, TensorForm, taken, template
 
 KEPT = 256
 """Paths that are remembered."""
@@ -80,7 +80,8 @@ class ForwardPaths:
 
     def _usual(self, samples: int) -> tuple[Any, ...]:
         """The signature of inputs like those of the sketch."""
-        rows = (_row((r.shape(samples), r.dtype, r.grad)) if isinstance(r, Slot) else _row(r) for r in self.form.leaves)
+        form = lambda slot: TensorForm(slot.shape(samples), slot.dtype, slot.grad)  # noqa: E731
+        rows = (_row(form(leaf) if isinstance(leaf, Slot) else leaf) for leaf in self.form.leaves)
         return repr(self.form.spec), tuple(rows)
 
     def _run(self, forward: Forward) -> ForwardPath:
@@ -144,4 +145,4 @@ def signature(inputs: object) -> tuple[Any, ...]:
 
 
 def _row(leaf: object) -> object:
-    return leaf[:2] if isinstance(leaf, tuple) and len(leaf) == 3 and isinstance(leaf[1], torch.dtype) else repr(leaf)
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, TensorForm) else repr(leaf)

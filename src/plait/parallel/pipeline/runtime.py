@@ -270,7 +270,7 @@ class PipelineRuntime:
         if to == self.rank:
             self.handed[stage + 1, micro] = kept
         elif values:
-            self._send(message, to, [t.detach() for t in values])
+            self._send(message, to, [slot.as_sent(t.detach()) for t, slot in zip(values, self._slots(message))])
         return [t for t, slot in zip(values, self._slots(message)) if slot.grad]
 
     def _gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor | None]:

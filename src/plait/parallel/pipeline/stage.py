@@ -142,7 +142,8 @@ class PipelineStages:
         template, samples, unknowns = calls[call].template, run.samples, run.path.unknowns
         known = unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
-            new = [self.new_unknown(slot.shape(samples), slot.dtype) for slot in template.slots]
+            with self.fakes, torch.no_grad():
+                new = [slot.empty(samples, self.device) for slot in template.slots]
             known = unknowns[call, samples] = [(t, version(t)) for t in new]
         return template.fill(t for t, _ in known)
 
