@@ -16,7 +16,6 @@ CASES = [
     ("patches", "cp=2"), ("patches", "cp=2 context=ulysses"), ("time_first", "dp=2"), ("time_first", "dp=2 microbatches=2"),
     ("transposed", "pp=2"), ("transposed", "pp=2 microbatches=2 stages_per_rank=2 schedule=interleaved"),
     ("channels_last", "pp=2 microbatches=2"), ("channels_last", "fsdp=2"), ("flat_words", "tp=2"),
-    ("loss_in_forward", "pp=2 cp=2 microbatches=2"),
 ]  # fmt: skip
 
 
