@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from plait.launch.fork import run
 from plait.randomness.distributions import mask_op
 from plait.tensors import torch_private
+from plait.tensors.modules import convert
 from plait.tensors.torch_private import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
 from .test_house import FILES, at, private_torch_names
@@ -650,7 +651,22 @@ def test_modes_can_be_left_out_for_a_moment() -> None:
 
     with Seeing():
         assert torch_private.version(torch.ones(2)) == 0
+        with torch_private.no_functions():
+            torch.zeros(2).add_(1)
     assert [f.__name__ for f in seen] == ["ones"]
+
+
+@contract("torch._C._has_storage")
+def test_tensors_inside_of_a_transform_have_no_memory() -> None:
+    found = list[bool]()
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch_private.has_storage(x))
+        return x.sum()
+
+    torch.func.vmap(inside)(torch.ones(2, 3))
+    torch.func.grad(inside)(torch.ones(3))
+    assert found == [False, False] and torch_private.has_storage(torch.ones(3)[1:])
 
 
 @contract("…._is_view")
@@ -666,7 +682,7 @@ def test_apply_changes_tensors_in_place_of_a_module() -> None:
     torch_private.materialise(model, torch.device("cpu"))
     assert model[0].weight.device.type == "cpu" and model[1].running_mean.tolist() == [7.0] * 3
     hollow = nn.Linear(2, 3, device="meta")
-    torch_private.convert(hollow, torch.device("cpu"), torch.float64)
+    convert(hollow, torch.device("cpu"), torch.float64)
     assert hollow.weight.is_meta and hollow.weight.dtype == torch.float64
 
 

@@ -1,7 +1,8 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
 import math
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
 from plait.tensors.collectives import differences
+from plait.tensors.float64 import Wide
+from plait.tensors.modules import format_in
 from plait.tensors.torch_private import fake_failures, own_buffers, tree_map_only
 
 WHOLE = 0.25
@@ -208,11 +211,14 @@ def start_build(
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
     built.on_host = made.on_host
     pairs = lambda n: move(data_module.first_samples(example, n), built.model_device, how[1])  # noqa: E731
-    once = call if plan.pp == 1 else partial(_as_trained, built)
+    once = call if plan.pp == 1 and built.cast is None else partial(_as_trained, built)
     built.inputs = DeviceCopies(how[0])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
     built.trial_call, built.pairs = once, pairs
-    built.structure, built.in_fp8 = structure(made.model), fp8.layers_of(made.model, plan.tp) if plan.precision == "fp8" else ()
+    built.structure, built.in_fp8 = (
+        structure(made.model),
+        fp8.layers_of(made.model, plan.tp) if plan.precision == "fp8" else (),
+    )
     transformers.adapt(made.model)
     return built
 
@@ -261,7 +267,7 @@ def _sketched(built: Built, made: BuiltModel) -> Sketch:
     """The sketch of a model as it is on the device, which chooses what operators do inside. One that runs with its numbers only
     has to go there as a whole."""
     inputs = lambda n: built.pairs(n)[0]  # noqa: E731
-    judge = lambda n: judged(built.job, built.pairs(n)[1])  # noqa: E731
+    judge = lambda n: partial(_judged_as_trained, built, judged(built.job, built.pairs(n)[1]))  # noqa: E731
     if made.on_host:
         built.on_host = False  # the fake one is there
         with suppress(*fake_failures()):
@@ -272,6 +278,12 @@ def _sketched(built: Built, made: BuiltModel) -> Sketch:
         built.on_host = True
         _settle(built)
     return sketch(made.fake if not made.on_host else made.model, inputs, built.trial_call, built.job.units, judge)
+
+
+def _judged_as_trained(built: Built, judge: Callable[[Any], Any], outputs: object) -> Any:
+    """The loss of outputs in the number format of a proof, or in the job's own."""
+    with Wide() if built.cast is torch.float64 else nullcontext():
+        return judge(outputs)
 
 
 def _as_trained(built: Built, model: nn.Module, inputs: object) -> Any:
@@ -287,7 +299,7 @@ def move(tree: object, device: torch.device, cast: torch.dtype | None) -> Any:
         return tree
 
     def one(t: Tensor) -> Tensor:
-        return t.to(device, cast if cast is not None and t.is_floating_point() else t.dtype, non_blocking=True)
+        return t.to(device, format_in(t, cast), non_blocking=True)
 
     return tree_map_only(Tensor, one, tree)
 

@@ -22,8 +22,8 @@ from plait.model.parameter_groups import optimizer_of
 from plait.randomness.keyed import host_kept
 from plait.tensors.collectives import differing, digest
 from plait.tensors.fake import emptied_on
-from plait.tensors.modules import exchange_tensors
-from plait.tensors.torch_private import FakeTensorMode, convert
+from plait.tensors.modules import convert, exchange_tensors, format_in
+from plait.tensors.torch_private import FakeTensorMode
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def make(
     convert(model, device, cast)
     if deferred is None:
         return BuiltModel(model, model)
-    one = lambda t: t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)  # noqa: E731
+    one = lambda t: t.detach().to(device, format_in(t, cast))  # noqa: E731
     exchange_tensors(deferred.fake, one)
     return BuiltModel(model, deferred.fake, {name: one(part) for name, part in deferred.shares.items()})
 

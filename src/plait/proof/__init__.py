@@ -8,6 +8,7 @@ noted_data        data sets that note what is read of them
 short_epochs      the beginnings of a job's own epochs
 own_batch         batches of the job's own size
 formats           a step in the plan's own number formats
+tensor_files      what processes leave each other
 probes            how far apart the sides are
 notes             what units were given and returned
 sides             the notes of both, side by side

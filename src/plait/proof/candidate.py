@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.config.errors import PlaitError, proof_stopped
@@ -26,7 +25,7 @@ from plait.launch.place import Place, threads
 from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.precision import forward_format
-from plait.proof import formats, own_batch
+from plait.proof import formats, own_batch, tensor_files
 from plait.proof import notes as noting
 from plait.proof.phases import of_phases
 from plait.proof.probes import Trace
@@ -120,8 +119,7 @@ def run(
     parts = _ranges(built)
     names = _by_group(engine, tensors, parts)
     for name, group in tensors.items():
-        file = folder / f"{name}-{place.rank}.safetensors"
-        save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
+        tensor_files.write(folder / f"{name}-{place.rank}.safetensors", group)
     return {
         "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
@@ -283,13 +281,13 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
     groups: dict[str, dict[str, Tensor]] = {name: {} for name in GROUPS}
     for name, group in groups.items():
         for rank, r in enumerate(ranks):
-            for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
+            for key, tensor in tensor_files.read(folder / f"{name}-{rank}.safetensors").items():
                 parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
                 shape, ranges = parts.get(key) or parts[key.partition("|")[0]]
                 if key not in group:
                     group[key] = (
                         torch.full(shape, float("nan"), dtype=tensor.dtype)
-                        if tensor.is_floating_point()
+                        if tensor.is_floating_point() or tensor.is_complex()
                         else torch.zeros(shape, dtype=tensor.dtype)
                     )
                 for piece in Part(tensor, tuple(shape), tuple(ranges)).pieces():

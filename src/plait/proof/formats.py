@@ -142,7 +142,9 @@ class Reference:
         job, device = self.job, self.one.device
         model = reference.make_model(job, None, device)
         if self.plan.precision == "fp8":
-            fp8.convert(model, fp8.chosen(model, self.plan.tp), self.plan.fp8_recipe, torch.device(device).type == "cpu")
+            fp8.convert(
+                model, fp8.chosen(model, self.plan.tp), self.plan.fp8_recipe, torch.device(device).type == "cpu"
+            )
         generator = torch.Generator().manual_seed(0 if moved is None else moved[1] + 1)
         shift = lambda t: _shifted(t, 0.0 if moved is None else moved[0], generator)  # noqa: E731
         with torch.no_grad():

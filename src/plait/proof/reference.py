@@ -32,7 +32,7 @@ from plait.model.sketch import sketch
 from plait.proof.notes import Notes
 from plait.randomness.keyed import Randomness, seed_host
 from plait.tensors.float64 import Wide
-from plait.tensors.modules import evaluating
+from plait.tensors.modules import convert, evaluating, format_in
 from plait.tensors.rows import dense
 from plait.tensors.torch_private import tree_map_only
 
@@ -71,7 +71,8 @@ class OneDevice:
         state = torch.get_rng_state()
         sample = example(job.data, data)[0]
         torch.set_rng_state(state)
-        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
+        with Wide():
+            sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
         keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
         optimizer = optimizer_of(job, dict(model.named_parameters()))
         kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)
@@ -267,14 +268,16 @@ def make_model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Mod
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)
     torch.manual_seed(job.seed)
-    model = job.model().to(device=device, dtype=dtype)
+    model = convert(job.model(), torch.device(device), dtype)
     if hasattr(job.loss, "attach"):
         job.loss.attach(model)
     frozen = [m for m in model.modules() if model.training and not m.training]
     model.train()
     for module in frozen:
         module.training = False
-    for module in model.modules():  # as all who train do: a cache is for generation, and hides where packed documents begin
+    for (
+        module
+    ) in model.modules():  # as all who train do: a cache is for generation, and hides where packed documents begin
         if getattr(getattr(module, "config", None), "use_cache", None) is True:
             module.config.use_cache = False  # type: ignore[union-attr]
     if job.weights is not None:
@@ -401,7 +404,7 @@ def _collate(data: Data, samples: list[Any]) -> Any:
 
 
 def _ready(pair: tuple[object, object], dtype: torch.dtype, device: str) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
+    return tree_map_only(torch.Tensor, lambda t: t.to(device, format_in(t, dtype)), tuple(pair))
 
 
 def collated(data: Data, samples: list[Any], dtype: torch.dtype, device: str) -> Any:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.checkpoint.checkpoints import Checkpoints
@@ -34,7 +33,7 @@ from plait.launch.supervise import Listener, Spare
 from plait.parallel import precision
 from plait.parallel.server.ledger import LedgerRow, problems
 from plait.parallel.server.portions import Clocks
-from plait.proof import reference
+from plait.proof import reference, tensor_files
 from plait.proof.algorithms.server import Replay
 from plait.proof.probes import Probe, floor_of, moved, rows, tensors
 from plait.proof.verdict import AlgorithmTold, Verdict, distance
@@ -78,8 +77,8 @@ def _one_device(job: Job, steps: int, folder: Path) -> dict[str, Any]:
     """The job on one device, plainly."""
     out = reference.train(job, steps, CLIP, torch.float64)
     data = job.data()
-    _store(folder / "one", out["weights"] | out["buffers"])
-    _store(folder / "initial", out["initial"])
+    tensor_files.write(folder / "one", out["weights"] | out["buffers"])
+    tensor_files.write(folder / "initial", out["initial"])
     return {"rows": out["rows"], "clip": out["clip"], "length": len(data)}
 
 
@@ -105,16 +104,8 @@ def _play(job: Job, plan: Plan, folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     replay = Replay(job, plan.replica_groups if plan.server_update == "nesterov" else 0)
     replay.run([line for line in lines if "seq" in line])
-    _store(folder / "played", replay.versions[-1])
+    tensor_files.write(folder / "played", replay.versions[-1])
     return {"told": replay.told}
-
-
-def _store(path: Path, named: dict[str, Tensor]) -> None:
-    save_file({n: t.detach().contiguous().clone() for n, t in named.items()}, path)
-
-
-def _loaded(path: Path) -> dict[str, Tensor]:
-    return load_file(path)
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
@@ -127,8 +118,8 @@ def _judged(
     plan: Plan, job: Job, folder: Path, told: tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]
 ) -> Verdict:
     expected, played, results = told
-    actual, replayed = _saved(folder), _loaded(folder / "played")
-    initial, one = _loaded(folder / "initial"), _loaded(folder / "one")
+    actual, replayed = _saved(folder), tensor_files.read(folder / "played")
+    initial, one = tensor_files.read(folder / "initial"), tensor_files.read(folder / "one")
     weights = {n: t for n, t in replayed.items() if n in initial}
     buffers = {n: t for n, t in replayed.items() if n not in initial and n in actual}
     names, floor = [*initial], moved(initial, weights)

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.checkpoint.opening import open_weights
@@ -47,7 +46,7 @@ from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
 from plait.parallel.server import strategy as server
 from plait.planner.dryrun.dry_run import first_step
-from plait.proof import candidate, formats, own_batch, phases, reference, served, short_epochs
+from plait.proof import candidate, formats, own_batch, phases, reference, served, short_epochs, tensor_files
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.candidate import GROUPS
 from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
@@ -376,8 +375,8 @@ def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float)
 def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
     path.mkdir()
     for name, tensors in groups.items():
-        save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, path / f"{name}.safetensors")
+        tensor_files.write(path / f"{name}.safetensors", tensors)
 
 
 def _trace(path: Path, facts: dict[str, Any]) -> Trace:
-    return Trace(facts=facts, **{name: load_file(path / f"{name}.safetensors") for name in GROUPS})
+    return Trace(facts=facts, **{name: tensor_files.read(path / f"{name}.safetensors") for name in GROUPS})

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from plait.tensors.torch_private import own_buffers
+from plait.tensors.torch_private import each_tensor, own_buffers
 
 Attributes = list[tuple[nn.Module, dict[str, Any]]]
 
@@ -136,3 +137,20 @@ def exchange_tensors(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
     for module in model.modules():
         buffers = own_buffers(module)
         buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})
+
+
+def format_in(t: Tensor, cast: torch.dtype | None) -> torch.dtype:
+    """The format that a tensor has where floating tensors are in `cast`: complex ones in the complex format of that size."""
+    if cast is None or not (t.is_floating_point() or t.is_complex()):
+        return t.dtype
+    return cast.to_complex() if t.is_complex() else cast
+
+
+def convert(root: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """The module on the device (None: where it is), its floating and complex tensors in `dtype` when given; what is on the meta
+    device stays there."""
+
+    def moved(t: Tensor) -> Tensor:
+        return t.to("meta" if t.device.type == "meta" else device, format_in(t, dtype))
+
+    return each_tensor(root, moved)

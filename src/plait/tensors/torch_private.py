@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils import checkpoint
@@ -49,7 +50,7 @@ ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
     "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "FakeTensor", "FsdpAllGather", "FsdpReduceScatter", "OpOverload",
-    "TreeSpec",    "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "StorageWeakRef", "TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 """What others import from here under torch's own name."""
 
@@ -392,10 +393,9 @@ def materialise(root: nn.Module, device: torch.device) -> None:
     root._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
 
 
-def convert(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The module on the device, its floating tensors in `dtype` when given; what is on the meta device stays there."""
-    kind = lambda t: dtype if dtype is not None and t.is_floating_point() else t.dtype  # noqa: E731
-    return root._apply(lambda t: t.to("meta" if t.device.type == "meta" else device, kind(t)))
+def each_tensor(root: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """The module, each of its parameters and buffers replaced by what `change` returns for it."""
+    return root._apply(change)
 
 
 def in_backward() -> bool:
@@ -453,6 +453,10 @@ def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iter
 
 no_modes = _disable_current_modes
 """A context without dispatch modes: tensors that are made in it are real."""
+no_functions = torch._C.DisableTorchFunction
+"""A context in which no torch function mode and no tensor subclass sees a call."""
+has_storage = torch._C._has_storage
+"""Whether a tensor has memory of its own or a view of it; tensors inside of a transform of torch.func have none."""
 plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which torch functions ignore tensor subclasses."""
 

@@ -14,12 +14,13 @@ from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Arguments, At, UnitPlan, seeds
 from plait.tensors import multihead
+from plait.tensors.modules import convert
 from plait.tensors.torch_private import BatchNormBase, named_leaves, tree_map_only, tree_unflatten
 
 
 def widened(module: nn.Module) -> nn.Module:
     """A copy in float64 that draws nothing, its attention visible. Batch norms go on taking statistics of what they are given."""
-    made = copy.deepcopy(module).double().eval()
+    made = convert(copy.deepcopy(module), None, torch.float64).eval()
     for name, inner in module.named_modules():
         if isinstance(inner, BatchNormBase) and inner.training:
             made.get_submodule(name).train()

@@ -24,6 +24,7 @@ from plait.parallel.expert.dispatch import Serve
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home, roles, spelled
 from plait.randomness.keyed import host_kept, host_state, restore_host
 from plait.tensors.float64 import Wide
+from plait.tensors.modules import convert, format_in
 from plait.tensors.torch_private import DropoutBase, leaves, tree_leaves, tree_map_only
 
 NEAR = 1e-9
@@ -45,7 +46,7 @@ class Met:
 
 def _wide(module: nn.Module) -> nn.Module:
     """A copy in float64 that drops nothing at random."""
-    made = copy.deepcopy(module).double()
+    made = convert(copy.deepcopy(module), None, torch.float64)
     for inner in made.modules():
         if isinstance(inner, DropoutBase):
             inner.p = 0.0
@@ -58,7 +59,7 @@ def _examples(met: Met) -> Iterator[tuple[Any, Any]]:
     for number in range(ROUNDS):
 
         def one(t: Tensor, number: int = number) -> Tensor:
-            wide = t.double() if t.is_floating_point() else t.clone()
+            wide = t.to(format_in(t, torch.float64), copy=True)
             if number and t.is_floating_point() and t.dim() > 1:
                 return torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t.device)
             return wide
@@ -67,7 +68,10 @@ def _examples(met: Met) -> Iterator[tuple[Any, Any]]:
 
 
 def _near(expected: object, output: object) -> bool:
-    a, b = ([t.double() for t in leaves(tree) if isinstance(t, Tensor)] for tree in (expected, output))
+    a, b = (
+        [t.to(format_in(t, torch.float64)) for t in leaves(tree) if isinstance(t, Tensor)]
+        for tree in (expected, output)
+    )
     if [t.shape for t in a] != [t.shape for t in b]:
         return False
     pairs = ((x, y) for x, y in zip(a, b) if x.numel())

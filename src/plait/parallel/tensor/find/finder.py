@@ -34,7 +34,7 @@ from plait.parallel.tensor.sequence.check import stretched
 from plait.randomness import keyed
 from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
-from plait.tensors.modules import state_kept
+from plait.tensors.modules import format_in, state_kept
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import leaves, tree_map_only
 
@@ -214,7 +214,7 @@ class _Finder:
         self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
         opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
         self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
-        wide = lambda t: t.to("cpu", torch.float64 if t.is_floating_point() else t.dtype)  # noqa: E731
+        wide = lambda t: t.to("cpu", format_in(t, torch.float64))  # noqa: E731
         example = tree_map_only(Tensor, wide, inputs)
         self.follow = self._followed(opaque, example, call, given)
         self.holders: dict[int, list[str]] = {}
