@@ -44,7 +44,7 @@ def samples(rows: list[Batch]) -> dict[tuple[int, int], tuple[float, ...]]:
         (b.position.epoch, i): tuple(x.tolist())
         for b in rows
         for m in b.micro
-        for i, x in zip(m.ids, m.inputs, strict=True)
+        for i, x in zip(m.ids, m.inputs[: m.count], strict=True)
     }
 
 
@@ -72,7 +72,7 @@ def test_workers_load_what_this_process_loads(workers: int) -> None:
     assert [(b.position, b.after, [m.ids for m in b.micro]) for b in rows] == [
         (b.position, b.after, [m.ids for m in b.micro]) for b in alone
     ]
-    assert all(m.targets.tolist() == list(m.ids) for b in rows for m in b.micro)
+    assert all(m.targets.tolist() == list(m.ids) for b in rows for m in b.micro if m.count)
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "python", "all"])
@@ -146,10 +146,10 @@ def test_the_short_last_batch_and_empty_shares() -> None:
     rows = [take(Plain(5), 4, BatchShare(rank, 4)) for rank in range(4)]
     assert [b.size for b in rows[0]] == [4, 1, 4, 1]
     assert [r[1].count for r in rows] == [1, 0, 0, 0]
-    empty = rows[3][1].micro[0]
-    assert (empty.inputs.shape, empty.targets.shape, empty.ids) == ((0, 2), (0,), ())
-    stream = take(Stream(5), 2, BatchShare(3, 4))[1].micro[0]
-    assert (stream.inputs.shape, stream.targets.shape) == ((0, 1), (0,))
+    has, lacks = rows[0][1].micro[0], rows[3][1].micro[0]
+    assert (lacks.count, lacks.ids) == (0, ()) and torch.equal(lacks.inputs, has.inputs), "the sample of another rank"
+    has, lacks = (take(Stream(5), 2, BatchShare(rank, 4))[1].micro[0] for rank in (0, 3))
+    assert (lacks.count, lacks.ids) == (0, ()) and torch.equal(lacks.inputs, has.inputs)
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
@@ -157,8 +157,8 @@ def test_trees_of_inputs(kind: str) -> None:
     for rank, count in enumerate([1, 0]):
         micro = take(Trees(kind), 2, BatchShare(rank, 2))[1].micro[0]
         x, mask = micro.inputs.values() if kind == "dict" else micro.inputs
-        assert (x.shape, mask.shape, mask.dtype) == ((count, 3), (count, 3), torch.bool)
-        assert [len(t) for t in micro.targets] == [count, count]
+        assert (micro.count, x.shape, mask.shape, mask.dtype) == (count, (1, 3), (1, 3), torch.bool)
+        assert [len(t) for t in micro.targets] == [1, 1]
 
 
 def test_a_data_set_collates_itself() -> None:

@@ -46,21 +46,18 @@ class Position:
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch of one rank: samples first … first + count − 1 of the global batch."""
+    """One micro-batch of one rank: samples first … first + count − 1 of the global batch.
+
+    If `count` is 0, inputs and targets are those of a sample of another rank, for a forward pass that every rank must run.
+    """
 
     first: int
     count: int
     inputs: object
     targets: object
     ids: tuple[int, ...]
-    spare: tuple[Any, Any] | None = None
-    """(inputs, targets) of one sample beside an empty micro-batch, for a forward pass that every rank must make."""
     samples: tuple[Any, ...] = ()
     """What was collated, where the data set has a `collate` of its own (see `data/padding.py`)."""
-
-    def pair(self, spare: bool) -> tuple[Any, Any]:
-        """(inputs, targets) that a rank runs; with `spare`, of an empty micro-batch those of the sample beside it."""
-        return self.spare if self.spare and spare else (self.inputs, self.targets)
 
 
 @dataclass(frozen=True)
@@ -350,14 +347,11 @@ def beside(data: object, samples: list[Any], company: list[Any]) -> tuple[Any, A
 
 
 def part(data: object, samples: list[Any], first: int, ids: list[int]) -> "Micro":
-    """The micro-batch of these samples. Without ids it is empty, and one of `samples` is beside it."""
+    """The micro-batch of these samples. Without ids its count is 0, and it has one of `samples`, which belongs to another rank."""
     samples = samples[: len(ids) or 1]
     inputs, targets = collate(data, samples)
-    spare = None if ids else (inputs, targets)
-    if not ids:
-        inputs, targets = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
     kept = tuple(samples) if hasattr(data, "collate") else ()
-    return Micro(first, len(ids), inputs, targets, tuple(ids), spare, kept)
+    return Micro(first, len(ids), inputs, targets, tuple(ids), kept)
 
 
 def largest(batch: int, shares: int, microbatches: int) -> int:

@@ -182,11 +182,11 @@ class SeededReader:
 
 
 def cut(
-    data: Data, samples: list[Any], share: BatchShare, number: Callable[[int], int], spare: object
+    data: Data, samples: list[Any], share: BatchShare, number: Callable[[int], int], other: object
 ) -> tuple[Micro, ...]:
-    """A share's micro-batches of samples, which have these numbers; `spare` is beside those that are empty."""
+    """A share's micro-batches of samples, which have these numbers; `other`: a sample for those that have none."""
     return tuple(
-        part(data, samples[first : first + n] or [spare], first, [number(k) for k in range(first, first + n)])
+        part(data, samples[first : first + n] or [other], first, [number(k) for k in range(first, first + n)])
         for first, n in share.parts(len(samples))
     )
 

@@ -51,7 +51,7 @@ def batches(
         yield item
 
 
-def reader(data: MapStyle, seed: int, reads: Callable[[], None]) -> "Callable[[Item], Batch]":
+def reader(data: MapStyle, seed: int, reads: Callable[[], None]) -> "Callable[[StepSamples], Batch]":
     """Reads the samples of a step, or of a part of one, by their ids."""
     return _Mapped(data, seed, reads).__getitem__
 
@@ -62,7 +62,7 @@ class _Caught(Dataset):
     def __init__(self, source: "_Mapped"):
         self.source = source
 
-    def __getitem__(self, index: "Item") -> "Batch | _Failed":
+    def __getitem__(self, index: "StepSamples") -> "Batch | _Failed":
         try:
             return _shared(self.source[index])
         except RAISED as error:
@@ -106,7 +106,7 @@ def _failed(error: BaseException) -> _Failed:
 
 def _shared(batch: Batch) -> Batch:
     """A batch whose tensors are in shared memory: what has no room raises here, and not in a thread that nobody hears."""
-    tree_map_only(Tensor, Tensor.share_memory_, [(m.inputs, m.targets, m.spare) for m in batch.micro])
+    tree_map_only(Tensor, Tensor.share_memory_, [(m.inputs, m.targets) for m in batch.micro])
     micro = tuple(replace(m, samples=packed(m.samples)) if m.samples else m for m in batch.micro)
     return replace(batch, micro=micro, around=packed(batch.around))
 
@@ -119,8 +119,19 @@ def _shorter(at: Position, length: int) -> PlaitError:
     )
 
 
-Item = tuple[Position, int, list[tuple[int, list[int]]], Position, int]
-"""Of a step: its position, size, (first, sample ids) of each micro-batch, the position after it, samples of the largest share."""
+@dataclass(frozen=True)
+class StepSamples:
+    """Which samples a rank reads for a step."""
+
+    position: Position
+    size: int
+    parts: list[tuple[int, list[int]]]
+    """(first, sample ids) of each micro-batch."""
+    after: Position
+    other: int
+    """A sample of the step, for micro-batches without one."""
+    most: int = 0
+    """Samples of the largest share."""
 
 
 class _Plan:
@@ -129,7 +140,7 @@ class _Plan:
     def __init__(self, sampling: Sampling, share: BatchShare, at: Position):
         self.sampling, self.share, self.at = sampling, share, at
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[StepSamples]:
         at = self.at
         while True:
             order = self.sampling.epoch(at.epoch)
@@ -139,7 +150,7 @@ class _Plan:
             share = self.share.at(at.step)
             parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in share.parts(size)]
             after = _advance(at, size, at.start + size == len(order))
-            yield at, size, parts, after, max(share.sizes(size))
+            yield StepSamples(at, size, parts, after, int(order[at.start]), max(share.sizes(size)))
             at = after
 
 
@@ -157,15 +168,15 @@ class _Mapped:
         seed_host("untouched")
         self.untouched = first_draws()
 
-    def __getitem__(self, item: Item) -> Batch:
-        at, size, parts, after, most = item
+    def __getitem__(self, step: StepSamples) -> Batch:
+        epoch = step.position.epoch
         while True:
             seed_host("untouched")
-            loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
+            loaded = [(first, ids, [self._sample(epoch, i) for i in ids or [step.other]]) for first, ids in step.parts]
             micro = tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
             moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
             if not moved:
-                return Batch(at, size, micro, after, most=most)
+                return Batch(step.position, step.size, micro, step.after, most=step.most)
             self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
 
     def _sample(self, epoch: int, i: int) -> Any:

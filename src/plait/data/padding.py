@@ -62,9 +62,9 @@ class Padding:
         return [micro if form == most else self._padded(micro, beside, most) for micro, form in zip(whole, forms)]
 
     def _form(self, micro: Micro) -> tuple[int, ...] | None:
-        """The shapes of a micro-batch; of the sample beside it when it is empty."""
+        """The shapes of a micro-batch."""
         assert self.rows is not None
-        return self.rows.form(micro.spare or (micro.inputs, micro.targets), micro.count or 1)
+        return self.rows.form((micro.inputs, micro.targets), micro.count or 1)
 
     def _least_and_most(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The smallest and the largest sizes over all ranks; none when they are not of one kind."""
@@ -112,17 +112,14 @@ class Padding:
     def _padded(self, micro: Micro, company: list[Any], most: tuple[int, ...]) -> Micro:
         """The micro-batch collated beside the longest samples, without their rows, when it has the largest sizes then."""
         assert self.rows is not None
-        samples, own = list(micro.samples), micro.spare or (micro.inputs, micro.targets)
+        samples, own = list(micro.samples), (micro.inputs, micro.targets)
         total = len(samples) + len(company)
         pair = self.rows.first(self._collated([*samples, *company]), len(samples), total)
         form = self.rows.form(pair, len(samples))
         if (micro.count and form != most) or not self.rows.holds(pair, own):
             self.loose = True
             return micro
-        if micro.count:
-            return replace(micro, inputs=pair[0], targets=pair[1])
-        inputs, targets = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, pair)
-        return replace(micro, inputs=inputs, targets=targets, spare=pair)
+        return replace(micro, inputs=pair[0], targets=pair[1])
 
 
 def fetching(data: object, seed: int, batch: Batch, share: BatchShare) -> Fetch:

@@ -183,7 +183,7 @@ class Engine:
                 batch = padding.batch(batch, fetching(data, job.seed, batch, self.share))
                 if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
                     self.built.unlike = (*self.built.unlike, LOOSE)
-            self.built.inputs.begin(micro.pair(self.built.together == "sample") for micro in batch.micro)
+            self.built.inputs.begin((micro.inputs, micro.targets) for micro in batch.micro)
             self._spans.end("data")
             yield batch
         self.settle()
@@ -265,12 +265,12 @@ class Engine:
         return [i for i, w in enumerate(weights) if w or (self.built.together and i < most)]
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
-        """Of each micro-batch of a step that this rank runs: its samples (1 for an empty one that counts as a sample), and
+        """Of each micro-batch of a step that this rank runs: its samples (1 for one without samples, which runs on another rank's), and
         the shapes of its tensors."""
         run = self.runs(batch, [weigh(self.job.weight, micro) for micro in batch.micro])
         shape = lambda t: list(t.shape) if isinstance(t, Tensor) else ""  # noqa: E731
         found = [batch.micro[i] for i in run]
-        counts = [micro.count or int(self.built.together == "sample") for micro in found]
+        counts = [micro.count or 1 for micro in found]
         return [(n, str([shape(t) for t in leaves((m.inputs, m.targets))])) for n, m in zip(counts, found)]
 
     def _total_weight(self, batch: Batch, weights: list[float]) -> float:

@@ -101,6 +101,7 @@ def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     assert built.job.evaluate is not None
     built.inputs.begin([pair])
     inputs, targets = move(built.inputs.take(pair), built.device, built.cast)
+    built.sharers.begin(idle=not count)
     outputs, here = outputs_here(built, inputs, count or 1)
     if not (count and here):
         return {}
@@ -198,7 +199,7 @@ class HeldOut:
             most = max(self.share.sizes(size))  # of so many samples, the first parts have one each
             for i, micro in enumerate(padding.alike(micros, fetch)):
                 if i < most:
-                    yield micro.spare or (micro.inputs, micro.targets), micro.count
+                    yield (micro.inputs, micro.targets), micro.count
             start += size
 
     def _read(self, data: MapStyle, i: int) -> object:

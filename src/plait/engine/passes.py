@@ -43,11 +43,10 @@ class Passes:
         built, found = self.built, []
         for i, weight in runs.items():
             micro = batch.micro[i]
-            pair = built.inputs.take(micro.pair(built.together == "sample"))
+            pair = built.inputs.take((micro.inputs, micro.targets))
             inputs, targets = move(pair, built.device, built.cast)
-            samples = micro.count or int(built.together == "sample")
             scale = weight * (built.scaler.factor if built.scaler else 1.0)
-            found.append(MicroBatch(inputs, targets, micro.first, samples, weight, scale, micro.count == 0, i))
+            found.append(MicroBatch(inputs, targets, micro.first, micro.count or 1, weight, scale, micro.count == 0, i))
         if built.reducer is not None:
             built.reducer.idle = bool(found) and all(piece.idle for piece in found)
         return found
@@ -108,7 +107,7 @@ class Passes:
             return self.built.run(self.built.model, piece.inputs)
 
     def _loss(self, outputs: object, piece: MicroBatch) -> Tensor:
-        """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
+        """The job's loss, or zero for a micro-batch that weighs nothing: its rank takes part in what ranks communicate."""
         with self._format(), self.logged.at(piece.weight):
             whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
             loss = whole() if piece.weight else zero_loss(whole, outputs, self.built.sharers.made)

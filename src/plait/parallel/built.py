@@ -244,9 +244,9 @@ class Built:
     """The hyperparameters of the optimizer's groups as the job sets them."""
     unlike: tuple[str, ...] = ()
     """What differs from rank to rank in what an iterable gives."""
-    lockstep: str = ""
-    """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
-    a sample (layers that count samples), `sample` with one that weighs nothing."""
+    lockstep: bool = False
+    """Every rank must run every micro-batch, because the forward pass communicates or changes buffers. A rank without samples runs
+    one of another rank, with weight zero."""
 
     @property
     def model_device(self) -> torch.device:
@@ -270,8 +270,8 @@ class Built:
             reload()
 
     @property
-    def together(self) -> str:
+    def together(self) -> bool:
         """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known,
         and only the last stage of a pipeline ever knows."""
         asks = not self.sharers.alone and (self.pipe is not None or self.sharers.used or not self.begun)
-        return self.lockstep or ("sample" if asks else "")
+        return self.lockstep or asks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch, BatchShare, Position, is_map, weigh
-from plait.data.loading import reader
+from plait.data.loading import StepSamples, reader
 from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
 from plait.engine.server import messages as say
@@ -86,7 +86,7 @@ class Trainer:
     def _batch(self, at: Position, size: int, first: int, ids: list[int]) -> Batch:
         cuts = [split(len(ids), self.engine.plan.microbatches, i) for i in range(self.engine.plan.microbatches)]
         parts = [(first + begin, ids[begin : begin + n]) for begin, n in cuts]
-        batch = self.read((at, size, parts, at, 0))
+        batch = self.read(StepSamples(at, size, parts, at, (ids or [0])[0]))
         if self.padding is None:
             return batch
         return self.padding.batch(batch, fetching(self.engine.built.data, self.engine.job.seed, batch, BatchShare()))

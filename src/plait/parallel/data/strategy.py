@@ -28,7 +28,8 @@ How it stays exact
     buckets are summed, never averaged: unequal shares need no care. A bucket carries one flag per parameter, so a
     parameter that no rank used keeps no gradient, as on one device, and one that some ranks used gets the sum.
     Buckets start in a fixed order, so conditional branches cannot mix them up. A rank without a sample in a short
-    batch adds zeros. Batch normalisation computes its statistics over all ranks (`parallel/data/batch_norm.py`).
+    batch adds zeros; if the forward pass communicates, it runs a sample of another rank with weight zero.
+    Batch normalisation computes its statistics over all ranks (`parallel/data/batch_norm.py`).
 
 Paper
     Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB), for the buckets.
@@ -68,8 +69,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Built) -> None:
-    batch_norm.synchronise(built.model, built.sketch.batch_norms, built.peers)
-    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten else ""
+    batch_norm.synchronise(built.model, built.sketch.batch_norms, built.peers, built.sharers)
+    built.lockstep = bool(built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten)
     step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
     if built.compressor is not None:

@@ -95,7 +95,7 @@ def apply(built: Built) -> None:
     plan, model, device = built.plan, built.model, built.device
     where = expert_shards.lying(built)
     check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
-    batch_norm.synchronise(model, built.sketch.batch_norms, built.peers)
+    batch_norm.synchronise(model, built.sketch.batch_norms, built.peers, built.sharers)
     built.place.alone(device)
     mesh = _mesh(plan, device)
     for parameter in built.own.values():
@@ -140,7 +140,7 @@ def apply(built: Built) -> None:
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
         built.own[name].data.copy_(part)
     built.shares = {}
-    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
+    built.lockstep = True
 
 
 def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.losses.global_batch import BatchPeers
 from plait.parallel.loss_scale import scaled
 from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, empty, packed, routes, unpacked
 from plait.parallel.pipeline.partition import ForwardPath
@@ -106,6 +107,8 @@ class PipelineRuntime:
         self.ahead = AHEAD if directly(stages.device) else 0
         self.routes = cache(self._routes)
         self.randomness: Randomness
+        self.peers = BatchPeers()
+        """Told in backward passes whether the micro-batch counts, as `forward` tells it in its own."""
         self.number = 0
         """The step, which random numbers are keyed by."""
         self.clock = Clock()
@@ -131,6 +134,7 @@ class PipelineRuntime:
             if action.kind == "F":
                 self._forward(action, piece, forward, loss)
             else:
+                self.peers.idle = piece.idle
                 with self.randomness.replay():
                     self._backward(action)
             self.clock.computed()

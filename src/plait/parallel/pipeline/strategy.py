@@ -115,7 +115,7 @@ def apply(built: Built) -> None:
     def finish(_: object) -> None:
         stages.skip = _passed(built, sketch)
         stages.install()
-        pipe.randomness = built.randomness
+        pipe.randomness, pipe.peers = built.randomness, built.sharers
 
     built.prepared.append(finish)
 

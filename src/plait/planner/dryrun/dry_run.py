@@ -246,7 +246,7 @@ def alone(
             pretending.traffic = traffic if last else None
             if real:
                 return batch
-            trees = ("inputs", "targets", "spare")
+            trees = ("inputs", "targets")
             hidden = (replace(m, **{k: tree_map_only(Tensor, hide, getattr(m, k)) for k in trees}) for m in batch.micro)
             return replace(batch, micro=tuple(hidden)[: None if last else 1])  # what lasts is there after one
 

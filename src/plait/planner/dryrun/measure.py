@@ -76,7 +76,7 @@ def measure_evaluation(
 def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     """Tell the meter of what a rank has between two steps."""
     micros = batch.micro if batch is not None else ()
-    meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
+    meter.hold("batch", _tensors([(micro.inputs, micro.targets) for micro in micros]))
     for category, tensors in kept(engine):
         meter.hold(category, tensors)
 
