@@ -2,6 +2,7 @@
 
 batch       positions, shares of the global batch, micro-batches, collating
 sampling    the order of an epoch, and how many samples a step takes of it
+handles     connections in a job's data, which processes cannot share
 orders      orders to choose from: weighted, mixed, grouped by length, easiest first
 loaders     a DataLoader as the job's data
 batch_rows  which dim of a batch's tensors counts samples

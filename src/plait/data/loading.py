@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from plait.config.errors import PlaitError, Problem, problem_of
 from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
+from plait.data.handles import check_loaders
 from plait.data.iterables import OfShare, SeededReader, cut, digest, read_apart, read_before
 from plait.data.padding import packed
 from plait.data.sampling import Sampling
+from plait.launch.descriptors import own_offsets
 from plait.launch.failure_report import LoaderError, described
 from plait.randomness.keyed import first_draws, seed_host
 from plait.tensors.torch_private import tree_map_only
@@ -29,6 +31,8 @@ def batches(
     `workers` loader processes fetch ahead (an iterable uses at most one). `reads` is called before each sample, also in those
     processes.
     """
+    if workers:
+        check_loaders(data)
     if is_map(data):
         sampling = sampling or Sampling(len(data), batch, seed)
         plan, source = _Plan(sampling, share, at), _Mapped(data, seed, reads)
@@ -231,10 +235,11 @@ class _Streamed(IterableDataset):
 
 
 def _settle(worker: int) -> None:
-    """Loader workers end with their rank, also when it is killed, and leave signals to it."""
+    """Loader workers end with their rank, also when it is killed, leave signals to it, and read files at offsets of their own."""
     from plait.launch.child import die_with_parent
 
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the launcher's group only
 
     torch.set_num_threads(1)
+    own_offsets()
     die_with_parent()

@@ -9,6 +9,7 @@ hangs             which rank hangs, and since when
 activity          processor time, disk and network of a process
 stacks            where a process is, asked for by a signal
 progress          a row of progress per rank in shared memory
+descriptors       open files in a forked process: an offset of its own
 limits            what the operating system must grant
 place             rank, world, and the process group
 launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which

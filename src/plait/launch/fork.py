@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TextIO
 from plait.config.errors import PlaitError
 from plait.launch import forkable, limits
 from plait.launch.child import live
+from plait.launch.descriptors import own_offsets
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import described, pieces, trace_of, unforkable
 from plait.launch.gate import store_at
@@ -198,6 +199,7 @@ def _plain(stream: TextIO, descriptor: int) -> TextIO:
 def _work(group: _Group, rank: int, channel: int) -> int:
     import torch
 
+    own_offsets()
     group.stacks.answer()
     lock, board = threading.Lock(), group.board
 

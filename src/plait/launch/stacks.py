@@ -10,6 +10,7 @@ process that does not catch a signal is not asked: the signal would end it.
 """
 
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -114,6 +115,7 @@ class Stacks:
         in_memory = hasattr(os, "memfd_create")  # Linux: also when the disk is full
         self._file = os.fdopen(os.memfd_create("plait-stacks"), "rb+") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
         self._end = self._file.fileno()
+        fcntl.fcntl(self._end, fcntl.F_SETFL, fcntl.fcntl(self._end, fcntl.F_GETFL) | os.O_APPEND)  # whoever has which offset
 
     def answer(self) -> None:
         """From now on this process, and those it forks, write their stack when asked.
@@ -134,7 +136,6 @@ class Stacks:
     def ask(self, pid: int, patience: float = 0.5) -> Stack:
         """The stack of a process. Empty when it does not catch the signals, or cannot run."""
         os.ftruncate(self._end, 0)
-        os.lseek(self._end, 0, os.SEEK_SET)
         text = self._answered(pid, signal.SIGUSR1, patience)
         return parse(text or self._answered(pid, _STANDING, patience))
 

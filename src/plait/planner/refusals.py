@@ -8,6 +8,7 @@ does nothing else, so that what cannot work is said before there are ranks or a 
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.data.handles import check_unshared
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
@@ -19,6 +20,7 @@ from plait.planner.dryrun.dry_run import known
 def foresee(job: Job, plan: Plan, device: str) -> None:
     """Raise what the plan, and as far as it can be told without ranks the model, is refused for."""
     check_plan(job, plan, device)
+    check_unshared(job)
     if max(plan.pp, plan.cp, plan.ep) == 1:
         return
     try:

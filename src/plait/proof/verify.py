@@ -37,6 +37,7 @@ from plait.config.errors import PlaitError, in_a_line
 from plait.config.job import Job, optimized
 from plait.config.plan import Plan
 from plait.data.batch import Data, checked, first_samples, is_map, largest, opened, opened_once
+from plait.data.handles import check_unshared
 from plait.data.sampling import data_of
 from plait.engine.build import check_plan
 from plait.launch import fork
@@ -79,6 +80,7 @@ def verify(
     kind = kind_of(device)
     check(kind, plan.devices if server.wanted(plan) else plan.world)
     check_plan(job, plan, kind)
+    check_unshared(job)
     job = dataclasses.replace(job, data=opened_once(job.data))
     if server.wanted(plan):
         return served.verify(job, plan, steps, harden)

@@ -141,6 +141,9 @@ def _of_sample(job: Job, i: int, told: str) -> Problem:
         "draw with Python's random, numpy.random or torch's own generator: plait seeds them by (seed, epoch, sample)",
         "or make a generator from the sample's number in __getitem__: torch.Generator().manual_seed(i)",
     )
+    if not seen["again"]:  # no generator differs between processes alone
+        opens = "open files, databases and connections once in each process, at its first sample: compare os.getpid()"
+        fix = ("read nothing of the rank, the process or the machine in __getitem__", opens)
     return Problem("J032", what, why=why, where="Job(data=…)", fix=fix)
 
 
