@@ -101,9 +101,11 @@ def refused(what: str, why: str, *fix: str) -> PlaitError:
 
 def too_short(length: int, ranks: int) -> PlaitError:
     """P042."""
+    least = 2 * ranks
     what = f"a sequence of {length} does not split over cp={ranks}"
-    why = f"each rank holds two positions or more: {length} < 2 × {ranks}"
-    return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")))
+    why = f"each rank holds two positions or more: {length} < 2 × {ranks}; one short sample is enough"
+    pad = f"pad short samples in collate to a multiple of {least}:    F.pad(tokens, (0, -len(tokens) % {least}), value=PAD)"
+    return PlaitError(Problem("P042", what, why=why, fix=(pad, f"cp={max(1, length // 2)}")))
 
 
 def shortened(inputs: object, lengths: Sequence[int], to: Sequence[int]) -> Any:
