@@ -78,9 +78,7 @@ def verify(
     """
     seconds = 0.0 if job.phases is not None else own_batch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
-    check(kind, plan.devices if server.wanted(plan) else plan.world)
-    check_plan(job, plan, kind)
-    check_unshared(job)
+    _refuse(job, plan, kind)
     job = dataclasses.replace(job, data=opened_once(job.data))
     if server.wanted(plan):
         return served.verify(job, plan, steps, harden)
@@ -113,6 +111,13 @@ def verify(
         rounded = (f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64",)
     inexact, notes = (*named, *rounded), tuple(results[0]["notes"])
     return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
+
+
+def _refuse(job: Job, plan: Plan, kind: str) -> None:
+    """Raise what the job and the plan are refused for, before a process starts."""
+    check(kind, plan.devices if server.wanted(plan) else plan.world)
+    check_plan(job, plan, kind)
+    check_unshared(job)
 
 
 def _algorithm(
