@@ -32,6 +32,14 @@ LIBRARIES = (
     *(*site.getsitepackages(), site.getusersitepackages()),
 )
 """Folders of code that is not the user's own."""
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is the user's own code, and of no library."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return bool(file) and not file.startswith(LIBRARIES)
+
+
 MAKERS = {"model": "forward", "data": "__getitem__", "optimizer": "param_groups"}
 """Fields of `Job` that make something, and what the thing itself has: an object in place of what makes it."""
 _OF_PHASES = cast(Any, None)  # a job with phases has no loss and no optimizer besides theirs

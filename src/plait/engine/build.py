@@ -60,6 +60,8 @@ def inexact(built: Built) -> list[str]:
     found = [line for s in ORDER if s.wanted(built.plan) for line in s.inexact(built.plan, built.whole)]
     found += [*built.sharers.inexact, *built.unlike]
     found += [f"random numbers in {n} come from an operator plait cannot key" for n in built.whole.unkeyed]
+    found += [f"random numbers in {n} have a shape that does not grow with the batch" for n in built.whole.uneven]
+    found += [f"dropout inside {n} runs over a packed sequence, which plait cannot key by sample" for n in built.whole.packed]
     if built.plan.tp > 1 and built.whole.unkeyed:
         found.append(
             f"those of {', '.join(built.whole.unkeyed)} are the same on each of the {built.plan.tp} slices of tp"

@@ -32,9 +32,10 @@ from plait.tensors.trees import template
 
 
 def places_of(
-    rounds: list[list[RunTrace]], sizes: tuple[int, int]
+    rounds: list[list[RunTrace]], sizes: tuple[int, int], decides: bool = False
 ) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
-    """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
+    """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim. `decides`: the
+    model decides at random what to run, so that a draw of one batch may be missing for another."""
     places: dict[str, int | None] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     coupled = []
@@ -44,13 +45,21 @@ def places_of(
             other = large.drawn.get(place)
             grown = [d for d, (m, n) in enumerate(zip(shape, other or ())) if m != n]
             one_dim = other is not None and len(shape) == len(other) and len(grown) < 2
+            if other is None and decides:
+                places.setdefault(place, UNKNOWN)  # not drawn in this run
+                continue
             if other is None or not one_dim or any(shape[d] * b != other[d] * a for d in grown):
                 coupled.append(place.split("#")[0] or "the model")
             elif place not in places:
                 shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
-            if places.get(place) is None:
+            if places.get(place, UNKNOWN) in (None, UNKNOWN):
                 places[place] = grown[0] if grown else None
+    coupled += [place.split("#")[0] or "the model" for place, dim in places.items() if dim == UNKNOWN]
     return places, shapes, coupled
+
+
+UNKNOWN = -1
+"""In place of a batch dim, as in `randomness/distributions.py`."""
 
 
 ROUNDS = 8
@@ -73,6 +82,10 @@ class Sketch:
     """Random place -> shape of the whole tensor drawn there for one sample: its batch dim has the rows of a sample."""
     unkeyed: tuple[str, ...] = ()
     """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
+    uneven: tuple[str, ...] = ()
+    """Modules that draw a tensor whose shape does not grow with the batch in one dim: which part is a sample's is not known."""
+    packed: tuple[str, ...] = ()
+    """Recurrent modules with dropout between their layers in packed sequences."""
     batch_norms: tuple[str, ...] = ()
     """Batch-norm modules that use batch statistics in training: these can be synchronised."""
     batch_coupled: tuple[str, ...] = ()
@@ -163,14 +176,16 @@ def sketch(
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
-    places, drawn, coupled = places_of(rounds, PROBES)
+    places, drawn, coupled = places_of(rounds, PROBES, host_random or decides)
     norms = dict.fromkeys(name for run in small for name in run.batch_norms)
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
         places=places,
         drawn=drawn,
-        unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
+        unkeyed=_unique(name for run in small for name in run.unkeyed),
+        uneven=_unique(name for name in coupled if all(name not in run.packed for run in small)),
+        packed=_unique(name for run in small for name in run.packed),
         batch_norms=tuple(norms),
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from plait.config.errors import PlaitError, Problem
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import Mutations
 from plait.randomness import distributions
@@ -48,6 +49,8 @@ class RunTrace:
 
     drawn: dict[str, torch.Size] = field(default_factory=dict)
     unkeyed: list[str] = field(default_factory=list)
+    packed: list[str] = field(default_factory=list)
+    """Recurrent modules that drop out between their layers in a packed sequence, whose rows are of no one sample."""
     batch_norms: list[str] = field(default_factory=list)
     batch_coupled: list[str] = field(default_factory=list)
     counting: list[str] = field(default_factory=list)
@@ -150,13 +153,14 @@ def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
     """What a run inside changes on the model is put back: a cache filled on fake tensors must not stay. Buffers that were
     replaced are noted in `seen`."""
     modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
-    before = ModuleState(module for _, module in modules)
+    before, names = ModuleState(module for _, module in modules), {name for name, _ in model.named_parameters()}
     buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
     all_buffers = (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model)))
     values = [(b, b.clone()) for b in all_buffers if b is not None]
     try:
         yield
     finally:
+        made = [name for name, _ in model.named_parameters() if name not in names]
         seen.counting += [name for name, m, n, b in buffers if own_buffers(m).get(n) is not b]
         before.restore()
         for buffer, value in values:
@@ -166,6 +170,15 @@ def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
         for parameter, data in weights:
             if storage_key(parameter) != storage_key(data):
                 parameter.data = data
+        if made:
+            raise PlaitError(_made_in_forward(made))
+
+
+def _made_in_forward(names: list[str]) -> Problem:
+    what = f"the model makes parameters in its forward pass: {', '.join(names[:3])}" + ", …" * (len(names) > 3)
+    why = "the optimizer was given the parameters before the first forward pass: these are never trained, and no checkpoint has them"
+    fix = ("make them in __init__; nn.LazyLinear and the other lazy modules take their sizes from the first batch",)
+    return Problem("J052", what, why=why, where="Job(model=…)", fix=fix)
 
 
 class _Watcher(TorchFunctionMode):
@@ -230,6 +243,8 @@ class _Watcher(TorchFunctionMode):
 
     def _other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.operators.keyed = func in distributions.COMPOSITES
+        if distributions.draws_in_packed(func, args):
+            self.seen.packed.append(self.owner[-1][0] or type(self.owner[-1][2]).__name__)
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
             return func(*args, **kwargs)

@@ -29,6 +29,7 @@ from plait.proof import formats, own_batch, tensor_files
 from plait.proof import notes as noting
 from plait.proof.phases import of_phases
 from plait.proof.probes import Trace
+from plait.randomness.keyed import is_drawing
 from plait.tensors.collectives import digests
 from plait.tensors.part import Part
 from plait.tensors.part import whole as whole_part
@@ -126,7 +127,9 @@ def run(
         "notes": opened_units(built.whole), "names": names,
         "stage": built.at["pp"], "reads": not any(_on_other_axes(built)),
         **_messages(engine, run, noted.traffic),
-        "varies": built.sketch.host_random and plan.tp > 1, "random": list(built.whole.places), "places": len(built.sketch.places), **told,
+        "host_random": built.sketch.host_random, "varies": built.sketch.host_random and plan.tp > 1,
+        "random": list(built.whole.places) * is_drawing(),
+        "places": len(built.sketch.places) * is_drawing(), **told,
         "batch_norms": list(built.sketch.batch_norms), "parts": parts,
     }  # fmt: skip
 

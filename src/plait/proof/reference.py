@@ -254,11 +254,13 @@ def nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError
     return PlaitError(Problem("J011", what, why=why, fix=fix), FAILED)
 
 
-def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
-    """One step of the job with nothing of plait's around it: whatever fails here fails in plain PyTorch."""
+def plain(job: Job, dtype: torch.dtype | None, device: str = "cpu") -> None:
+    """One step of the job with nothing of plait's around it, in a number format or (None) in the job's own: whatever fails here
+    fails in plain PyTorch."""
     model, data = make_model(job, dtype, device), job.data()
     optimizer = optimizer_of(job, dict(model.named_parameters()))
-    inputs, targets = _ready(_collate(data, next(samples(job, data))[2]), dtype, device)
+    batch = tree_map_only(torch.Tensor, lambda t: t.to(device), _collate(data, next(samples(job, data))[2]))
+    inputs, targets = batch if dtype is None else _ready(batch, dtype, device)
     job.loss(call(model, inputs), targets).backward()
     optimizer.step()
 

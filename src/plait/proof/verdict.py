@@ -3,7 +3,7 @@
 The likely cause of a difference: where it begins (`proof/locate.py`), and the pattern of the probes, the signatures of known bugs.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def likely_cause(
 
 def _located(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
     """The cause by where the difference begins; known patterns have codes of their own."""
-    code, text = CODES[where.kind], sentence(where, plan)
+    code, text = CODES[where.kind], sentence(where, plan) + _carries(where, expected, actual)
     if where.kind in ("loss", "weights", "reduction") and where.step == 0 and not p["G"].equal:
         known, pattern = _gradient_cause(p, expected, actual, plan)
         if known in ("V002", "V003", "V004"):
@@ -113,6 +113,25 @@ def _located(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace
         why = f"random numbers are drawn in {drawn}, and those of the ranks are not stretches of the one device's"
         return "V005", f"{why}: {text}"
     return code, text
+
+
+def of_calls(verdict: "Verdict", why: str) -> "Verdict":
+    """The verdict on a model whose outputs depend on how often it was called, which this plan does more often: V029."""
+    probe, cause = Probe("K", "calls of the model", 1, 0, detail=why), f"the model counts its calls: {why}"
+    located = verdict.where is None or verdict.where.kind in ("forward", "between", "recompute")
+    if not verdict.equal and not located:
+        return replace(verdict, probes=(*verdict.probes, probe))
+    return replace(verdict, probes=(*verdict.probes, probe), code="V029", cause=cause)
+
+
+def _carries(where: Finding, expected: Trace, actual: Trace) -> str:
+    """What may change a forward pass and is no random number of torch's, where a forward pass is the first that differs."""
+    if where.kind not in ("forward", "between", "recompute"):
+        return ""
+    changes = expected.facts.get("changes") or []
+    found = [f"each call of the model changes {', '.join(changes[:3])}"] if changes else []
+    found += ["the model draws from Python's or numpy's generator, which knows no samples"] * bool(actual.facts.get("host_random"))
+    return "".join(f"; {line}" for line in found)
 
 
 def draws(where: Finding, places: list[str]) -> str:

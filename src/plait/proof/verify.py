@@ -50,11 +50,13 @@ from plait.planner.dryrun.dry_run import first_step
 from plait.proof import candidate, formats, own_batch, phases, reference, served, short_epochs, tensor_files
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.candidate import GROUPS
+from plait.proof.job import counters
 from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
 from plait.proof.probes import Trace
-from plait.proof.verdict import AlgorithmTold, Verdict, judge, told_of
+from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
+from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
-from plait.tensors.torch_private import tree_leaves
+from plait.tensors.torch_private import leaves, tree_leaves
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
@@ -73,8 +75,8 @@ def verify(
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
-    step in the plan's own formats; a job with phases has neither. When random numbers may be the cause of a difference, it
-    compares again with the model in eval mode (`quiet`).
+    step in the plan's own formats; a job with phases has neither. If random numbers may be the cause of a difference, it
+    compares again without draws (`quiet`): a difference that is still there has another cause.
     """
     seconds = 0.0 if job.phases is not None else own_batch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
@@ -102,9 +104,12 @@ def verify(
             actual = _held_to_algorithm(actual, results, expected, (own, logic))
         verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
     if verdict.code == "V005" and not quiet:
-        silent = verify(_silent(job), plan, 3, device, True, 0.0)
-        if not silent.equal:
-            verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
+        with without_draws():
+            still = verify(job, plan, steps, device, True, 0.0)
+        if not still.equal:
+            verdict = dataclasses.replace(verdict, code=still.code, cause=still.cause, where=still.where)
+    if expected.facts.get("late") and own is None:
+        verdict = of_calls(verdict, expected.facts["late"])
     verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
     rounded: Iterable[str] = precision.inexact(plan) if precision.wanted(plan) else ()
     if told is not None and precision.wanted(plan):
@@ -240,32 +245,44 @@ def _reference(
 
 
 def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
-    """The reference failed: whether plain PyTorch fails too, or only when plait looks on."""
+    """The reference failed: whether the job fails by itself, in its own number formats or in float64, or only where plait records,
+    widens or saves."""
     problem = error.problems[0]
     if problem.code != "C005":
         return error
-    raised, told = problem.what.removeprefix("rank 0 raised "), "it was trained in float64, as proofs are"
-    try:
-        fork.run(lambda _: reference.plain(job, torch.float64, device) or {}, 1)
-    except PlaitError:
-        found = dataclasses.replace(
-            problem, code="J011", what=f"the job fails on one device, in plain PyTorch: {raised}", why=told
-        )
+    if own := _raised(job, None, device):
+        code, what = "J011", f"the job fails on one device, in plain PyTorch: {own}"
+        why, fix = "a step in its own number formats raises too, without anything of plait's around it", ()
+    elif wide := _raised(job, torch.float64, device):
+        code, what = "J051", f"the job fails in float64 only: {wide}"
+        why = "a step in its own number formats works; proofs and the job check compute in float64"
+        fix = ("let the model follow the format of its weights: x.to(weight.dtype), no assertion of a dtype",)
     else:
-        what, why = f"plait cannot follow the job's forward pass: {raised}", "a step of it in plain PyTorch works"
-        found = dataclasses.replace(problem, code="P072", what=what, why=why)
-    return PlaitError(found, error.exit_code, error.trace)
+        code, what = "P072", f"plait cannot {_activity(error.trace)}: {problem.what.removeprefix('rank 0 raised ')}"
+        why, fix = "a step of the job in plain PyTorch works, in its own number formats and in float64", ()
+    return PlaitError(dataclasses.replace(problem, code=code, what=what, why=why, fix=fix), error.exit_code, error.trace)
 
 
-def _silent(job: Job) -> Job:
-    """The job with a model that stays in eval mode, so that it draws no random numbers."""
+def _raised(job: Job, dtype: torch.dtype | None, device: str) -> str:
+    """What a step of the job raises in plain PyTorch, in a number format (None: in its own); nothing if it works."""
+    try:
+        fork.run(lambda _: reference.plain(job, dtype, device) or {}, 1)
+    except PlaitError as error:
+        return error.problems[0].what.removeprefix("rank 0 raised ")
+    return ""
 
-    def model() -> torch.nn.Module:
-        made = job.model().eval()
-        made.train = lambda mode=True: made
-        return made
 
-    return dataclasses.replace(job, model=model)
+ACTIVITIES = {
+    "tensors/float64.py": "compute the job in float64", "model/": "record the job's forward pass",
+    "randomness/": "key the job's random numbers", "proof/notes.py": "note what the job's modules return",
+    "safetensors": "save what the job computes", "proof/tensor_files.py": "save what the job computes",
+}  # fmt: skip
+
+
+def _activity(trace: str) -> str:
+    """What plait did when the reference failed, by the last line of the traceback that is in one of its files."""
+    last, what = max((trace.rfind(file), what) for file, what in ACTIVITIES.items())
+    return what if last >= 0 else "follow the job's forward pass"
 
 
 def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
@@ -351,8 +368,28 @@ def _one_device(
         then=then,
     )  # fmt: skip
     out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
+    out |= _carried(jobs[1], models[0], plan) if models and job.phases is None else {}
     _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
+
+
+def _carried(job: Job, one: reference.OneDevice, plan: Plan) -> dict[str, Any]:
+    """Facts of what the model carries from call to call: `changes`, names of what a call changes outside parameters and buffers, and
+    `late`, what later outputs depend on (`proof/job/counters.py`)."""
+    data = one.job.data()
+    read = next(reference.samples(one.job, data))[2]
+    inputs = reference.ready(one, data, read)[0]
+
+    def run() -> list[Tensor]:
+        with torch.no_grad(), reference.Wide(), one.keyed.at(one.steps, 0, len(read)):
+            outputs = reference.call(one.model, inputs)
+        return [t for t in leaves(outputs) if isinstance(t, Tensor)]
+
+    before = counters.values(one.model)
+    run()
+    changes = counters.Changed.of(before, counters.values(one.model)).values
+    late = counters.late_difference(one.model, run, plan.microbatches, job.steps) if changes else None
+    return {"changes": list(changes), "late": late.why if late else None}
 
 
 def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:

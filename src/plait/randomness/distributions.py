@@ -33,6 +33,13 @@ COMPOSITES = frozenset({
 """Functions that may draw inside; each is run under `KeyedDraws` (`randomness/keyed.py`), which sees the draws themselves."""
 
 
+def draws_in_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a recurrent function drops out between its layers in a packed sequence: (data, batch sizes, state, weights, bias, layers,
+    dropout, training, …). Rows of such data are sorted by time and length: no rows of it are those of one sample."""
+    packed = (*RECURRENT, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    return func in packed and len(args) > 7 and isinstance(args[3], (list, tuple)) and args[5] > 1 and args[6] > 0 and bool(args[7])
+
+
 def key(*words: object) -> int:
     """A 128-bit Philox key of the words: the same on every machine and in every version."""
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=16).digest(), "little")
@@ -63,6 +70,20 @@ def redraw(
     if digits is not None:
         between = (torch.floor(between * 2.0**digits) + 0.5) * 2.0**-digits
     return drawn.copy_(RULES[name](between, *_numbers(name, *call)))
+
+
+def undrawn(
+    result: Tensor | tuple[Tensor, Tensor], call: tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Overwrite what a random operator drew by its value at one half; `native_dropout` keeps everything."""
+    if isinstance(result, Tensor):
+        half, name = torch.full(result.shape, 0.5, dtype=torch.float64, device=result.device), rule_of(call[0])
+        return result if isinstance(result, FakeTensor) else result.copy_(RULES[name](half, *_numbers(name, *call)))
+    output, stayed = result
+    if not isinstance(output, FakeTensor):
+        stayed.fill_(True)
+        output.copy_(call[1][0])
+    return result
 
 
 def _redrop(result: tuple[Tensor, Tensor], args: tuple[Any, ...], numbers: StreamPart) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ from plait.randomness.distributions import (
     mask_shape,
     redraw,
     rule_of,
+    undrawn,
 )
 from plait.randomness.in_graphs import LAYERS, UNIT, draw_inside
 from plait.randomness.sub_block import SubBlocks
@@ -99,6 +100,25 @@ def first_draws() -> tuple[float, float, float]:
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     """The sample order of an epoch: a pure function of (seed, epoch), of shape [length]."""
     return np.argsort(Philox(key=key(seed, "order", epoch)).random_raw(length), kind="stable")
+
+
+_drawing = [True]
+
+
+@contextmanager
+def without_draws() -> Iterator[None]:
+    """Keyed random functions inside give constants: dropout keeps everything, each distribution its value at one half. A
+    difference that is still there without draws has another cause."""
+    before, _drawing[0] = _drawing[0], False
+    try:
+        yield
+    finally:
+        _drawing[0] = before
+
+
+def is_drawing() -> bool:
+    """Whether keyed random functions draw, which they do outside of `without_draws`."""
+    return _drawing[0]
 
 
 class RepeatableForward:
@@ -339,6 +359,8 @@ class Randomness:
     def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
         place = self.place()
+        if not _drawing[0]:
+            return x.new_ones(())
         like = x if shape is None or shape == x.shape else x.new_empty(shape)
         drawn = like.detach(), self.where, place, self.places.get(place, -1), p
         return mask_op(*drawn) if self.windows is None else draw_mask(*drawn, self.windows)
@@ -356,6 +378,8 @@ class KeyedDraws(TorchDispatchMode):
         if func not in SEEDED or rule_of(func) not in REDRAWN:
             return result
         place = self.randomness.place()
+        if not _drawing[0]:
+            return undrawn(result, (func, args, kwargs))
         where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
         return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
 

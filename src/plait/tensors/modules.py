@@ -75,13 +75,15 @@ def put_back(attributes: Attributes) -> None:
 
 
 class ModuleState:
-    """What a call may change on modules, as it is now: attributes, which tensors are their buffers, and `hooks`."""
+    """What a call may change on modules, as it is now: attributes, which parameters, buffers and modules they have, and `hooks`."""
 
     def __init__(self, modules: Iterable[nn.Module], hooks: bool = True):
+        modules = list(modules)
         self.attributes = attributes_of(modules)
         self.buffers = [own_buffers(module) for module, _ in self.attributes]
         values = (value for _, values in self.attributes for value in values.values()) if hooks else ()
-        tables: list[dict[Any, Any]] = [*self.buffers, *(value for value in values if type(value) is OrderedDict)]
+        content = [values[name] for values in map(vars, modules) for name in ("_parameters", "_modules")]
+        tables: list[dict[Any, Any]] = [*self.buffers, *content, *(value for value in values if type(value) is OrderedDict)]
         self._tables = [(table, dict(table)) for table in tables]
 
     def restore(self) -> None:

@@ -1,7 +1,7 @@
 """What the job check says when one device and the cut job differ: of the data, the loss, the model, or of chance."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
@@ -12,8 +12,8 @@ from plait.engine.try_metrics import line_of
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.launch.supervise import Listener
-from plait.proof.job import branches
-from plait.proof.job.look import look, read_again, read_as
+from plait.proof.job import branches, counters
+from plait.proof.job.look import look, look_later, read_again, read_as
 from plait.proof.job.trial import Known, Point
 
 TOLERANCE, FLOOR = 1e-9, 1e-5
@@ -25,9 +25,10 @@ Found = dict[str, Any]
 
 
 def problems_of(
-    job: Job, cut: Plan, known: Known, points: list[Point], sides: Sides, named: tuple[str, ...]
+    job: Job, cut: Plan, known: Known, points: list[Point], sides: Sides, named: tuple[str, ...], *, changes: bool = False
 ) -> tuple[list[Problem], list[str]]:  # fmt: skip
-    """(what makes the cut job another training, what could not be told). `named` is told as inexact already."""
+    """(what makes the cut job another training, what could not be told). `named` is told as inexact already. `changes`: a call
+    changes values of the model that are no parameters and no buffers."""
     told, alone = list[str](), sides[-1]
     if alone["untried"]:
         told.append(f"the loss was compared at {len(points)} points only: {alone['untried']}")
@@ -43,6 +44,8 @@ def problems_of(
         told.append(f"gradients were not compared, which differ anyway: {named[0]}")
     apart = None if named else first_apart(points, sides)
     if apart is None and alone["coupled"] is None:
+        if changes and cut.microbatches > 1 and (late := _of_counts(job, cut, known, points[0], told)):
+            return late, told
         if known[1].by_values and not named and not alone["asks"]:
             return _of_branches(job, cut, known, points[0]), told
         return [], told
@@ -149,14 +152,7 @@ def _of_sample(job: Job, i: int, told: str) -> Problem:
 
 def _of_model(cut: Plan, seen: Found, point: Point) -> list[Problem]:
     if seen.get("again"):
-        module, kind = seen["again"]
-        what = "the model computes something else when it is run again on the same samples"
-        why = f"first in {_module(module, kind)}: plait has seeded Python's, numpy's and torch's generators alike for both"
-        fix = (
-            "draw with torch's functions (torch.randn_like, nn.Dropout), which plait keys by sample",
-            "no generators of your own, clocks or counters in forward",
-        )
-        return [Problem("J033", what, why=why, where="Job(model=…)", fix=fix)]
+        return [_of_repeated(cut, seen)]
     if seen.get("collate"):
         sample, part = seen["collate"]
         what = "the data's `collate` makes a sample depend on the samples beside it"
@@ -168,6 +164,46 @@ def _of_model(cut: Plan, seen: Found, point: Point) -> list[Problem]:
     if seen.get("outputs"):
         return [_of_outputs(cut, seen, point)]
     return []
+
+
+def _of_repeated(cut: Plan, seen: Found) -> Problem:
+    """J035 if outputs depend on values that the model keeps from call to call, J033 if it draws or reads them elsewhere."""
+    module, kind = seen["again"]
+    if seen["restored"] and seen["kept"]:
+        what = "the model carries values from call to call, and its outputs depend on them"
+        why = f"each call changes {_listed(seen['kept'])}, and the same samples then give another output of {_module(module, kind)}; "
+        why += f"with these values put back they give the same. {_calls(cut)}"
+        return Problem("J035", what, why=why, where="Job(model=…)", fix=FIX_CARRIED)
+    what = "the model computes something else when it is run again on the same samples"
+    why = f"first in {_module(module, kind)}, with Python's, numpy's and torch's generators seeded alike for both"
+    own = "no generators of your own, clocks or counters in forward"
+    if seen["drawn"]:
+        why += f"; the model draws from a generator of its own, {_listed(seen['drawn'])}"
+        own = f"no generator of your own: {seen['drawn'][0]}"
+    fix = ("draw with torch's functions (torch.randn_like, nn.Dropout), which plait keys by sample", own)
+    return Problem("J033", what, why=why, where="Job(model=…)", fix=fix)
+
+
+FIX_CARRIED = (
+    "compute forward from its inputs, parameters and buffers alone",
+    "use a plan that calls the model once a step: no microbatches, no pp",
+)
+
+
+def _calls(cut: Plan) -> str:
+    if cut.microbatches > 1:
+        return f"This plan calls the model {cut.microbatches} times a step, one device calls it once"
+    return "Each rank calls it on its own samples only"
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def late_problem(found: counters.LateDifference) -> Problem:
+    """J035 of a model whose outputs depend on how often it was called."""
+    what = "the model counts its calls, and its outputs depend on the count"
+    return Problem("J035", what, why=found.why, where="Job(model=…)", fix=FIX_CARRIED)
 
 
 def _of_branches(job: Job, cut: Plan, known: Known, point: Point) -> list[Problem]:
@@ -183,6 +219,15 @@ def _of_branches(job: Job, cut: Plan, known: Known, point: Point) -> list[Proble
     why += f"; this was seen with weights {scale:.3g} times as large as at the start: the forward pass decides by a number of the batch"
     fix = ("decide for each sample: torch.where", "or by a mean over all ranks: plait.global_mean(x)")
     return [Problem("J031", what, why=why, where="Job(model=…)", fix=fix)]
+
+
+def _of_counts(job: Job, cut: Plan, known: Known, point: Point, told: list[str]) -> list[Problem]:
+    try:
+        (seen,) = _aside(lambda place: look_later(job, cut, known, point, place))
+    except PlaitError as error:
+        told.append(f"whether outputs depend on the number of calls could not be tried: {error.problems[0].what}")
+        return []
+    return [late_problem(counters.LateDifference(**found)) for found in seen["late"]]
 
 
 def _of_outputs(cut: Plan, seen: Found, point: Point) -> Problem:

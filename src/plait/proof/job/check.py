@@ -38,6 +38,7 @@ from plait.launch.supervise import Listener
 from plait.model.make import call, make
 from plait.parallel.precision import forward_format
 from plait.proof.job.causes import problems_of, unlike_readers
+from plait.proof.job.counters import Changed, values
 from plait.proof.job.trial import WIDE, Known, Point, digests, measure, one_device
 from plait.proof.noted_data import first_of
 from plait.proof.short_epochs import first_step
@@ -231,7 +232,8 @@ def _compared(
         what = f"the model in float64, on {cut.world + 1} processes, takes {needed / 2**30:.1f} GiB: more than half of the memory left"
         return Checked.not_run(level, what, tuple(unchecked))
     limit = job.batch * cut.shares // plan.shares
-    samples, seconds = _affordable(looked_at, known, cut, level)
+    afford = _affordable(looked_at, known, cut, level)
+    samples, seconds = afford.samples, afford.seconds
     size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
     points = _points(job, cut, length, level, size=size, most=samples)
     noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
@@ -242,7 +244,7 @@ def _compared(
         sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
     if points[0].size < limit and (length is None or points[0].size < length):
         unchecked.append(f"of the {limit} samples of a batch {points[0].size} are compared: all would take too long")
-    problems, more = problems_of(job, cut, known, points, sides, named)
+    problems, more = problems_of(job, cut, known, points, sides, named, changes=bool(afford.changed.values))
     if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full" or loaders):
         count = FEW if level == "quick" else sum(point.size for point in points)
         problems, untold = unlike_readers(job, count, plan.pp == plan.world)
@@ -264,15 +266,26 @@ def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, tuple[str, ...]]:
     return (made, sketch), tuple(inexact(built))
 
 
-def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, float]:
-    """(samples to compare in all, seconds for the loss alone), from the time of a forward pass of two samples."""
+@dataclass(frozen=True)
+class Affordable:
+    """What two forward passes of two samples show: how much can be compared, and what a pass changes."""
+
+    samples: int
+    """To compare in all."""
+    seconds: float
+    """For the loss alone."""
+    changed: Changed
+    """What a pass changed of what the model keeps outside parameters and buffers."""
+
+
+def _affordable(job: Job, known: Known, cut: Plan, level: str) -> Affordable:
     model, pair = copy.deepcopy(known[0].model), 2
     data = opened(job.data)
     from plait.data.batch import example, first_samples
 
     with host_kept():
         inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
-        seconds = 0.0
+        seconds, before = 0.0, values(model)
         with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.apart():
             for _ in range(2):
                 began = time.process_time()
@@ -280,7 +293,7 @@ def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, flo
                 seconds = time.process_time() - began
     each = max(seconds / pair, 1e-7)
     allowed = max(SECONDS[level], 1.5 * each * job.batch / cores()) * min(cores(), cut.world + 1)
-    return int(0.8 * allowed / (6 * each)), 0.2 * allowed
+    return Affordable(int(0.8 * allowed / (6 * each)), 0.2 * allowed, Changed.of(before, values(model)))
 
 
 def _points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, most: int) -> list[Point]:

@@ -5,6 +5,7 @@ Runs in a process of its own, when the check has found a difference; it need not
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -23,10 +24,12 @@ from plait.engine.engine import Engine
 from plait.launch.place import Place, pose
 from plait.model.make import call
 from plait.parallel.precision import forward_format
+from plait.proof.job import counters
 from plait.proof.job.trial import WIDE, Known, Point, digests, in_float64, move_weights, read
 from plait.proof.noted_data import ChosenSamples
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
+from plait.tensors.modules import state_kept
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
 
 TOLERANCE = 1e-9
@@ -40,11 +43,16 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
     if point.moved:
         move_weights(engine)
     run = lambda micro: _forward(engine, micro, point.step)  # noqa: E731
-    first, second = run(whole), run(whole)
+    before = counters.values(built.model)
+    first, after = run(whole), counters.values(built.model)
+    second = run(whole)
     found: dict[str, Any] = {"host": built.whole.host_random, "padding": False}
     again = _first_unlike(first[1], second[1], (0, 1, 1))
     if again is not None:
-        return found | {"again": [again[0], _kind(built.model, again[0])]}
+        found["again"] = [again[0], _kind(built.model, again[0])]
+        changed = counters.Changed.of(before, after)
+        restored = _repeats(built.model, lambda: run(whole))
+        return found | {"kept": list(changed.values), "drawn": list(changed.generators), "restored": restored}
     found["collate"] = _collated(whole, parts)
     ran = [run(part) for part in parts]
     for part, (_, seen) in zip(parts, ran):
@@ -55,6 +63,24 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
             found["padding"] = _by_padding(run, whole, part, first[1])
             return found
     return found | _losses(job, (whole, first[0]), list(zip(parts, (outputs for outputs, _ in ran))))
+
+
+def look_later(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[str, Any]:
+    """{"late": what depends on how often the model was called, in a list}. JSON values only."""
+    engine, _, parts = parted(job, cut, known, point, place)
+    tensors = lambda outputs: [t.detach().clone() for t in leaves(outputs) if isinstance(t, Tensor)]  # noqa: E731
+    run = lambda: tensors(forward(engine, parts[0], point.step, nullcontext()))  # noqa: E731
+    late = counters.late_difference(engine.model, run, cut.microbatches, job.steps)
+    return {"late": [asdict(late)] if late else []}
+
+
+def _repeats(model: nn.Module, run: Callable[[], tuple[Any, Seen]]) -> bool:
+    """Whether a forward pass gives the same again once all attributes of the modules have their values back."""
+    seen = list[Seen]()
+    for _ in range(2):
+        with state_kept(model.modules()):
+            seen.append(run()[1])
+    return _first_unlike(*seen, (0, 1, 1)) is None
 
 
 def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:

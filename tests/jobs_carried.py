@@ -1,0 +1,131 @@
+"""Jobs whose models keep values from call to call, draw in ways of their own, or fail in one place only: `job(kind)`."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from jobs_treacherous import CLASSES, WIDTH, Points, made, mlp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait
+
+
+class Two(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.passes, self.rate, self.queue, self.seen = 0, 0.0, deque[Tensor](maxlen=3), None
+        self.noise = np.random.RandomState(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.tanh()
+
+
+class Anneals(Two):
+    """A temperature that falls with the calls; random numbers have no part in it."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self.passes += 1
+        return F.gumbel_softmax(h, tau=max(0.3, 1 - 0.02 * self.passes))
+
+
+class WarmsUp(Two):
+    """Another branch from call 40 on."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self.rate += 0.025
+        return h.tanh() if self.rate < 1 else h.relu()
+
+
+class Ramp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": torch.zeros(())}
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.state["calls"] = self.state["calls"] + 1
+        return h * (self.state["calls"] / 50).clamp(max=1).to(h)
+
+
+class Nested(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Tanh(), nn.ModuleDict({"ramp": Ramp()})["ramp"])
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.inner(h)
+
+
+class Observes(Two):
+    """Counts, and keeps what it saw: no output depends on it."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self.passes, self.seen = self.passes + 1, h.detach()
+        return h.tanh()
+
+
+class Remembers(Two):
+    def between(self, h: Tensor) -> Tensor:
+        past = sum(self.queue) / len(self.queue) if self.queue else torch.zeros_like(h[0])
+        self.queue.append(h.detach().mean(0))
+        return h + past
+
+
+class OwnNoise(Two):
+    def between(self, h: Tensor) -> Tensor:
+        return h + 0.1 * torch.from_numpy(self.noise.normal(size=h.shape)).to(h)
+
+
+class HostMask(Two):
+    """Dropout in one place, and numpy's mask in another."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return F.dropout(h, 0.1) * torch.from_numpy(np.random.rand(*h.shape) > 0.2).to(h)
+
+
+class Packed(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase] = nn.GRU):
+        super().__init__()
+        self.rnn, self.last = kind(3, 6, 2, dropout=0.3, batch_first=True), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([1 + i % 2 for i in range(len(x))])
+        rows = nn.utils.rnn.pack_padded_sequence(x.view(len(x), 2, 3), lengths, batch_first=True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(rows)[0], batch_first=True)
+        return self.last(out.sum(1))
+
+
+class Asserts(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32, x.dtype
+        return super().forward(x)
+
+
+class MakesLayer(Two):
+    def between(self, h: Tensor) -> Tensor:
+        if not hasattr(self, "middle"):
+            self.middle = nn.ModuleList([nn.Linear(8, 8)])
+        return self.middle[0](h)
+
+
+class Raises(Two):
+    def between(self, h: Tensor) -> Tensor:
+        raise ValueError("no such layer")
+
+
+MODELS: dict[str, Any] = {
+    "anneals": Anneals, "warms_up": WarmsUp, "nested": Nested, "observes": Observes, "remembers": Remembers, "own_noise": OwnNoise,
+    "host_mask": HostMask, "packed": Packed, "packed_lstm": lambda: Packed(nn.LSTM), "makes_layer": MakesLayer, "raises": Raises,
+    "asserts": lambda: Asserts(WIDTH, CLASSES), "plain": mlp,
+}  # fmt: skip
+
+
+def job(kind: str = "plain") -> plait.Job:
+    return made(model=MODELS[kind], data=lambda: Points(64), steps=80)
