@@ -223,7 +223,7 @@ def test_what_is_not_keyed_is_named(name: str) -> None:
     make, shape = HARD[name]
     random.seed(2)
     found = sketch(make(), lambda n: batch_of(n, shape), call)
-    assert differences(make(), shape, range(6)) < 1e-5 or found.unkeyed
+    assert differences(make(), shape, range(6)) < 1e-5 or found.unkeyed or found.uneven or found.packed
 
 
 @pytest.mark.parametrize("args, kwargs, expected", (

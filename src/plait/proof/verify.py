@@ -104,10 +104,7 @@ def verify(
             actual = _held_to_algorithm(actual, results, expected, (own, logic))
         verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
     if verdict.code == "V005" and not quiet:
-        with without_draws():
-            still = verify(job, plan, steps, device, True, 0.0)
-        if not still.equal:
-            verdict = dataclasses.replace(verdict, code=still.code, cause=still.cause, where=still.where)
+        verdict = _tried_without_draws(verdict, lambda: verify(job, plan, steps, device, True, 0.0))
     if expected.facts.get("late") and own is None:
         verdict = of_calls(verdict, expected.facts["late"])
     verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
@@ -123,6 +120,13 @@ def _refuse(job: Job, plan: Plan, kind: str) -> None:
     check(kind, plan.devices if server.wanted(plan) else plan.world)
     check_plan(job, plan, kind)
     check_unshared(job)
+
+
+def _tried_without_draws(verdict: Verdict, again: Callable[[], Verdict]) -> Verdict:
+    """A verdict that blames random numbers, with another cause if the job still differs when nothing is drawn."""
+    with without_draws():
+        still = again()
+    return verdict if still.equal else dataclasses.replace(verdict, code=still.code, cause=still.cause, where=still.where)
 
 
 def _algorithm(

@@ -20,6 +20,7 @@ by (seed, epoch, sample).
 import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -102,23 +103,23 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     return np.argsort(Philox(key=key(seed, "order", epoch)).random_raw(length), kind="stable")
 
 
-_drawing = [True]
+DRAWING: ContextVar[bool] = ContextVar("draws of keyed random functions", default=True)
 
 
 @contextmanager
 def without_draws() -> Iterator[None]:
     """Keyed random functions inside give constants: dropout keeps everything, each distribution its value at one half. A
     difference that is still there without draws has another cause."""
-    before, _drawing[0] = _drawing[0], False
+    token = DRAWING.set(False)
     try:
         yield
     finally:
-        _drawing[0] = before
+        DRAWING.reset(token)
 
 
 def is_drawing() -> bool:
     """Whether keyed random functions draw, which they do outside of `without_draws`."""
-    return _drawing[0]
+    return DRAWING.get()
 
 
 class RepeatableForward:
@@ -359,7 +360,7 @@ class Randomness:
     def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
         place = self.place()
-        if not _drawing[0]:
+        if not DRAWING.get():
             return x.new_ones(())
         like = x if shape is None or shape == x.shape else x.new_empty(shape)
         drawn = like.detach(), self.where, place, self.places.get(place, -1), p
@@ -378,8 +379,8 @@ class KeyedDraws(TorchDispatchMode):
         if func not in SEEDED or rule_of(func) not in REDRAWN:
             return result
         place = self.randomness.place()
-        if not _drawing[0]:
-            return undrawn(result, (func, args, kwargs))
+        if not DRAWING.get():
+            return undrawn(result, (func, args, kwargs or {}))
         where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
         return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
 

@@ -88,9 +88,9 @@ class Checked:
     def of(told: dict[str, Any]) -> "Checked":
         """What `to_dict` told."""
         problems = tuple(map(problem_of, told["problems"]))
-        words = {name: tuple(told[name]) for name in ("compared", "unchecked")}
-        rest = {name: told[name] for name in ("failed", "seconds", "reused") if name in told}
-        return Checked(told["level"], told["key"], problems, **words, **rest)
+        rest: dict[str, Any] = {name: tuple(told[name]) for name in ("compared", "unchecked")}
+        rest |= {name: told[name] for name in ("failed", "seconds", "reused") if name in told}
+        return Checked(told["level"], told["key"], problems, **rest)
 
     @staticmethod
     def not_run(level: str, why: str, unchecked: tuple[str, ...] = ()) -> "Checked":

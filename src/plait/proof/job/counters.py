@@ -33,11 +33,11 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class KeptValue:
-    """One value in an attribute, or in a container or object there: `holder[key]`, as it was."""
+    """One value in an attribute, or in a container or object there: `holder[key]`, as it was. `holder`: None if it cannot be set."""
 
-    holder: Any
-    key: Any
-    value: Any
+    holder: "Holder"
+    key: object
+    value: object
     digest: object
     """Equal for equal values."""
 
@@ -50,10 +50,18 @@ class KeptValue:
 
     def put(self, number: float) -> None:
         """Replace the number by another of its type."""
-        whole = isinstance(self.value, Tensor)
-        self.holder[self.key] = torch.full_like(self.value, number) if whole else type(self.value)(number)
+        value: object = number
+        if isinstance(self.value, Tensor):
+            value = torch.full_like(self.value, number)
+        elif isinstance(self.value, int):
+            value = round(number)
+        if isinstance(self.holder, dict) or (isinstance(self.holder, list) and isinstance(self.key, int)):
+            self.holder[self.key] = value
 
 
+Holder = dict[Any, Any] | list[Any] | None
+Place = tuple[Holder, object, object]
+"""Holder, key and value."""
 Values = dict[str, KeptValue]
 
 
@@ -67,7 +75,7 @@ def values(model: nn.Module) -> Values:
     return found
 
 
-def _inside(name: str, place: tuple[Any, Any, Any], seen: set[int], level: int = 0) -> Values:
+def _inside(name: str, place: Place, seen: set[int], level: int = 0) -> Values:
     holder, key, value = place
     if isinstance(value, LEAVES):
         copied = value.detach().clone() if isinstance(value, Tensor) else value
@@ -81,25 +89,26 @@ def _inside(name: str, place: tuple[Any, Any, Any], seen: set[int], level: int =
     return found
 
 
-def _items(value: Any) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-    """(end of the name, (holder, key, value)) of what a container, or an object of a user's class, holds."""
+def _items(value: object) -> Iterator[tuple[str, Place]]:
+    """(end of the name, its place) of what a container, or an object of a user's class, holds."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", (value, key, each)) for key, each in list(value.items()))
     elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{i}]", (value, i, each)) for i, each in enumerate(value))
+        holder = value if isinstance(value, list) else None
+        yield from ((f"[{i}]", (holder, i, each)) for i, each in enumerate(value))
     elif hasattr(value, "__dict__") and not callable(value) and is_user_class(type(value)):
         yield from ((f".{key}", (vars(value), key, each)) for key, each in list(vars(value).items()))
 
 
-def _digest(value: Any) -> object:
+def _digest(value: object) -> object:
     if isinstance(value, Tensor):
         if value.is_meta or value.is_sparse or isinstance(value, FakeTensor):
             return ""
-        return crc32(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return crc32(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(value, np.ndarray):
         return crc32(value.tobytes())
     if isinstance(value, torch.Generator):
-        return crc32(value.get_state().numpy())
+        return crc32(value.get_state().numpy().tobytes())
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
@@ -184,7 +193,7 @@ def _counts(rows: list[Values]) -> dict[str, Count]:
     found = dict[str, Count]()
     for name, kept in rows[-1].items():
         numbers = [row[name].number if name in row else None for row in rows]
-        if None in numbers or not isinstance(kept.holder, (dict, list)):
+        if None in numbers or kept.holder is None:
             continue
         a, b, c, d = (float(number or 0.0) for number in numbers)
         if b != a and abs((c - b) - (b - a)) + abs((d - c) - (c - b)) <= 1e-12 * (abs(d) + abs(a)):

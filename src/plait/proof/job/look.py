@@ -80,7 +80,7 @@ def _repeats(model: nn.Module, run: Callable[[], tuple[Any, Seen]]) -> bool:
     for _ in range(2):
         with state_kept(model.modules()):
             seen.append(run()[1])
-    return _first_unlike(*seen, (0, 1, 1)) is None
+    return _first_unlike(seen[0], seen[1], (0, 1, 1)) is None
 
 
 def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
