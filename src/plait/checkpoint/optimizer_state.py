@@ -205,7 +205,8 @@ class Trial:
 
     def same(self, other: "Trial") -> bool:
         """Whether both have come to the same weights."""
-        return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(self.parameters, other.parameters))
+        pairs = zip(self.parameters, other.parameters)
+        return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in pairs)
 
 
 def _kept(key: str, value: object) -> Any:

@@ -405,12 +405,12 @@ def _collate(data: Data, samples: list[Any]) -> Any:
     return pair_of(default_collate([in_tensors(sample) for sample in samples]))
 
 
-def _ready(pair: tuple[object, object], dtype: torch.dtype, device: str) -> Any:
+def _ready(pair: tuple[object, object], dtype: torch.dtype | None, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, format_in(t, dtype)), tuple(pair))
 
 
-def collated(data: Data, samples: list[Any], dtype: torch.dtype, device: str) -> Any:
-    """(inputs, targets) of some samples, in a number format."""
+def collated(data: Data, samples: list[Any], dtype: torch.dtype | None, device: str) -> Any:
+    """(inputs, targets) of some samples, in a number format; None: in their own."""
     return _ready(_collate(data, samples), dtype, device)
 
 

@@ -33,7 +33,7 @@ from plait.launch.supervise import Listener, Spare
 from plait.parallel import precision
 from plait.parallel.server.ledger import LedgerRow, problems
 from plait.parallel.server.portions import Clocks
-from plait.proof import reference, tensor_files
+from plait.proof import own_numerics, reference, tensor_files
 from plait.proof.algorithms.server import Replay
 from plait.proof.probes import Probe, floor_of, moved, rows, tensors
 from plait.proof.verdict import AlgorithmTold, Verdict, distance
@@ -75,7 +75,7 @@ def _verify(hard: Job, plan: Plan, steps: int) -> Verdict:
 
 def _one_device(job: Job, steps: int, folder: Path) -> dict[str, Any]:
     """The job on one device, plainly."""
-    out = reference.train(job, steps, CLIP, torch.float64)
+    out = reference.train(job, steps, CLIP, torch.float64, then=own_numerics.check)
     data = job.data()
     tensor_files.write(folder / "one", out["weights"] | out["buffers"])
     tensor_files.write(folder / "initial", out["initial"])

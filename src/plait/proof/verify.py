@@ -47,7 +47,17 @@ from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
 from plait.parallel.server import strategy as server
 from plait.planner.dryrun.dry_run import first_step
-from plait.proof import candidate, formats, own_batch, phases, reference, served, short_epochs, tensor_files
+from plait.proof import (
+    candidate,
+    formats,
+    own_batch,
+    own_numerics,
+    phases,
+    reference,
+    served,
+    short_epochs,
+    tensor_files,
+)
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.candidate import GROUPS
 from plait.proof.job import counters
@@ -359,6 +369,7 @@ def _one_device(
     data, holder = _noted(job)
 
     def then(one: reference.OneDevice) -> dict[str, Any]:
+        own_numerics.check(one)
         one.notes.save(folder / "noted.safetensors")
         one.notes.close()  # what comes after is not located
         models.append(one)
