@@ -64,7 +64,7 @@ class _Step:
     """One device's step on the first batch of the job, from given weights in given formats."""
 
     one: reference.OneDevice
-    pair: Any
+    pair: tuple[Any, Any]
     samples: int
     rounding: float = 0.0
     """Of the coarsest format that occurred so far."""
