@@ -30,7 +30,7 @@ from plait.losses.global_batch import BatchPeers
 from plait.model import fused_optimizer
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
-from plait.parallel import average, fp8, mutations, whole_tensors
+from plait.parallel import average, fp8, mutations, unmeasured, whole_tensors
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
@@ -235,7 +235,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan, cast, once = built.job, built.plan, built.cast, built.trial_call
     inputs = lambda n: built.pairs(n)[0]  # noqa: E731
     found = _sketched(built, made) if seen is None else seen
-    if problem := scripted.refused(plan, found.scripted):
+    if problem := scripted.refused(plan, found.scripted) or unmeasured.refused(plan, found):
         raise PlaitError(problem)
     found = built.sketch = with_open_head(found, job)
     if expert.wanted(plan):

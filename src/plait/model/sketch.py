@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.config.errors import in_a_line
+from plait.config.job import user_line
 from plait.model import units
 from plait.model.costs import ZERO, Figure, OperationCounts, Unit, UnitCall
 from plait.model.experts import MoELayer
@@ -27,7 +29,6 @@ from plait.model.slices import ParameterSlice, Slices
 from plait.model.trace import Call, RunTrace, trace_run
 from plait.randomness import keyed
 from plait.tensors.scripted import is_scripted
-from plait.tensors.torch_private import fake_failures
 from plait.tensors.trees import template
 
 
@@ -124,6 +125,8 @@ class Sketch:
     """Operators of higher order that the forward pass calls: the module whose code does it, and the operator."""
     unmeasured: str = ""
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
+    unmeasured_at: str = ""
+    """The line of the model's code at which that failed, if it is known."""
     whole_update: bool = False
     """The job's optimizer looks at whole tensors, of which the plan's ranks hold parts (`parallel/whole_tensors.py`)."""
     slices: Slices = field(default_factory=Slices)
@@ -197,6 +200,7 @@ def sketch(
         scripted=tuple(name for name, module in model.named_modules() if is_scripted(module)),
         opaque=tuple(dict.fromkeys(call for run in small for call in run.opaque)),
         unmeasured=probe.unmeasured,
+        unmeasured_at=probe.unmeasured_at,
         **_measures(model, probe.chosen, rounds),
     )
 
@@ -210,19 +214,24 @@ class _Probe:
 
     def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: Call, chosen: dict[str, bool]):
         self.model, self.inputs, self.call, self.chosen = model, inputs, call, chosen
-        self.by_values, self.metering, self.unmeasured = False, True, ""
+        self.by_values, self.metering = False, True
+        self.unmeasured = self.unmeasured_at = ""
 
     def first(self) -> list[RunTrace]:
-        """The first pair. What only measuring cannot do must not stop a training: it is left out, and said."""
-        failures = fake_failures()
+        """The first pair: on fake tensors, else on real ones; measured, else not measured, and then the sketch gives the reason.
+
+        Only a failure of the last way is raised: on real tensors, with nothing measured, the model itself fails.
+        """
         for self.by_values, self.metering in ((False, True), (False, False), (True, True)):
             try:
-                return self.pair(0)
+                pair = self.pair(0)
+                if self.metering:
+                    _measures(self.model, self.chosen, [pair])
+                    self.unmeasured = self.unmeasured_at = ""
+                return pair
             except Exception as error:
                 if self.metering:
-                    self.unmeasured = f"{type(error).__name__}: {error}"
-                elif not isinstance(error, failures):
-                    raise
+                    self.unmeasured, self.unmeasured_at = in_a_line(error), user_line(error)
         self.metering = False
         return self.pair(0)
 
@@ -255,8 +264,6 @@ class _Probe:
             metering = self.chosen if self.metering else None
             runs.append(trace_run(model, example, self.call, not self.by_values, metering))
             runs[-1].host_random = before[:2] != keyed.first_draws()[:2]
-        if self.metering:
-            self.unmeasured = ""
         return runs
 
 

@@ -268,7 +268,9 @@ class _Watcher(TorchFunctionMode):
         input = call.input
         if isinstance(input, WrapperTensor) and input.inside:
             return input.like(self._dropout(call.on(input.local)))
-        if call.drops:
+        if call.drops and input.is_nested:  # rows of any length: what a sample draws does not depend on the others
+            self.seen.drawn[self.place()] = torch.Size([input.size(0)])
+        elif call.drops:
             shape = mask_shape(call)
             self.seen.drawn[self.place()] = shape
             if torch.is_grad_enabled():  # a mask is multiplied with, and kept for backward

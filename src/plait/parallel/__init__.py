@@ -7,6 +7,7 @@ gradient_sums     sums between ranks that are not alike; the norm
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts
 average           the moving average of the weights (Job.ema)
 mutations         what a plan would lose of what a forward pass writes
+unmeasured        plans that need the units of a model, if these could not be measured
 compression/      compressed sums with error feedback (compress)
 data/             data parallelism (dp)
 fsdp/             sharded data parallelism (fsdp, ZeRO)

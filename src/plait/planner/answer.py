@@ -104,6 +104,7 @@ class Answer:
             "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
             "took_seconds": round(self.seconds, 1), "one_device": self.one.to_dict(batch) if self.one else None,
+            "unmeasured": self.asked.sketch.unmeasured,
         }  # fmt: skip
 
 
@@ -278,6 +279,9 @@ def _notes(found: Answer) -> list[str]:
         + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
         _next(found.asked.name, str(plan)),
     ]
+    if reason := found.asked.sketch.unmeasured:
+        what = "not known: what the forward pass computes and keeps for backward. Memory and times are without it"
+        lines.insert(0, f"{what}: measuring its units raised {reason}")
     if found.beside:
         lines.insert(0, found.beside)
     if faster := gain(found.asked.pace, plan, question, best.candidate.samples):

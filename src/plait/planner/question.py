@@ -17,7 +17,7 @@ from plait.data import sampling
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
-from plait.parallel import mutations
+from plait.parallel import mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.optimizer_step import optimizer_state
@@ -146,6 +146,8 @@ class PlanRequest:
                 check_plan(self.job, plan, device)
             except PlaitError as error:
                 return error.problems[0].what
+            if problem := unmeasured.refused(plan, self.sketch):
+                return problem.what
             if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
                 return "no layer of the model can be cut"
             if plan.cp > 1 and not self.attends:

@@ -12,6 +12,8 @@ from plait.data.handles import check_unshared
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
+from plait.model.fake_model import sketch_of as sketch_of_job
+from plait.parallel import unmeasured
 from plait.parallel.context.strategy import sketch_of
 from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.dry_run import known
@@ -21,7 +23,7 @@ def foresee(job: Job, plan: Plan, device: str) -> None:
     """Raise what the plan, and as far as it can be told without ranks the model, is refused for."""
     check_plan(job, plan, device)
     check_unshared(job)
-    if max(plan.pp, plan.cp, plan.ep) == 1:
+    if max(plan.pp, plan.cp, plan.ep, plan.tp) == 1 and plan.recompute == "none":
         return
     try:
         fork.run(lambda place: _look(job, plan, place), 1)
@@ -33,6 +35,10 @@ def foresee(job: Job, plan: Plan, device: str) -> None:
 def _look(job: Job, plan: Plan, place: Place) -> None:
     """What every rank does before it builds its part. A model that is too large to be looked at here is left to the ranks."""
     place.beat(-1, "build")
+    if max(plan.pp, plan.cp, plan.ep) == 1:  # where tp shards layers the ranks find out
+        if problem := unmeasured.refused(plan, sketch_of_job(job)):
+            raise PlaitError(problem)
+        return
     sketch, _ = known(job, plan)
     if plan.pp > 1:
         layout = StageLayout.of(plan, sketch_of(plan, sketch, 0), job.stages)

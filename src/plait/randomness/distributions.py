@@ -134,6 +134,28 @@ def draw_mask(
     return mask(x.shape, numbers, dropping(p), dtype, x.device).to(x.dtype)
 
 
+SPREAD = 1 << 40
+"""Elements between the beginnings of a nested tensor's rows in the stream of a place: more than any row has."""
+
+
+def draw_nested(x: Tensor, where: Tensor, place: str, p: float) -> Tensor:
+    """`x` with dropout, for a nested tensor. Each row has its own part of the stream: lengths of other rows do not change it."""
+    seed, step, first, samples = where.tolist()
+    rows, philox_key = x.unbind(), key(seed, "draw", step, place)
+    before = first * (len(rows) // samples) if samples else 0
+    masks = []
+    for i, row in enumerate(rows, before):
+        shape = row.shape
+        numbers = StreamPart.of(philox_key, i * SPREAD, [(n, ((0, n),)) for n in shape])
+        masks.append(mask(shape, numbers, dropping(p), x.dtype, x.device))
+    if x.layout is not torch.jagged:
+        return x * torch.nested.as_nested_tensor(masks, dtype=x.dtype, device=x.device)
+    offsets, lengths = x.offsets(), x.lengths()  # pyrefly: ignore
+    if lengths is not None or isinstance(x.size(1), int):  # rows with gaps between them, or transposed
+        return torch.nested.as_nested_tensor([row * m for row, m in zip(rows, masks)], layout=torch.jagged)
+    return torch.nested.nested_tensor_from_jagged(x.values() * torch.cat(masks), offsets)
+
+
 class DropoutCall(NamedTuple):
     """What a dropout function is given; `drops`: it draws, being in training with p other than 0."""
 

@@ -38,6 +38,7 @@ from plait.randomness.distributions import (
     REDRAWN,
     DropoutCall,
     draw_mask,
+    draw_nested,
     dropout_call,
     key,
     mask_op,
@@ -419,6 +420,8 @@ class _Keyed(TorchFunctionMode):
                 self.randomness.whose = before
         if not 0.0 <= call.p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {call.p}")
+        if input.is_nested:
+            return draw_nested(input, self.randomness.where, self.randomness.place(), call.p)
         mask = self.randomness.keep(input, call.p, mask_shape(call))
         return input.mul_(mask) if call.inplace else input * mask
 

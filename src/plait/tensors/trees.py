@@ -210,6 +210,8 @@ def taken(output: object) -> Form:
     """The form of an output."""
     leaves(output)  # makes trees of dataclasses
     flat_output, spec = tree_flatten(output)
+    if any(isinstance(t, Tensor) and t.is_nested for t in flat_output):
+        raise TypeError("a module returns a nested tensor, whose size in a batch is not known beforehand")
     form = lambda t: TensorForm(tuple(t.shape), t.dtype, t.requires_grad, memory_order(t))  # noqa: E731
     return spec, tuple(form(t) if isinstance(t, Tensor) else t for t in flat_output)
 
