@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import types
 import warnings
+from collections import OrderedDict
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from plait.launch.fork import run
 from plait.randomness.distributions import mask_op
 from plait.tensors import torch_private
-from plait.tensors.modules import convert
+from plait.tensors.modules import convert, materialise
 from plait.tensors.torch_private import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
 from .test_house import FILES, at, private_torch_names
@@ -47,6 +48,32 @@ def test_no_contract_outlives_its_name() -> None:
 
 
 # — fake tensors: the sketch runs models on them —
+
+
+def _plus_one(p: Tensor) -> None:
+    p.grad += 1
+
+
+def _to_zero(p: Tensor) -> None:
+    p.grad.zero_()
+
+
+def test_hooks_on_gradients_are_in_two_tables_of_the_parameter() -> None:
+    parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    handle = parameter.register_hook(lambda g: g * 3)
+    parameter.register_post_accumulate_grad_hook(_plus_one)
+    before, after = torch_private.gradient_hooks(parameter)
+    torch_private.put_gradient_hooks(parameter, OrderedDict(), OrderedDict())
+    torch_private.put_gradient_hooks(other, before, after)
+    (parameter.sum() + other.sum()).backward()
+    assert parameter.grad.tolist() == [1, 1] and other.grad.tolist() == [4, 4]
+    handle.remove()  # by the table, whose parameter is another now
+    other.grad = None
+    other.sum().backward()
+    assert other.grad.tolist() == [2, 2] and torch_private.gradient_hooks(nn.Parameter(torch.ones(2))) == (None, None)
+    parameter.register_post_accumulate_grad_hook(_to_zero)
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [0, 0]
 
 
 @contract("torch._subclasses.fake_tensor.FakeTensorMode")
@@ -679,7 +706,7 @@ def test_a_view_is_known_as_one() -> None:
 def test_apply_changes_tensors_in_place_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(7.0)
-    torch_private.materialise(model, torch.device("cpu"))
+    materialise(model, torch.device("cpu"))
     assert model[0].weight.device.type == "cpu" and model[1].running_mean.tolist() == [7.0] * 3
     hollow = nn.Linear(2, 3, device="meta")
     convert(hollow, torch.device("cpu"), torch.float64)

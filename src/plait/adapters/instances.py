@@ -1,11 +1,11 @@
 """A model that is there already, handed out fresh at every call: a job's model is made several times, in several processes."""
 
-import copy
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.tensors.parameters import copy_module
 
 
 def handed_out(model: nn.Module, code: str) -> Callable[[], nn.Module]:
@@ -18,11 +18,11 @@ def handed_out(model: nn.Module, code: str) -> Callable[[], nn.Module]:
         what = f"the model is a {type(model).__name__}, not a torch.nn.Module"
         raise PlaitError(Problem(code, what, fix=("give the model itself, as it is before training",)))
     if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
-        model = copy.deepcopy(model).cpu()
+        model = copy_module(model).cpu()
 
     def fresh() -> nn.Module:
         try:
-            return copy.deepcopy(model, {id(t): t.detach().clone() for t in _plain_tensors(model)})
+            return copy_module(model, {id(t): t.detach().clone() for t in _plain_tensors(model)})
         except (TypeError, RuntimeError, NotImplementedError) as error:
             what = f"the {type(model).__name__} cannot be copied: {in_a_line(error)}"
             why = "each process trains a copy of the model it was given"

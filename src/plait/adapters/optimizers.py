@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.tensors.parameters import like
 
 NOT_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that its constructor is not given. `initial_lr` is what a scheduler left: the rate that it multiplies."""
@@ -37,7 +38,7 @@ def made_again(given: object, model: nn.Module, code: str) -> Make:
         return type(optimizer)(grouped, **defaults)
 
     try:
-        again = make([nn.Parameter(torch.empty_like(p, device="meta")) for p in trained])
+        again = make([like(p, torch.empty_like(p, device="meta")) for p in trained])
         same = [_settings(g) for g in again.param_groups] == [settings for _, settings in groups]
     except Exception as error:  # a constructor may raise anything
         raise _unmade(optimizer, code, f"its class, given what its groups say, raised {in_a_line(error)}") from error

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from plait.config.errors import PlaitError, Problem
 from plait.model.fused_optimizer import OPEN
 from plait.model.parameter_groups import optimizer_of
+from plait.tensors.parameters import like
 
 if TYPE_CHECKING:
     from plait.checkpoint.training import Training
@@ -161,7 +162,7 @@ class Trial:
         for name, p in training.built.model.named_parameters():
             if p.requires_grad:
                 small = torch.randn([min(d, SMALL) for d in p.shape], generator=self.draw)
-                named[name] = nn.Parameter(small.to(self.device, p.dtype))
+                named[name] = like(p, small.to(self.device, p.dtype))
         self.parameters = list(named.values())
         self.optimizer = optimizer_of(training.job, named)
         self.steps_made, self.scheduled = 0, training.job.schedule is not None

@@ -7,6 +7,7 @@ standard_callbacks  early stopping, the best checkpoint, traces of steps
 logged            numbers that a job records while a step runs
 group_norms       gradient norms of parameter groups
 passes            forward and backward passes of a step
+trained           which parameters a run trains, and that it stays so
 step              what a step did
 step_row          the numbers of a step that all ranks must know
 update            the end of a step: clipping, the optimizer's step, when its numbers are read

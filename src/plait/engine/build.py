@@ -30,7 +30,7 @@ from plait.losses.global_batch import BatchPeers
 from plait.model import fused_optimizer
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
-from plait.parallel import average, fp8, mutations, unmeasured, whole_tensors
+from plait.parallel import average, fp8, gradient_hooks, mutations, unmeasured, whole_tensors
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
@@ -49,6 +49,7 @@ from plait.tensors import higher_order, scripted
 from plait.tensors.collectives import differences
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import format_in
+from plait.tensors.parameters import ParameterAttributes, ParameterHooks
 from plait.tensors.torch_private import fake_failures, own_buffers, tree_map_only
 
 WHOLE = 0.25
@@ -162,6 +163,7 @@ def build(
     fused_optimizer.choose(built.optimizer, device)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
+    gradient_hooks.apply(built, everything)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
     for prepare in (*built.prepared, optimizer_state.watched):
         prepare(built.optimizer)
@@ -216,6 +218,8 @@ def start_build(
     once = call if plan.pp == 1 and built.cast is None else partial(_as_trained, built)
     built.inputs = DeviceCopies(how[0])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
+    built.attributes = {n: ParameterAttributes.of(p) for n, p in built.own.items()}
+    built.hooks = {n: hooks for n, p in built.own.items() if (hooks := ParameterHooks.taken(p))}
     built.trial_call, built.pairs = once, pairs
     built.structure, built.in_fp8 = (
         structure(made.model),
@@ -246,6 +250,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         found = choose.sliced(found, _on_host(made), built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
+    gradient_hooks.check(plan, found, built.hooks)
     found = context.stretched(built) if context.wanted(plan) else found
     return replace(found, whole_update=optimizer_check.looks_at_wholes(job, plan, found))
 

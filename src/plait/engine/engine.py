@@ -45,6 +45,7 @@ from plait.engine.spans import Spans
 from plait.engine.speed import SpeedMeter
 from plait.engine.step import Step, tokens, told
 from plait.engine.step_row import RankNumbers, Unread, row_of
+from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
 from plait.engine.update import Updater
 from plait.launch.place import Place, current
@@ -96,6 +97,7 @@ class Engine:
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
         self.turns = Turns(self.built)
         self.passes = Passes(self.built, self._spans, self.turns)
+        self.trained = TrainedParameters(self.built)
         self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
         self.updater = Updater(self, self._spans, group_norms)
@@ -174,7 +176,9 @@ class Engine:
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
             padding = Padding(data, self.built.inside)
+        self.trained.begin()
         self.callbacks.start(self)
+        self.trained.check(self.position.step)
         while self.position.step < job.steps and not self._stop and not self.callbacks.ended:
             self._spans.begin("data")
             batch = next(source)
@@ -213,6 +217,7 @@ class Engine:
         each = [(phase, self.update(batch, self.backward(batch))) for phase in self.turns.of(batch.after.step)]
         step = told(each)
         self.callbacks.step(self, step)
+        self.trained.check(step.step)
         return step
 
     @property
@@ -236,6 +241,7 @@ class Engine:
         unread = self.updater.unread
         self.guard.keep(again=unread is not None and not unread.judged)
         self._within = True
+        self.trained.begin()
         self.updater.within = not self.turns.first
         rare, reducer = built.rare, built.reducer
         if rare is not None and isinstance(reducer, CrossGroupSums):
@@ -247,6 +253,9 @@ class Engine:
         if built.reducer is not None:
             step_row = built.reducer.finish()
         self.turns.forget_others()
+        self.trained.check(batch.after.step)
+        if built.gradient_hooks is not None:
+            built.gradient_hooks.run()
         if rare is not None:
             rare.given(total > 0)
         self._spans.end("reduce")

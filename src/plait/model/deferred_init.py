@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.tensors.modules import put_parameters
+from plait.tensors.parameters import like
 from plait.tensors.torch_private import (
     SEEDED,
     FakeTensorMode,
@@ -269,5 +270,5 @@ def defer(
     if deferred.shares.keys() != followed:
         return None
     large = [p for n, p in deferred.model.named_parameters() if n in deferred.shares]
-    put_parameters(deferred.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in large})
+    put_parameters(deferred.model, {id(p): like(p, p.detach().to("meta")) for p in large})
     return deferred

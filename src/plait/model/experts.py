@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from plait.config.plan import Plan
+from plait.tensors.parameters import like
+from plait.tensors.part import everything
 from plait.tensors.rows import Rows
 
 Format = tuple[str, tuple[int, ...], torch.dtype]
@@ -70,7 +72,7 @@ def cut_stacked(module: nn.Module, mixture: MoELayer, mine: range) -> nn.Module:
     """The module with some of its experts only, in place."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         part = parameter.detach()[mine.start : mine.stop].clone()
-        setattr(module, name, nn.Parameter(part, parameter.requires_grad))
+        setattr(module, name, like(parameter, part, (((mine.start, len(mine)),), *everything(tuple(parameter.shape[1:])))))
     for name, one in mixture.numbers:
         setattr(module, name, one or len(mine))
     return module

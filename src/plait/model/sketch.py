@@ -8,9 +8,8 @@ batch changes them unless they are synchronised.
 A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
 """
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -28,6 +27,7 @@ from plait.model.operations import Effort, line
 from plait.model.slices import ParameterSlice, Slices
 from plait.model.trace import Call, RunTrace, trace_run
 from plait.randomness import keyed
+from plait.tensors.parameters import ParameterAttributes, copy_module
 from plait.tensors.scripted import is_scripted
 from plait.tensors.trees import template
 
@@ -77,6 +77,8 @@ class Sketch:
     """(name, shape, dtype) of every parameter that is trained, tied ones once."""
     frozen: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
     """The same of every parameter that is not."""
+    attributes: Mapping[str, ParameterAttributes] = field(default_factory=dict, compare=False)
+    """What code has put on parameters, of those that have any."""
     places: dict[str, int | None] = field(default_factory=dict)
     """Random place `module#call#draw` -> batch dim of the tensor drawn there (None: it has none)."""
     drawn: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -184,6 +186,7 @@ def sketch(
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
+        attributes={n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
         places=places,
         drawn=drawn,
         unkeyed=_unique(name for run in small for name in run.unkeyed),
@@ -239,7 +242,7 @@ class _Probe:
         """Let the calls of these runs leak what the loss depends on, and not all that is in the model's output."""
         inputs, judge = self.inputs(PROBES[0]), loss(PROBES[0])
         keyed.seed_host("sketch", 0)
-        model = copy.deepcopy(self.model) if self.by_values else self.model
+        model = copy_module(self.model) if self.by_values else self.model
         try:
             trace = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
         except Exception:  # it may look at numbers: then it may depend on anything
@@ -260,7 +263,7 @@ class _Probe:
             keyed.seed_host("sketch", number)
             with warnings.catch_warnings():  # a copy of fake weights is warned of
                 warnings.simplefilter("ignore")
-                model = copy.deepcopy(self.model) if self.by_values else self.model
+                model = copy_module(self.model) if self.by_values else self.model
             metering = self.chosen if self.metering else None
             runs.append(trace_run(model, example, self.call, not self.by_values, metering))
             runs[-1].host_random = before[:2] != keyed.first_draws()[:2]

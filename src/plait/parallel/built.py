@@ -25,6 +25,7 @@ from plait.parallel.shares.balance import Balance
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.moving_average import MovingAverage
+from plait.tensors.parameters import ParameterAttributes, ParameterHooks
 from plait.tensors.part import Part, Ranges, whole
 
 
@@ -137,6 +138,14 @@ class GradientReducer(Protocol):
         ...
 
 
+class RunsHooks(Protocol):
+    """What calls the job's hooks on gradients (`parallel/gradient_hooks.py`)."""
+
+    def run(self) -> None:
+        """Give them the summed gradients of a step."""
+        ...
+
+
 @dataclass
 class Built:
     """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
@@ -166,6 +175,12 @@ class Built:
     names: dict[int, str] | None = None
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     """This rank's part of every parameter, by the model's name; tied ones once."""
+    attributes: dict[str, ParameterAttributes] = field(default_factory=dict)
+    """What code has put on the job's parameters, by the model's names."""
+    hooks: dict[str, ParameterHooks] = field(default_factory=dict)
+    """The job's hooks on gradients of parameters, taken off them."""
+    gradient_hooks: "RunsHooks | None" = None
+    """What calls them."""
     shares: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None

@@ -134,6 +134,13 @@ class CrossGroupSums:
         shares = [square_sum(found, device) / count for count, found in alike.items()]
         return torch.stack(shares).sum() if shares else square_sum((), device)
 
+    def measure(self) -> None:
+        """The norm anew: gradients were changed after `finish`. All ranks call it."""
+        self._wait()
+        squares = self.square_of(self.names).reshape(1)
+        dist.all_reduce(squares, group=self.everybody)
+        self.row[len(self.step_row)] = squares[0]
+
     def _copies(self, name: str) -> int:
         plan, cut = self.plan, self.shards is not None and name in self.shards.sharded
         alike = self.holders.get(name, 1) * plan.along(SAME_SLICES)

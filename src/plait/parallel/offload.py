@@ -38,6 +38,7 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
+from plait.tensors.parameters import like
 
 AXIS = None
 EXACT = True
@@ -63,7 +64,7 @@ def apply(built: Built) -> None:
         return  # the shards live on the host (`parallel/fsdp/strategy.py`), and the optimizer where they live
     pin = built.device.type == "cuda"
     masters = built.masters = {
-        name: nn.Parameter(_host(parameter.detach(), pin), parameter.requires_grad)
+        name: like(parameter, _host(parameter.detach(), pin))
         for name, parameter in built.own.items()
     }
 

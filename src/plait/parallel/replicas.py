@@ -1,6 +1,5 @@
 """Copies of a model in one process, and the threads that run them (see `parallel/threads.py`)."""
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from plait.model.sketch import Sketch
 from plait.randomness.keyed import Randomness
+from plait.tensors.parameters import copy_module
 from plait.tensors.rows import split
 from plait.tensors.torch_private import leaves, tree_flatten, tree_map_only, tree_unflatten
 
@@ -22,7 +22,7 @@ class Replicas:
     def __init__(self, model: nn.Module, devices: list[torch.device], seed: int, sketch: Sketch):
         self.master = model
         self.devices = devices
-        self.models = [model, *(copy.deepcopy(model).to(d) for d in devices[1:])]
+        self.models = [model, *(copy_module(model).to(d) for d in devices[1:])]
         self.randomness = [Randomness(m, seed, sketch.places, sketch.host_random) for m in self.models]
         for each in self.randomness:
             each.shared = True

@@ -23,7 +23,7 @@ from itertools import chain, product
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.parallel.built import Built
@@ -54,12 +54,13 @@ class WholeTensors:
     def __init__(self, built: Built, group: ProcessGroup):
         self.group, self.own = group, built.own
         wanted = {n for n, p in built.own.items() if p.requires_grad}
-        self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in _layouts(built)]
+        self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in layouts(built)]
         shape = {n: part.shape for n, part in self.layouts[0].items()}
         self.names = sorted(n for n in shape if not all(row[n].whole for row in self.layouts))
         self.owner = _owners({n: shape[n] for n in self.names}, len(self.layouts))
         self.rank, self.ranks = dist.get_rank(group), range(len(self.layouts))
-        empty = lambda n, device: nn.Parameter(torch.empty(shape[n], dtype=self.own[n].dtype, device=device))  # noqa: E731
+        dressed = lambda n, t: built.attributes[n].parameter(t, True)  # noqa: E731
+        empty = lambda n, device: dressed(n, torch.empty(shape[n], dtype=self.own[n].dtype, device=device))  # noqa: E731
         self.owned = {n: empty(n, built.device) for n in self.names if self.owner[n] == self.rank}
         self.placeholders = {n: empty(n, "meta") for n in self.names if n not in self.owned}
         """They have the shape of the whole, by which a job may choose parameters, and never get a gradient."""
@@ -137,7 +138,7 @@ class WholeTensors:
         return torch.Size(_shape(self.layouts[rank][name])).numel()
 
 
-def _layouts(built: Built) -> list[dict[str, Part]]:
+def layouts(built: Built) -> list[dict[str, Part]]:
     """Which part of each of its parameters every rank of a group has, without its numbers: `tp` cuts first, then `fsdp`."""
     plan, cuts, empty = built.plan, {cut.parameter: cut for cut in built.whole.cuts}, torch.empty(0)
     shapes = {name: part.shape for name, part in built.parts().items() if name in built.own}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.tensors.modules import exchange_tensors, put_parameters
+from plait.tensors.parameters import like
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -57,7 +58,7 @@ def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     made: dict[int, Any] = {}
     with fakes:
         for p in model.parameters():
-            made[id(p)] = nn.Parameter(_hollow(p), p.requires_grad)
+            made[id(p)] = like(p, _hollow(p))
         for b in model.buffers():
             if b.is_floating_point():  # code may look at whole numbers
                 made[id(b)] = _hollow(b)
@@ -73,7 +74,7 @@ def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeT
     gone = [p for n, p in model.named_parameters() if n in names]
     with fakes or Unknowns(allow_non_fake_inputs=True):
         empty = [torch.empty(p.shape, dtype=p.dtype, device=device) for p in gone]
-    put_parameters(model, {id(p): nn.Parameter(e, p.requires_grad) for p, e in zip(gone, empty)})
+    put_parameters(model, {id(p): like(p, e) for p, e in zip(gone, empty)})
 
 
 def emptied_on(model: nn.Module, fakes: FakeTensorMode, device: torch.device) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.tensors.parameters import like
 from plait.tensors.torch_private import each_tensor, own_buffers
 
 Attributes = list[tuple[nn.Module, dict[str, Any]]]
@@ -135,7 +136,7 @@ def put_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
 
 def exchange_tensors(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
     """Other parameters and buffers in the place of all of a model's, tensor by tensor: `nn.Module.to` cannot exchange fake ones in place."""
-    put_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
+    put_parameters(model, {id(p): like(p, one(p)) for p in model.parameters()})
     for module in model.modules():
         buffers = own_buffers(module)
         buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})
@@ -156,3 +157,8 @@ def convert(root: nn.Module, device: torch.device | None, dtype: torch.dtype | N
         return t.to("meta" if t.device.type == "meta" else device, format_in(t, dtype))
 
     return each_tensor(root, moved)
+
+
+def materialise(root: nn.Module, device: torch.device) -> None:
+    """Give the meta parameters and buffers of a sharded model storage on the device; the others stay what they are."""
+    each_tensor(root, lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)

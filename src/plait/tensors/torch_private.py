@@ -138,6 +138,16 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def gradient_hooks(parameter: Tensor) -> tuple[Any, Any]:
+    """The hooks on a parameter's gradient, by number, or None: those given the gradient, and those called once it is added up."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def put_gradient_hooks(parameter: Tensor, before: dict[int, Callable[..., object]], after: dict[int, Callable[..., object]]) -> None:
+    """Exchange both tables. Empty ones: None would leave those of the second kind where autograd finds them."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = before, after  # pyrefly: ignore
+
+
 def storage_key(tensor: Tensor) -> int:
     """An identifier of a tensor's storage, valid while it lives; fake tensors have one too."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
@@ -285,9 +295,10 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def sharded_here(module: FSDPModule) -> list[Tensor]:
-    """The parameters that are gathered with this sharded module."""
-    return [p.sharded_param for group in _param_groups(module._get_fsdp_state()) for p in group.fsdp_params]
+def sharded_here(module: FSDPModule) -> list[tuple[Tensor, Tensor | None]]:
+    """The parameters gathered with this sharded module: (this rank's part, what the model's code sees, once it was gathered)."""
+    held = [p for group in _param_groups(module._get_fsdp_state()) for p in group.fsdp_params]
+    return [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in held]
 
 
 def sum_unused(module: FSDPModule) -> None:
@@ -386,11 +397,6 @@ def is_unknown(t: object) -> bool:
 def is_view(t: Tensor) -> bool:
     """Whether autograd follows a tensor as a view of another."""
     return t._is_view()
-
-
-def materialise(root: nn.Module, device: torch.device) -> None:
-    """Give the meta parameters and buffers of a sharded model storage on the device; the others stay what they are."""
-    root._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
 
 
 def each_tensor(root: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:

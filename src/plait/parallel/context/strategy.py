@@ -44,7 +44,6 @@ Paper
     Attention, for the balance; Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2, for gathered keys and values.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -71,6 +70,7 @@ from plait.parallel.tensor.wiring import wire
 from plait.randomness.sub_block import Axis, HeldRows
 from plait.tensors.collectives import Absent
 from plait.tensors.modules import forwards_kept
+from plait.tensors.parameters import copy_module
 from plait.tensors.rows import Rows
 
 AXIS = "cp"
@@ -107,7 +107,7 @@ def stretched(built: Built) -> Sketch:
     if not any(made.sees for made in sequence_plan.calls):
         worth(sequence_plan, sketch)
     if plan.tp > 1:
-        model = copy.deepcopy(model)
+        model = copy_module(model)
         wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
     with forwards_kept(model.modules()):
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)

@@ -1,6 +1,5 @@
 """A unit run on some rows of its sequences: its arguments cut, its rows posing as the whole where its code counts positions."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +14,13 @@ from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Arguments, At, UnitPlan, seeds
 from plait.tensors import multihead
 from plait.tensors.modules import convert
+from plait.tensors.parameters import copy_module
 from plait.tensors.torch_private import BatchNormBase, named_leaves, tree_map_only, tree_unflatten
 
 
 def widened(module: nn.Module) -> nn.Module:
     """A copy in float64 that draws nothing, its attention visible. Batch norms go on taking statistics of what they are given."""
-    made = convert(copy.deepcopy(module), None, torch.float64).eval()
+    made = convert(copy_module(module), None, torch.float64).eval()
     for name, inner in module.named_modules():
         if isinstance(inner, BatchNormBase) and inner.training:
             made.get_submodule(name).train()

@@ -7,7 +7,6 @@ the layer computed expert by expert, as the ranks of a group would, must return 
 not pass is left whole, and why is said.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home,
 from plait.randomness.keyed import host_kept, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import convert, format_in
+from plait.tensors.parameters import copy_module
 from plait.tensors.torch_private import DropoutBase, leaves, tree_leaves, tree_map_only
 
 NEAR = 1e-9
@@ -46,7 +46,7 @@ class Met:
 
 def _wide(module: nn.Module) -> nn.Module:
     """A copy in float64 that drops nothing at random."""
-    made = convert(copy.deepcopy(module), None, torch.float64)
+    made = convert(copy_module(module), None, torch.float64)
     for inner in made.modules():
         if isinstance(inner, DropoutBase):
             inner.p = 0.0
@@ -254,7 +254,7 @@ def _run(
     model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any], proposed: list[MoELayer]
 ) -> dict[str, Met]:
     """What a run on a few samples gives each proposed module, and each expert of a list."""
-    model, met = copy.deepcopy(model), {}
+    model, met = copy_module(model), {}
     names = {n for m in proposed for n in (m.name, *m.modules)}
 
     def entering(name: str) -> Callable[..., None]:

@@ -20,6 +20,7 @@ from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import divides
 from plait.randomness.keyed import host_kept
+from plait.tensors.parameters import ParameterAttributes, with_attributes
 
 DIM, MANY, FEW = 160, 2, 4
 """Of each number of dims, `MANY` tensors are tried with dims up to `DIM` (some optimizers act on large dims only), the
@@ -55,8 +56,9 @@ def looks_at_wholes(job: Job, plan: Plan, sketch: Sketch) -> bool:
 
 def tried(job: Job, sketch: Sketch, lots: Mapping[str, Lot]) -> tuple[tuple[str, str] | None, bool]:
     """((class, why) of an optimizer that does something else with what ranks have, whether whole tensors would help it)."""
-    found = differs(job, trained(sketch), lots)
-    return found, found is not None and not differs(job, trained(sketch), dict.fromkeys(lots, ALONE))
+    alone = dict.fromkeys(lots, ALONE)
+    found = differs(job, trained(sketch), lots, sketch.attributes)
+    return found, found is not None and not differs(job, trained(sketch), alone, sketch.attributes)
 
 
 def can_be_whole(plan: Plan, axis: str) -> bool:
@@ -100,13 +102,15 @@ def lots_of(
 
 
 @host_kept()
-def differs(job: Job, shapes: Shapes, lots: Mapping[str, Lot]) -> tuple[str, str] | None:
-    """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes."""
+def differs(
+    job: Job, shapes: Shapes, lots: Mapping[str, Lot], attributes: Mapping[str, ParameterAttributes] | None = None
+) -> tuple[str, str] | None:
+    """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes and attributes."""
     held = [lots.get(name, WHOLE) for name in shapes]
     if all(lot == WHOLE for lot in held):
         return None
     failed: tuple[str, str] | None = None
-    make = lambda parameters: optimizer_of(job, dict(zip(shapes, parameters)))  # noqa: E731
+    make = lambda parameters: optimizer_of(job, with_attributes(dict(zip(shapes, parameters)), attributes or {}))  # noqa: E731
     for tried in (small(list(shapes.values())), list(shapes.values())):
         if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
             break

@@ -6,7 +6,7 @@ What FSDP2's hooks on a unit would change for the model's code, and hooks beside
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
+from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.part import Part, Ranges, everything, within
 from plait.tensors.rows import chunk
 from plait.tensors.torch_private import (
@@ -94,14 +95,14 @@ class FsdpRuntime:
         self,
         model: nn.Module,
         plan: Plan,
-        names: Collection[str],
+        attributes: Mapping[str, ParameterAttributes],
         scatter: Scatter,
         *,
         usual: ShardGroup,
         apart: Mapping[str, ShardGroup],
         cuts: Mapping[str, tuple[tuple[int, ...], tuple[Ranges, ...]]],
     ):
-        """`names`: of the parameters that are its own. `apart`: where those of experts are that other ranks share than the rest.
+        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest.
         `cuts`: parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
         self.model, self.zero, self.scatter = model, plan.zero, scatter
         self.everybody: ProcessGroup | None = None
@@ -111,10 +112,11 @@ class FsdpRuntime:
         self.usual, self.apart, self.cuts = usual, apart, cuts
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        named = {n: p for n, p in model.named_parameters() if n in names}
+        named = {n: p for n, p in model.named_parameters() if n in attributes}
         self.sharded = {n: p for n, p in named.items() if divides(p.shape)}
         self.scalars = [p for p in named.values() if not divides(p.shape) and p.requires_grad]
-        self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
+        self.attributes = {n: own for n, own in attributes.items() if own and n in self.sharded}
+        self.own = {n: self._part(n, p) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
         self.gathered: dict[str, Tensor] = {}
@@ -132,11 +134,25 @@ class FsdpRuntime:
         for module in self.modules:
             module.register_forward_pre_hook(watch)
 
+    def _part(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer is given of a sharded parameter."""
+        if name not in self.attributes:
+            return nn.Parameter(local_of(parameter), parameter.requires_grad)
+        at, shape = self.where(name), self.attributes[name].shape
+        mine = shard_of(everything(shape), at.dim, at.group.size(), at.group.rank())
+        self.attributes[name].put_on(parameter)
+        return self.attributes[name].parameter(local_of(parameter), parameter.requires_grad, mine)
+
     def _watch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Note which parameters get a gradient; a parameter that no rank used must keep none, as on one device."""
-        if "_noting" in module.__dict__ or not torch.is_grad_enabled():
+        if "_noting" in module.__dict__:
             return
         found = {id(p): n for n, p in self.model.named_parameters() if not hasattr(p, "placements")}
+        for parameter in module.parameters() if self.attributes else ():
+            if (name := found.get(id(parameter))) in self.attributes:
+                self.attributes[name].put_on(parameter)
+        if not torch.is_grad_enabled():
+            return
         watched = 0
         for parameter in module.parameters():
             name = found.get(id(parameter))
@@ -156,7 +172,7 @@ class FsdpRuntime:
     def trains(self, has: Callable[[str], bool]) -> None:
         """From now on only the parameters of which `has` is true get gradients (see `engine/turns.py`)."""
         named = {id(p): n for n, p in self.sharded.items()}
-        held = {m: [named[id(p)] for p in sharded_here(m) if id(p) in named] for m in self.modules}
+        held = {m: [named[id(p)] for p, _ in sharded_here(m) if id(p) in named] for m in self.modules}
         self.silent = {m for m, names in held.items() if not any(map(has, names))}
 
     def gathered_of(self, has: Callable[[str], bool]) -> list[Tensor]:
@@ -284,6 +300,12 @@ class FsdpRuntime:
         wholes = [g for n, g in found.items() if n not in self.sharded and g is not None]
         here = self.step_row.device
         return square_sum(parts, here) / (world // self.usual.group.size()) + square_sum(wholes, here) / world
+
+    def measure(self) -> None:
+        """The norm anew: gradients were changed after `finish`. All ranks call it."""
+        squares = self.square_of(self.own).reshape(1)
+        dist.all_reduce(squares, group=self.everybody)
+        self.squares = squares[0]
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The gradient norm over all ranks' parts, as `finish` found it: a float64 scalar on the device."""

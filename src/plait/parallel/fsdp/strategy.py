@@ -56,8 +56,10 @@ from plait.parallel.mesh import group_of
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.collectives import directly
+from plait.tensors.modules import materialise
+from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.rows import chunk
-from plait.tensors.torch_private import exchange_by, gather_ahead, in_backward, materialise, sum_after, sum_unused
+from plait.tensors.torch_private import exchange_by, gather_ahead, in_backward, sum_after, sum_unused
 
 AXIS = "fsdp"
 EXACT = True
@@ -101,7 +103,7 @@ def apply(built: Built) -> None:
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
     half = plan_format(plan) if built.cast is None else None
-    mine = built.own.keys() - (built.experts - where.keys())
+    mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in built.experts or n in where}
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},

@@ -5,7 +5,6 @@ has fewer numbers than one device would is not written anywhere in the model: th
 with its units on the first rank's stretches and the other ranks absent, and what it draws is compared with the sketch.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from plait.parallel.tensor.vocabulary import heads
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent
 from plait.tensors.modules import forwards_kept
+from plait.tensors.parameters import copy_module
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
 
@@ -38,7 +38,7 @@ def on_first_rank(
 
     `pairs(n)` makes inputs and targets of n samples, `run(model, pair)` the loss; `fake`: of a model without numbers.
     """
-    model = model if fake else copy.deepcopy(model)
+    model = model if fake else copy_module(model)
     units, alone = [unit.name for unit in sketch.units], _AloneUnits(model, slices, Absent(ranks))
     handles = [hook for one in slices.stretches for border in one.borders for hook in alone.border(border, slices)]
     handles += [

@@ -36,6 +36,7 @@ from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
 from plait.tensors.collectives import enter, part, total
 from plait.tensors.modules import WRAPS, class_forward, put_parameters
+from plait.tensors.parameters import like
 from plait.tensors.part import Ranges, everything, taken
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
@@ -171,8 +172,10 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, ParameterSlice], rank: i
     """Put this rank's slices in the place of parameters, everywhere they are used; the new ones by name."""
     named = dict(model.named_parameters())
     new = {
-        id(named[name]): nn.Parameter(taken(named[name].detach(), cut.dim, cut.ranges[rank]), named[name].requires_grad)
-        for name, cut in cuts.items()
+        id(p): like(
+            p, taken(p.detach(), cut.dim, cut.ranges[rank]), layout_of(tuple(p.shape), cut, rank)[1]
+        )
+        for p, cut in ((named[name], cut) for name, cut in cuts.items())
     }
     put_parameters(model, new)
     return {name: new[id(named[name])] for name in cuts}

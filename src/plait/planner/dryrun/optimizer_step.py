@@ -23,6 +23,7 @@ from plait.model.table import size
 from plait.parallel.fsdp.optimizer_check import small
 from plait.randomness.keyed import host_kept
 from plait.tensors.fake import PartlyFake
+from plait.tensors.parameters import ParameterAttributes, like, with_attributes
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -108,7 +109,9 @@ def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list
     shapes = dict(zip(trained, small([tuple(p.shape) for p in trained.values()])))
     found: list[list[Any]] = []
     try:
-        made = {n: nn.Parameter(torch.randn(s, generator=generator).to(trained[n].dtype)) for n, s in shapes.items()}
+        made = {
+            n: like(trained[n], torch.randn(s, generator=generator).to(trained[n].dtype)) for n, s in shapes.items()
+        }
         optimizer = make_optimizer(job, made)[0]
         for _ in range(STEPS):
             for name, parameter in made.items():
@@ -122,12 +125,13 @@ def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list
     return found
 
 
-def stepped(job: Job, parts: Formats) -> torch.optim.Optimizer:
+def stepped(job: Job, parts: Formats, attributes: Mapping[str, ParameterAttributes]) -> torch.optim.Optimizer:
     """The job's optimizer after its steps on fake parts. M015 when it can be followed on real ones only, which are too large."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with fakes:
             own = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, (shape, dtype) in parts.items()}
+            with_attributes(own, attributes)
             for parameter in own.values():
                 parameter.grad = torch.zeros_like(parameter)
         return _taken(job, own, PartlyFake(fakes), _Telling(read(job, own)))
@@ -142,7 +146,7 @@ def stepped(job: Job, parts: Formats) -> torch.optim.Optimizer:
             raise PlaitError(Problem("M015", what, why, user_line(error), fix)) from error
     generator = torch.Generator().manual_seed(0)
     real = {n: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for n, (shape, dtype) in parts.items()}
-    for parameter in real.values():
+    for parameter in with_attributes(real, attributes).values():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return _taken(job, real, nullcontext(), nullcontext())
 
@@ -164,19 +168,19 @@ def _asks(job: Job, sketch: Sketch) -> bool:
     names = [name for name, _, _ in sketch.parameters]
     stand_ins = (nn.Parameter(torch.zeros(shape)) for shape in small([shape for _, shape, _ in sketch.parameters]))
     with host_kept(), no_modes():
-        return asks_for_names(job, dict(zip(names, stand_ins)))
+        return asks_for_names(job, with_attributes(dict(zip(names, stand_ins)), sketch.attributes))
 
 
 def optimizer_state(job: Job, sketch: Sketch) -> int:
     """Bytes that a job's optimizer keeps from step to step, on one device: found for one parameter of each shape and
-    format, since it keeps as much for the others; for each where the job's optimizer looks at names."""
+    format, since it keeps as much for the others; for each where the job's optimizer looks at names, or parameters have attributes."""
     alike = Counter((shape, dtype) for _, shape, dtype in sketch.parameters)
     first = {(shape, dtype): name for name, shape, dtype in reversed(sketch.parameters)}
     parts = {name: form for form, name in first.items()}
-    if _asks(job, sketch):
+    if sketch.attributes or _asks(job, sketch):
         alike, parts = Counter(first.keys()), {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
     total = 0
-    for parameter, state in stepped(job, parts).state.items():
+    for parameter, state in stepped(job, parts, sketch.attributes).state.items():
         storages = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
         kept = sum({id(storage): storage.nbytes() for storage in storages}.values())
         total += alike[tuple(parameter.shape), parameter.dtype] * kept

@@ -20,6 +20,7 @@ from plait.engine.traffic import Traffic
 from plait.planner.dryrun.optimizer_step import Numbers, reads
 from plait.tensors.fake import PartlyFake, sized
 from plait.tensors.modules import put_parameters
+from plait.tensors.parameters import like
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -125,7 +126,7 @@ def faked(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     def one(t: Tensor) -> Tensor:
         return t.detach() if isinstance(t, FakeTensor) else fakes.from_tensor(t.detach())
 
-    put_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
+    put_parameters(model, {id(p): like(p, one(p)) for p in model.parameters()})
     for module in model.modules():
         buffers = own_buffers(module)
         buffers.update({n: one(b) if b is not None and b.is_floating_point() else b for n, b in buffers.items()})

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from plait.tensors.parameters import like
 from plait.tensors.torch_private import FakeTensor, tree_leaves, tree_map_only
 
 _CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
@@ -194,10 +195,10 @@ def random_weights(model: nn.Module) -> Iterator[None]:
 
 def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
     if not p.is_floating_point():
-        return nn.Parameter(p.detach().cpu(), False)
+        return like(p, p.detach().cpu())
     drawn = torch.randn(p.shape[-1:] if alike else p.shape, generator=g, dtype=torch.float64)
     drawn = drawn / max(1, p.numel() // max(1, len(p))) ** 0.5 if p.dim() > 1 else 1 + drawn / 10
-    return nn.Parameter(drawn.expand(p.shape), p.requires_grad)
+    return like(p, drawn.expand(p.shape))
 
 
 def short(example: object, length: int = LENGTH) -> Any:
