@@ -1,8 +1,14 @@
 """Environments as launchers leave them, recorded or written after their sources, and what plait makes of each."""
 
+import argparse
+import os
+import re
+
 import pytest
 
+from plait.cli.options import both, common_options
 from plait.config.errors import PlaitError
+from plait.config.plan import Plan
 from plait.launch.launchers import find as finder
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.launcher import Launcher
@@ -225,6 +231,52 @@ def test_what_does_not_go_together_is_an_error_with_both_numbers(case: str) -> N
     with pytest.raises(PlaitError, match=text) as caught:
         find(environment)
     assert caught.value.codes == [code] and caught.value.problems[0].fix
+
+
+LEFT_OVER = {
+    "RANK, --nproc": (BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"}, ["--nproc", "2"], r"--nproc 2 .*RANK=0, WORLD_SIZE=1.*unset RANK WORLD_SIZE"),
+    "RANK, --plan": (BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"}, ["--plan", "dp=2"], 'dp=2" \\(processes: 2\\) .*rank 0 of 1.*--plan "dp=1"'),
+    "a larger world": (BY_HAND | {"RANK": "0", "WORLD_SIZE": "8"}, ["--plan", "dp=2", "--nproc", "2"], "--nproc 2 .*WORLD_SIZE=8"),
+    "torchrun": (TORCHRUN, ["--nproc", "3"], "--nproc 3 .*rank 3 of 4.*unset RANK WORLD_SIZE LOCAL_RANK"),
+    "srun": (SLURM, ["--nproc", "2"], "--nproc 2 .*SLURM_PROCID=5, SLURM_STEP_NUM_TASKS=8.*unset SLURM_PROCID"),
+    "mpirun": (OPEN_MPI_4, ["--nproc", "4"], "--nproc 4 .*rank 1 of 2.*unset OMPI_COMM_WORLD_RANK"),
+    "mpiexec, a plan": (HYDRA, ["--plan", "fsdp=4"], "fsdp=4.*PMI_RANK=1, PMI_SIZE=2"),
+}  # fmt: skip
+AGREED = {
+    "torchrun's ranks": (TORCHRUN, ["--nproc", "4"], 4),
+    "torchrun's ranks of this machine": (TORCHRUN, ["--nproc", "2", "--plan", "dp=4"], 4),
+    "srun": (SLURM, ["--plan", "dp=8"], 8),
+    "srun, a wildcard": (SLURM, ["--plan", "dp=* tp=2"], 8),
+    "mpirun": (PRRTE, ["--plan", "fsdp=4"], 4),
+    "srun -n 1 left over": (ALONE["srun -n 1 in a large allocation"], ["--nproc", "2"], 2),
+    "mpirun -n 1 left over": (ALONE["mpirun -n 1"], ["--plan", "dp=2", "--nproc", "2"], 2),
+    "LOCAL_RANK alone": ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, ["--nproc", "2"], 2),
+    "WORLD_SIZE alone": ({"WORLD_SIZE": "4"}, ["--plan", "dp=2"], 2),
+    "a machine of several": (PYTORCH_JOB, ["--nproc", "2", "--plan", "dp=*"], 6),
+}
+
+
+def _plan(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], typed: list[str]) -> Plan:
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(finder.find, "__defaults__", (environment,))
+    parser = argparse.ArgumentParser()
+    common_options(parser)
+    return both(parser.parse_args(["job.py", *typed]), [], lambda: None)[0]
+
+
+@pytest.mark.parametrize("case", LEFT_OVER)
+def test_a_command_that_contradicts_the_environment(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, typed, text = LEFT_OVER[case]
+    with pytest.raises(PlaitError) as caught:
+        _plan(monkeypatch, dict(environment), typed)
+    assert caught.value.codes == ["L005"] and re.search(text, str(caught.value), re.DOTALL), caught.value
+    assert not any(line.startswith("--nproc") for line in caught.value.problems[0].fix)
+
+
+@pytest.mark.parametrize("case", AGREED)
+def test_a_command_that_agrees_with_the_environment(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, typed, count = AGREED[case]
+    assert _plan(monkeypatch, dict(environment), typed).world == count
 
 
 @pytest.mark.parametrize("listed, first", (

@@ -50,9 +50,10 @@ def both(
 
     plan = job = None
     asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
-    auto, count = options.plan == "auto", world(asked)
+    auto, count = options.plan == "auto", None
     try:
-        plan = None if auto else Plan.read(options.plan or "dp=*").fill(count)
+        count = world(asked)
+        plan = None if auto else _filled(Plan.read(options.plan or "dp=*"), count)
     except PlaitError as error:
         problems += error.problems
     try:
@@ -66,3 +67,18 @@ def both(
     if problems or plan is None:
         raise PlaitError(problems)
     return plan, job
+
+
+def _filled(plan: Plan, count: int | None) -> Plan:
+    """The plan for `count` processes. L005 if a launcher started another number of them than the plan needs, else P001."""
+    from plait.launch.launchers.find import mismatch
+    from plait.launch.place import joined
+
+    try:
+        return plan.fill(count)
+    except PlaitError as error:
+        member = joined()
+        if member is None:
+            raise
+        fix = (line for line in error.problems[0].fix if line.startswith("--plan"))
+        raise PlaitError(mismatch(member, f'--plan "{plan}" (processes: {plan.world})', fix)) from error

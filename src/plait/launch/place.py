@@ -11,10 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.config.errors import PlaitError
 from plait.launch import attempts, gate, nccl, rendezvous
 from plait.launch.child import die_with_parent
 from plait.launch.interfaces import LOOPBACK
-from plait.launch.launchers.find import LAUNCHERS, find
+from plait.launch.launchers.find import LAUNCHERS, find, mismatch
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
 from plait.launch.rendezvous import Meeting
@@ -209,11 +210,13 @@ def joining() -> bool:
 
 
 def world(nproc: int | None = None) -> int | None:
-    """Ranks of a run, as far as they are counted: by another launcher, or as `nproc` on each machine."""
+    """Ranks of a run, as far as they are counted: by another launcher, or as `nproc` on each machine. L005 if both contradict."""
     member = find()
     if member is None:
         return nproc
     if member.of == "ranks":
+        if nproc is not None and nproc not in (member.count, member.local_count):
+            raise PlaitError(mismatch(member, f"--nproc {nproc}", ("leave --nproc out    if the launcher is right",)))
         return member.count
     each = nproc or member.local_count
     return member.count * each if each else None

@@ -6,7 +6,7 @@ those of machines. `plait train --nnodes 2` on two machines, with nothing else, 
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from plait.config.errors import PlaitError, Problem
@@ -98,16 +98,28 @@ def _goes_with(inner: Membership, outer: Membership) -> bool:
 
 
 def _contradiction(one: Membership, other: Membership, environment: Mapping[str, str]) -> PlaitError:
-    def words(found: Membership) -> str:
-        return ", ".join(f"{name}={environment[name]}" for name in found.variables[:2])
-
     what = f"{one}, and {other.launcher} says number {other.index} of {other.count}"
-    why = f"{words(one)}, but {words(other)}"
+    why = f"{variables(one, environment)}, but {variables(other, environment)}"
     fix = (
         f"unset {other.variables[0]}    if {one.launcher} is right",
         f"unset {one.variables[0]}    if {other.launcher} is",
     )
     return PlaitError(Problem("L005", what, why=why, fix=fix))
+
+
+def variables(found: Membership, environment: Mapping[str, str]) -> str:
+    """The first environment variables that a membership was read from, with their values: RANK=0, WORLD_SIZE=1."""
+    return ", ".join(f"{name}={environment[name]}" for name in found.variables[:2] if name in environment)
+
+
+def mismatch(found: Membership, given: str, fix: Iterable[str]) -> Problem:
+    """L005: the user gave a number of processes (`given`: --nproc 2) that the launcher of this process did not start. `fix`: if
+    the launcher is right."""
+    named = [name for name in found.variables if name in os.environ]
+    what = f"{given} contradicts the environment: {found}"
+    why = f"{variables(found, os.environ) or found.variables[0]}: this process is one rank, and starts no others"
+    left_over = [f"unset {' '.join(named)}    if they are left over"] * bool(named)
+    return Problem("L005", what, why=why, fix=(*left_over, *fix))
 
 
 def _group(environment: Mapping[str, str]) -> Membership | None:
