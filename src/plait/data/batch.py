@@ -153,7 +153,7 @@ def opened(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
         what = f"the job's data is one {type(data).__name__}, and it can be read only once"
         why = "every call of the function gives the same one; each epoch, and the look at the first sample, need their own"
         raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    make a new one in every call",)))
-    return _Remade(make)
+    return Remade(make)
 
 
 def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -182,7 +182,7 @@ def _pass_on(data: object, into: object, *names: str) -> None:
             setattr(into, name, getattr(data, name))
 
 
-class _Remade:
+class Remade:
     """What is read once, made again for every reading. `like`: what it has in common with it besides."""
 
     def __init__(self, make: Callable[[], Any], like: object = None):
@@ -195,7 +195,7 @@ class _Remade:
 
 def whole(data: Data) -> Data:
     """An iterable without its shares, for a rank that stands for all."""
-    return _Remade(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
+    return Remade(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
 
 
 def example(make: Callable[[], Any], data: object, where: str = "Job(data=…)") -> Any:

@@ -2,44 +2,22 @@
 
 A database, a socket or a pipe that was opened before the fork is one for all ranks and loader processes: one process reads what was
 sent to another, or the library fails. (A plain file is harmless: `launch/descriptors.py` gives each process an offset of its own.)
-The search begins at the function `Job.data` and follows what its code can reach: closures, defaults, the globals and attributes that
-it names, and the objects that these hold.
 """
 
-import gc
-import logging
 import os
-import queue
 import socket
 import sqlite3
 import stat
-import sys
-import types
-from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import islice
-from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.job import LIBRARIES, Job
+from plait.config.job import Job
+from plait.data.reachable import Reached, reachable
 
-LOOKED_AT = 20_000
-"""Objects, at most."""
-INSIDE = 256
-"""Entries of a container that are followed."""
 CONNECTIONS = {
     ("lmdb", "Environment"), ("lmdb", "Transaction"), ("zmq", "Socket"), ("zmq", "Context"), ("apsw", "Connection"),
     ("duckdb", "DuckDBPyConnection"), ("_duckdb", "DuckDBPyConnection"), ("plyvel", "DB"), ("rocksdb", "DB"),
 }  # fmt: skip
 """Of libraries whose objects have no descriptor to ask: (first word of the module, class)."""
-PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), Tensor, np.ndarray, types.ModuleType,
-         logging.Logger, logging.Handler)  # fmt: skip
-Found = tuple[str, str]
-"""How the job's code comes to a connection, and what it is."""
 
 
 def check_unshared(job: Job) -> None:
@@ -58,10 +36,9 @@ def check_loaders(data: object) -> None:
         raise PlaitError(shared(found, "all loader processes", "Job(data=…)"))
 
 
-def shared(found: Found, processes: str, where: str) -> Problem:
+def shared(found: Reached, processes: str, where: str) -> Problem:
     """J046."""
-    path, kind = found
-    what = f"the data uses {kind} that is already open: {path}"
+    what = f"the data uses {kind_of(found.value)} that is already open: {found.path or type(found.value).__name__}"
     why = f"{processes} would be forked with this one connection, and each would read what was sent to the others"
     fix = (
         "open it at the first sample:    if self.db is None or self.pid != os.getpid(): self.db, self.pid = connect(), os.getpid()",
@@ -70,21 +47,12 @@ def shared(found: Found, processes: str, where: str) -> Problem:
     return Problem("J046", what, why=why, where=where, fix=fix)
 
 
-def connection_in(start: object) -> Found | None:
+def connection_in(start: object) -> Reached | None:
     """The first connection that `start` can reach, the nearest first."""
-    ahead, met = deque([("", start)]), dict[int, object]()  # kept alive: an id may be used again otherwise
-    while ahead and len(met) < LOOKED_AT:
-        path, value = ahead.popleft()
-        if id(value) in met or isinstance(value, PLAIN):
-            continue
-        met[id(value)] = value
-        if kind := _kind(value):
-            return path.lstrip(".") or type(value).__name__, kind
-        ahead.extend((path + name, inner) for name, inner in _inside(value))
-    return None
+    return next((found for found in reachable(start) if kind_of(found.value)), None)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """What kind of connection it is, or nothing."""
     kind = type(value)
     if isinstance(value, type):
@@ -118,77 +86,3 @@ def _of_descriptor(value: object) -> str:
         return ""
     kinds = {"a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
     return next((f"{name} ({type(value).__name__})" for name, is_one in kinds.items() if is_one(mode)), "")
-
-
-def _inside(value: object) -> Iterator[tuple[str, Any]]:
-    """What an object holds, each with what is appended to its path."""
-    if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
-    elif isinstance(value, types.MethodType):
-        yield from (("", value.__self__), ("", value.__func__))
-    elif isinstance(value, partial):
-        yield from (("", inner) for inner in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        yield from (() if frame is None else ((f".{n}", inner) for n, inner in frame.f_locals.items()))
-    elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", inner) for key, inner in islice(list(value.items()), INSIDE))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{i}]", inner) for i, inner in enumerate(islice(list(value), INSIDE)))
-    elif isinstance(value, queue.Queue):
-        yield "", list(value.queue)
-    elif isinstance(value, Job):
-        yield from (("", value.data), ("", value.evaluate))
-    elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-        yield from (("", inner) for inner in gc.get_referents(value))
-    elif isinstance(value, type):
-        if not _of_library(value.__module__):
-            yield from ((f".{n}", inner) for n, inner in list(vars(value).items()))
-    elif isinstance(value, (staticmethod, classmethod, property)):
-        yield "", value.fget if isinstance(value, property) else value.__func__
-    else:
-        yield from _of_instance(value)
-
-
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    yield from (("", inner) for inner in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-    names = set() if _of_library(function.__module__) else set(_names(function.__code__))
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            if not _of_library(value.__name__):
-                yield from ((f".{name}.{n}", vars(value)[n]) for n in names & vars(value).keys())
-        else:
-            yield f".{name}", value
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    """Names that a function's code, and that of functions inside it, looks up."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
-
-
-def _of_instance(value: object) -> Iterator[tuple[str, Any]]:
-    yield "", type(value)
-    yield from ((f".{n}", inner) for n, inner in list(getattr(value, "__dict__", {}).items()))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and isinstance(vars(kind).get(name), types.MemberDescriptorType):
-                try:
-                    yield f".{name}", getattr(value, name)
-                except AttributeError:  # not set
-                    continue
-
-
-def _of_library(module: str | None) -> bool:
-    """Whether a module is not the user's own."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return (file is None and module != "__main__") or str(file or "").startswith(LIBRARIES)

@@ -19,7 +19,7 @@ from plait.config.job import Job, user_line
 from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
 from plait.data import batch as data_module
-from plait.data import sampling
+from plait.data import ready, sampling
 from plait.data.device_copies import DeviceCopies
 from plait.engine import try_metrics, turns
 from plait.launch import allocator
@@ -43,7 +43,7 @@ from plait.parallel.order import CUTTING, ORDER
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose
-from plait.randomness.keyed import Randomness
+from plait.randomness.keyed import Randomness, host_kept
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
 from plait.tensors.collectives import differences
@@ -212,6 +212,8 @@ def start_build(
     """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
     samples = sampling.data_of(job)
     example = sampling.example(job, samples)
+    with host_kept():
+        ready.check(job, samples, example[0])
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
     built.on_host = made.on_host
     pairs = lambda n: move(data_module.first_samples(example, n), built.model_device, how[1])  # noqa: E731
