@@ -9,6 +9,7 @@ from typing import Any
 
 import jobs
 import jobs_context
+import jobs_mixed
 import jobs_pipeline
 import jobs_real
 import jobs_unlike
@@ -41,6 +42,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "chain": lambda: adamw(jobs.make(jobs_unlike.Chain)),
     "gpt": lambda: adamw(jobs_real.ALL["gpt"]()),
     "packed": lambda: adamw(jobs_context.HUGGING["packed"]()),
+    "adapters": jobs_mixed.adapters,
+    "keys": lambda: adamw(jobs_mixed.keys()),
 }
 TIED = ("gpt", "packed")
 
@@ -221,6 +224,9 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "gathered in 32": (gathered_in_32, "deep", "fsdp=2 precision=bf16"),
     "added in 16": (added_in_16, "deep", "dp=2 microbatches=3 precision=bf16"),
     "not autocast": (not_autocast, "deep", "dp=2 precision=bf16"),
+    "fp32 sums rounded, adapters of bf16": (sums_rounded, "adapters", "dp=2"),
+    "fp32 state rounded, adapters of bf16": (state_rounded, "adapters", "dp=2"),
+    "fp32 sums rounded, keys": (sums_rounded, "keys", "tp=2"),
     "fp16 sums rounded": (sums_rounded, "groups", "dp=2 precision=fp16"),
 }
 LIGHT = (
@@ -258,7 +264,7 @@ PLANS = (
 CLEAN = [
     (name, f"{plan} precision={precision}")
     for name in JOBS
-    if name not in TIED
+    if name not in (*TIED, "adapters", "keys")
     for plan in PLANS
     for precision in ("fp32", "bf16", "fp16")
     if not (name == "norm" and "microbatches" in plan)
@@ -290,3 +296,19 @@ def test_right_runs_are_not_accused(name: str, plan: str) -> None:
         "was not tried: one device fails" in line for line in verdict.forced["then"]
     )  # torch has no such kernel
     assert any(p.code == "F" and p.name for p in verdict.probes) or untried, verdict.forced
+
+
+MIXED = (
+    ("in_bf16", "dp=2"), ("in_bf16", "fsdp=2 microbatches=2"), ("in_bf16", "pp=2 microbatches=2"), ("in_bf16", "tp=2"),
+    ("layered_in_bf16", "dp=3"), ("layered_in_bf16", "fsdp=2"), ("keys_in_bf16", "tp=2"), ("keys_in_bf16", "dp=2 microbatches=2"),
+    ("keys", "tp=2"), ("keys", "tp=2 precision=bf16"), ("keys", "pp=2 microbatches=2"), ("adapters", "fsdp=2"), ("adapters", "pp=2"),
+    ("adapters", "dp=2 microbatches=2"), ("doubled", "dp=2"), ("doubled", "pp=2 microbatches=2"), ("concatenated", "pp=2 microbatches=4"),
+    ("concatenated", "pp=2 microbatches=4 precision=bf16"), ("scalars", "dp=3 microbatches=2"), ("scalars", "dp=2 precision=bf16"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, plan", sampled(len(MIXED), MIXED))
+def test_formats_of_the_models_own_and_gradients_of_rounding_alone(name: str, plan: str) -> None:
+    verdict = verify(jobs_mixed.ALL[name](), Plan.parse(plan))
+    assert verdict.equal, verdict.to_dict()
+    assert any(p.code == "F" and p.name for p in verdict.probes), verdict.forced

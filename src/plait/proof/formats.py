@@ -3,19 +3,20 @@
 Float64 proves the logic and replaces every format, so it cannot see a sum made in bf16, state kept in bf16, or a message
 rounded on its way. Here the job trains one step as it will train. Two things are compared:
 
-    numbers    with one device in the same formats. How far apart two right runs may be is measured, not chosen: one device
-               trains again with weights and inputs moved by one rounding, and the largest movement of a tensor is its unit
+    tensors    with those of one device in the same formats. Each may be as far away as one device is from itself once its
+               weights and inputs are moved by rounding (`proof/rounding.py`)
     formats    those of gradients, weights and optimizer state are those of one device, and every message is as many bytes
                as in a dry run of the plan in these formats
 
-Under `dp`, `fsdp` and `pp` every part of the batch is computed as one device computes that part, so the reference trains
-on the same parts. Where the losses of all parts are the same bits, only the order of sums differs, and the unit is one
-rounding of fp32. Under `tp`, `cp` and `ep` the products themselves are cut: one rounding is that of the forward pass. So it is
-where two stages gather a weight that they share in 16 bits.
+The reference sums the gradients of the same parts of the batch (shares and micro-batches), unless batch statistics or a loss couple
+samples. In a plan without `pp`, `tp`, `cp` and `ep`, ranks compute each part as one device does. If its products are in 16 bits, the
+losses of all parts are compared bit by bit: where they are equal, only the order of the sums over parts differs, and the limits
+are those of runs with each part's gradient moved by a rounding of its own format. Otherwise only what 16 bits are rounded from
+may differ, and weights and inputs are moved by a rounding of fp32. In the other plans products are summed in another order, and
+weights and inputs are moved by a rounding of the plan's format, or of their own where that is wider.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,42 +35,64 @@ from plait.parallel.fsdp.runtime import divides
 from plait.parallel.precision import autocast, multiplying, plan_format
 from plait.proof import reference
 from plait.proof.probes import Probe, Trace, collectives
+from plait.proof.rounding import (
+    DRAWS,
+    GROUPS,
+    TIMES,
+    Key,
+    Noise,
+    StepResult,
+    distances,
+    limits,
+    moved,
+    rounding,
+    scales,
+    wider,
+)  # fmt: skip
 from plait.randomness.keyed import Randomness
 from plait.tensors.torch_private import tree_map_only
 
-DRAWS = 2
-"""Runs with moved weights."""
-APART = 20.0
-"""A right run is at most so many units from one device; measured: clean runs up to 3, faults from 60 on."""
 SCALE = 256.0
 """Of an fp16 loss."""
-ROUNDING = {None: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-TF32 = 2.0**-12
+ROUNDING = {None: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""The largest relative error of rounding what a plan multiplies."""
+TF32 = 2.0**-11
 """A rounding of what a GPU multiplies in TF32."""
-GROUPS = ("gradient", "weight", "state")
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HIDDEN = 0.5
+"""A limit from which on a tensor shows no fault, over its size."""
 ENOUGH, MOSTLY = 32, 0.98
 """Numbers that are needed to tell a format, and the share that must be in it."""
 PARTLY = 0.8
 """The share in a 16-bit format from which a tensor of one device tells nothing of another run's: both are sums of few such numbers."""
 
 
+Part = tuple[int, int]
+"""(first, count) of the samples of one forward pass."""
+
+
 @dataclasses.dataclass
-class StepResult:
-    """What a run has before the step and after it: by kind, name -> tensor; state is `name|key`."""
+class _Passes:
+    """A new model after forward and backward of all parts of a batch."""
 
+    model: nn.Module
     start: dict[str, Tensor]
-    gradient: dict[str, Tensor]
-    weight: dict[str, Tensor]
-    state: dict[str, Tensor]
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Of each part, by its first sample."""
+    gradients: dict[nn.Parameter, Tensor] = dataclasses.field(default_factory=dict)
+    """Summed over the parts."""
+    moved: list[dict[nn.Parameter, Tensor]] = dataclasses.field(default_factory=list)
+    """The same sums with each part's gradient moved by rounding, one for each draw."""
 
-    def of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of a kind; of weights how far they moved."""
-        if kind == "weight":
-            return {n: t - self.start[n] for n, t in self.weight.items() if n in self.start}
-        return getattr(self, kind)
+
+@dataclasses.dataclass
+class Measured:
+    """One device's step and how far right runs may be from it."""
+
+    base: StepResult
+    limits: dict[Key, float]
+    """Of any right run."""
+    of_sums: dict[Key, float] = dataclasses.field(default_factory=dict)
+    """Of a run whose losses of all parts are those of one device, bit for bit. Empty where no run is to have them."""
 
 
 def small(plan: Plan, model: torch.nn.Module) -> int:
@@ -87,96 +110,118 @@ class Reference:
         self.data = job.data()
         self.read = next(reference.samples(self.job, self.data))
         self.format = plan_format(plan)
+        """Of the plan's products."""
+        self.in_16_bits = bool(self.format) or any(p.dtype in HALF.values() for p in self._model().parameters())
+        """Whether products are, of all units or of some. Their rounding would hide that of sums."""
         tf32 = plan.precision == "tf32" and torch.device(one.device).type != "cpu"
         self.rounding = TF32 if tf32 else ROUNDING[self.format]
-        self.cut = plan.waits_in_forward or plan.compile or self._summed_elsewhere()
+        self.same_products = not (plan.waits_in_forward or plan.compile or plan.pp > 1)
+        """Whether ranks compute a part as one device does. Stages do forward, and sum the gradients of what several units read in another order."""
 
-    def _summed_elsewhere(self) -> bool:
-        """Whether a weight that two units share is gathered in 16 bits by two stages: one device adds its two gradients up
-        in 16 bits, stages in 32."""
-        names = list(self.one.model.named_parameters(remove_duplicate=False))
-        tied = len(names) > len(list(self.one.model.parameters()))
-        return tied and self.format is not None and self.plan.pp > 1 and fsdp.wanted(self.plan)
-
-    def parts(self) -> list[tuple[int, int]]:
+    def parts(self) -> list[Part]:
         """(first, count) of the parts of the batch."""
         n, plan = len(self.read[1]), self.plan
         shares = (BatchShare.of(plan, rank).parts(n) for rank in range(plan.ranks))
         return [part for share in shares for part in share if part[1]]
 
-    def trained(self) -> tuple[StepResult, dict[tuple[str, str], float]]:
-        """The step, and the unit of each of its tensors."""
+    def measured(self) -> Measured:
+        """The step, and the limits of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
         whole = [(0, len(self.read[1]))]
-        eps, base, parts = self.rounding, self.step(whole), whole
-        if eps > ROUNDING[None] and not self.cut and (apart := self._apart(base)) is not None:
-            base, parts, eps = apart, self.parts(), ROUNDING[None]
+        (base,) = self.steps(whole)
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
-        return base, self.spread(base, parts, eps)
+        found = Measured(base, self._limits(base, whole, self.rounding))
+        return self._on_parts(found) or found
 
-    def _apart(self, base: StepResult) -> StepResult | None:
-        """The step on parts, where it is that on the whole: not where batch statistics or a loss couple samples."""
+    def _on_parts(self, found: Measured) -> Measured | None:
+        """The step on the plan's parts of the batch, if that is the step on the whole: not if batch statistics or a loss couple samples."""
+        parts = self.parts()
         try:
-            apart = self.step(self.parts())
+            base, *runs = self.steps(parts, sums=2 * DRAWS)
         except (RuntimeError, ValueError):  # a batch norm wants two samples
             return None
-        spread = self.spread(base, [(0, len(self.read[1]))], self.rounding)
-        near = (off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items())
-        return apart if all(near) else None
+        of_sums = limits(base, runs)
+        found.limits = wider(found.limits, of_sums)
+        if any(off > found.limits[key] for key, off in distances(found.base, base).items()):
+            return None
+        if not (self.same_products and self.in_16_bits):
+            return Measured(base, found.limits)
+        if self.format is None:
+            return Measured(base, found.limits, of_sums)
+        narrow = self._limits(base, parts, ROUNDING[None], own=False)
+        return Measured(base, wider(narrow, of_sums), of_sums)
 
-    def spread(self, base: StepResult, parts: list[tuple[int, int]], eps: float) -> dict[tuple[str, str], float]:
-        """The largest distance of each tensor over runs with moved weights, at least one rounding."""
-        found: dict[tuple[str, str], float] = {}
-        for draw in range(DRAWS):
-            for key, off in distances(base, self.step(parts, (eps, draw))).items():
-                found[key] = max(found.get(key, eps), off)
+    def _limits(self, base: StepResult, parts: list[Part], operands: float, own: bool = True) -> dict[Key, float]:
+        """The limits of a step on these parts, by runs with weights and inputs moved."""
+        moved = lambda times: (  # noqa: E731
+            run for draw in range(DRAWS) for run in self.steps(parts, Noise(draw, times, operands, own))
+        )
+        return wider(limits(base, moved(1.0), TIMES), limits(base, moved(TIMES)))
+
+    def steps(self, parts: list[Part], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
+        """A step of a new model, its loss and gradients summed over parts of the batch. After it `sums` more, with the gradient of each
+        part moved by rounding before it is added."""
+        with multiplying(self.plan):
+            passes = self._passes(parts, noise, sums)
+            before = [p.detach().clone() for p in passes.model.parameters()] if sums else []
+            found = [self._updated(passes, passes.gradients)]
+            for gradients in passes.moved:
+                with torch.no_grad():
+                    for parameter, value in zip(passes.model.parameters(), before):
+                        parameter.copy_(value)
+                found.append(self._updated(passes, gradients))
         return found
 
-    def step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None = None) -> StepResult:
-        """A step of a new model, its loss and gradients summed over parts of the batch."""
-        with multiplying(self.plan):
-            return self._step(parts, moved)
-
-    def _step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None) -> StepResult:
+    def _passes(self, parts: list[Part], noise: Noise | None, sums: int) -> _Passes:
         job, device = self.job, self.one.device
-        model = reference.make_model(job, None, device)
-        if self.plan.precision == "fp8":
-            fp8.convert(
-                model, fp8.chosen(model, self.plan.tp), self.plan.fp8_recipe, torch.device(device).type == "cpu"
-            )
-        generator = torch.Generator().manual_seed(0 if moved is None else moved[1] + 1)
-        shift = lambda t: _shifted(t, 0.0 if moved is None else moved[0], generator)  # noqa: E731
+        model = self._model()
+        generator = torch.Generator().manual_seed(0 if noise is None else noise.draw + 1)
+        shift = lambda t: t if noise is None else noise.operand(t, generator)  # noqa: E731
+        split = lambda t: torch.where(t == t.round(), t, shift(t)) if t.is_floating_point() else shift(t)  # noqa: E731
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(shift(parameter))
-        start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        found = _Passes(model, reference.copied(model.named_parameters()), moved=[{} for _ in range(sums)])
         keyed = Randomness(model, job.seed, self.one.keyed.places, self.one.keyed.needed)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = optimizer_of(job, dict(model.named_parameters()))
-        scale = SCALE if self.format is torch.float16 else 1.0
-        pairs = [self._pair(first, n, shift) for first, n in parts]
+        scale = self._scale()
+        pairs = [self._pair(first, n, split) for first, n in parts]
         micros = (Micro(*part, None, targets, ()) for (_, targets), part in zip(pairs, parts))
         weights = [weigh(job.weight, micro) for micro in micros]
-        losses = dict[str, float]()
         for (inputs, targets), weight, (first, n) in zip(pairs, weights, parts):
             if not weight:
                 continue
             with autocast(device, self.format), keyed.at(0, first, n):
                 loss = job.loss(self._called(model, inputs), targets)
-            losses[str(first)] = float(loss.detach())
+            found.losses[str(first)] = float(loss.detach())
             with keyed.replay():
                 (loss * (weight / sum(weights) * scale)).backward()
-        for parameter in trained:
-            if parameter.grad is not None:
-                parameter.grad.div_(scale)
-        held = reference.gradients(model)
-        torch.nn.utils.clip_grad_norm_(trained, self.clip)
+            _add(found, generator)
+        return found
+
+    def _model(self) -> nn.Module:
+        model = reference.make_model(self.job, None, self.one.device)
+        if self.plan.precision == "fp8":
+            on_host = torch.device(self.one.device).type == "cpu"
+            fp8.convert(model, fp8.chosen(model, self.plan.tp), self.plan.fp8_recipe, on_host)
+        return model
+
+    def _scale(self) -> float:
+        return SCALE if self.format is torch.float16 else 1.0
+
+    def _updated(self, passes: _Passes, summed: dict[nn.Parameter, Tensor]) -> StepResult:
+        """The optimizer's step with these gradients."""
+        job, model = self.job, passes.model
+        optimizer = optimizer_of(job, dict(model.named_parameters()))
+        for parameter in model.parameters():
+            parameter.grad = summed[parameter].div_(self._scale()) if parameter in summed else None
+        gradient = reference.gradients(model)
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], self.clip)
         for group in optimizer.param_groups:
             group["lr"] *= job.schedule(0) if job.schedule else 1.0
         optimizer.step()
         state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
-        return StepResult(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
+        return StepResult(passes.start, gradient, reference.copied(model.named_parameters()), state, passes.losses)
 
     def _called(self, model: nn.Module, inputs: object) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
@@ -197,42 +242,24 @@ class Reference:
         return tree_map_only(Tensor, shift, inputs), targets
 
 
-def _shifted(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    if not eps or not t.is_floating_point():
-        return t
-    noise = torch.rand(t.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).to(t.device)
-    if t.dtype == torch.float32:
-        return t * (1.0 + eps * 2 * noise).float()
-    return (t.double() * (1.0 + eps * noise)).to(t.dtype)
+def _add(passes: _Passes, generator: torch.Generator) -> None:
+    """Add a part's gradients to the sums, as backward does, and take them away."""
+    for parameter in passes.model.parameters():
+        if (gradient := parameter.grad) is None:
+            continue
+        one = rounding(gradient.dtype)
+        terms = [gradient.detach(), *(moved(gradient, TIMES * one, generator) for _ in passes.moved)]
+        for sums, term in zip((passes.gradients, *passes.moved), terms):
+            sums[parameter] = sums[parameter] + term if parameter in sums else term
+        parameter.grad = None
 
 
-def distances(base: StepResult, other: StepResult) -> dict[tuple[str, str], float]:
-    """How far each tensor of another run is, relative to its size or to its neighbours'; of weights how far they moved.
-    Sizes are root mean squares."""
-    found = {}
-    for kind in GROUPS:
-        sizes = {name: _size(t) for name, t in getattr(base, kind).items()}
-        largest: dict[str, float] = {}
-        for name, size in sizes.items():
-            alike = name.partition("|")[2]
-            largest[alike] = max(largest.get(alike, 0.0), size)
-        mine, others = base.of(kind), other.of(kind)
-        for name in (name for name in others if name in mine):
-            off = _size(mine[name].double() - others[name]) if mine[name].shape == others[name].shape else math.inf
-            off /= max(sizes[name], 1e-2 * largest[name.partition("|")[2]], 1e-300)
-            found[kind, name] = off if off == off else math.inf
-    return found
-
-
-def _size(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64)) / max(t.numel(), 1) ** 0.5
-
-
-def short(t: Tensor, share: float = MOSTLY) -> str:
-    """A 16-bit format that has this share of an fp32 tensor's numbers, if one does; too few numbers tell nothing."""
+def short(t: Tensor, share: float = MOSTLY, noise: float = 0.0) -> str:
+    """A 16-bit format that has this share of an fp32 tensor's values, if one does. Values up to `noise` do not count: what is left
+    of a sum that is truly zero is a few units of the last place, and has few bits in any format. Too few values tell nothing."""
     if t.dtype != torch.float32:
         return ""
-    some = t[t != 0]
+    some = t[t.abs() > noise]
     if some.numel() < ENOUGH:
         return ""
     return next((n for n, d in HALF.items() if float((some.to(d).float() == some).double().mean()) > share), "")
@@ -240,11 +267,16 @@ def short(t: Tensor, share: float = MOSTLY) -> str:
 
 def facts(one: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """(JSON values, tensors by group) of one device: what `judged` compares with."""
-    base, units = one.trained()
+    measured = one.measured()
+    base = measured.base
     tensors = {f"formats_{kind}": getattr(base, kind) for kind in ("start", *GROUPS)}
-    told = {"units": {f"{kind} {name}": unit for (kind, name), unit in units.items()}, "batch": one.job.batch}
-    told |= {"losses": {} if one.cut else base.losses, "dtypes": dtypes(base.gradient, base.weight, base.state)}
-    return told, tensors
+    known: dict[str, Any] = {"limits": _named(measured.limits), "of_sums": _named(measured.of_sums)}
+    known |= {"losses": base.losses, "dtypes": dtypes(base.gradient, base.weight, base.state), "batch": one.job.batch}
+    return known, tensors
+
+
+def _named(limits: Mapping[Key, float]) -> dict[str, float]:
+    return {f"{kind} {name}": limit for (kind, name), limit in limits.items()}
 
 
 def states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -265,37 +297,48 @@ def dtypes(*kinds: Mapping[str, Tensor]) -> dict[str, str]:
 def judged(
     expected: Trace, actual: Trace, ranks: list[dict[str, Any]], dry: list[dict[str, Any]] | str | None
 ) -> tuple[Probe, ...]:
-    """The numbers, then the formats, then the messages."""
-    told = expected.facts.get("formats")
-    if not told:
+    """The probe of the values, of the formats, and of the messages."""
+    known = expected.facts.get("formats")
+    if not known:
         return ()
     base, other = (StepResult(*(getattr(t, f"formats_{k}") for k in ("start", *GROUPS))) for t in (expected, actual))
     other.start = base.start
     losses = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
-    units = told["units"]
-    if (
-        losses and losses == told["losses"]
-    ):  # ranks computed the same parts to the last bit: only the order of sums differs
-        units = {}
-    apart = {f"{kind} {name}": off for (kind, name), off in distances(base, other).items()}
-    ratios = {key: off / units.get(key, ROUNDING[None]) for key, off in apart.items()}
-    worst = max(ratios, key=lambda key: ratios[key], default="")
-    numbers = Probe("F", "own formats, in roundings", ratios.get(worst, 0.0), APART, worst)
-    return numbers, _formats(told, base, other, ranks), *([messages(ranks, dry)] if dry is not None else [])
+    same = bool(known["of_sums"]) and losses == known["losses"]  # only the order of sums over parts differs
+    allowed = known["of_sums"] if same else known["limits"]
+    off = _named(distances(base, other))
+    shares = {key: off[key] / allowed[key] for key in off if off[key]}
+    worst = max(shares, key=lambda key: shares[key], default=next(iter(off), ""))
+    values = Probe("F", "own formats, of their limit", shares.get(worst, 0.0), 1.0, worst)
+    return values, _formats(known, base, other, ranks), *([messages(ranks, dry)] if dry is not None else [])
 
 
-def _formats(told: dict[str, Any], base: StepResult, other: StepResult, ranks: list[dict[str, Any]]) -> Probe:
+def unseen(known: dict[str, Any]) -> list[str]:
+    """A line about tensors in which the step in own formats shows nothing, if there are any."""
+    loose = [key for key, limit in known["limits"].items() if limit >= HIDDEN]
+    if not loose or known["of_sums"]:
+        return []
+    many = f"{len(loose)} of {len(known['limits'])} tensors"
+    alone = f"in the plan's own formats rounding alone moves {many} by half of their size or more"
+    return [f"{alone}: a fault there would not be seen (first: {loose[0]})"]
+
+
+def _formats(known: dict[str, Any], base: StepResult, other: StepResult, ranks: list[dict[str, Any]]) -> Probe:
     """What is kept in another format, or has been through one."""
     wrong: dict[str, str] = {}
     for rank, r in enumerate(ranks):
         for key, dtype in r["formats"]["dtypes"].items():
-            if told["dtypes"].get(key, dtype) != dtype:
-                wrong.setdefault(key, f"{dtype} on rank {rank}, {told['dtypes'][key]} on one device")
+            if known["dtypes"].get(key, dtype) != dtype:
+                wrong.setdefault(key, f"{dtype} on rank {rank}, {known['dtypes'][key]} on one device")
     for kind in GROUPS:
+        scale = scales(base, kind)
         for name, tensor in getattr(other, kind).items():
-            found, usual = short(tensor), getattr(base, kind).get(name)
-            if found and usual is not None and not short(usual, PARTLY) and usual.dtype == tensor.dtype:
-                wrong.setdefault(f"{kind} {name}", f"its numbers are those of {found}, in {tensor.dtype}")
+            usual = getattr(base, kind).get(name)
+            noise = known["limits"].get(f"{kind} {name}", 0.0) * scale.get(name, 0.0)
+            if usual is None or usual.dtype != tensor.dtype or int((usual.abs() > noise).sum()) < ENOUGH:
+                continue
+            if (found := short(tensor, noise=noise)) and not short(usual, PARTLY, noise):
+                wrong.setdefault(f"{kind} {name}", f"all its values are values of {found}, in {tensor.dtype}")
     key, detail = next(iter(wrong.items()), ("", ""))
     return Probe("F2", "formats", len(wrong), 0, key, detail)
 
@@ -314,5 +357,5 @@ def cause(probes: tuple[Probe, ...]) -> tuple[str, str]:
         return "V023", f"{wrong['F2'].name}: {wrong['F2'].detail}"
     if "F3" in wrong:
         return "V024", f"messages are not those of the plan's formats: {wrong['F3'].name}, {wrong['F3'].detail}"
-    far = f"{wrong['F'].worst:.0f} roundings from one device in the same formats (right runs: up to {APART:g})"
+    far = f"{wrong['F'].worst:.3g} times as far from one device as runs of one device moved by {TIMES:g} roundings"
     return "V025", f"{wrong['F'].name} is {far}: something is rounded through a narrower format on the way"

@@ -219,6 +219,8 @@ def _with_own_batch(
     lines = [own_batch.Own(**own).told] if own else []
     if "untried" in expected.facts:
         lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
+    if numbers:
+        lines += formats.unseen(expected.facts["formats"])
     found = dataclasses.replace(
         verdict, probes=(*verdict.probes, *probes, *numbers), forced=verdict.forced | {"own": own, "then": lines}
     )
