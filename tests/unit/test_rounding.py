@@ -39,7 +39,7 @@ def test_complex_values_keep_their_format() -> None:
     assert other.dtype == t.dtype and 0 < float((other - t).abs().max()) < 1e-5
 
 
-def measured(job: Job, plan: str) -> tuple[formats.Reference, formats.Measured]:
+def measured(job: Job, plan: str) -> tuple[formats.Reference, formats.MeasuredStep]:
     one = reference.OneDevice.of(job, job.data(), torch.float64, "cpu")
     found = formats.Reference(job, Plan.parse(plan), one, 1.0)
     return found, found.measured()

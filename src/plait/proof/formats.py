@@ -67,7 +67,7 @@ PARTLY = 0.8
 """The share in a 16-bit format from which a tensor of one device tells nothing of another run's: both are sums of few such numbers."""
 
 
-Part = tuple[int, int]
+SampleRange = tuple[int, int]
 """(first, count) of the samples of one forward pass."""
 
 
@@ -85,7 +85,7 @@ class _Passes:
 
 
 @dataclasses.dataclass
-class Measured:
+class MeasuredStep:
     """One device's step and how far right runs may be from it."""
 
     base: StepResult
@@ -118,23 +118,23 @@ class Reference:
         self.same_products = not (plan.waits_in_forward or plan.compile or plan.pp > 1)
         """Whether ranks compute a part as one device does. Stages do forward, and sum the gradients of what several units read in another order."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SampleRange]:
         """(first, count) of the parts of the batch."""
         n, plan = len(self.read[1]), self.plan
         shares = (BatchShare.of(plan, rank).parts(n) for rank in range(plan.ranks))
         return [part for share in shares for part in share if part[1]]
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredStep:
         """The step, and the limits of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
         whole = [(0, len(self.read[1]))]
         (base,) = self.steps(whole)
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
-        found = Measured(base, self._limits(base, whole, self.rounding))
+        found = MeasuredStep(base, self._limits(base, whole, self.rounding))
         return self._on_parts(found) or found
 
-    def _on_parts(self, found: Measured) -> Measured | None:
+    def _on_parts(self, found: MeasuredStep) -> MeasuredStep | None:
         """The step on the plan's parts of the batch, if that is the step on the whole: not if batch statistics or a loss couple samples."""
         parts = self.parts()
         try:
@@ -146,20 +146,20 @@ class Reference:
         if any(off > found.limits[key] for key, off in distances(found.base, base).items()):
             return None
         if not (self.same_products and self.in_16_bits):
-            return Measured(base, found.limits)
+            return MeasuredStep(base, found.limits)
         if self.format is None:
-            return Measured(base, found.limits, of_sums)
+            return MeasuredStep(base, found.limits, of_sums)
         narrow = self._limits(base, parts, ROUNDING[None], own=False)
-        return Measured(base, wider(narrow, of_sums), of_sums)
+        return MeasuredStep(base, wider(narrow, of_sums), of_sums)
 
-    def _limits(self, base: StepResult, parts: list[Part], operands: float, own: bool = True) -> dict[Key, float]:
+    def _limits(self, base: StepResult, parts: list[SampleRange], operands: float, own: bool = True) -> dict[Key, float]:
         """The limits of a step on these parts, by runs with weights and inputs moved."""
         moved = lambda times: (  # noqa: E731
             run for draw in range(DRAWS) for run in self.steps(parts, Noise(draw, times, operands, own))
         )
         return wider(limits(base, moved(1.0), TIMES), limits(base, moved(TIMES)))
 
-    def steps(self, parts: list[Part], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
+    def steps(self, parts: list[SampleRange], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
         """A step of a new model, its loss and gradients summed over parts of the batch. After it `sums` more, with the gradient of each
         part moved by rounding before it is added."""
         with multiplying(self.plan):
@@ -173,7 +173,7 @@ class Reference:
                 found.append(self._updated(passes, gradients))
         return found
 
-    def _passes(self, parts: list[Part], noise: Noise | None, sums: int) -> _Passes:
+    def _passes(self, parts: list[SampleRange], noise: Noise | None, sums: int) -> _Passes:
         job, device = self.job, self.one.device
         model = self._model()
         generator = torch.Generator().manual_seed(0 if noise is None else noise.draw + 1)
