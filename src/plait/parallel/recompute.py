@@ -46,6 +46,7 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.randomness.keyed import RepeatableForward, host_state, restore_host
+from plait.tensors import scripted
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import Attributes, attributes_of, put_back, state_kept
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
@@ -111,13 +112,15 @@ class Recomputed(RepeatableForward):
         counting = [buffer.rpartition(".") for buffer in sketch.counting]
         self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
         self.contexts: dict[str, Any] = {"context_fn": _selective} if selective else {}
+        self.plain = [inner for _, inner in scripted.plain(module)]
+        """Its modules without those that torch.jit has compiled, whose state cannot be replaced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         state, runs = host_state()[:2] if self.host_random else None, 0
-        attributes = attributes_of(self.module.modules())
+        attributes = attributes_of(self.plain)
         counting = [
             (buffers, name, None if (b := buffers[name]) is None else b.clone()) for buffers, name in self.counting
         ]
@@ -139,7 +142,7 @@ class Recomputed(RepeatableForward):
     ) -> Iterator[None]:
         """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
         now = host_state()[:2]
-        with state_kept(self.module.modules(), hooks=False):
+        with state_kept(self.plain, hooks=False):
             for buffers, name, value in counting:
                 buffers[name] = None if value is None else value.clone()
             put_back(attributes)

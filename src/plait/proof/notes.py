@@ -24,6 +24,7 @@ from plait.engine.engine import Engine
 from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
+from plait.tensors import scripted
 from plait.tensors.part import Part, Ranges, everything, whole, within
 from plait.tensors.rows import chunk
 from plait.tensors.sharded_tensor import ShardedTensor
@@ -181,7 +182,7 @@ class Notes(UnitNotes):
     def compare_again(self) -> None:
         """Note where what runs twice, forward and again in backward, computes something else: for recomputation."""
         for unit, module in self.units.items():
-            for path, inner in module.named_modules():
+            for path, inner in scripted.plain(module):
                 if path and not any(True for _ in inner.children()):
                     self._hooks.append(inner.register_forward_hook(partial(self._again, unit)))
 
