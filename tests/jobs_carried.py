@@ -129,3 +129,49 @@ MODELS: dict[str, Any] = {
 
 def job(kind: str = "plain") -> plait.Job:
     return made(model=MODELS[kind], data=lambda: Points(64), steps=80)
+
+
+class Found(Points):
+    """Every sample has one object, and a few have six."""
+
+    def __init__(self) -> None:
+        super().__init__(4000)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i], (torch.arange(8) < (6 if i % 500 == 0 else 1)).float()
+
+
+def by_objects() -> plait.Job:
+    """A detector's loss: over the number of objects in the batch."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(out, y, reduction="sum") / y.sum().clamp(min=1)
+
+    return made(loss, lambda: mlp(8), Found)
+
+
+def by_masked_tokens() -> plait.Job:
+    """A mean over labels that are there: all have seven, and a few two."""
+
+    class Labels(Found):
+        def __getitem__(self, i: int) -> Any:
+            y = (torch.arange(8) * (i + 1)) % 11
+            y[2 if i % 500 == 0 else 7 :] = -100
+            return (torch.arange(8) + i) % 11, y
+
+    loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    return made(loss, lambda: nn.Sequential(nn.Embedding(11, 12), nn.Linear(12, 11)), Labels)
+
+
+def in_the_model() -> plait.Job:
+    """The model divides by how many of its inputs are rare."""
+
+    class Rare(Two):
+        def between(self, h: Tensor) -> Tensor:
+            return h / (h.detach() > 40).sum().clamp(min=1)
+
+    class Inputs(Found):
+        def __getitem__(self, i: int) -> Any:
+            return self.x[i] * (500 if i % 500 == 0 else 1), self.y[i]
+
+    return made(model=Rare, data=Inputs)

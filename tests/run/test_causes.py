@@ -87,3 +87,17 @@ def test_the_activity_that_failed_is_named(file: str) -> None:
     words = {"tensors/float64.py": "compute", "model/trace.py": "record", "safetensors/torch.py": "save"}
     trace = f'  File "plait/proof/verify.py", line 1\n  File "plait/{file}", line 2, in x'
     assert _activity(trace).startswith(words[file])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("by_objects", "J030"), pytest.param("by_masked_tokens", "J030", marks=pytest.mark.slow),
+        pytest.param("in_the_model", "J031", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_what_counts_rare_samples_is_found_before_training(name: str, code: str) -> None:
+    """In the first steps all parts count alike."""
+    checked = check.check(getattr(jobs, name)(), Plan(dp=2))
+    assert not checked.failed, checked.failed
+    assert [p.code for p in checked.problems] == [code], checked.problems

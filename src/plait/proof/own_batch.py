@@ -105,16 +105,10 @@ def _chosen(data: Data, job: Job, own: Own) -> tuple[int, ...]:
     if not is_map(data):
         return ()
     length, count = len(data), max(own.steps * own.batch, own.far)
-    looked = sorted({i * length // LOOKED_AT for i in range(LOOKED_AT)})
-    rows, began = list[list[float]](), time.perf_counter()
-    with host_kept():
-        for i in looked:
-            rows.append(_sizes(reference.seeded(job, 0, i, lambda i=i: data[i])))
-            if time.perf_counter() - began > LOOKING:
-                break
-    looked = looked[: len(rows)]
+    rows = looked_at(data, job)
+    looked = list(rows)
     extreme: list[int] = []
-    for column in zip(*rows) if len({len(row) for row in rows}) == 1 else ():
+    for column in zip(*rows.values()):
         extreme += [looked[max(range(len(looked)), key=column.__getitem__)]]
         extreme += [looked[min(range(len(looked)), key=column.__getitem__)]]
     first = list(dict.fromkeys(extreme))[: count // 4]
@@ -125,11 +119,25 @@ def _chosen(data: Data, job: Job, own: Own) -> tuple[int, ...]:
     return tuple(found[i] for i in range(own.samples))
 
 
+def looked_at(data: Any, job: Job, seconds: float = LOOKING) -> dict[int, list[float]]:
+    """Sizes of samples by their number, of as many as can be read in some seconds; nothing where samples are unlike each other."""
+    length, rows, began = len(data), dict[int, list[float]](), time.perf_counter()
+    with host_kept():
+        for i in sorted({i * length // LOOKED_AT for i in range(LOOKED_AT)}):
+            rows[i] = _sizes(reference.seeded(job, 0, i, lambda i=i: data[i]))
+            if time.perf_counter() - began > seconds:
+                break
+    return rows if len({len(row) for row in rows.values()}) == 1 else {}
+
+
 def _sizes(sample: object) -> list[float]:
-    """Length, largest and smallest number of each tensor of a sample."""
+    """Of each tensor of a sample: what it counts (elements that are not zero, their sum), its length, largest and smallest element.
+    Targets first."""
     found: list[float] = []
-    for leaf in tree_leaves(sample):
-        if isinstance(leaf, Tensor) and leaf.numel():
+    for leaf in reversed(tree_leaves(sample)):
+        leaf = torch.tensor(leaf) if isinstance(leaf, (int, float)) else leaf
+        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_complex() and leaf.layout is torch.strided:
+            found += [float(leaf.count_nonzero()), float(leaf.double().nansum())]
             found += [float(leaf.numel()), float(leaf.max()), float(leaf.min())]
     return [float(len(tree_leaves(sample))), *found]
 

@@ -37,6 +37,7 @@ from plait.launch.place import Place, cores, pose
 from plait.launch.supervise import Listener
 from plait.model.make import call, make
 from plait.parallel.precision import forward_format
+from plait.proof import own_batch
 from plait.proof.job.causes import problems_of, unlike_readers
 from plait.proof.job.counters import Changed, values
 from plait.proof.job.trial import WIDE, Known, Point, digests, measure, one_device
@@ -54,6 +55,8 @@ RANKS = {"quick": 4, "full": 16}
 """As many shares are compared at most; more of them are shares of the same sizes."""
 DEAR = 0.2
 """Seconds of processor time beyond which data is opened once for all processes of the check."""
+EACH, LOOKING = 4, 0.15
+"""Samples of a part in the batch of uneven parts, and seconds to look for them."""
 FEW = 4
 """Samples that two ranks read, where ranks share them."""
 CPU = torch.device("cpu")
@@ -234,8 +237,12 @@ def _compared(
     limit = job.batch * cut.shares // plan.shares
     afford = _affordable(looked_at, known, cut, level)
     samples, seconds = afford.samples, afford.seconds
+    others = [f"{axis}={size}" for axis in ("tp", "cp", "pp", "ep") if (size := getattr(plan, axis)) > 1]
+    if afford.changed.generators and others:
+        what = f"the model draws from a generator of its own, {afford.changed.generators[0]}, which plait does not key"
+        unchecked.append(f"{what}: under {' '.join(others)} ranks may draw other numbers than one device; plait verify compares them")
     size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
-    points = _points(job, cut, length, level, size=size, most=samples)
+    points = _points(job, cut, length, level, size=size, most=samples) + _uneven(looked_at, cut, limit)
     noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
     try:
         sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
@@ -249,7 +256,8 @@ def _compared(
         count = FEW if level == "quick" else sum(point.size for point in points)
         problems, untold = unlike_readers(job, count, plan.pp == plan.world)
         more += untold
-    compared = tuple(f"step {p.step + 1}: {p.size} samples in {cut.shares * cut.microbatches} parts" for p in points)
+    named_points = [(p, "chosen samples" if p.ids else f"step {p.step + 1}") for p in points]
+    compared = tuple(f"{name}: {p.size} samples in {cut.shares * cut.microbatches} parts" for p, name in named_points)
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 
 
@@ -313,6 +321,24 @@ def _points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, m
         starts = range(0, min(length, job.batch * 8), job.batch)
         points += [Point(k, s, min(size, length - s)) for k, s in enumerate(starts) if k]
     return points
+
+
+def _uneven(job: Job, cut: Plan, limit: int) -> list[Point]:
+    """A batch whose first part has the samples with the largest counts, sums and elements of those that were looked at, and the other
+    parts usual ones: what a loss divides by then differs between parts, as it will in some step of training."""
+    data = opened(job.data)
+    parts = cut.shares * cut.microbatches
+    size = min(limit, EACH * parts)
+    if not is_map(data) or len(data) < size or size < 2 * parts or job.order or job.token_budget:
+        return []
+    rows = own_batch.looked_at(data, job, LOOKING)
+    extreme = [max(rows, key=lambda i, k=k: rows[i][k]) for k in range(len(next(iter(rows.values()), ())))]
+    varied = [i for k, i in enumerate(extreme) if len({row[k] for row in rows.values()}) > 1]
+    first = list(dict.fromkeys(varied))[: size // parts]
+    usual = [i for i in sorted(rows, key=lambda i: rows[i]) if i not in first]
+    rest = [usual[k * len(usual) // size] for k in range(size)] if len(usual) >= size else []
+    ids = tuple(dict.fromkeys([*first, *rest]))[:size]
+    return [Point(0, 0, size, ids=ids)] if first and len(ids) == size else []
 
 
 def _sides(

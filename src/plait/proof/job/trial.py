@@ -26,7 +26,8 @@ from plait.losses import separable
 from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
 from plait.parallel.precision import forward_format
-from plait.randomness.keyed import key
+from plait.proof.noted_data import ChosenSamples
+from plait.randomness.keyed import key, permutation
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
 
 WIDE = torch.float64
@@ -36,12 +37,14 @@ Known = tuple[BuiltModel, Sketch]
 
 @dataclass(frozen=True)
 class Point:
-    """A batch to compare: `size` samples from `start` on of epoch 0, at step `step`; with weights moved by noise or not."""
+    """A batch to compare: `size` samples from `start` on of epoch 0, at step `step`; with weights moved by noise or not. `ids`: these
+    samples of the data instead, in the order in which they come."""
 
     step: int
     start: int
     size: int
     moved: bool = False
+    ids: tuple[int, ...] = ()
 
 
 def in_float64(job: Job, plan: Plan, place: Place, known: Known) -> Engine:
@@ -72,7 +75,24 @@ def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
     for point in points:
         engine.job = replace(job, batch=point.size, steps=sys.maxsize)
         engine.position = Position(point.step, 0, point.start)
-        yield next(engine.batches())
+        if point.ids:
+            yield _chosen(engine, point)
+        else:
+            yield next(engine.batches())
+
+
+def _chosen(engine: Engine, point: Point) -> Batch:
+    """This rank's share of a batch of chosen samples. What is read for it is not noted: augmentation goes by other numbers here."""
+    built, before = engine.built, engine.built.data
+    order = permutation(engine.job.seed, 0, point.size).tolist()
+    numbered = dict(zip(order, point.ids))
+    inner = before.data if isinstance(before, ChosenSamples) else before
+    engine.job = replace(engine.job, order=None, token_budget=None)
+    built.data = ChosenSamples(inner, [numbered[i] for i in range(point.size)])
+    try:
+        return next(engine.batches())
+    finally:
+        built.data = before
 
 
 def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place) -> dict[str, Any]:
