@@ -175,3 +175,24 @@ def in_the_model() -> plait.Job:
             return self.x[i] * (500 if i % 500 == 0 else 1), self.y[i]
 
     return made(model=Rare, data=Inputs)
+
+
+def limited(kind: str = "norm", limit: float = 100.0) -> plait.Job:
+    """A hook limits a gradient inside of the model: by the norm of all samples, or element by element."""
+
+    def short(g: Tensor) -> Tensor:
+        return g * (limit / g.norm().clamp(min=limit)) if kind == "norm" else g.clamp(-limit, limit)
+
+    class Limits(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "module":
+                self.last.register_full_backward_hook(lambda m, given, got: tuple(g * (limit / g.norm().clamp(min=limit)) for g in given))
+
+        def between(self, h: Tensor) -> Tensor:
+            h = h.tanh()
+            if h.requires_grad and kind != "module":
+                h.register_hook(short)
+            return h
+
+    return made(model=Limits)

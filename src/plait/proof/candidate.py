@@ -175,12 +175,12 @@ def _of_own_size(
         dict[str, dict[str, Tensor]](own_gradients={}, own_weights={}),
     )
     course = own_batch.OwnBatchSteps(engine, job, facts)
-    for batch, far in course.steps():
+    for batch, _ in course.steps():
         step_row = engine.backward(batch)
         if not noted.rows:
             made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
         norm = engine.norm(step_row)[0]
-        course.prepare(len(noted.rows), far)
+        course.prepare(len(noted.rows))
         noted.update(batch, step_row)
         noted.rows[-1]["norm"] = norm
     if noted.rows:

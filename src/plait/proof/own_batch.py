@@ -6,7 +6,7 @@ small batches, and what depends on a rare value not by any few samples. So the r
     own steps    batches of the job's own size and lengths, the job's own clipping; the first of them has the samples
                  with the largest and the smallest numbers and lengths of those that were looked at
     a far step   a small batch again, all weights made 4 times as large, so that losses and outputs leave the range they began
-                 in, and gradients made 1,000 times as large for the optimizer, which may clip inside
+                 in, and the loss 1,000 times as large, so that hooks that limit gradients do so, and an optimizer that clips inside
 
 A step costs what a step of the job costs on one device in float64. There are two where time allows, else one. Where even
 one takes too long or does not fit, its batch is the largest that does, and the verdict says so.
@@ -15,7 +15,7 @@ one takes too long or does not fit, its batch is the largest that does, and the 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -174,6 +174,7 @@ def on_one_device(job: Job, one: reference.OneDevice, seconds: float) -> dict[st
         read, far = next(stream), step == own.steps
         if far:
             _far(one.parameters)
+            one.job = enlarged(one.job)
         _, _, loss = one.passes(data, read)
         if step == 0:
             out["own_gradients"] = reference.gradients(one.model)
@@ -181,9 +182,7 @@ def on_one_device(job: Job, one: reference.OneDevice, seconds: float) -> dict[st
         if far and not (math.isfinite(norm) and math.isfinite(float(loss))):
             break
         limit = math.inf if far or job.clip is None else job.clip
-        if far:
-            _enlarged(one.parameters)
-        raise_eps(one.optimizer, EPS * (norm * HUGE if far else norm))
+        raise_eps(one.optimizer, EPS * norm)
         rows.append(one.update(read, loss, limit) | {"norm": norm})
         ids.append(read[1])
     out["own_weights"] = {n: p.detach().clone() for n, p in one.model.named_parameters()}
@@ -196,10 +195,22 @@ def _far(parameters: list[Any]) -> None:
             parameter.mul_(FAR)
 
 
-def _enlarged(parameters: list[Any]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(HUGE)
+class EnlargedLoss:
+    """A job's loss times `HUGE`: every gradient of the backward pass is so much larger, so that hooks which limit gradients do so."""
+
+    def __init__(self, loss: Callable[..., Tensor]):
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(vars(self)["loss"], name)
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.loss(*args) * HUGE
+
+
+def enlarged(job: Job) -> Job:
+    """The job with that loss."""
+    return dataclasses.replace(job, loss=EnlargedLoss(job.loss))
 
 
 def raise_eps(optimizer: torch.optim.Optimizer, least: float) -> None:
@@ -236,16 +247,14 @@ class OwnBatchSteps:
             far = step == self.own.steps
             if far:
                 self.engine.job = dataclasses.replace(self.engine.job, clip=None)
+                self.engine.built.job = enlarged(self.engine.built.job)
                 _far([p for p in self.engine.built.own.values() if p.requires_grad])
                 self.engine.built.refresh()
             yield batch, far
 
-    def prepare(self, step: int, far: bool) -> None:
-        """Before the optimizer's step: in the far one the gradients that `backward` left are made larger."""
-        norm = self.facts["own_rows"][step]["norm"]
-        if far:
-            _enlarged([p for p in self.engine.built.own.values() if p.requires_grad])
-        raise_eps(self.engine.optimizer, EPS * (norm * HUGE if far else norm))
+    def prepare(self, step: int) -> None:
+        """Before the optimizer's step: its eps is at least a share of the gradients' norm."""
+        raise_eps(self.engine.optimizer, EPS * self.facts["own_rows"][step]["norm"])
 
 
 def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple[Probe, ...]:
@@ -303,7 +312,7 @@ def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> t
         return "V021", f"small batches agree and one of {batch} does not: {why}"
     if "G2" in wrong or ("U3" in wrong and "far" in wrong["U3"].name):
         until = f"until the weights are {FAR:g} times as large"
-        return "V021", f"the steps agree {until}: model or loss takes another branch"
+        return "V021", f"the steps agree {until}: model or loss takes another branch, or a hook limits gradients"
     if "U3" in wrong:
         why = "the optimizer, or what is kept between steps"
         return "V022", f"the batches agree at first and not later ({wrong['U3'].name}): {why}"
