@@ -9,7 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import numpy as np
@@ -55,8 +55,8 @@ class KeptValue:
             value = torch.full_like(self.value, number)
         elif isinstance(self.value, int):
             value = round(number)
-        if isinstance(self.holder, dict) or (isinstance(self.holder, list) and isinstance(self.key, int)):
-            self.holder[self.key] = value
+        if self.holder is not None:
+            cast(dict[object, object], self.holder)[self.key] = value
 
 
 Holder = dict[Any, Any] | list[Any] | None
