@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Evaluate, Job
-from plait.data.batch import Data, is_map, opened
+from plait.data.batch import Data, MapStyle, is_map, opened
 from plait.engine.engine import Engine
 from plait.proof import reference
 from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
@@ -119,7 +119,7 @@ def _chosen(data: Data, job: Job, own: Own) -> tuple[int, ...]:
     return tuple(found[i] for i in range(own.samples))
 
 
-def looked_at(data: Any, job: Job, seconds: float = LOOKING) -> dict[int, list[float]]:
+def looked_at(data: MapStyle, job: Job, seconds: float = LOOKING) -> dict[int, list[float]]:
     """Sizes of samples by their number, of as many as can be read in some seconds; nothing where samples are unlike each other."""
     length, rows, began = len(data), dict[int, list[float]](), time.perf_counter()
     with host_kept():
