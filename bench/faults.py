@@ -91,7 +91,7 @@ class Slow(nn.Module):
 
 def rank() -> int:
     """Of this process; 0 before there is a group."""
-    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as dist
 
     return dist.get_rank() if dist.is_initialized() else 0
 

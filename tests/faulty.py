@@ -11,17 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 import plait
 
 
 def split() -> bool:
     """Whether this process is one of several."""
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return c10d.is_initialized() and c10d.get_world_size() > 1
 
 
 def rank() -> int:
-    return dist.get_rank()
+    return c10d.get_rank()
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def all_reduce(patches: Patches, when: When, change: Change, before: Change | No
 
     def around(real: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
-        fits = size is None or (dist.get_world_size(group) == size)
+        fits = size is None or (c10d.get_world_size(group) == size)
         spans = only.get("ranks")
         fits = fits and (spans is None or dist.get_process_group_ranks(group or dist.group.WORLD) in spans)
         if not (fits and when(tensor)):

@@ -4,9 +4,9 @@ import os
 import sys
 
 import torch
-import torch.distributed as dist
 from jobs import Numbers
 from torch import nn
+from torch.distributed import distributed_c10d as dist
 from torch.nn import functional as F
 
 import plait

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as dist
 
 import plait
 

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from jobs import Numbers
 from torch import nn
+from torch.distributed import distributed_c10d as dist
 from torch.nn import functional as F
 
 import plait

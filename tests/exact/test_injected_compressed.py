@@ -9,9 +9,9 @@ from typing import Any
 import jobs_compressed
 import pytest
 import torch
-import torch.distributed as dist
 from rarely import sampled
 from torch import Tensor
+from torch.distributed import distributed_c10d as dist
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan

@@ -10,10 +10,10 @@ from typing import Any
 import jobs_compressed
 import pytest
 import torch
-import torch.distributed as dist
 from jobs import Numbers
 from rarely import every, sampled
 from torch import Tensor
+from torch.distributed import distributed_c10d as dist
 
 import plait
 from plait.config.errors import DIFFERENT

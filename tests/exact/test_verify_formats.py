@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from rarely import sampled
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -141,7 +142,7 @@ def _after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any], Any]) -> No
 
     def step(self: Any, closure: Any = None) -> Any:
         result = real(self, closure)
-        if dist.is_initialized():
+        if c10d.is_initialized():
             for state in self.state.values():
                 act(self, state)
         return result
@@ -155,7 +156,7 @@ def masters_rounded(patch: pytest.MonkeyPatch) -> None:
 
     def step(self: Any, closure: Any = None) -> Any:
         result = real(self, closure)
-        for group in self.param_groups if dist.is_initialized() else ():
+        for group in self.param_groups if c10d.is_initialized() else ():
             for parameter in group["params"]:
                 rounded(parameter)
         return result
@@ -185,7 +186,7 @@ def added_in_16(patch: pytest.MonkeyPatch) -> None:
 
     def backward(self: Tensor, *a: Any, **k: Any) -> None:
         real(self, *a, **k)
-        if dist.is_initialized():
+        if c10d.is_initialized():
             import gc
 
             for parameter in [p for p in gc.get_objects() if isinstance(p, torch.nn.Parameter) and p.grad is not None]:
@@ -199,7 +200,7 @@ def not_autocast(patch: pytest.MonkeyPatch) -> None:
     real = torch.autocast.__enter__
 
     def enter(self: Any) -> Any:
-        self._enabled = self._enabled and not (dist.is_initialized() and dist.get_rank() == 1)
+        self._enabled = self._enabled and not (c10d.is_initialized() and c10d.get_rank() == 1)
         return real(self)
 
     patch.setattr(torch.autocast, "__enter__", enter)

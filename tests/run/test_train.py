@@ -142,7 +142,7 @@ def test_joins_torchrun(tmp_path: Path, script: str) -> None:
 
 
 SLOW = """
-import time, torch, torch.distributed as dist, plait
+import time, torch, torch.distributed.distributed_c10d as dist, plait
 from torch.nn import functional as F
 
 class Data:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.config.errors import PlaitError, Problem
+from plait.launch import one_device
 from plait.model.fused_optimizer import OPEN
 from plait.model.parameter_groups import optimizer_of
 from plait.tensors.parameters import like
@@ -225,7 +226,12 @@ def check(training: "Training") -> None:
         warnings.simplefilter("ignore")
         try:
             first, again = Trial(training), Trial(training)
-            first.steps(2), again.steps(2)
+            with one_device.naming("the job's optimizer"):
+                first.steps(2), again.steps(2)
+        except PlaitError as error:
+            if error.problems[0].code != "J044":  # nothing is known
+                return
+            raise
         except Exception:  # it cannot be tried on small stand-ins: nothing is known
             return
         if not first.same(again):

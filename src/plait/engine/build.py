@@ -27,7 +27,7 @@ from plait.launch.devices import kind_of, of_rank, unseen
 from plait.launch.place import Place
 from plait.losses import transformers
 from plait.losses.global_batch import BatchPeers
-from plait.model import fused_optimizer
+from plait.model import fused_optimizer, single_steps
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
 from plait.parallel import average, fp8, gradient_hooks, mutations, unmeasured, whole_tensors
@@ -160,6 +160,8 @@ def build(
             built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
+    if sketched.single_steps:
+        single_steps.step_singly(built.optimizer)
     fused_optimizer.choose(built.optimizer, device)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
@@ -254,7 +256,8 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     mutations.check(plan, found)
     gradient_hooks.check(plan, found, built.hooks)
     found = context.stretched(built) if context.wanted(plan) else found
-    return replace(found, whole_update=optimizer_check.looks_at_wholes(job, plan, found))
+    needs = optimizer_check.needs(job, plan, found)
+    return replace(found, whole_update=needs.whole, single_steps=needs.singly)
 
 
 def _meet(built: Built) -> None:

@@ -16,6 +16,7 @@ launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) st
 nccl              what NCCL is told: patience, flight recorder, communicators
 allocator         how memory is taken from a device
 groups            process groups beside one that somebody else made
+one_device        what the job's code sees of torch.distributed: nothing
 attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
 said_once         what all of torchrun's ranks would say is said by one
 interfaces        which network interface leads to another machine

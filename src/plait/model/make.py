@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
+from plait.launch import one_device
 from plait.model import transformers
 from plait.model.deferred_init import defer
 from plait.model.parameter_groups import optimizer_of
@@ -26,6 +28,8 @@ from plait.tensors.modules import convert, exchange_tensors, format_in
 from plait.tensors.torch_private import FakeTensorMode
 
 CPU = torch.device("cpu")
+WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+"""Modules of torch that sum gradients over ranks, or gather parameters."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ def _drawn(job: Job) -> nn.Module:
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)
     torch.manual_seed(job.seed)
-    model = job.model()
+    one_device.hide()
+    with one_device.naming("the job's model"):
+        model = job.model()
     if not isinstance(model, nn.Module):
         fix = ("return a module from it: model=lambda: MyModel(…)",)
         what = f"the job's model is a {type(model).__name__}, not a torch.nn.Module"
@@ -103,6 +109,10 @@ def in_training(model: nn.Module) -> nn.Module:
 
 def _supported(model: nn.Module) -> None:
     _on_one_device(model)
+    for name, module in model.named_modules():
+        if isinstance(module, WRAPPERS):
+            what = f"{name or 'the model'} is wrapped in {type(module).__name__}, which communicates by itself"
+            raise one_device.communicates(what)
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         why = "a lazy module takes its shape from the first batch"
@@ -195,9 +205,10 @@ def call(model: nn.Module, inputs: object) -> Any:
 
 def called(model: nn.Module, inputs: object) -> Any:
     """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    with one_device.naming("the job's model"):
+        if isinstance(inputs, dict):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def judged(job: Job, targets: object) -> Callable[[Any], Any]:

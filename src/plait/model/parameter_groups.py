@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.phases import JointOptimizer
+from plait.launch import one_device
 
 Named = tuple[str, Any]
 """Name and parameter."""
@@ -39,8 +40,11 @@ _KNOWN: ContextVar[_Known | None] = ContextVar("names of parameters", default=No
 def optimizer_of(job: Job, parameters: Mapping[str, Tensor]) -> Any:
     """What `Job.optimizer` makes of those of these parameters, by name, that are trained. They may be stand-ins, or parts."""
     make, trained = job.optimizer, {n: p for n, p in parameters.items() if p.requires_grad}
-    with naming(parameters):
-        return make.of(trained) if isinstance(make, JointOptimizer) else make([*trained.values()])
+    with naming(parameters), one_device.naming("the job's optimizer"):
+        made = make.of(trained) if isinstance(make, JointOptimizer) else make([*trained.values()])
+    if type(made).__module__.startswith("torch.distributed"):  # ZeroRedundancyOptimizer and others
+        raise one_device.communicates(f"the job's optimizer is a {type(made).__name__}, which communicates by itself")
+    return made
 
 
 def asks_for_names(job: Job, parameters: Mapping[str, Tensor]) -> bool:

@@ -131,6 +131,8 @@ class Sketch:
     """The line of the model's code at which that failed, if it is known."""
     whole_update: bool = False
     """The job's optimizer looks at whole tensors, of which the plan's ranks hold parts (`parallel/whole_tensors.py`)."""
+    single_steps: bool = False
+    """The job's optimizer stacks tensors, and makes a step for each of them (`model/single_steps.py`)."""
     slices: Slices = field(default_factory=Slices)
     """What tensor parallelism can cut; found only for a plan that has it."""
     cuts: tuple[ParameterSlice, ...] = ()

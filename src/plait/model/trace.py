@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from plait.config.errors import PlaitError, Problem
+from plait.launch import one_device
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import Mutations
 from plait.randomness import distributions
@@ -279,6 +280,10 @@ class _Watcher(TorchFunctionMode):
         return input
 
 
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of torch's operators that communicate."""
+
+
 class _Operators(TorchDispatchMode):
     def __init__(self, watcher: _Watcher):
         super().__init__()
@@ -286,6 +291,8 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, watcher = kwargs or {}, self.watcher
+        if func.namespace in COLLECTIVES and watcher.keys is None:  # with keys it is a rank's part that runs, which communicates
+            raise one_device.communicates(f"the job's forward pass or loss communicates: {func}")
         result = func(*args, **kwargs)
         if watcher.meter is not None:
             watcher.meter.operator(func, args, kwargs, result)

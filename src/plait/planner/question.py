@@ -101,11 +101,15 @@ class PlanRequest:
         for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
             key = axis, plan.ep > 1
             if key not in self._tried:
-                self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots)
+                self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, self._optimizer)
             found, helps = self._tried[key]
             if found and not (helps and optimizer_check.can_be_whole(plan, axis)):
                 return optimizer_check.problem(found, axis, plan)
         return None
+
+    @cached_property
+    def _optimizer(self) -> optimizer_check.OptimizerKind:
+        return optimizer_check.kind_of(self.job, self.sketch)
 
     @cached_property
     def _tried(self) -> dict[tuple[str, bool], tuple[tuple[str, str] | None, bool]]:

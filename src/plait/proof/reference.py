@@ -26,6 +26,7 @@ from plait.config.job import Job
 from plait.data.batch import Data, example, in_tensors, is_map, pair_of
 from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
+from plait.launch import one_device
 from plait.model.costs import Unit
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import sketch
@@ -416,9 +417,10 @@ def collated(data: Data, samples: list[Any], dtype: torch.dtype | None, device: 
 
 def call(model: nn.Module, inputs: object) -> Any:
     """The model's outputs."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    with one_device.naming("the job's model"):
+        if isinstance(inputs, dict):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def copied(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

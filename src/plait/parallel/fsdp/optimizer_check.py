@@ -6,7 +6,9 @@ clip by the norm of all gradients: on a part they would silently do something el
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.launch import one_device
 from plait.model.experts import MoELayer
 from plait.model.parameter_groups import optimizer_of
+from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import divides
 from plait.randomness.keyed import host_kept
+from plait.tensors.float64 import Wide
 from plait.tensors.parameters import ParameterAttributes, with_attributes
 
 DIM, MANY, FEW = 160, 2, 4
@@ -31,34 +36,112 @@ LARGE = 1 << 22
 COURSES = ((12, 1.0), (3, 1e-5), (3, 1e5))
 """(steps, size of gradients) that are tried, each from the start: an optimizer may clip, or act from some step on."""
 
+DECLARED = "whole_tensors"
+"""Attribute of an optimizer's class: True says that it updates each tensor by its own gradient and state, and needs all of it."""
+
 Lot = int | str
 """What each of two ranks has of a tensor: half of it along a dim, `WHOLE`, or one of them has it `ALONE`."""
 WHOLE, ALONE = "whole", "alone"
 Shapes = Mapping[str, tuple[int, ...]]
+Attributes = Mapping[str, ParameterAttributes]
 Make = Callable[[list[nn.Parameter]], Any]
 """Stand-ins of the job's trained parameters, in their order -> its optimizer."""
 
 
-def looks_at_wholes(job: Job, plan: Plan, sketch: Sketch) -> bool:
-    """Whether the job's optimizer must be given whole tensors where a rank of the plan has parts of them.
+@dataclass(frozen=True)
+class OptimizerNeeds:
+    """What the job's optimizer needs under a plan."""
+
+    whole: bool = False
+    """Whole tensors, where a rank has parts of them."""
+    singly: bool = False
+    """A step for each tensor: it stacks them."""
+
+
+def needs(job: Job, plan: Plan, sketch: Sketch) -> OptimizerNeeds:
+    """What the job's optimizer needs to do on the plan's ranks what it does on one device.
 
     P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had.
     """
     cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
-    looks = False
+    kind, looks = kind_of(job, sketch), False
     for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
-        found, helps = tried(job, sketch, lots)
+        found, helps = tried(job, sketch, lots, kind)
         if found and not (helps and can_be_whole(plan, axis)):
             raise PlaitError(problem(found, axis, plan))
         looks = looks or found is not None
-    return looks
+    return OptimizerNeeds(looks, kind.singly)
 
 
-def tried(job: Job, sketch: Sketch, lots: Mapping[str, Lot]) -> tuple[tuple[str, str] | None, bool]:
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What is known of the job's optimizer, whatever the plan."""
+
+    declared: str = ""
+    """Name of the class that says that it needs whole tensors."""
+    singly: bool = False
+    """It stacks tensors, and updates each as if it were alone."""
+
+
+def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
+    """What the job's optimizer says of itself, and whether it stacks tensors."""
+    shapes = trained(sketch)
+    every: dict[str, Lot] = dict.fromkeys(shapes, ALONE)
+    stacks = _stacks(job, shapes, sketch.attributes)
+    singly = stacks and not differs(job, shapes, every, sketch.attributes, singly=True)
+    return OptimizerKind(_declares(job, shapes, sketch.attributes), singly)
+
+
+def _declares(job: Job, shapes: Shapes, attributes: Attributes) -> str:
+    """Name of the optimizer's class, if that says that it updates every tensor by itself and needs all of it."""
+    try:
+        made = optimizer_of(job, _stand_ins(shapes, attributes))
+    except PlaitError:
+        raise
+    except Exception:  # it may choose parameters by their sizes
+        return ""
+    return type(made).__name__ if all(getattr(one, DECLARED, False) for one in getattr(made, "optimizers", [made])) else ""
+
+
+def _stacks(job: Job, shapes: Shapes, attributes: Attributes) -> bool:
+    """Whether the optimizer makes steps where all tensors have gradients, and raises where every other one has none."""
+    every = slice(None)
+    for given in (every, slice(0, None, 2), slice(1, None, 2)):
+        parameters = _stand_ins(shapes, attributes)
+        for parameter in list(parameters.values())[given]:
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            with _as_written():
+                optimizer_of(job, parameters).step()
+        except PlaitError:
+            raise
+        except Exception:
+            return given is not every
+    return False
+
+
+def _stand_ins(shapes: Shapes, attributes: Attributes) -> Mapping[str, Any]:
+    values = (torch.linspace(-1, 1, torch.Size(s).numel(), dtype=torch.float64).view(s) for s in small([*shapes.values()]))
+    return with_attributes(dict(zip(shapes, map(nn.Parameter, values))), attributes)
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Steps of the optimizer's own code: in float64 whatever it casts to, and not compiled, which would take longer than the trial."""
+    with one_device.naming("the job's optimizer"), torch.compiler.set_stance("force_eager"), Wide():
+        yield
+
+
+def tried(
+    job: Job, sketch: Sketch, lots: Mapping[str, Lot], kind: OptimizerKind
+) -> tuple[tuple[str, str] | None, bool]:
     """((class, why) of an optimizer that does something else with what ranks have, whether whole tensors would help it)."""
-    alone = dict.fromkeys(lots, ALONE)
-    found = differs(job, trained(sketch), lots, sketch.attributes)
-    return found, found is not None and not differs(job, trained(sketch), alone, sketch.attributes)
+    if kind.declared:
+        parts = any(isinstance(lot, int) for lot in lots.values())
+        return ((kind.declared, f"its class says {DECLARED} = True"), True) if parts else (None, False)
+    found = differs(job, trained(sketch), lots, sketch.attributes, singly=kind.singly)
+    alone: dict[str, Lot] = dict.fromkeys(lots, ALONE)
+    return found, found is not None and not differs(job, trained(sketch), alone, sketch.attributes, singly=kind.singly)
 
 
 def can_be_whole(plan: Plan, axis: str) -> bool:
@@ -70,7 +153,7 @@ def problem(found: tuple[str, str], axis: str, plan: Plan) -> Problem:
     """P022 of an axis. `found`: what `differs` says."""
     needs = "offload=all" if axis == "fsdp" and plan.fsdp == 1 else f"{axis}={getattr(plan, axis)}"
     parts = "some of the parameters without the others" if axis == "pp" else "parts of parameters"
-    why = f"tried on all of the parameters and on what a rank has of them: {found[1]}"
+    why = f"it was tried on all parameters and on what a rank has of them: {found[1]}"
     fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")
     return Problem("P022", f"{found[0]} cannot update {parts}, which {needs} needs", why=why, fix=fix)
 
@@ -103,19 +186,21 @@ def lots_of(
 
 @host_kept()
 def differs(
-    job: Job, shapes: Shapes, lots: Mapping[str, Lot], attributes: Mapping[str, ParameterAttributes] | None = None
+    job: Job, shapes: Shapes, lots: Mapping[str, Lot], attributes: Attributes | None = None, *, singly: bool = False
 ) -> tuple[str, str] | None:
-    """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes and attributes."""
+    """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes and attributes.
+    `singly`: and make a step for each tensor."""
     held = [lots.get(name, WHOLE) for name in shapes]
     if all(lot == WHOLE for lot in held):
         return None
     failed: tuple[str, str] | None = None
     make = lambda parameters: optimizer_of(job, with_attributes(dict(zip(shapes, parameters)), attributes or {}))  # noqa: E731
+    alone = (lambda parameters: _made_single(make(parameters))) if singly else make
     for tried in (small(list(shapes.values())), list(shapes.values())):
         if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
             break
         try:
-            found = (_compared(make, tried, held, course) for course in COURSES)
+            found = (_compared((make, alone), tried, held, course) for course in COURSES)
             return next((one for one in found if one is not None), None)
         except _Unmade as error:  # it may choose parameters by their sizes
             failed = error.args[0], error.args[1]
@@ -126,9 +211,16 @@ class _Unmade(Exception):
     """The optimizer failed on whole tensors: (class, why)."""
 
 
+def _made_single(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    step_singly(optimizer)
+    return optimizer
+
+
 def _compared(
-    make: Make, shapes: Sequence[tuple[int, ...]], held: list[Lot], course: tuple[int, float]
+    makes: tuple[Make, Make], shapes: Sequence[tuple[int, ...]], held: list[Lot], course: tuple[int, float]
 ) -> tuple[str, str] | None:
+    """`makes`: the optimizer as the job makes it, and as ranks have it."""
+    make, of_rank = makes
     generator, (steps, size) = torch.Generator().manual_seed(0), course
     values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     noise = [[size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
@@ -136,12 +228,14 @@ def _compared(
     raised = lambda error: f"it raised {in_a_line(error)}"  # noqa: E731
     try:
         whole = _updated(make, values, rows)
+    except PlaitError:
+        raise
     except Exception as error:  # an optimizer may raise anything
         raise _Unmade(_kind(make, values), raised(error)) from error
     alone = [k for k, lot in enumerate(held) if lot == ALONE]
     owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
     try:
-        ranks = [_on_rank(make, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
+        ranks = [_on_rank(of_rank, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
     except Exception as error:  # the real one would have to run on parts as well
         return _kind(make, values), raised(error)
     for k, (expected, before) in enumerate(zip(whole, values)):
@@ -195,5 +289,6 @@ def _updated(make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[
     for row in gradients:
         for parameter, gradient in zip(parameters, row):
             parameter.grad = None if gradient is None else gradient.clone()
-        optimizer.step()
+        with _as_written():
+            optimizer.step()
     return [p.detach() for p in parameters]
