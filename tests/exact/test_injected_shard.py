@@ -184,7 +184,7 @@ def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_batch_norm_over_the_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics are of a rank's own share."""
-    monkeypatch.setattr(batch_norm, "synchronise", lambda model, names, group: None)
+    monkeypatch.setattr(batch_norm, "synchronise", lambda *_: None)
     check(jobs.batch_norm(), "fsdp=2", "B", "0.weight", "V015")
 
 

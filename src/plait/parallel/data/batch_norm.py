@@ -41,13 +41,15 @@ from plait.tensors.collectives import GATHER_PARTS, directly
 from plait.tensors.torch_private import BatchNormBase, all_gather_tensor, all_reduce, check_dims
 
 
-def synchronise(model: nn.Module, names: Sequence[str], group: ProcessGroup | None, peers: BatchPeers) -> None:
+def synchronise(
+    model: nn.Module, names: Sequence[str], group: ProcessGroup | None, peers: BatchPeers | None = None
+) -> None:
     """Make the named batch-norm modules compute their training statistics over `group`, without samples that are `peers.idle`."""
     for name in names:
         module = model.get_submodule(name)
         kind = type(module)
         module.__class__ = type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
-        module.__dict__ |= {"_group": group, "_peers": peers}
+        module.__dict__ |= {"_group": group, "_peers": peers or BatchPeers()}
 
 
 class _Synchronised(BatchNormBase):
