@@ -32,6 +32,11 @@ class Mutations:
         """Storages that hold something made from samples. Kept alive: a key may be used again otherwise."""
         self.by: dict[str, set[str]] = {}
         """The modules whose own code writes a tensor of the model, by its name; "" is the model's."""
+        self.faked = fakes is not None
+        self.of_weights: dict[int, tuple[str, Any]] = {}
+        """Storages that hold something made from weights and from no sample: the first weight, and the storage, kept alive."""
+        self.outside: dict[str, set[str]] = {}
+        """Weights from which tensors outside of the model are written, and the modules whose own code does it."""
         self._mark(inputs)
 
     def operator(
@@ -44,6 +49,25 @@ class Mutations:
                 self.by.setdefault(name, set()).add(module)
         if any(storage_key(t) in self.sampled for t in (*written, *read)):
             self._mark([result, written])
+        else:
+            self._follow(module, written, read, result)
+
+    def _follow(self, module: str, written: list[Any], read: list[Any], result: object) -> None:
+        """What is made from weights alone; and where it is written into a tensor that was there before the run, which is not fake."""
+        source = next((name for t in read if (name := self._weight(t)) is not None), None)
+        if source is None or not self.faked:
+            return
+        for t in (*written, *tree_leaves(result)):
+            if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or storage_key(t) in self.own:
+                continue
+            self.of_weights[storage_key(t)] = source, t.untyped_storage()
+            if not isinstance(t, FakeTensor) and any(t is one for one in written):
+                self.outside.setdefault(source, set()).add(module)
+
+    def _weight(self, tensor: torch.Tensor) -> str | None:
+        key = storage_key(tensor)
+        name = self.own.get(key)
+        return name if name in self.data else self.of_weights[key][0] if key in self.of_weights else None
 
     def buffers(self) -> list[str]:
         """Buffers that were written in place."""

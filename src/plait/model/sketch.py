@@ -97,6 +97,8 @@ class Sketch:
     """Buffers that every training forward changes, besides those of batch norms (counters, power iterations)."""
     rewritten: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Weights that every training forward changes (moving averages of others), and the modules whose code does it."""
+    followed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Weights from which every training forward writes tensors outside of the model (a teacher's), and the modules whose code does it."""
     sampled: tuple[str, ...] = ()
     """Of both, those whose new value comes from the samples."""
     host_random: bool = False
@@ -198,6 +200,7 @@ def sketch(
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
         rewritten={name: tuple(sorted(by)) for run in small for name, by in run.rewritten.items()},
+        followed={name: tuple(sorted(by)) for run in small for name, by in run.followed.items()},
         sampled=_unique(name for run in small for name in run.sampled),
         host_random=host_random,
         decides=decides,

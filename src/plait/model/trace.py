@@ -56,6 +56,8 @@ class RunTrace:
     batch_coupled: list[str] = field(default_factory=list)
     counting: list[str] = field(default_factory=list)
     rewritten: dict[str, set[str]] = field(default_factory=dict)
+    followed: dict[str, set[str]] = field(default_factory=dict)
+    """Weights from which it writes tensors outside of the model, and the modules whose code does it."""
     sampled: list[str] = field(default_factory=list)
     host_random: bool = False
     opaque: list[tuple[str, str]] = field(default_factory=list)
@@ -104,6 +106,7 @@ def trace_run(
         if writes is not None:
             watcher.seen.counting = writes.buffers()
             watcher.seen.rewritten, watcher.seen.sampled = writes.weights(), writes.from_samples()
+            watcher.seen.followed = writes.outside
         if meter is not None:
             watcher.seen.metered = meter.finish(output, loss)
     return watcher.seen

@@ -58,6 +58,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
         yield f"batch statistics in {name} are those of each of the {plan.microbatches} micro-batches, not of the batch"
     changing = [f"buffer {name}" for name in sketch.counting] + [f"weight {name}" for name in sketch.rewritten]
+    changing += [f"a tensor outside of the model that follows {name}" for name in sketch.followed]
     for name in changing:
         yield f"{name} changes in every forward pass, and a step has {plan.microbatches} of them"
 

@@ -6,6 +6,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.keys import SAME_SLICES
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.fsdp.groups import groups
 
 
 def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
@@ -27,7 +28,39 @@ def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
         copies = 1 if name in sketch.sampled else plan.world
         fix = (f'--plan "dp={copies}"', "pp, when one unit holds it and changes it")
         return Problem("P031", what, why=why, fix=fix)
+    return _followed(plan, sketch, cut)
+
+
+def _followed(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
+    """P031 when a tensor outside of the model follows a weight that is not whole on each rank where the code that writes it runs."""
+    gathered = {name: units for units in [[], *groups(sketch)] for name in _weights(sketch, units)}
+    for name, modules in sketch.followed.items():
+        units = gathered.get(name, [])
+        inside = all(any(f"{module}.".startswith(f"{unit}.") for unit in units) for module in modules)
+        if (plan.fsdp > 1 or plan.offload == "all") and units and not inside:
+            why = f"a rank has a shard of the weight, and the whole only while {units[0]} runs"
+        elif plan.processes == "one":
+            why = "threads share the tensor, and each would write it"
+        elif name in cut:
+            why = f"tp={plan.tp} gives every rank a slice of the weight"
+        elif plan.pp > 1 and not _own(sketch, name, modules):
+            why = f"pp={plan.pp} gives the weight to the ranks of one stage"
+        else:
+            continue
+        what = f"the forward pass writes the weight {name} into a tensor outside of the model, which does not work with {plan}"
+        return Problem("P031", what, why=why, fix=(f'--plan "dp={plan.world}"',))
     return None
+
+
+def _weights(sketch: Sketch, units: list[str]) -> list[str]:
+    """The parameters of some units."""
+    return [name for unit in sketch.units if unit.name in units for name in unit.parameters]
+
+
+def _own(sketch: Sketch, name: str, modules: Collection[str]) -> bool:
+    """Whether the code of the unit that has a weight alone writes it."""
+    unit = next((unit.name for unit in sketch.units if name in unit.parameters), None)
+    return unit is not None and all(f"{module}.".startswith(f"{unit}.") for module in modules)
 
 
 def check(plan: Plan, sketch: Sketch) -> None:

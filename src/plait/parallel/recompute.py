@@ -79,7 +79,7 @@ def marked(sketch: Sketch) -> list[str]:
     that changes weights would do it twice."""
     worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)}
     worth -= {c.unit for c in sketch.calls if c.writes or c.back is not None}
-    writers = {module for by in sketch.rewritten.values() for module in by}
+    writers = {module for by in (*sketch.rewritten.values(), *sketch.followed.values()) for module in by}
     worth -= {unit for unit in worth for module in writers if f"{module}.".startswith(f"{unit}.")}
     return [u.name for u in sketch.units if u.name in worth]
 
