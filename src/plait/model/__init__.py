@@ -17,6 +17,7 @@ operations        matrix products, element-wise work and flops of a call
 mutations         what a forward pass writes into the model
 costs             units and their calls as values
 sketch            all that is known of a model
+sync_batch_norm   SyncBatchNorm without messages of its own
 table             the sketch as text
 slices            what tensor parallelism can cut, as values
 experts           mixtures of experts, as values

@@ -21,6 +21,7 @@ from plait.launch import one_device
 from plait.model import transformers
 from plait.model.deferred_init import defer
 from plait.model.parameter_groups import optimizer_of
+from plait.model.sync_batch_norm import make_local
 from plait.randomness.keyed import host_kept
 from plait.tensors.collectives import differing, digest
 from plait.tensors.fake import emptied_on
@@ -72,6 +73,7 @@ def make_model(job: Job) -> nn.Module:
     """The job's model with the initial weights its constructor draws on one device, on every rank alike."""
     model = _drawn(job)
     _supported(model)
+    make_local(model)
     transformers.in_doubles()
     if hasattr(job.loss, "attach"):
         job.loss.attach(model)

@@ -3,7 +3,7 @@
 What it does
     A layer that normalises over the batch computes another thing when it sees a share of it. Under `dp` the user's
     batch-norm modules get their training statistics from all ranks. Their class is replaced in place, so names,
-    parameters and buffers stay. (torch's own `SyncBatchNorm` runs on GPUs only.)
+    parameters and buffers stay. A `SyncBatchNorm` is a batch norm like others: its own messages are left out.
 
 Costs
     Traffic: one gather of 2 C + 1 numbers per layer of C channels in forward and one sum of 2 C in backward, each of
@@ -19,26 +19,27 @@ How it stays exact
     Ranks exchange (mean, sum of squared deviations, count) and merge them, which loses no digits where E[x²] − mean²
     would. A rank without samples in a short batch runs a sample of another rank, which counts zero: it enters no statistic and
     has no gradient. Under `compile` the exchange is
-    part of the graph, which keeps the order of such operators, so that a model with many layers stays one graph.
+    part of the graph, which keeps the order of such operators, so that a model with many layers stays one graph. A subclass with a
+    forward of its own keeps it, and runs outside of graphs: torch's function in it gets the statistics of all ranks.
 
 Paper
     Ioffe and Szegedy 2015, Batch Normalization (ICML); Chan, Golub and LeVeque 1983, Algorithms for Computing the
     Sample Variance, for the merge.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from plait.losses.global_batch import BatchPeers
-from plait.tensors.collectives import GATHER_PARTS, directly
-from plait.tensors.torch_private import BatchNormBase, all_gather_tensor, all_reduce, check_dims
+from plait.parallel.data.batch_statistics import BatchStatistics, StatisticsRanks
+from plait.tensors.torch_private import BatchNormBase, check_dims
 
 
 def synchronise(
@@ -48,11 +49,14 @@ def synchronise(
     for name in names:
         module = model.get_submodule(name)
         kind = type(module)
-        module.__class__ = type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
+        made = _Synchronised if kind.forward is BatchNormBase.forward else _SynchronisedInside
+        module.__class__ = type(f"Synchronised{kind.__name__}", (made, kind), {})
         module.__dict__ |= {"_group": group, "_peers": peers or BatchPeers()}
 
 
 class _Synchronised(BatchNormBase):
+    """torch's own forward, with the statistics of all ranks."""
+
     _group: ProcessGroup | None
     _peers: BatchPeers
 
@@ -62,99 +66,74 @@ class _Synchronised(BatchNormBase):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         check_dims(self, input)
-        ranks = _Ranks(self._group, self._peers.idle)
-        out, mean, var, count = _BatchStatistics.apply(input, self.weight, self.bias, self.eps, ranks)
+        running: Running = None
         if self.training and self.track_running_stats and self.running_mean is not None:
             assert self.num_batches_tracked is not None and self.running_var is not None
             self.num_batches_tracked.add_(1)
-            with torch.no_grad():
-                unbiased = var * (count / (count - 1))
-                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-                    if self.momentum is None:
-                        running.lerp_(new.to(running.dtype), self.num_batches_tracked.to(running.dtype).reciprocal())
-                    else:
-                        running.lerp_(new.to(running.dtype), self.momentum)
-        return out
+            running = self.running_mean, self.running_var
+        steps, momentum = self.num_batches_tracked, self.momentum
+        share = steps.to(running[0].dtype).reciprocal() if running and steps is not None and momentum is None else momentum
+        ranks = StatisticsRanks(self._group, self._peers.idle)
+        return _normalised(input, running, (self.weight, self.bias), share, self.eps, ranks)
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks whose samples enter the statistics. `idle`: the sample of this one belongs to another rank."""
+class _SynchronisedInside(BatchNormBase):
+    """A forward of a subclass, as it is: torch's function inside it gets the statistics of all ranks."""
 
-    group: ProcessGroup | None
-    idle: bool
+    _group: ProcessGroup | None
+    _peers: BatchPeers
 
-
-class _BatchStatistics(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias with mean and var over all ranks. x: [batch, channels, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: _Ranks):
-        dims = [d for d in range(x.dim()) if d != 1]
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        count = 0 if ranks.idle else x.numel() // x.shape[1]
-        if count:
-            var, mean = torch.var_mean(wide, dims, correction=0)
-        else:
-            var = mean = wide.new_zeros(x.shape[1])
-        mine = torch.cat([mean, var * count, mean.new_full((1,), count)])
-        mean, squares, total = _merge(_everyone(mine, ranks.group), x.shape[1])
-        alone = count == 1  # else there are more, or another rank has the only one: the number is not read, which a device waits for
-        if alone and not torch.compiler.is_compiling() and int(total) == 1:
-            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
-        var = squares / total
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        inverse = torch.rsqrt(var + eps)
-        normal = (wide - mean.view(shape)) * inverse.view(shape)
-        ctx.save_for_backward(normal, weight, inverse)
-        ctx.ranks, ctx.dims, ctx.total, ctx.shape = ranks, dims, total, shape
-        ctx.mark_non_differentiable(mean, var, total)
-        out = normal if weight is None else normal * weight.view(shape)
-        out = out if bias is None else out + bias.view(shape)
-        return out.to(x.dtype), mean, var, total
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any):
-        normal, weight, inverse = ctx.saved_tensors
-        grad, group = upstream[0].to(normal.dtype), ctx.ranks.group
-        grad = torch.zeros_like(grad) if ctx.ranks.idle else grad
-        sum_grad, sum_product = grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)
-        both = torch.cat([sum_grad, sum_product])
-        if torch.compiler.is_compiling():
-            both = all_reduce(both, "sum", group)
-        else:
-            dist.all_reduce(both, group=group)
-        all_grad, all_product = both.chunk(2)
-        scale = inverse if weight is None else inverse * weight
-        centred = grad - (all_grad / ctx.total).view(ctx.shape) - normal * (all_product / ctx.total).view(ctx.shape)
-        centred = grad if ctx.ranks.idle else centred
-        grad_x = (centred * scale.view(ctx.shape)).to(upstream[0].dtype)
-        return (
-            grad_x,
-            sum_product if weight is not None else None,
-            sum_grad if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        with _StatisticsOfAllRanks(StatisticsRanks(self._group, self._peers.idle)):
+            return super().forward(input)
 
 
-def _everyone(mine: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The rows of all ranks: [ranks, 2 * channels + 1]."""
-    if group is not None and torch.compiler.is_compiling():
-        return all_gather_tensor(mine[None], 0, group)
-    ranks = dist.get_world_size(group)
-    if not directly(mine.device):
-        rows = mine.new_empty(ranks, len(mine))
-        GATHER_PARTS(rows.view(-1), mine, group=group)
-        return rows
-    everyone = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.stack(everyone)
+class _StatisticsOfAllRanks(TorchFunctionMode):
+    """A context in which `F.batch_norm` and `torch.batch_norm` normalise by the statistics of all ranks of a group in training."""
+
+    def __init__(self, ranks: StatisticsRanks):
+        super().__init__()
+        self.ranks = ranks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = CALLS[func].bind(*args, **kwargs or {}) if func in CALLS else None
+        if given is None:
+            return func(*args, **kwargs or {})
+        given.apply_defaults()
+        of = given.arguments
+        if not of["training"]:
+            return func(*args, **kwargs or {})
+        running = (of["running_mean"], of["running_var"]) if of["running_mean"] is not None else None
+        return _normalised(of["input"], running, (of["weight"], of["bias"]), of["momentum"], of["eps"], self.ranks)
 
 
-def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, sum of squared deviations, count) of the union. rows: [ranks, 2 * channels + 1]."""
-    means, squares, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, -1:]
-    total = counts.sum()
-    mean = (means * counts).sum(0) / total
-    return mean, squares.sum(0) + ((means - mean).square() * counts).sum(0), total
+def _call(*names: str) -> inspect.Signature:
+    """The signature of `torch.batch_norm`, which has none to ask for."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+
+CALLS: dict[Callable[..., Any], inspect.Signature] = {
+    F.batch_norm: inspect.signature(F.batch_norm),
+    torch.batch_norm: _call(
+        "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
+    ),
+}
+Running = tuple[Tensor, Tensor] | None
+"""The running mean and variance, to be moved."""
+
+
+def _normalised(
+    input: Tensor, running: Running, affine: tuple[Tensor | None, Tensor | None], momentum: float | Tensor | None, eps: float,
+    ranks: StatisticsRanks,
+) -> Tensor:  # fmt: skip
+    """The input normalised by the statistics of all ranks, towards which `running` moves by the share `momentum`."""
+    out, mean, var, count = BatchStatistics.apply(input, *affine, eps, ranks)
+    if running is not None:
+        with torch.no_grad():
+            for held, new in zip(running, (mean, var * (count / (count - 1)))):
+                held.lerp_(new.to(held.dtype), 0.0 if momentum is None else momentum)
+    return out
