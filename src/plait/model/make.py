@@ -124,7 +124,11 @@ def _supported(model: nn.Module) -> None:
     if sparse:
         what = f"{sparse[0]} makes sparse gradients, which plait does not sum"
         why = "their sum over ranks, norm and clipping are not defined here"
-        raise PlaitError(Problem("J012", what, why=why, fix=("sparse=False    (the result is the same)",)))
+        fix = (
+            "sparse=False    the same result under SGD without momentum and weight decay",
+            "sparse=False, torch.optim.Adam for SparseAdam    changes the result: Adam also moves rows without a gradient",
+        )
+        raise PlaitError(Problem("J012", what, why=why, fix=fix))
     own_kind = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if _of_own_kind(p)]
     if own_kind:
         kind = type(dict((*model.named_parameters(), *model.named_buffers()))[own_kind[0]].data)
