@@ -16,15 +16,14 @@ torch.ones(1, requires_grad=True).backward()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--lane", default="1/1", help="K/N: every N-th test, from the K-th; make test runs two lanes at once"
-    )
+    parser.addoption("--slice", default="1/1", help="K/N: every N-th test, from the K-th; CI runs one slice of the long lists")
+    parser.addoption("--lane", default="1/1", help="K/N: the same, of the slice; make test runs two lanes at once")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    lane, lanes = map(int, config.getoption("--lane").split("/"))
-    mine = items[lane - 1 :: lanes]
-    if lanes > 1:
-        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
-        items[:] = mine
+    for option in ("--slice", "--lane"):
+        first, step = map(int, config.getoption(option).split("/"))
+        others = [item for i, item in enumerate(items) if i % step != first - 1]
+        items[:] = items[first - 1 :: step]
+        config.hook.pytest_deselected(items=others)
