@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from plait.randomness.keyed import Randomness, host_kept
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
 from plait.tensors.collectives import differences
-from plait.tensors.float64 import Wide
+from plait.tensors.float64 import proof_format
 from plait.tensors.modules import format_in
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
 from plait.tensors.torch_private import fake_failures, own_buffers, tree_map_only
@@ -294,7 +294,7 @@ def _sketched(built: Built, made: BuiltModel) -> Sketch:
 
 def _judged_as_trained(built: Built, judge: Callable[[Any], Any], outputs: object) -> Any:
     """The loss of outputs in the number format of a proof, or in the job's own."""
-    with Wide() if built.cast is torch.float64 else nullcontext():
+    with proof_format(built.cast):
         return judge(outputs)
 
 

@@ -42,6 +42,7 @@ from plait.parallel.precision import autocast, plan_format
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
+from plait.tensors.float64 import proof_format
 from plait.tensors.modules import evaluating
 
 Share = tuple[tuple[object, object], int]
@@ -102,11 +103,13 @@ def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     built.inputs.begin([pair])
     inputs, targets = move(built.inputs.take(pair), built.device, built.cast)
     built.sharers.begin(idle=not count)
-    outputs, here = outputs_here(built, inputs, count or 1)
+    with proof_format(built.cast):
+        outputs, here = outputs_here(built, inputs, count or 1)
     if not (count and here):
         return {}
     metrics, found = built.job.evaluate.metrics, dict[str, Tensor]()
-    returned = metrics(outputs, targets)
+    with proof_format(built.cast):
+        returned = metrics(outputs, targets)
     if built.pipe is not None:
         built.pipe.stages.look(returned, "metrics")
     for name, values in try_metrics.named(returned, metrics).items():

@@ -24,7 +24,6 @@ from plait.engine.traffic import Traffic
 from plait.launch.place import Place, threads
 from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
-from plait.parallel.precision import forward_format
 from plait.proof import formats, own_batch, tensor_files
 from plait.proof import notes as noting
 from plait.proof.phases import of_phases
@@ -111,8 +110,7 @@ def run(
             noted.update(batch, step_row, phase)
     tensors |= _at_the_end(built)
     seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
-    with forward_format(plan, torch.float64, built.device.type):
-        metrics = engine.evaluate()
+    metrics = engine.evaluate()
     own, made = _of_own_size(engine, notes, jobs[1], facts)
     tensors |= made
     step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)

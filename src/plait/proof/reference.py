@@ -225,12 +225,13 @@ def evaluate(one: OneDevice) -> dict[str, float]:
         return {}
     data, sums, weights = wanted.data(), dict[str, list[float]](), copied(one.model.named_parameters())
     _put(one.model, one.average)
-    with evaluating(one.model), torch.no_grad(), Wide():
+    with evaluating(one.model), torch.no_grad():
         seed_host(job.seed, "evaluate")
         numbered = _numbered(data, range(len(data)) if is_map(data) else (), (job.seed, "evaluate"))
         while read := [sample for _, sample in islice(numbered, job.batch)]:
             inputs, targets = _ready(_collate(data, read), one.dtype, one.device)
-            values = wanted.metrics(call(one.model, inputs), targets)
+            with Wide():
+                values = wanted.metrics(call(one.model, inputs), targets)
             for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
                 total = sums.setdefault(name, [0.0, 0])
                 total[0], total[1] = total[0] + float(row.double().sum()), total[1] + row.numel()

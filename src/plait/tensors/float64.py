@@ -15,7 +15,7 @@ of the mode wrote into the storage is copied into the shadow.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, cast
 
 import torch
@@ -55,6 +55,11 @@ _SHARING = {torch.as_tensor, torch.asarray, torch.frombuffer, torch.from_dlpack}
 """They may return memory of others, such as numpy's: the tensor must go on sharing it."""
 _DRAWING = {torch.rand, torch.randn, torch.normal, torch.rand_like, torch.randn_like}
 """In another format a generator draws other values: they are drawn in the format that is asked for, and then widened."""
+
+
+def proof_format(cast: torch.dtype | None) -> AbstractContextManager[Any]:
+    """The context in which the job's own code computes: `Wide` in a proof (`cast` is float64), no change in training."""
+    return Wide() if cast is torch.float64 else nullcontext()
 
 
 def widened(t: Tensor) -> Tensor:
