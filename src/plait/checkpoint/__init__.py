@@ -4,6 +4,9 @@ checkpoints       save, resume, refuse
 training          what a checkpoint is taken of, as a protocol
 state             a training as named parts and values
 optimizer_state   the optimizer's part of it
+carried_state     what a model or a loss carries from step to step outside of parameters and buffers
+attribute_watch   which attributes each step writes before it reads them
+plain_values      values of Python as JSON and tensors
 fingerprint       what a training depends on, compared when it is resumed
 chunks            who writes which rectangle of a tensor
 manifest          the file that makes a directory a checkpoint

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint import fingerprint, optimizer_state, state
+from plait.checkpoint import carried_state, fingerprint, optimizer_state, state
 from plait.checkpoint.chunks import HeldChunk, assign
 from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, published, read_manifest
 from plait.checkpoint.opening import read_base
@@ -60,6 +60,8 @@ class Checkpoints:
         """Checkpoints of this run with weights or optimizer state that are not finite, for rank 0 to tell of."""
         self.changed: list[str] = []
         """What differs between the job of the checkpoint that was resumed and this one, a line each."""
+        self.carries = False
+        """Whether the checkpoint that was resumed holds what the model carries from step to step."""
         self.parent: str | None = None
         self.told: Callable[[Path], None] = lambda path: None
         """Called when a save is published, on all ranks in the same step."""
@@ -88,13 +90,14 @@ class Checkpoints:
         """
         self.finish(training)
         path = self.directory / f"step-{training.position.step:06d}"
-        parts, values, token, free = self._agree(training, path)
+        parts, values, token, free, carried = self._agree(training, path)
         if token:
-            shares = assign(self._held)
+            written = carried_state.without_copies(self._held, carried)
+            shares = assign(written)
             if (needed := room(shares)) > free:  # a part of it would take the room that metrics and the log still have
                 raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
             rank, rule = training.place.rank, training.rule
-            empty = [held for each in self._held for held in each if not held.bytes and 0 in held.shape]
+            empty = [held for each in written for held in each if not held.bytes and 0 in held.shape]
             tensors = dict(self._snapshot.take(shares[rank], parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
             write = lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule)  # noqa: E731
@@ -104,8 +107,11 @@ class Checkpoints:
             self.finish(training)
         return path
 
-    def _agree(self, training: Training, path: Path) -> tuple[dict[str, Part], dict[str, Any], str, float]:
-        """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there.
+    def _agree(
+        self, training: Training, path: Path
+    ) -> tuple[dict[str, Part], dict[str, Any], str, float, list[dict[str, str]]]:
+        """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there; digests of
+        what each rank carries.
 
         Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
         """
@@ -115,7 +121,11 @@ class Checkpoints:
             if not self._held:
                 optimizer_state.check(training)
             parts, values = state.parts_of(training), state.values_of(training)
+            carried = training.carried.take()
+            parts |= carried.parts(rank)
+            values["carried"] = carried.told(rank, training.place.world)
             held = state.held_of(parts)
+            word["carried"] = carried.digests()
         except PlaitError as error:
             word |= problems_in(error)
         if not self._held or held != self._held[rank]:
@@ -129,7 +139,7 @@ class Checkpoints:
         raise_first(said)
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
-        return parts, values, said[0]["token"], said[0]["free"]
+        return parts, values, said[0]["token"], said[0]["free"], [w["carried"] for w in said]
 
     @property
     def stage(self) -> tuple[bool, bool]:
@@ -282,8 +292,9 @@ class Checkpoints:
             read_base(training, manifest.base)
         for name, part in parts.items():
             reader.read(name, part)
-        state.give(training, manifest, parts, hyper)
-        self.changed = [*self.changed, *training.callbacks.load_state_dict(manifest.callbacks)]
+        lines = state.give(training, manifest, parts, hyper)
+        self.carries = bool(manifest.carried.values)
+        self.changed = [*self.changed, *lines, *training.callbacks.load_state_dict(manifest.callbacks)]
         return True
 
     def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import replica_groups
+from plait.checkpoint import carried_state, replica_groups
 from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
@@ -267,6 +267,9 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
         result.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
     if other := replica_groups.refused(training, manifest):
         result.refused.append(_refusal(manifest, *other))
+    if other := carried_state.refused(manifest, training.plan):
+        result.refused.append(_refusal(manifest, *other))
+    result.told += carried_state.changes(manifest, training.plan)
     _compress(result, manifest, old.get("compress", ""), now["compress"])
     _data(result, manifest, old.get("data"), now["data"])
     _order(result, manifest, old.get("order"), now["order"])

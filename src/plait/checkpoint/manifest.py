@@ -22,12 +22,14 @@ from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2
-KINDS = ("model", "optimizer", "ema", "groups", "compress")
+KINDS = ("model", "optimizer", "ema", "groups", "compress", "carried")
 """What tensors are of: their names begin so, and files are named so."""
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 DEPTH = 10
 """How deep the values may be nested that callbacks keep."""
+CARRIED_DEPTH = 50
+"""The same of what ranks carry from step to step."""
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
 _MOST = 1 << 62
 LONGEST = 256 << 20
@@ -86,6 +88,31 @@ class Base:
         raise PlaitError(Problem("K020", what, why=why, fix=fix))
 
 
+@dataclass(frozen=True)
+class CarriedValue:
+    """A value that some ranks carried from step to step (`checkpoint/carried_state.py`)."""
+
+    ranks: tuple[int, ...]
+    """Those that had it; its tensors are named after the first."""
+    same: bool
+    """It was in the object that the model was made with."""
+    read: bool
+    """A step was seen to read it before it wrote it, or nobody looked."""
+    value: object
+    """Its JSON (`checkpoint/plain_values.py`)."""
+
+
+@dataclass(frozen=True)
+class CarriedValues:
+    """What all ranks carried."""
+
+    world: int = 0
+    values: dict[str, tuple[CarriedValue, ...]] = field(default_factory=dict)
+    """By name, each different value once."""
+    unsaved: dict[str, str] = field(default_factory=dict)
+    """Names of what could not be saved, and its type."""
+
+
 OWN = re.compile(r"groups/\d+/")
 """How names begin of what belongs to one replica group."""
 
@@ -126,6 +153,8 @@ class Manifest:
     """Where frozen parameters are that are not in it."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """The state of callbacks, and whether the run had ended (`engine/callbacks.py`); empty in old checkpoints."""
+    carried: CarriedValues = CarriedValues()
+    """What ranks carried from step to step outside of parameters and buffers; empty in old checkpoints."""
 
 
 def seal(content: dict[str, Any]) -> bytes:
@@ -214,6 +243,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         groups, scalars, _scaler(content.get("scaler")), tuple(_line(name) for name in _is(content.get("nonfinite", []), list)),
         shallow(_is(content.get("job", {}), dict), 8), groups_of, _shares(content.get("shares")),
         _average(content.get("average"), tensors), base, _callbacks(content.get("callbacks", {})),
+        _carried(content.get("carried", {})),
     )  # fmt: skip
 
 
@@ -244,6 +274,28 @@ def _callbacks(value: object) -> dict[str, Any]:
     for name in _is(kept.get("states", {}), dict):
         _line(name)
     return kept
+
+
+def _carried(value: object) -> CarriedValues:
+    told = _is(value, dict)
+    if not told:
+        return CarriedValues()
+    values = dict[str, tuple[CarriedValue, ...]]()
+    for name, rows in _get(told, "values", dict).items():
+        each = [_is(row, dict) for row in _is(rows, list)]
+        if not each or not all(row.get("ranks") for row in each):
+            raise ValueError(f"{name[:100]} is carried by nobody")
+        values[_line(name)] = tuple(
+            CarriedValue(
+                tuple(_counts(row["ranks"])),
+                _get(row, "same", bool),
+                _get(row, "read", bool),
+                shallow(row.get("value"), CARRIED_DEPTH),
+            )
+            for row in each
+        )
+    unsaved = {_line(name): _line(kind) for name, kind in _get(told, "unsaved", dict).items()}
+    return CarriedValues(_number(told, "world"), values, unsaved)
 
 
 def _entry(name: str, value: dict[str, Any], files: dict[str, Any]) -> Entry:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import replica_groups
+from plait.checkpoint import carried_state, replica_groups
 from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, KINDS, MANIFEST, parse, seal, unseal
 from plait.checkpoint.reading import rectangle
@@ -194,6 +194,7 @@ def merge(parts: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
     named = {f"model/{name}" for name in result["base"]["tensors"]} if base else set()
     result["nonfinite"] = sorted({name for part in parts for name in part["nonfinite"]})
     result["aliases"] = {k: v for k, v in result["aliases"].items() if f"model/{v}" in tensors or f"model/{v}" in named}
+    result["carried"] = carried_state.merged([part["carried"] for part in parts])
     result["groups"] = replica_groups.merged([part.get("groups", {}) for part in parts])
     groups = [dict(group) for group in parts[0]["optimizer"]["groups"]]
     for i, group in enumerate(groups):

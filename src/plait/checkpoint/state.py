@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import fingerprint, optimizer_state, replica_groups
+from plait.checkpoint import carried_state, fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.chunks import HeldChunk
 from plait.checkpoint.manifest import DEPTH, MANIFEST, OWN, Entry, Manifest, shallow
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
@@ -74,8 +74,9 @@ def _split(name: str) -> tuple[str, str]:
 def model_parts(training: Training) -> dict[str, Part]:
     """This rank's part of every parameter, and of every buffer that belongs to the model's state."""
     kept = set(training.model.state_dict(keep_vars=True)) | {name for name, _ in training.model.named_parameters()}
-    buffers = {name for name, _ in training.model.named_buffers()}
-    return {name: part for name, part in training.built.parts().items() if name in kept or name not in buffers}
+    buffers, reshaped = {name for name, _ in training.model.named_buffers()}, training.carried.reshaped()
+    parts = {name: part for name, part in training.built.parts().items() if name in kept or name not in buffers}
+    return {name: part for name, part in parts.items() if name not in reshaped}
 
 
 def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
@@ -172,7 +173,8 @@ def mismatch(training: Training, manifest: Manifest, everyone: set[str]) -> str 
     specs |= {
         name: (kind, shape) for name, (_, kind, shape) in (manifest.base.tensors if manifest.base else {}).items()
     }
-    wrong = sorted(specs.keys() ^ everyone)
+    reshaped = manifest.carried.values.keys() - saved
+    wrong = sorted((specs.keys() ^ everyone) - reshaped)
     for name, part in model_parts(training).items():
         kind, shape = specs.get(name, (None, None))
         if kind is not None and (shape != part.shape or DTYPES[kind] != part.tensor.dtype):
@@ -208,8 +210,9 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(training)
     parts, own = replica_groups.wanted(training, manifest, model), _own(training, manifest)
-    for name in manifest.base.tensors if manifest.base is not None else ():
-        parts.pop(f"model/{name}", None)
+    for name in (*(manifest.base.tensors if manifest.base is not None else ()), *manifest.carried.values):
+        if f"model/{name}" not in manifest.tensors:
+            parts.pop(f"model/{name}", None)
     elsewhere = training.built.updated_elsewhere
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
@@ -223,7 +226,7 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
         parts |= _checked(training.built.average.parts(model, reading=True), manifest)
     if manifest.job.get("compress") == training.fingerprint["compress"]:  # else it is dropped
         parts |= dict(_new_compressed(training, manifest, model))
-    return parts
+    return parts | carried_state.wanted(manifest, training.plan, training.place.rank)
 
 
 def _checked(parts: dict[str, Part], manifest: Manifest) -> dict[str, Part]:
@@ -254,10 +257,10 @@ def _new_state(name: str, entry: Entry, part: Part) -> Part:
     raise PlaitError(Problem("K006", what, why=why, fix=("resume under a plan that leaves parameters whole",)))
 
 
-def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
+def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> list[str]:
     """Take over what was read: optimizer (with these hyperparameters of its groups), loss scale, position.
 
-    The model's parts were filled in place.
+    The model's parts were filled in place. Returns what to say of it, a line each.
     """
     index = {name: i for i, name in enumerate(name for _, names in _groups(training) for name in names)}
     state: dict[int, dict[str, Any]] = {}
@@ -283,7 +286,9 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
         training.built.balance.load_state_dict(manifest.shares)
     training.position = manifest.position
     training.built.refresh()
+    lines = carried_state.give(training.carried, manifest, training.plan, training.place.rank, parts)
     replica_groups.give(training, manifest)
+    return lines
 
 
 def _own(training: Training, manifest: Manifest) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from plait.checkpoint.carried_state import CarriedState
 from plait.checkpoint.manifest import Base
 from plait.config.errors import USAGE, PlaitError, problem_of
 from plait.config.job import Job
@@ -43,6 +44,9 @@ class Training(Protocol):
     arguments: dict[str, str]
     base: Base | None
     """Where frozen parameters are that its checkpoints do not hold."""
+
+    carried: CarriedState
+    """What it carries from step to step outside of parameters and buffers."""
 
     @property
     def callbacks(self) -> CallbackState:

@@ -71,7 +71,7 @@ def train(
                 if made == 1:
                     _inexact(engine, note, named)
                 if made == 2:  # the numbers of the first are here, so it is over on the device too
-                    _going(engine, recorder)
+                    _going(engine, recorder, note)
                 saved = _save_and_evaluate(engine, request, recorder, step.step) or saved
         _ended(engine, recorder)
         done = True
@@ -85,12 +85,17 @@ def train(
         raise
     finally:
         recorder.close(done)
-    facts = {"step": engine.position.step, "made": made, "ended": engine.callbacks.ended, "device_bytes": recorder.device_bytes}
+    facts = {
+        "step": engine.position.step,
+        "made": made,
+        "ended": engine.callbacks.ended,
+        "device_bytes": recorder.device_bytes,
+    }
     stopped = engine.stopping and engine.position.step < engine.job.steps and not engine.callbacks.ended
     return facts | {"stopped": stopped, "checkpoint": str(saved) if saved else None, **tally.facts()}
 
 
-def _going(engine: Engine, recorder: Recorder) -> None:
+def _going(engine: Engine, recorder: Recorder, note: Note) -> None:
     """The first step is over: what follows is alike, so nobody waits as long any more, and memory counts anew.
 
     The garbage of building is collected, on all ranks in the same step, and what is left stays: later collections do not look
@@ -100,6 +105,14 @@ def _going(engine: Engine, recorder: Recorder) -> None:
     gc.collect()
     gc.freeze()
     recorder.memory("first")
+    _unsaved(engine, note)
+
+
+def _unsaved(engine: Engine, note: Note) -> None:
+    """Name what modules keep that no checkpoint will hold: of each stage once."""
+    if not any(place for axis, place in engine.built.at.items() if axis != "pp"):
+        for name, kind in engine.carried.take().unsaved.items():
+            note(f"note  checkpoints cannot hold {name} ({kind}), which steps change: a resumed run begins it anew")
 
 
 def _ended(engine: Engine, recorder: Recorder) -> None:
@@ -116,7 +129,9 @@ def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keep
     _whole(engine, note)
     if keeper is not None:
         resumed = _goes_on(engine, keeper, run, note)
-        if engine.position.step and _last(engine, engine.position.step):  # lost after the last step, and maybe before its checkpoint
+        if engine.position.step and _last(
+            engine, engine.position.step
+        ):  # lost after the last step, and maybe before its checkpoint
             engine.save(request.keep)
     else:
         resumed = _resume(engine, request, run, note) if request.resume is not None else None
@@ -292,11 +307,19 @@ def _save_and_evaluate(engine: Engine, request: Request, recorder: Recorder, ste
 
 
 def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
-    wanted = engine.job.evaluate
-    last = step == engine.job.steps or bool(engine.callbacks.ended)
-    if wanted is None or not (last or (wanted.every and step % wanted.every == 0)):
-        return
-    recorder.evaluated(step, engine.evaluate())
+    if _evaluated(engine, step):
+        recorder.evaluated(step, engine.evaluate())
+
+
+def _evaluated(engine: Engine, step: int) -> bool:
+    """Whether an evaluation follows this step."""
+    wanted, last = engine.job.evaluate, step == engine.job.steps or bool(engine.callbacks.ended)
+    return wanted is not None and (last or bool(wanted.every and step % wanted.every == 0))
+
+
+def _carries(engine: Engine) -> bool:
+    """Whether the state that the run goes on from holds what the model carries from step to step."""
+    return engine.checkpoints.carries or (engine.memory is not None and engine.memory.carries)
 
 
 def _catch_up(engine: Engine, run: RunDirectory, recorder: Recorder, onward: bool) -> None:
@@ -307,7 +330,11 @@ def _catch_up(engine: Engine, run: RunDirectory, recorder: Recorder, onward: boo
     values = json.loads(broadcast_text(word, rank, engine.built.group, engine.built.device))
     if values is None:
         _evaluate(engine, recorder, step)
-    elif engine.callbacks.evaluated < step:
+    elif _carries(engine) and _evaluated(engine, step):
+        engine.evaluate(
+            again=True
+        )  # the checkpoint is older than the evaluation, which may have changed what the model carries
+    if values is not None and engine.callbacks.evaluated < step:
         engine.callbacks.evaluation(engine, {name: math.nan if v is None else v for name, v in values.items()})
     if onward and step < engine.job.steps:
         engine.callbacks.ended = ""

@@ -48,7 +48,7 @@ from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
 from plait.tensors.collectives import differences
 from plait.tensors.float64 import proof_format
-from plait.tensors.modules import format_in
+from plait.tensors.modules import format_in, loss_kept, state_kept
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
 from plait.tensors.torch_private import fake_failures, own_buffers, tree_map_only
 
@@ -141,7 +141,8 @@ def build(
     _meet(built)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
-        try_metrics.metrics(built, _on_host(made), lambda pair: move(pair, built.model_device, cast))
+        with state_kept(made.model.modules()):
+            try_metrics.metrics(built, _on_host(made), lambda pair: move(pair, built.model_device, cast))
     model, sketched = built.model, built.whole
     for strategy in ORDER:
         if strategy not in CUTTING:
@@ -235,7 +236,7 @@ def start_build(
 
 def analyse(built: Built, made: BuiltModel, seen: Sketch | None = None) -> Sketch:
     """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
-    with higher_order.apart():
+    with higher_order.apart(), loss_kept(built.job.loss, made.model):
         return _analyse(built, made, seen)
 
 

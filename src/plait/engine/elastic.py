@@ -19,11 +19,11 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from plait.checkpoint import state
+from plait.checkpoint.carried_state import Carried
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.chunks import wrong_tiling
 from plait.checkpoint.manifest import seal, unseal
@@ -131,8 +131,10 @@ class Memory:
         if metrics is not None:
             (self.path / METRICS).write_text(json.dumps(metrics))
 
-    def _covered(self, parts: Iterable[dict[str, Any]]) -> bool:
-        """Whether all pieces together are every tensor of the training, once."""
+    def _covered(self, parts: list[dict[str, Any]]) -> bool:
+        """Whether all pieces together are every tensor of the training, once, with what each rank carries."""
+        if any(part["carried"]["values"] for part in parts) and len(parts) < parts[0]["carried"]["world"]:
+            return False
         wanted = set(json.loads((self.path / TENSORS).read_text()))
         pieces: dict[str, set[tuple[Any, ...]]] = {}
         shapes: dict[str, list[int]] = {}
@@ -244,7 +246,10 @@ class Keeper:
             return
         with contextlib.suppress(Exception):  # what cannot be kept is in the snapshot before
             engine.put_back()
+            if engine.carried.take().values:
+                return  # the other rank's are lost with it
             parts, values = state.parts_of(engine), state.values_of(engine)
+            values["carried"] = Carried().told(engine.place.rank, engine.place.world)
             held = [
                 one for one in state.held_of(parts) if one.bytes or 0 in one.shape
             ]  # a shard may have nothing of a tensor

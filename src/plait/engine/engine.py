@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.checkpoint import fingerprint
+from plait.checkpoint.carried_state import CarriedState
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
@@ -83,6 +84,10 @@ class Engine:
         plan = plan.fill(self.place.world)
         self.built = build(job, plan, self.place, pick_device(device, self.place), cast, known)
         self.job, self.plan, self.workers = job, plan, workers
+        self.carried = CarriedState(
+            self.built.model, job.loss, self.built.device, self.built.whole.sampled, watch=not plan.compile
+        )
+        """What the model and the loss carry from step to step outside of parameters and buffers."""
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))
         self.memory: Checkpoints | None = None
@@ -116,6 +121,7 @@ class Engine:
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
+        self.carried.close()
         while self.built.closing:
             self.built.closing.pop()()
         if self.built.rare is not None:
@@ -236,6 +242,7 @@ class Engine:
     def backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `step_row.py`)."""
         built = self.built
+        self.carried.begin_step()
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
         unread = self.updater.unread
@@ -346,6 +353,7 @@ class Engine:
         unread = self.updater.update(batch, step_row)
         if self.turns.last:
             self.position, self._within = batch.after, False
+            self.carried.end_step()
         if self.updater.at_once:
             self.settle()
         lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -411,14 +419,16 @@ class Engine:
         if self.built.shards is not None:
             self.built.shards.reshard()
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, again: bool = False) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`). They are those of the
-        average of the weights, where the job has one."""
+        average of the weights, where the job has one. `again`: callbacks know the values already."""
         self.settle()
         self.place.beat(self.position.step, "evaluate")
+        self.carried.watch.forget_writes()
         with self._judged():
             values = evaluate(self.built)
-        self.callbacks.evaluation(self, values)
+        if not again:
+            self.callbacks.evaluation(self, values)
         return values
 
     def _judged(self) -> AbstractContextManager[None]:

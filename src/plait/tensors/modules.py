@@ -3,16 +3,25 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.config.job import is_user_class
+from plait.tensors.held_values import HeldValues
 from plait.tensors.parameters import like
 from plait.tensors.torch_private import each_tensor, own_buffers
 
-Attributes = list[tuple[nn.Module, dict[str, Any]]]
+
+@dataclass(frozen=True)
+class Attributes:
+    """The attributes of modules at one moment, and what is inside of them."""
+
+    tables: list[tuple[nn.Module, dict[str, Any]]]
+    values: HeldValues
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -65,14 +74,16 @@ def forwards_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
     """The attributes of modules as they are now (numbers, caches, a forward of their own), for `put_back`."""
-    return [(module, dict(vars(module))) for module in modules]
+    kept = list(modules)
+    return Attributes([(module, dict(vars(module))) for module in kept], HeldValues(kept))
 
 
 def put_back(attributes: Attributes) -> None:
-    """Give modules exactly these attributes again."""
-    for module, values in attributes:
+    """Give modules exactly these attributes again, with what was inside of them."""
+    for module, values in attributes.tables:
         vars(module).clear()
         vars(module).update(values)
+    attributes.values.put_back()
 
 
 class ModuleState:
@@ -81,15 +92,19 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module], hooks: bool = True):
         modules = list(modules)
         self.attributes = attributes_of(modules)
-        self.buffers = [own_buffers(module) for module, _ in self.attributes]
-        values = (value for _, values in self.attributes for value in values.values()) if hooks else ()
-        content = [values[name] for values in map(vars, modules) for name in ("_parameters", "_modules")]
+        self.buffers = [own_buffers(module) for module, _ in self.attributes.tables]
+        values = [value for _, values in self.attributes.tables for value in values.values()] if hooks else []
+        self._tensors = [(value, value.clone()) for value in values if type(value) is Tensor and not value.is_meta]
+        content = [vars(module)[name] for module, _ in self.attributes.tables for name in ("_parameters", "_modules")]
         tables: list[dict[Any, Any]] = [*self.buffers, *content, *(value for value in values if type(value) is OrderedDict)]
         self._tables = [(table, dict(table)) for table in tables]
 
     def restore(self) -> None:
         """Put it back. The numbers in buffers are as the call left them."""
         put_back(self.attributes)
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.copy_(value)
         for table, content in self._tables:
             table.clear()
             table.update(content)
@@ -112,6 +127,26 @@ def state_kept(modules: Iterable[nn.Module], hooks: bool = True) -> Iterator[Non
         yield
     finally:
         before.restore()
+
+
+@contextmanager
+def loss_kept(loss: object, model: nn.Module) -> Iterator[None]:
+    """What a call inside changes on a loss that has a state of its own is put back. The model's own modules are left alone."""
+    of_model = set(map(id, model.modules()))
+    if isinstance(loss, nn.Module):
+        with state_kept(module for module in loss.modules() if id(module) not in of_model):
+            yield
+        return
+    own = is_user_class(type(loss)) and hasattr(loss, "__dict__")
+    before = dict(vars(loss)) if own else {}
+    values = HeldValues([loss] if own else [])
+    try:
+        yield
+    finally:
+        if own:
+            vars(loss).clear()
+            vars(loss).update(before)
+            values.put_back()
 
 
 @contextmanager

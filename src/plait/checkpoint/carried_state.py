@@ -1,0 +1,342 @@
+"""What a model and a loss carry from step to step outside of parameters and buffers, as checkpoints hold it.
+
+Recurrent layers keep a hidden state, mixtures a running count, queues a list of features, in plain attributes; `get_extra_state` gives
+what else a `state_dict()` has. Whatever of it has changed since the model was made is saved, unless every step makes it anew
+(`checkpoint/attribute_watch.py`). Each rank saves its own. The same plan gives each rank its own back. Another plan gives all
+ranks what all of them had; where ranks had different values there is nothing to go on with.
+"""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.checkpoint.attribute_watch import AttributeWatch
+from plait.checkpoint.chunks import HeldChunk
+from plait.checkpoint.manifest import CarriedValue, Manifest
+from plait.checkpoint.plain_values import Json, Opaque, Restorer, Writer
+from plait.checkpoint.reading import room_for
+from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import is_user_class
+from plait.config.plan import Plan
+from plait.tensors.modules import THROUGH
+from plait.tensors.part import Part, whole
+from plait.tensors.torch_private import non_persistent_buffers, own_buffers
+
+LOSS = "Job.loss"
+"""How the names of what the loss carries begin."""
+IGNORED = frozenset({*vars(nn.Module()), "forward", THROUGH})
+"""Attributes of every module that say nothing of its state."""
+CONSTANT = (int, float, bool, str, type(None))
+EXTRA = "_extra_state"
+
+
+@dataclass
+class Carried:
+    """What one rank carries."""
+
+    values: dict[str, Json] = field(default_factory=dict)
+    """By name: the value's JSON, and whether it is in the object that the model was made with."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """`<name>/<number>` -> a tensor of that value."""
+    unsaved: dict[str, str] = field(default_factory=dict)
+    """Names of what has changed and cannot be saved, and its type."""
+
+    def parts(self, rank: int) -> dict[str, Part]:
+        """Its tensors as a checkpoint names those of a rank."""
+        return {f"carried/{rank}/{name}": whole(tensor) for name, tensor in self.tensors.items()}
+
+    def told(self, rank: int, world: int) -> dict[str, Any]:
+        """What this rank's list of a checkpoint says of it."""
+        return {"rank": rank, "world": world, "values": self.values, "unsaved": self.unsaved}
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each value."""
+        said = {name: json.dumps([told["same"], told["value"]]) for name, told in self.values.items()}
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in said.items()}
+
+
+@dataclass(frozen=True)
+class _First:
+    """An attribute as the model was made with it."""
+
+    value: object
+    told: str
+
+    @staticmethod
+    def of(value: object, told: Json) -> "_First":
+        return _First(weakref.ref(value) if isinstance(value, Tensor) else value, json.dumps(told))
+
+    def holds(self, value: object) -> bool:
+        """Whether it is the same object still."""
+        return (self.value() if isinstance(self.value, weakref.ref) else self.value) is value
+
+
+class CarriedState:
+    """Finds, saves and restores it. It is made when the model is, before the first step."""
+
+    def __init__(
+        self, model: nn.Module, loss: object, device: torch.device, sampled: Collection[str] = (), watch: bool = True
+    ):
+        """`sampled`: buffers that are made from the samples a rank sees. `watch`: find out what each step makes anew."""
+        self.device, self.watch, self.steps = device, AttributeWatch(), 0
+        self.watches, self._sampled = watch, frozenset(sampled)
+        self._forms = {name: _form_of(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+        self._owners: dict[str, object] = dict(model.named_modules())
+        known = set(map(id, self._owners.values()))
+        self._owners |= {name: owner for name, owner in _inside(loss).items() if id(owner) not in known}
+        self._first: dict[str, _First] = {}
+        for name, value in self._values():
+            writer = Writer()
+            told = writer.write(value)
+            if name.endswith(f".{EXTRA}") or name == EXTRA:
+                _check_extra(name, writer.opaque)
+            self._first[name] = _First.of(value, told)
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for owner, name, value in self._places():
+            yield f"{owner}.{name}".lstrip("."), value
+
+    def _places(self) -> Iterator[tuple[str, str, Any]]:
+        """(owner's name, attribute, value) of everything that may be carried."""
+        for at, owner in self._owners.items():
+            module = isinstance(owner, nn.Module)
+            for name, value in list(vars(owner).items()):
+                if not (module and name in IGNORED) and not _is_structure(value):
+                    yield at, name, value
+            if isinstance(owner, nn.Module):
+                yield from ((at, name, buffer) for name, buffer in own_buffers(owner).items() if self._counts(at, name))
+                if type(owner).get_extra_state is not nn.Module.get_extra_state:
+                    yield at, EXTRA, owner.get_extra_state()
+
+    def _counts(self, at: str, name: str) -> bool:
+        """Whether a buffer is not simply one of the model's tensors that all ranks have alike."""
+        key = f"{at}.{name}".lstrip(".")
+        owner = self._owners[at]
+        assert isinstance(owner, nn.Module)
+        ours = at.startswith(LOSS) or key in self._sampled or name in non_persistent_buffers(owner)
+        return ours or self._forms.get(key) != _form_of(own_buffers(owner)[name])
+
+    def reshaped(self) -> set[str]:
+        """Buffers of the model's state that are not of the shape and format that they were made with."""
+        modules = (
+            (at, owner)
+            for at, owner in self._owners.items()
+            if isinstance(owner, nn.Module) and not at.startswith(LOSS)
+        )
+        named = {f"{at}.{n}".lstrip("."): b for at, owner in modules for n, b in own_buffers(owner).items()}
+        return {name for name, buffer in named.items() if self._forms.get(name) != _form_of(buffer)}
+
+    def close(self) -> None:
+        """Leave the classes of the modules as they were."""
+        self.watch.close()
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.watch.begin_step()
+
+    def end_step(self) -> None:
+        """A step was made: after the first, what it has changed is watched."""
+        self.steps += 1
+        if self.steps == 1:
+            self.take()
+
+    def take(self) -> Carried:
+        """What this rank carries now. What is new among it is watched from the next step on."""
+        found = Carried()
+        for at, name, value in self._places():
+            key, owner = f"{at}.{name}".lstrip("."), self._owners[at]
+            first = self._first.get(key)
+            same = first is not None and first.holds(value)
+            if (same and isinstance(value, CONSTANT)) or self.watch.is_made_anew(owner, name):
+                continue
+            writer = Writer()
+            told = writer.write(value)
+            if first is not None and json.dumps(told) == first.told and (same or not writer.opaque):
+                continue
+            if writer.opaque and not same:
+                if is_user_class(type(owner)) or at.startswith(LOSS):
+                    found.unsaved[key] = writer.opaque[0]
+                continue
+            if self.watches and name in vars(owner):
+                self.watch.add(owner, name)
+            found.values[key] = {"same": same, "read": self.watch.is_read(owner, name), "value": told}
+            found.tensors |= {f"{key}/{i}": tensor for i, tensor in enumerate(writer.tensors)}
+        return found
+
+    def restore(self, values: dict[str, Json], tensors: dict[str, list[Tensor]]) -> list[str]:
+        """Put values back (rows of `CarriedValue`); names of what could not be. What else has changed is as it was made."""
+        lost = []
+        for at, name, value in [*self._places()]:
+            key = f"{at}.{name}".lstrip(".")
+            first = self._first.get(key)
+            if key not in values and first is not None and not first.holds(value) and isinstance(first.value, CONSTANT):
+                vars(self._owners[at])[name] = first.value
+        for key, told in values.items():
+            at, _, name = key.rpartition(".")
+            owner = self._owners.get(at)
+            try:
+                if owner is None:
+                    raise Opaque(key)
+                self._put(owner, name, told, Restorer(tensors.get(key, []), self.device))
+            except (Opaque, RuntimeError, *UNREADABLE):
+                lost.append(key)
+        return lost
+
+    def _put(self, owner: object, name: str, told: Json, restorer: Restorer) -> None:
+        if name == EXTRA and isinstance(owner, nn.Module):
+            owner.set_extra_state(restorer.read(told["value"]))
+            return
+        if isinstance(owner, nn.Module) and name in IGNORED:
+            raise Opaque(name)
+        table = own_buffers(owner) if isinstance(owner, nn.Module) and name in own_buffers(owner) else vars(owner)
+        there = table.get(name)
+        with torch.no_grad():
+            table[name] = restorer.read(told["value"], there if told["same"] else None)
+        if self.watches and name in vars(owner):
+            self.watch.add(owner, name)
+            if told["read"]:
+                self.watch.note_read(owner, name)
+
+
+def without_copies(held: list[list[HeldChunk]], digests: list[dict[str, str]]) -> list[list[HeldChunk]]:
+    """What each rank holds, without what a rank before it carries too. `digests`: those of each rank's values."""
+    first: dict[tuple[str, str], int] = {}
+    kept = list[list[HeldChunk]]()
+    for rank, (mine, known) in enumerate(zip(held, digests)):
+        again = tuple(
+            f"carried/{rank}/{name}/" for name, each in known.items() if first.setdefault((name, each), rank) < rank
+        )
+        kept.append([one for one in mine if not one.name.startswith(again)] if again else mine)
+    return kept
+
+
+def merged(said: list[dict[str, Any]]) -> dict[str, Any]:
+    """One manifest's words of what all ranks told: each different value once, with its ranks."""
+    values = dict[str, list[dict[str, Any]]]()
+    for word in sorted(said, key=lambda word: word["rank"]):
+        for name, told in word["values"].items():
+            rows = values.setdefault(name, [])
+            row = next((row for row in rows if all(row[key] == told[key] for key in ("same", "value"))), None)
+            if row is None:
+                rows.append({**told, "ranks": [word["rank"]]})
+            else:
+                row["ranks"].append(word["rank"])
+                row["read"] = row["read"] or told["read"]
+    unsaved = {name: kind for word in said for name, kind in word["unsaved"].items()}
+    return {"world": said[0]["world"], "values": values, "unsaved": unsaved} if values or unsaved else {}
+
+
+def _is_of(manifest: Manifest, plan: Plan) -> bool:
+    """Whether the checkpoint was saved under this plan."""
+    return manifest.plan == str(plan) and manifest.carried.world == plan.world
+
+
+def _differing(manifest: Manifest, plan: Plan) -> list[str]:
+    """Names of what ranks had different values of, and steps read, where this plan has no place for them."""
+    if _is_of(manifest, plan):
+        return []
+    values = manifest.carried.values
+    differing = (name for name, rows in values.items() if not _alike(manifest, rows) and any(row.read for row in rows))
+    return [name for name in differing if f"model/{name}" not in manifest.tensors]
+
+
+def changes(manifest: Manifest, plan: Plan) -> list[str]:
+    """What a run of this plan begins anew although it has changed, a line each; `refused` has the rest."""
+    lines = [f"{name} ({kind}) was not saved: it begins anew" for name, kind in manifest.carried.unsaved.items()]
+    if _is_of(manifest, plan):
+        return lines
+    told, values = set(_differing(manifest, plan)), manifest.carried.values
+    differing = (name for name, rows in values.items() if name not in told and not _alike(manifest, rows))
+    return [*lines, *(f"{name} begins anew: ranks had different values" for name in differing)]
+
+
+def _alike(manifest: Manifest, rows: tuple[CarriedValue, ...]) -> bool:
+    """Whether all ranks that run the module had one value. Under pp those of some stages run it."""
+    if len(rows) > 1:
+        return False
+    world, having = manifest.carried.world, set(rows[0].ranks)
+    stages = dict(enumerate(_stages(manifest.plan, world)))
+    return {rank for rank in range(world) if stages[rank] in {stages.get(r) for r in having}} == having
+
+
+def _stages(plan: str, world: int) -> list[int]:
+    """The pipeline stage of each rank of a plan."""
+    try:
+        known = Plan.parse(plan).fill(world)
+        return [known.at(rank)["pp"] for rank in range(world)]
+    except PlaitError:  # of another version
+        return [0] * world
+
+
+def refused(manifest: Manifest, plan: Plan) -> tuple[str, str] | None:
+    """(what, why) this plan cannot go on exactly, where different values of ranks are the reason."""
+    names = _differing(manifest, plan)
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    why = f"{names[0]}{more} had another value on each rank under {manifest.plan}, and {plan} has no place for these values"
+    return f"what {names[0]} carries from step to step, without its values", why
+
+
+def _chosen(manifest: Manifest, plan: Plan, rank: int) -> dict[str, CarriedValue]:
+    """The values that a rank of this plan goes on with."""
+    values = manifest.carried.values
+    if _is_of(manifest, plan):
+        return {name: row for name, rows in values.items() for row in rows if rank in row.ranks}
+    return {name: rows[0] for name, rows in values.items() if _alike(manifest, rows)}
+
+
+def _tensors(manifest: Manifest, name: str, row: CarriedValue) -> list[str]:
+    named = (f"carried/{row.ranks[0]}/{name}/{i}" for i in count())
+    return list(takewhile(manifest.tensors.__contains__, named))
+
+
+def wanted(manifest: Manifest, plan: Plan, rank: int) -> dict[str, Part]:
+    """Room for the tensors that a rank of this plan goes on with."""
+    parts, cpu = dict[str, Part](), torch.device("cpu")
+    for name, row in _chosen(manifest, plan, rank).items():
+        for each in _tensors(manifest, name, row):
+            entry = manifest.tensors[each]
+            parts[each] = whole(room_for(each, entry, entry.shape, DTYPES[entry.dtype], cpu))
+    return parts
+
+
+def give(carried: "CarriedState", manifest: Manifest, plan: Plan, rank: int, parts: dict[str, Part]) -> list[str]:
+    """Put back what a rank of this plan goes on with; a line on each value that could not be."""
+    chosen = _chosen(manifest, plan, rank)
+    tensors = {name: [parts[each].tensor for each in _tensors(manifest, name, row)] for name, row in chosen.items()}
+    lost = carried.restore({name: vars(row) for name, row in chosen.items()}, tensors)
+    return [f"{name} begins anew: this model has no place for what was saved" for name in lost]
+
+
+def _inside(loss: object) -> dict[str, object]:
+    """What of a loss may carry something, by name: its modules, or an object of the user's own class."""
+    if isinstance(loss, nn.Module):
+        return {f"{LOSS}.{name}".removesuffix("."): module for name, module in loss.named_modules()}
+    return {LOSS: loss} if hasattr(loss, "__dict__") and is_user_class(type(loss)) else {}
+
+
+def _form_of(buffer: Tensor | None) -> tuple[Any, ...] | None:
+    return None if buffer is None else (tuple(buffer.shape), buffer.dtype)
+
+
+def _is_structure(value: object) -> bool:
+    """Whether a value is part of what the model is, not of its state: modules, parameters, functions, classes."""
+    return isinstance(value, (nn.Module, nn.Parameter, type, weakref.ref)) or callable(value)
+
+
+def _check_extra(name: str, opaque: list[str]) -> None:
+    if not opaque:
+        return
+    what = f"{name} holds a {opaque[0]}, which cannot be saved"
+    why = "a module's get_extra_state() returns it, and state in checkpoints is tensors and plain values: nothing is pickled"
+    fix = ("return tensors, numbers, texts, and lists or dicts of these from get_extra_state()",)
+    raise PlaitError(Problem("K024", what, why=why, fix=fix))
