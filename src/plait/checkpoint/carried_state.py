@@ -53,9 +53,9 @@ class Carried:
         """Its tensors as a checkpoint names those of a rank."""
         return {f"carried/{rank}/{name}": whole(tensor) for name, tensor in self.tensors.items()}
 
-    def told(self, rank: int, world: int) -> dict[str, Any]:
-        """What this rank's list of a checkpoint says of it."""
-        return {"rank": rank, "world": world, "values": self.values, "unsaved": self.unsaved}
+    def told(self, rank: int, world: int, of_all: bool = False) -> dict[str, Any]:
+        """What this rank's list of a checkpoint says of it. `of_all`: ranks that are lost had the same."""
+        return {"rank": rank, "world": world, "values": self.values, "unsaved": self.unsaved, "of_all": of_all}
 
     def digests(self) -> dict[str, str]:
         """A digest of each value."""
@@ -88,6 +88,12 @@ class CarriedState:
         """`sampled`: buffers that are made from the samples a rank sees. `watch`: find out what each step makes anew."""
         self.device, self.watch, self.steps = device, AttributeWatch(), 0
         self.watches, self._sampled = watch, frozenset(sampled)
+        self._numbers = set[tuple[str, str]]()
+        """Places of numbers and texts that steps change."""
+        self._before: dict[str, Any] | None = None
+        """Numbers and texts as they were before the step that has begun."""
+        self._shared: dict[str, str] = {}
+        """Digests of what all ranks had alike when it was last saved."""
         self._forms = {name: _form_of(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
         self._owners: dict[str, object] = dict(model.named_modules())
         known = set(map(id, self._owners.values()))
@@ -141,12 +147,32 @@ class CarriedState:
     def begin_step(self) -> None:
         """A step begins."""
         self.watch.begin_step()
+        self._before = {f"{at}.{name}".lstrip("."): vars(self._owners[at]).get(name) for at, name in self._numbers}
 
     def end_step(self) -> None:
         """A step was made: after the first, what it has changed is watched."""
-        self.steps += 1
+        self.steps, self._before = self.steps + 1, None
         if self.steps == 1:
             self.take()
+
+    def exchanged(self, digests: list[dict[str, str]]) -> None:
+        """What each rank carries was saved, with these digests."""
+        self._shared = {name: one for name, one in digests[0].items() if all(each.get(name) == one for each in digests)}
+
+    def of_survivor(self) -> Carried | None:
+        """What this rank carried after the last whole step, if a lost rank had the same. That is so of what is as it was when it was
+        saved last, and all ranks had it then; and of whole numbers and texts that all ranks had alike then, such as counts of calls."""
+        now, before = self.take(), self._before or {}
+        digests = now.digests()
+        for name in list(now.values):
+            value = before.get(name, now.values[name]["value"])
+            if name not in self._shared or (
+                digests[name] != self._shared[name] and not isinstance(value, (bool, int, str))
+            ):
+                return None
+            if name in before:
+                now.values[name]["value"] = Writer().write(value)
+        return now
 
     def take(self) -> Carried:
         """What this rank carries now. What is new among it is watched from the next step on."""
@@ -167,6 +193,8 @@ class CarriedState:
                 continue
             if self.watches and name in vars(owner):
                 self.watch.add(owner, name)
+            if isinstance(value, (bool, int, str)) and name in vars(owner):
+                self._numbers.add((at, name))
             found.values[key] = {"same": same, "read": self.watch.is_read(owner, name), "value": told}
             found.tensors |= {f"{key}/{i}": tensor for i, tensor in enumerate(writer.tensors)}
         return found
@@ -230,6 +258,8 @@ def merged(said: list[dict[str, Any]]) -> dict[str, Any]:
             else:
                 row["ranks"].append(word["rank"])
                 row["read"] = row["read"] or told["read"]
+    for row in (row for rows in values.values() for row in rows if all(word["of_all"] for word in said)):
+        row["ranks"] += [rank for rank in range(said[0]["world"]) if rank not in row["ranks"]]
     unsaved = {name: kind for word in said for name, kind in word["unsaved"].items()}
     return {"world": said[0]["world"], "values": values, "unsaved": unsaved} if values or unsaved else {}
 

@@ -139,7 +139,9 @@ class Checkpoints:
         raise_first(said)
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
-        return parts, values, said[0]["token"], said[0]["free"], [w["carried"] for w in said]
+        digests = [w["carried"] for w in said]
+        training.carried.exchanged(digests)
+        return parts, values, said[0]["token"], said[0]["free"], digests
 
     @property
     def stage(self) -> tuple[bool, bool]:

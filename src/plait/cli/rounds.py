@@ -12,6 +12,7 @@ one machine's ranks kept is brought into the run's checkpoints.
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from plait.checkpoint.checkpoints import Checkpoints
@@ -20,13 +21,13 @@ from plait.cli.request import Request
 from plait.config.errors import PlaitError, in_a_line
 from plait.engine.elastic import Memory
 from plait.engine.run_directory import RunDirectory
-from plait.launch.failures import LOST, OWN
+from plait.launch.failures import BETWEEN, LOST, OWN, SAMPLE
 from plait.launch.nodes import Node
 from plait.launch.round import Round
 from plait.launch.supervise import Listener
 
-AGAIN = (*LOST, "C009")
-"""Errors of what is lost: a rank, or a machine."""
+AGAIN = (*LOST, "C009", SAMPLE)
+"""Errors of what is lost: a rank, a machine, or a sample that may be read the next time."""
 HARDWARE = ("C001", "C003")
 """Errors that a device may be to blame for."""
 OFTEN = 3
@@ -45,6 +46,8 @@ class Losses:
         self.here = set[tuple[str, int] | None]()
         """The devices (host and number) that were lost at this step."""
         self.by_device = Counter[tuple[str, int]]()
+        self.raised: str | None = None
+        """What the job's own code raised last, or how it ended its process, and where."""
 
     def again(
         self, error: BaseException, reached: int, device: tuple[str, int] | None = None, spare: bool = True
@@ -53,7 +56,7 @@ class Losses:
         run could do without it."""
         if not self.limit or not isinstance(error, PlaitError) or error.codes[0] not in AGAIN:
             return False
-        if error.codes[0] in OWN and reached < 1:
+        if (error.codes[0] in OWN and reached < 1) or self._same_again(error):
             return False  # nothing is lost by saying so
         if abs(reached - self.reached) > 1:
             self.tries = 0
@@ -64,6 +67,13 @@ class Losses:
         if hardware and device is not None:
             self.by_device[device] += 1
         return self.tries <= self.limit or self.leaves_out
+
+    def _same_again(self, error: PlaitError) -> bool:
+        """Whether the job's own code has raised this of the same sample, or ended its process at the same place, before."""
+        problem, before = error.problems[0], self.raised
+        own = problem.code == SAMPLE or (problem.code == "C003" and "ended with exit code" in problem.what)
+        self.raised = f"{problem.what} {problem.where}" if own else None
+        return own and self.raised == before
 
     @property
     def leaves_out(self) -> bool:
@@ -121,7 +131,7 @@ class Rounds:
         device = self._device()
         again = self.losses.again(error, reached, device, self._spare())
         if self.memory is None or self.listener.asked or not again or (node is not None and node.cut_off):
-            raise error
+            raise self._with_state_saved(error) from None
         self.memory.collect()
         there = [0] if node is None else [0, *node.left()]
         devices = {k: self.now.devices[k] for k in there}
@@ -135,6 +145,18 @@ class Rounds:
             self._bring(there)
         self._open(node.newcomers() if node is not None else [], devices, self.now.number + 1, error)
         return self.now
+
+    def _with_state_saved(self, error: PlaitError) -> PlaitError:
+        """The error with which the run ends, after what memory holds of later steps than the disk has become a checkpoint."""
+        memory = self.memory
+        if memory is None or self.node is not None or error.codes[0] not in (*AGAIN, *BETWEEN):
+            return error
+        memory.collect()
+        if (path := memory.save_newest(self.run.checkpoints)) is None:
+            return error
+        first, *rest = error.problems
+        fix = (f"the state before it is saved in {path}", *first.fix)
+        return PlaitError([replace(first, fix=fix), *rest], error.exit_code, error.trace)
 
     def after_end(self, results: list[dict[str, Any]]) -> Round | None:
         """After all ranks of this machine have ended well: another round, where machines have come; else None."""

@@ -12,6 +12,7 @@ shares      how many samples of a batch each share has
 packing     rows of several documents each
 padding     padding to the longest sample of the global batch
 loading     reading samples, here or in loader processes
+sample_errors  what reading a sample raises, with the sample's number
 device_copies  samples on their way to a GPU, copied while the step before computes
 iterables   every rank reads all and keeps its share, or reads its own (`shard(num_shards, index)`)
 """

@@ -29,10 +29,12 @@ from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part
+from plait.data.sample_errors import naming_samples
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_leaves
 
+_ENDED = object()
 LOOKED_AT = 64
 """So many samples of the whole are compared with those of the shares, or two of each share."""
 CPU = torch.device("cpu")
@@ -175,10 +177,11 @@ class SeededReader:
         for i in range(first, first + count):
             self.reads()
             seed_host(self.seed, "sample", self.epoch, self.number(i))
-            try:
-                yield next(self.source)
-            except StopIteration:
+            with naming_samples([self.number(i)], f"of epoch {self.epoch}"):
+                sample = next(self.source, _ENDED)
+            if sample is _ENDED:
                 return
+            yield sample
 
 
 def cut(

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from plait.config.errors import PlaitError, Problem, problem_of
-from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
+from plait.data.batch import Batch, BatchShare, Data, MapStyle, Micro, Position, empty, is_map, part
 from plait.data.handles import check_loaders
 from plait.data.iterables import OfShare, SeededReader, cut, digest, read_apart, read_before
 from plait.data.padding import packed
+from plait.data.sample_errors import naming_samples
 from plait.data.sampling import Sampling
 from plait.launch.descriptors import own_offsets
 from plait.launch.failure_report import LoaderError, described
@@ -177,17 +178,22 @@ class _Mapped:
         while True:
             seed_host("untouched")
             loaded = [(first, ids, [self._sample(epoch, i) for i in ids or [step.other]]) for first, ids in step.parts]
-            micro = tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
+            micro = tuple(self._together(step, samples, first, ids) for first, ids, samples in loaded)
             moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
             if not moved:
                 return Batch(step.position, step.size, micro, step.after, most=step.most)
             self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
 
+    def _together(self, step: StepSamples, samples: list[Any], first: int, ids: list[int]) -> Micro:
+        with naming_samples(ids or [step.other], f"of epoch {step.position.epoch}", samples):
+            return part(self.data, samples, first, ids)
+
     def _sample(self, epoch: int, i: int) -> Any:
         self.reads()
         if self.drawn:
             seed_host(self.seed, "sample", epoch, i, only=self.drawn)
-        return self.data[i]
+        with naming_samples([i], f"of epoch {epoch}"):
+            return self.data[i]
 
 
 class _Streamed(IterableDataset):

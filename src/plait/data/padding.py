@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from plait.data.batch import Batch, BatchShare, Micro, collate, is_map, rows_of, seeded_sample
 from plait.data.batch_rows import Pair, SampleRows
 from plait.data.iterables import exchange_numbers, read_apart
+from plait.data.sample_errors import naming_samples
 from plait.randomness.keyed import host_kept
 from plait.tensors.torch_private import tree_map_only
 
@@ -125,7 +126,13 @@ class Padding:
 def fetching(data: object, seed: int, batch: Batch, share: BatchShare) -> Fetch:
     """Gives samples of a step's global batch by their ids, wherever they are read; None where a rank reads its share only."""
     if is_map(data):
-        return lambda i: seeded_sample(data, seed, batch.position.epoch, i)
+        epoch = batch.position.epoch
+
+        def fetch(i: int) -> object:
+            with naming_samples([i], f"of epoch {epoch}"):
+                return seeded_sample(data, seed, epoch, i)
+
+        return fetch
     if read_apart(data, share):
         return None
     return lambda i: unpacked(batch.around[i - batch.position.start])

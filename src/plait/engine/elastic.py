@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint import state
-from plait.checkpoint.carried_state import Carried
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.chunks import wrong_tiling
 from plait.checkpoint.manifest import seal, unseal
@@ -34,6 +33,7 @@ from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
 from plait.engine.pieces import PIECES, Neighbours, Pieces
 from plait.launch.failure_report import described
+from plait.launch.failures import BETWEEN
 from plait.launch.place import cores
 from plait.launch.stopping import WARNINGS
 
@@ -126,6 +126,20 @@ class Memory:
                 return True
         return False
 
+    def save_newest(self, checkpoints: Path) -> Path | None:
+        """Copy the newest checkpoint in memory to the disk, where that has none as new; where it is, if it could be copied."""
+        found = Checkpoints(self.path).found()
+        if not found or int(found[0].name[5:]) <= Checkpoints(checkpoints).newest_step:
+            return None
+        building, path = checkpoints / f"{found[0].name}.tmp-memory", checkpoints / found[0].name
+        try:
+            shutil.copytree(found[0], building)
+            os.rename(building, path)
+        except OSError:
+            shutil.rmtree(building, ignore_errors=True)
+            return None
+        return path
+
     def remember(self, metrics: dict[str, Any] | None) -> None:
         """The metrics of the step that the next round goes on from, where another machine had them."""
         if metrics is not None:
@@ -133,7 +147,8 @@ class Memory:
 
     def _covered(self, parts: list[dict[str, Any]]) -> bool:
         """Whether all pieces together are every tensor of the training, once, with what each rank carries."""
-        if any(part["carried"]["values"] for part in parts) and len(parts) < parts[0]["carried"]["world"]:
+        alone = any(part["carried"]["values"] and not part["carried"]["of_all"] for part in parts)
+        if alone and len(parts) < parts[0]["carried"]["world"]:
             return False
         wanted = set(json.loads((self.path / TENSORS).read_text()))
         pieces: dict[str, set[tuple[Any, ...]]] = {}
@@ -240,16 +255,17 @@ class Keeper:
         return None
 
     def lost(self, error: BaseException, metrics: dict[str, Any]) -> None:
-        """After an error that another rank's end made: write what this rank holds, as it was before the step that broke."""
-        engine = self.engine
-        if described(error)["sort"] != "peer" or not engine.whole() or engine.position.step < 1:
+        """After an error that another rank's end made, or a sample: write what this rank holds, as it was before the step that broke."""
+        engine, sample = self.engine, isinstance(error, PlaitError) and error.codes[0] in BETWEEN
+        if not (sample or described(error)["sort"] == "peer") or not engine.whole() or engine.position.step < 1:
             return
         with contextlib.suppress(Exception):  # what cannot be kept is in the snapshot before
             engine.put_back()
-            if engine.carried.take().values:
-                return  # the other rank's are lost with it
-            parts, values = state.parts_of(engine), state.values_of(engine)
-            values["carried"] = Carried().told(engine.place.rank, engine.place.world)
+            if (carried := engine.carried.of_survivor()) is None:
+                return  # what the other rank carried is lost with it
+            rank, world = engine.place.rank, engine.place.world
+            parts, values = state.parts_of(engine) | carried.parts(rank), state.values_of(engine)
+            values["carried"] = carried.told(rank, world, of_all=True)
             held = [
                 one for one in state.held_of(parts) if one.bytes or 0 in one.shape
             ]  # a shard may have nothing of a tensor

@@ -34,6 +34,7 @@ from plait.data.batch import (
 )
 from plait.data.iterables import agree, digest
 from plait.data.padding import Padding
+from plait.data.sample_errors import naming_samples
 from plait.engine import try_metrics
 from plait.engine.build import move
 from plait.model.make import call
@@ -45,6 +46,7 @@ from plait.tensors.collectives import exchange
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import evaluating
 
+_ENDED = object()
 Share = tuple[tuple[object, object], int]
 
 
@@ -208,7 +210,8 @@ class HeldOut:
     def _read(self, data: MapStyle, i: int) -> object:
         self.reads()
         seed_host(self.seed, "evaluate", i)
-        return data[i]
+        with naming_samples([i], "of Job.evaluate"):
+            return data[i]
 
     def _keyed(self) -> Iterator[object]:
         """Samples of an iterable, the host generators seeded before each."""
@@ -217,10 +220,11 @@ class HeldOut:
         for i in numbers():
             self.reads()
             seed_host(self.seed, "evaluate", i)
-            try:
-                yield next(source)
-            except StopIteration:
+            with naming_samples([i], "of Job.evaluate"):
+                sample = next(source, _ENDED)
+            if sample is _ENDED:
                 return
+            yield sample
 
 
 def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:

@@ -13,7 +13,11 @@ from plait.launch.progress import Progress
 
 LOST = ("C001", "C003", "C004", "C005", "C008")
 """Codes of a rank that is lost: it hangs, was killed, lost its connection, raised, or its loader died. Starting again may mend it."""
-OWN = ("C001", "C005")
+SAMPLE = "C014"
+"""Code of what the job's data raises for a sample: every rank still holds the state of the last step."""
+BETWEEN = (SAMPLE, "J007")
+"""Codes of what a rank raises between two steps."""
+OWN = ("C001", "C005", SAMPLE)
 """Those that in a job's first step are most likely its own code's, which starting again does not mend."""
 
 

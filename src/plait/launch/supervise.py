@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.config.errors import PlaitError
-from plait.launch.failures import Failure, Watch, hung
+from plait.launch.failures import BETWEEN, Failure, Watch, hung
 from plait.launch.hangs import HangDetector, told
 from plait.launch.nodes import WORD, Node
 from plait.launch.progress import ProgressBoard
@@ -20,6 +20,8 @@ from plait.launch.stacks import Stacks
 
 SAYING = 2.0
 """Seconds that ranks are given to say what happened to them while only victims are known."""
+GIVING = 10.0
+"""Seconds that ranks are given to put away what they hold when a sample could not be read."""
 TELLING = 20.0
 """Seconds that a failed rank is given to write all it has to say into its log."""
 
@@ -211,9 +213,8 @@ class Supervisor:
         """Give the others a moment to say what they saw, so that the guilty one is found among all failures, and those
         that have failed the time to write it into their logs."""
         began, reached = time.monotonic(), max(self.board.read(w.rank).step for w in self.workers)
-        handing = (
-            self.handing if reached > 0 else 0.0
-        )  # who waits to meet the others does not notice, and holds nothing yet
+        wanted = GIVING if any(p.code in BETWEEN for f in self.failures.values() for p in f.all_problems()) else self.handing
+        handing = wanted if reached > 0 else 0.0  # who waits to meet the others does not notice, and holds nothing yet
         if handing:  # survivors notice that one is lost when it has ended
             kill(
                 [
