@@ -85,12 +85,7 @@ def train(
         raise
     finally:
         recorder.close(done)
-    facts = {
-        "step": engine.position.step,
-        "made": made,
-        "ended": engine.callbacks.ended,
-        "device_bytes": recorder.device_bytes,
-    }
+    facts = {"step": engine.position.step, "made": made, "ended": engine.callbacks.ended, "device_bytes": recorder.device_bytes}
     stopped = engine.stopping and engine.position.step < engine.job.steps and not engine.callbacks.ended
     return facts | {"stopped": stopped, "checkpoint": str(saved) if saved else None, **tally.facts()}
 
@@ -129,9 +124,7 @@ def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keep
     _whole(engine, note)
     if keeper is not None:
         resumed = _goes_on(engine, keeper, run, note)
-        if engine.position.step and _last(
-            engine, engine.position.step
-        ):  # lost after the last step, and maybe before its checkpoint
+        if engine.position.step and _last(engine, engine.position.step):  # lost after the last step, and maybe before its checkpoint
             engine.save(request.keep)
     else:
         resumed = _resume(engine, request, run, note) if request.resume is not None else None
