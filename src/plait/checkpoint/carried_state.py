@@ -26,13 +26,13 @@ from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import is_user_class
 from plait.config.plan import Plan
-from plait.tensors.modules import THROUGH
+from plait.tensors.modules import OURS
 from plait.tensors.part import Part, whole
 from plait.tensors.torch_private import non_persistent_buffers, own_buffers
 
 LOSS = "Job.loss"
 """How the names of what the loss carries begin."""
-IGNORED = frozenset({*vars(nn.Module()), "forward", THROUGH})
+IGNORED = frozenset({*vars(nn.Module()), *OURS})
 """Attributes of every module that say nothing of its state."""
 CONSTANT = (int, float, bool, str, type(None))
 EXTRA = "_extra_state"
@@ -200,13 +200,8 @@ class CarriedState:
         return found
 
     def restore(self, values: dict[str, Json], tensors: dict[str, list[Tensor]]) -> list[str]:
-        """Put values back (rows of `CarriedValue`); names of what could not be. What else has changed is as it was made."""
+        """Put values back (rows of `CarriedValue`); names of what could not be."""
         lost = []
-        for at, name, value in [*self._places()]:
-            key = f"{at}.{name}".lstrip(".")
-            first = self._first.get(key)
-            if key not in values and first is not None and not first.holds(value) and isinstance(first.value, CONSTANT):
-                vars(self._owners[at])[name] = first.value
         for key, told in values.items():
             at, _, name = key.rpartition(".")
             owner = self._owners.get(at)

@@ -40,6 +40,8 @@ def _of_its_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 THROUGH = "class_forward_through"
 """Attribute of a module: what calls the forward of its class, where something was put around it."""
+OURS = frozenset(("_noting", "_silent", "_resized", "_gathered", "_rows", "_ranks", "_owed", THROUGH, "forward"))
+"""Attributes that strategies put on modules, and change while steps run."""
 WRAPS = "wraps_class_forward"
 """Attribute of a class: its forward only prepares, and calls `class_forward` of another class."""
 
