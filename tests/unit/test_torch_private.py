@@ -394,14 +394,6 @@ def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
     assert expected.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
 
 
-@contract("…._non_persistent_buffers_set")
-def test_buffers_that_a_state_dict_leaves_out() -> None:
-    module = nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("left", None, persistent=False)
-    assert torch_private.non_persistent_buffers(module) == {"left"}
-
-
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @contract("torch._dynamo.config", "torch._dynamo.utils.counters", "…._forward_pre_hooks", "…._forward_hooks")
 def test_what_was_compiled_is_counted_and_hooks_are_compared() -> None:

@@ -28,7 +28,7 @@ from plait.config.job import is_user_class
 from plait.config.plan import Plan
 from plait.tensors.modules import OURS
 from plait.tensors.part import Part, whole
-from plait.tensors.torch_private import non_persistent_buffers, own_buffers
+from plait.tensors.torch_private import own_buffers
 
 LOSS = "Job.loss"
 """How the names of what the loss carries begin."""
@@ -94,6 +94,8 @@ class CarriedState:
         """Numbers and texts as they were before the step that has begun."""
         self._shared: dict[str, str] = {}
         """Digests of what all ranks had alike when it was last saved."""
+        self._left_out = {name for name, _ in model.named_buffers(remove_duplicate=False)} - set(model.state_dict(keep_vars=True))
+        """Buffers that are not persistent."""
         self._forms = {name: _form_of(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
         self._owners: dict[str, object] = dict(model.named_modules())
         known = set(map(id, self._owners.values()))
@@ -127,7 +129,7 @@ class CarriedState:
         key = f"{at}.{name}".lstrip(".")
         owner = self._owners[at]
         assert isinstance(owner, nn.Module)
-        ours = at.startswith(LOSS) or key in self._sampled or name in non_persistent_buffers(owner)
+        ours = at.startswith(LOSS) or key in self._sampled or key in self._left_out
         return ours or self._forms.get(key) != _form_of(own_buffers(owner)[name])
 
     def reshaped(self) -> set[str]:

@@ -133,11 +133,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers of a module itself that its `state_dict()` leaves out."""
-    return module._non_persistent_buffers_set
-
-
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """The hooks before and after a module's forward, by number; changing a dict changes the module."""
     return module._forward_pre_hooks, module._forward_hooks
