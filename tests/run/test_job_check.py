@@ -15,6 +15,7 @@ from typing import Any
 import jobs_treacherous
 import pytest
 import torch
+import training
 from launched import Command
 from rarely import sampled
 
@@ -68,6 +69,12 @@ def codes(name: str, plan: str) -> list[str]:
 def test_what_a_plan_changes_is_said(name: str, plan: str, code: str) -> None:
     assert differs(name, plan)
     assert codes(name, plan) == [code]
+
+
+@pytest.mark.slow
+def test_an_example_that_a_rank_reads_while_building_is_no_sample_of_its_steps() -> None:
+    """Its random numbers are keyed by nothing, so it differs between processes."""
+    assert not check.check(training.job(), Plan.parse("dp=2")).problems
 
 
 @pytest.mark.parametrize("name", ["contrastive_of_all", "transformer", "augmented", "classes_with_weight", "guarded"])
