@@ -199,7 +199,7 @@ def _forward_with_first_zero(real: Any) -> Any:
 
 def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics per rank."""
-    monkeypatch.setattr(batch_norm, "synchronise", lambda model, names, group: None)
+    monkeypatch.setattr(batch_norm, "synchronise", lambda *_: None)
     check(jobs.batch_norm(), "dp=2", "B", "0.weight", "V015")
 
 
