@@ -242,7 +242,7 @@ class Odd(nn.Module):
 class Pairs(Numbers):
     def __getitem__(self, i: int):
         x, y = super().__getitem__(i)
-        return (x, 1.0 + i % 3), y
+        return (x, torch.tensor(1.0 + i % 3)), y
 
 
 def odd() -> plait.Job:

@@ -97,6 +97,6 @@ def test_torchs_copies_under_a_pipelines_table(schedule: Any, how: Any, right: l
 
 @pytest.mark.parametrize("schedule", ("1f1b", "zb"))
 def test_plaits_copies_equal_one_device(schedule: str) -> None:
-    job = jobs.make(lambda: nn.Sequential(*(layer for part in stages() for layer in part)))
+    job = jobs.make(lambda: nn.Sequential(*(layer for part in stages() for layer in part)).float())
     verdict = verify(job, Plan.parse(f"pp=2 dp=2 microbatches=4 schedule={schedule}"))
     assert verdict.equal and not verdict.inexact, verdict.to_dict()
