@@ -6,7 +6,7 @@ import jobs
 import jobs_unlike
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as dist
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan

@@ -5,8 +5,8 @@ from typing import Any
 import jobs_pipeline
 import pytest
 import torch
-import torch.distributed as dist
 from rarely import every, rarely, sampled
+from torch.distributed import distributed_c10d as dist
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan

@@ -23,6 +23,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 VALUES: dict[str, Any] = {
     "position": {"step": 1, "epoch": 0, "start": 0, "samples": 8, "state": None}, "plan": "", "seed": 0, "batch": 8,
     "versions": {}, "aliases": {}, "scaler": None, "optimizer": {"type": "Adam", "groups": [], "scalars": {}},
+    "carried": {"rank": 0, "world": 1, "values": {}, "unsaved": {}, "of_all": False},
 }  # fmt: skip
 Layout = list[dict[str, list[Rect]]]
 """For each rank, the rectangles it holds of each tensor."""

@@ -99,7 +99,7 @@ def test_much_output_of_a_rank_stops_nobody(tmp_path: Path) -> None:
 def test_what_a_loader_worker_raised_is_told_as_it_was(tmp_path: Path) -> None:
     command = Command("train", JOB, "--nproc", "2", "--workers", "2", "--job.fault", "key", folder=tmp_path)
     assert command.wait(60) == 1, command.output
-    assert "raised KeyError: 'no such key'" in command.output and "in loader worker" in command.output
+    assert "error[C014] sample" in command.output and "raised KeyError: 'no such key'" in command.output
     assert "hostile.py:" in command.output and "in __getitem__" in command.output and "Caught" not in command.output
     assert "Traceback" not in command.output and command.output.count("error[") == 1
 

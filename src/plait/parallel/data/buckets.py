@@ -205,6 +205,6 @@ class Reducer:
         """What this rank did not use has the gradient of those who did. Whether anybody did is on the device: the host waits for it,
         once, in a step in which a rank has parameters without a gradient."""
         missing = [(b, i, p) for b in buckets for i, p in enumerate(b.parameters) if p.grad is None or self.idle]
-        used = torch.stack([b.flags[i].double() for b, i, _ in missing]).tolist() if missing else []
+        used = torch.stack([b.flags[i].abs().double() for b, i, _ in missing]).tolist() if missing else []
         for (bucket, i, parameter), times in zip(missing, used):
             parameter.grad = bucket.views[i] if times > 0 else None
