@@ -13,6 +13,7 @@ from plait.config.plan import Plan
 from plait.data.device_copies import DeviceCopies
 from plait.engine.evaluate import evaluate
 from plait.launch.place import Place
+from plait.losses.global_batch import BatchPeers
 
 from .datasets import Augmented, Plain, Sized, Stream, Torch
 
@@ -45,7 +46,7 @@ def evaluated(
     )
     mean = evaluate(
         SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, shards=None, balance=None,
-                        pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None,
+                        pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None, sharers=BatchPeers(),
                         inputs=DeviceCopies(torch.device("cpu")))
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})
