@@ -361,7 +361,7 @@ class Randomness:
     def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
         place = self.place()
-        if not DRAWING.get():
+        if not torch.compiler.is_compiling() and not DRAWING.get():
             return x.new_ones(())
         like = x if shape is None or shape == x.shape else x.new_empty(shape)
         drawn = like.detach(), self.where, place, self.places.get(place, -1), p
@@ -420,7 +420,7 @@ class _Keyed(TorchFunctionMode):
                 self.randomness.whose = before
         if not 0.0 <= call.p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {call.p}")
-        if input.is_nested:
+        if not torch.compiler.is_compiling() and input.is_nested:
             return draw_nested(input, self.randomness.where, self.randomness.place(), call.p)
         mask = self.randomness.keep(input, call.p, mask_shape(call))
         return input.mul_(mask) if call.inplace else input * mask
