@@ -260,11 +260,11 @@ def draws(model: Blocks) -> None:
 @pytest.mark.parametrize("change, plan, words", [
     (steps_by_itself, "dp=2", "changes the weight itself"),
     pytest.param(steps_by_itself, "dp=1", "changes the weight itself", marks=pytest.mark.slow),
-    pytest.param(draws, "fsdp=2", "draw random numbers|float64 computes another model", marks=pytest.mark.slow),
+    pytest.param(draws, "fsdp=2", "draw random numbers", marks=pytest.mark.slow),
     pytest.param(clamps, "dp=2 compress=int8", "does not work with compress=int8", marks=pytest.mark.slow),
     pytest.param(clamps, "replica_groups=2 every=2", "does not work with replica_groups=2", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_refused(change: Callable[[Blocks], object], plan: str, words: str) -> None:
     with pytest.raises(PlaitError, match=words) as raised:
         verify(jobs.make(lambda: Blocks(change)), Plan.parse(plan))
-    assert raised.value.codes in (["P093"], ["V030"])
+    assert raised.value.codes == ["P093"]

@@ -25,7 +25,7 @@ from plait.config.phases import Phase
 from plait.engine.logged import recording
 from plait.proof import reference
 from plait.proof.probes import as_double
-from plait.randomness.keyed import Randomness
+from plait.randomness.keyed import Randomness, seed_host
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import convert, format_in
 from plait.tensors.torch_private import TorchDispatchMode, leaves, tree_map_only
@@ -89,6 +89,7 @@ class _Step:
             with self._noted(model), recording(lambda name, value: None):
                 with Wide() if wide else _Formats(self), keyed.at(0, 0, self.samples, turn=phase.name if phase else ""):
                     loss = self._loss(model, pair, phase)
+                seed_host(trial, "backward")  # draws there are keyed by nothing: they count as movement between trials
                 with keyed.replay():
                     loss.backward()
             self.values.append(Value("", "loss", loss.detach()))
