@@ -15,7 +15,7 @@ from rarely import sampled
 
 from plait.cli.main import main
 
-SECONDS = 2.0
+SECONDS = 6.0
 JOBS = str(Path(__file__).parents[1] / "jobs_wrong.py")
 
 

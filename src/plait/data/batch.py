@@ -75,7 +75,7 @@ class Batch:
     around: tuple[Any, ...] = ()
     """Of an iterable with a `collate` of its own: all samples of the batch."""
     most: int = 0
-    """Samples of the share that has most of them, of those that run in lockstep; 0: shares are as equal as can be."""
+    """Samples of the share that has most of them, of those that step together; 0: shares are as equal as can be."""
 
     @property
     def count(self) -> int:

@@ -266,7 +266,6 @@ class Engine:
         if rare is not None:
             rare.given(total > 0)
         self._spans.end("reduce")
-        built.begun = True
         return step_row
 
     def again(self, batch: Batch) -> None:
@@ -276,9 +275,10 @@ class Engine:
         self._spans.open = spans
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
-        """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
+        """Numbers of the micro-batches that this rank runs: as many as the rank with most samples, because a forward pass may
+        communicate, change buffers or count its calls. A rank without samples for one runs another rank's, with weight zero."""
         most = batch.most or max(self.share.sizes(batch.size))  # of so many samples, the first parts have one each
-        return [i for i, w in enumerate(weights) if w or (self.built.together and i < most)]
+        return [i for i, w in enumerate(weights) if w or i < most]
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
         """Of each micro-batch of a step that this rank runs: its samples (1 for one without samples, which runs on another rank's), and

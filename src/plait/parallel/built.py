@@ -251,17 +251,12 @@ class Built:
     """What follows the speeds of shares, under `batch_shares=auto`."""
     average: MovingAverage | None = None
     """The average of the weights, where the job wants one (`parallel/average.py`)."""
-    begun: bool = False
-    """A step was made."""
     structure: dict[str, list[str]] = field(default_factory=dict)
     """What the model's modules were made with (`checkpoint/fingerprint.py`)."""
     initial: list[dict[str, Any]] = field(default_factory=list)
     """The hyperparameters of the optimizer's groups as the job sets them."""
     unlike: tuple[str, ...] = ()
     """What differs from rank to rank in what an iterable gives."""
-    lockstep: bool = False
-    """Every rank must run every micro-batch, because the forward pass communicates or changes buffers. A rank without samples runs
-    one of another rank, with weight zero."""
 
     @property
     def model_device(self) -> torch.device:
@@ -283,10 +278,3 @@ class Built:
             self.shards.reshard()
         for reload in self.reloaded:
             reload()
-
-    @property
-    def together(self) -> bool:
-        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known,
-        and only the last stage of a pipeline ever knows."""
-        asks = not self.sharers.alone and (self.pipe is not None or self.sharers.used or not self.begun)
-        return self.lockstep or asks

@@ -70,7 +70,6 @@ class Trainer:
         if total > 0:
             shares = {i: weights[i] / total for i in engine.runs(batch, weights)}
             loss = engine.passes.run(engine.passes.pieces(batch, shares), at.step, _sum)
-            engine.built.begun = True
         found = {n: p.grad for n, p in engine.built.own.items() if p.grad is not None}
         for parameter in engine.built.own.values():
             parameter.grad = None

@@ -70,8 +70,6 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Built) -> None:
     batch_norm.synchronise(built.model, built.sketch.batch_norms, built.peers, built.sharers)
-    sketch = built.sketch
-    built.lockstep = bool(sketch.batch_norms or sketch.counting or sketch.rewritten or sketch.followed)
     step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
     if built.compressor is not None:

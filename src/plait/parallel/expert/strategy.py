@@ -132,7 +132,6 @@ def apply(built: Built) -> None:
     built.apart, alike = holders.apart, holders.copies or holders.holding
     built.alike = alike if alike.size() > 1 else None
     built.sketch = _without(built.sketch, plan)
-    built.prepared.append(lambda _: setattr(built, "lockstep", True))
 
 
 def _stacked(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:

@@ -142,7 +142,6 @@ def apply(built: Built) -> None:
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
         built.own[name].data.copy_(part)
     built.shares = {}
-    built.lockstep = True
 
 
 def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:
