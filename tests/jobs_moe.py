@@ -1,5 +1,6 @@
 """Mixtures of experts: the Hugging Face library's, and plain ones as people write them."""
 
+import random
 from typing import Any
 
 import torch
@@ -60,18 +61,46 @@ class Expert(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Mixture(nn.Module):
-    """A router, a list of experts, one for all, and the residual; experts that no token chose are not called."""
+def _gumbel(scores: Tensor) -> Tensor:
+    return scores - torch.log(-torch.log(torch.rand(scores.shape).clamp(1e-6, 1 - 1e-6)))
 
-    def __init__(self, width: int, experts: int, capacity: float | None = None, always: bool = False):
+
+def _normal(scores: Tensor) -> Tensor:
+    noise = torch.empty_like(scores)
+    nn.init.normal_(noise, 0.0, 0.5)
+    return scores + noise
+
+
+NOISES: dict[str, Any] = {
+    "jitter": lambda gate, x: gate(x * torch.empty_like(x).uniform_(0.8, 1.2)),
+    "gumbel": lambda gate, x: _gumbel(gate(x)),
+    "normal": lambda gate, x: _normal(gate(x)),
+    "scaled": lambda gate, x: gate(x) + torch.randn_like(gate(x)) * F.softplus(gate(x)),
+    "dropout": lambda gate, x: F.dropout(gate(x), 0.3),
+    "hidden": lambda gate, x: gate(x).masked_fill(torch.bernoulli(torch.full((len(x), 1), 0.2)).bool(), 0.0),
+    "python": lambda gate, x: gate(x) * random.uniform(0.5, 2.0),
+    "gumbel_softmax": lambda gate, x: F.gumbel_softmax(gate(x), tau=0.5).log(),
+}
+"""What a router may draw before it chooses experts: (gate, tokens) -> scores."""
+
+
+class Mixture(nn.Module):
+    """A router, a list of experts, one for all, and the residual; experts that no token chose are not called. `noise`: of `NOISES`."""
+
+    def __init__(
+        self, width: int, experts: int, capacity: float | None = None, always: bool = False, noise: str | None = None
+    ):
         super().__init__()
+        self.noise = NOISES[noise] if noise and noise != "module" else None
+        self.drop = nn.Dropout(0.3 if noise == "module" else 0.0)
         self.gate, self.shared = nn.Linear(width, experts), Expert(width)
         self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
         self.capacity, self.always = capacity, always
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat = x.reshape(-1, x.shape[-1])
-        p = self.gate(flat).softmax(-1)
+        scores = self.drop(self.gate(flat)) if self.noise is None or not self.training else self.noise(self.gate, flat)
+        p = scores.softmax(-1)
         weights, chosen = p.topk(2, -1)
         out = self.shared(flat)
         most = None if self.capacity is None else int(self.capacity * chosen.numel() / len(self.experts))

@@ -65,6 +65,22 @@ def test_experts(name: str, plan: str) -> None:
     equal(JOBS[name](), plan)
 
 
+@pytest.mark.parametrize(
+    "noise, plan",
+    sampled(
+        20,
+        (
+            ("gumbel", "ep=2"), ("normal", "ep=2 recompute=full"), ("jitter", "fsdp=2 ep=2"), ("scaled", "dp=2 fsdp=2 ep=2"),
+            ("dropout", "ep=2"), ("module", "ep=2"), ("hidden", "dp=3 ep=3"), ("python", "ep=2"), ("gumbel_softmax", "ep=2"),
+            ("normal", "pp=2 dp=2 ep=2 microbatches=2"),
+        ),
+    ),
+)  # fmt: skip
+def test_a_router_that_draws_noise(noise: str, plan: str) -> None:
+    """The layer's code runs twice, and chooses the same experts both times."""
+    equal(jobs_moe.gpt(noise=noise, loss=jobs_moe.plain_loss, depth=2 if "pp" in plan else 1), plan)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("name, plan", [pair for pair in MORE if pair not in TOO_MANY])
 def test_experts_under_more_plans(name: str, plan: str) -> None:

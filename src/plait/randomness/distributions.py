@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.randomness.philox import StreamPart, dropping, mask, staying, uniform
@@ -24,6 +24,9 @@ DROPOUTS = (*PLAIN_DROPOUTS, F.dropout1d, F.dropout2d, F.dropout3d, torch.featur
 COMPOSITES = frozenset({
     F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
     F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, F.fractional_max_pool2d,
+    F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices, torch.rrelu_,
+    torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_,
+    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.native_dropout, torch.bernoulli, torch.normal,
     torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
     torch.multinomial, torch.poisson, torch.binomial, *RECURRENT,

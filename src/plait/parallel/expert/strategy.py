@@ -150,9 +150,14 @@ def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     layer = built.model.get_submodule(mixture.name)
     listed = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
     listed.width = mixture.width[0]
-    inside = any(place.startswith(f"{mixture.name}.".lstrip(".")) for place in built.sketch.places)
-    listed.again = partial(_again, built, inside)
+    listed.again = partial(_again, built, _draws(mixture, built.sketch))
     _put(built, layer, listed)
+
+
+def _draws(mixture: MoELayer, sketch: Sketch) -> bool:
+    """Whether the layer, or a module inside it, draws random values."""
+    owners = (place.partition("#")[0] for place in sketch.places)
+    return any(f"{owner}.".startswith(f"{mixture.name}.".lstrip(".")) for owner in owners)
 
 
 def _put(built: Built, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -163,7 +168,7 @@ def _put(built: Built, module: nn.Module, forward: Callable[..., Any]) -> None:
 def _again(built: Built, draws: bool) -> Any:
     """Where the random numbers of a layer's code are, as what puts them back there."""
     back = built.randomness.mark() if draws and built.model.training else lambda: None
-    host = host_state() if built.sketch.host_random else None
+    host = host_state() if built.sketch.host_random or built.sketch.unkeyed else None
 
     def both() -> None:
         back()
