@@ -101,7 +101,7 @@ def test_a_wrong_average_is_seen(monkeypatch: pytest.MonkeyPatch, fault: Any) ->
 
 
 def test_an_evaluation_of_the_last_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "averaged", lambda built: nullcontext())
+    monkeypatch.setattr(engine_module, "evaluated_weights", lambda built: nullcontext())
     verdict = verify(averaged(), Plan.parse("dp=2"), seconds=0.0)
     assert verdict.code == "V020" and verdict.first_wrong is not None and verdict.first_wrong.code == "E"
 

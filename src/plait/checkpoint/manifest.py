@@ -22,10 +22,12 @@ from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2
-KINDS = ("model", "optimizer", "ema", "groups", "compress", "carried")
+KINDS = ("model", "optimizer", "ema", "eval", "groups", "compress", "carried")
 """What tensors are of: their names begin so, and files are named so."""
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+EVAL = "eval/"
+"""How the names of weights begin that the optimizer has in eval mode (`model/optimizer_modes.py`)."""
 DEPTH = 10
 """How deep the values may be nested that callbacks keep."""
 CARRIED_DEPTH = 50
@@ -119,7 +121,7 @@ OWN = re.compile(r"groups/\d+/")
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, as
+    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, `eval/<parameter>`, as
     `checkpoint/replica_groups.py` names what groups hold, and as `checkpoint/state.py` names what compressed sums keep."""
 
     tensors: dict[str, Entry]
@@ -361,13 +363,13 @@ def _scaler(value: object) -> dict[str, Any] | None:
 
 
 def _average(value: object, tensors: dict[str, Entry]) -> dict[str, int] | None:
-    named = {name.removeprefix("ema/"): entry for name, entry in tensors.items() if name.startswith("ema/")}
-    if value is None and not named:
+    for name in (name for name in tensors if name.startswith(("ema/", EVAL))):
+        weight = tensors.get(f"model/{name.partition('/')[2]}")
+        if weight is None or weight.shape != tensors[name].shape:
+            raise ValueError(f"other weights of no parameter: {name[:100]}")
+    if value is None and not any(name.startswith("ema/") for name in tensors):
         return None
     state = _is(value, dict)
-    for name, entry in named.items():
-        if f"model/{name}" not in tensors or tensors[f"model/{name}"].shape != entry.shape:
-            raise ValueError(f"an average of nothing: {name[:100]}")
     return {key: _number(state, key) for key in ("steps", "moved")}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.checkpoint import state
 from plait.checkpoint.base import Layered, digest_of
-from plait.checkpoint.manifest import MANIFEST, Base, Entry, StoredChunk, damaged, published, read_manifest
+from plait.checkpoint.manifest import EVAL, MANIFEST, Base, Entry, StoredChunk, damaged, published, read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import LONGEST_HEADER, Damaged, ShardFile
 from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
@@ -48,17 +48,17 @@ def open_weights(path: Path) -> Reader:
 
 
 def of_checkpoint(path: Path, base: str | None = None, average: bool = False) -> Reader:
-    """What reads the model's tensors of a checkpoint, by their names. `base`: where its base is now. `average`: the average of
-    the weights in the place of those that have one. Damaged, K012 without an average, K020."""
+    """What reads the model's tensors of a checkpoint, by their names: the weights of the optimizer's eval mode if it has one. `base`:
+    where its base is now. `average`: the average of the weights in the place of those that have one. Damaged, K012 without an average, K020."""
     manifest = read_manifest(path)
+    if average and manifest.average is None:
+        raise PlaitError(_without_average(path))
     reader = Reader(path, manifest.files, manifest.tensors)
     for file in manifest.files:
         reader.file(file)
-    reader.entries = {n.removeprefix("model/"): e for n, e in manifest.tensors.items() if n.startswith("model/")}
-    if average:
-        if manifest.average is None:
-            raise PlaitError(_without_average(path))
-        reader.entries |= {n.removeprefix("ema/"): e for n, e in manifest.tensors.items() if n.startswith("ema/")}
+    reader.entries = {}
+    for kind in ("model/", EVAL, *(["ema/"] if average else ())):
+        reader.entries |= {n.removeprefix(kind): e for n, e in manifest.tensors.items() if n.startswith(kind)}
     return reader if manifest.base is None else _layered(reader, manifest.base, base or manifest.base.path)
 
 

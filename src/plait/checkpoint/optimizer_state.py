@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
 from plait.model.fused_optimizer import OPEN
+from plait.model.optimizer_modes import has_modes, weights_in_eval_mode, wrapped
 from plait.model.parameter_groups import optimizer_of
 from plait.tensors.parameters import like
 
@@ -35,9 +36,13 @@ SMALL, TRIED = 4, 2000
 
 def leaves(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that hold the state: this one, or those that it wraps. K011 when there are none."""
+    inner = [o for o in wrapped(vars(optimizer)) if o is not optimizer]
+    for each in inner:
+        if each.state is optimizer.state and each.param_groups is optimizer.param_groups:
+            return leaves(each)  # which loads them; a wrapper may have them as properties
     if _plain_layout(optimizer):
         return [optimizer]
-    inner = [o for o in _within(vars(optimizer)) if o is not optimizer and _plain_layout(o)]
+    inner = [o for o in inner if _plain_layout(o)]
     mine = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if inner and sorted(mine) == sorted(id(p) for o in inner for group in o.param_groups for p in group["params"]):
         return inner
@@ -62,15 +67,6 @@ def _plain_layout(optimizer: Optimizer) -> bool:
         return False
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     return [len(group.get("params", ())) for group in content["param_groups"]] == sizes
-
-
-def _within(value: dict[str, object] | Iterable[object]) -> Iterator[Optimizer]:
-    """Optimizers among attributes, also in lists and dicts."""
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, Optimizer):
-            yield each
-        elif isinstance(each, (list, tuple)) or type(each) is dict:
-            yield from _within(each)
 
 
 def groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -206,8 +202,9 @@ class Trial:
         restore(self.optimizer, *other.taken())
 
     def same(self, other: "Trial") -> bool:
-        """Whether both have come to the same weights."""
-        pairs = zip(self.parameters, other.parameters)
+        """Whether both have the same weights, in train mode and in eval mode."""
+        mine, theirs = ([t for _, t in weights_in_eval_mode(trial.optimizer)] for trial in (self, other))
+        pairs = zip((*self.parameters, *mine), (*other.parameters, *theirs))
         return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in pairs)
 
 
@@ -221,7 +218,7 @@ def _kept(key: str, value: object) -> Any:
 
 
 def check(training: "Training") -> None:
-    """K005, K011 when an optimizer that is resumed from a checkpoint would not go on as one that is not."""
+    """K005, K011 when an optimizer that is resumed from a checkpoint, or was in eval mode, would not continue as one that was not."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -236,7 +233,8 @@ def check(training: "Training") -> None:
             return
         if not first.same(again):
             return  # it draws numbers of its own
-        wrong = _unlike_resumed(first, training)
+        weights_in_eval_mode(first.optimizer)
+        wrong = _unlike_resumed(first, training) or _unlike_after_eval(first, again)
     if wrong is not None:
         raise PlaitError(wrong)
 
@@ -264,6 +262,19 @@ def _unlike_resumed(first: Trial, training: "Training") -> Problem | None:
     why = "after two steps, saved and loaded, its third step moves the weights differently"
     why += f": it keeps {', '.join(moved[:3])} outside its state" if moved else ""
     return _lost(first.optimizer, why)
+
+
+def _unlike_after_eval(first: Trial, again: Trial) -> Problem | None:
+    """What the first trial, which was in eval mode after two of its four steps, does otherwise than one that was not."""
+    if not has_modes(first.optimizer):
+        return None
+    again.steps(2)
+    if first.same(again):
+        return None
+    name = type(first.optimizer).__name__
+    why = "after eval() and train(), and with the weights from before them, its next steps move the weights differently"
+    fix = ("change nothing but the parameters in eval(), and change it back in train()",)
+    return Problem("K011", f"an evaluation changes the state of the optimizer {name}", why=why, fix=fix)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:

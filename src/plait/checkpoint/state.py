@@ -16,19 +16,20 @@ from torch import Tensor
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.chunks import HeldChunk
-from plait.checkpoint.manifest import DEPTH, MANIFEST, OWN, Entry, Manifest, shallow
+from plait.checkpoint.manifest import DEPTH, EVAL, MANIFEST, OWN, Entry, Manifest, shallow
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
 from plait.checkpoint.training import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
+from plait.model.optimizer_modes import weights_in_eval_mode
 from plait.parallel.compression.compressor import RESIDUAL
 from plait.tensors.part import Part, whole
 
 
 def parts_of(training: Training) -> dict[str, Part]:
-    """This rank's part of every tensor to save: `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, of
+    """This rank's part of every tensor to save: `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, `eval/<parameter>`, of
     replica groups what `checkpoint/replica_groups.py` names, and of compressed sums `compress/residual/<copy or group>/<parameter>` and
     `compress/factor/<parameter>`."""
     model, own = model_parts(training), replica_groups.prefix(training)
@@ -42,7 +43,20 @@ def parts_of(training: Training) -> dict[str, Part]:
             parts[f"{own}optimizer/{name}/{key}"] = part
     if training.built.average is not None:
         parts |= training.built.average.parts(model)
+    parts |= _evaluated(training, model)
     return parts | {name: part for name, _, part in _compressed(training, model)}
+
+
+def _evaluated(training: Training, model: dict[str, Part]) -> dict[str, Part]:
+    """What this rank's optimizer has in eval mode of the parameters that it updates, if it has such a mode. Nothing is sent: a rank
+    that has lost another calls it too."""
+    built, found = training.built, dict[str, Part]()
+    for parameter, tensor in weights_in_eval_mode(built.optimizer):
+        name = (built.names or {})[id(parameter)]
+        if name not in built.own:
+            continue  # a placeholder of what another rank holds
+        found[f"{EVAL}{name}"] = whole(tensor) if name in built.updated_whole else replace(model[name], tensor=tensor)
+    return found
 
 
 def _compressed(training: Training, model: dict[str, Part]) -> Iterator[tuple[str, str, Part]]:

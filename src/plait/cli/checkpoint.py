@@ -10,7 +10,7 @@ from typing import Any
 from plait.checkpoint.checkpoints import Checkpoints, marks, unsound, verify
 from plait.checkpoint.export import Wanted
 from plait.checkpoint.hugging_face import export_folder, has_adapter
-from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, read_manifest
+from plait.checkpoint.manifest import EVAL, MANIFEST, Manifest, damaged, read_manifest
 from plait.checkpoint.opening import PICKLED
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, Damaged
@@ -115,7 +115,7 @@ def _info(path: Path) -> dict[str, Any]:
         raise PlaitError(damaged(path, error)) from None
     model = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
     average = [entry for name, entry in manifest.tensors.items() if name.startswith("ema/")]
-    state = [entry for name, entry in manifest.tensors.items() if not name.startswith(("model/", "ema/"))]
+    state = [entry for name, entry in manifest.tensors.items() if not name.startswith(("model/", "ema/", EVAL))]
     moved = f"{len(average)} tensors, {sum(e.bytes for e in average)} bytes, moved {{moved}} times in {{steps}} steps"
     at = manifest.position
     return {

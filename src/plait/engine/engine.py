@@ -52,7 +52,7 @@ from plait.engine.update import Updater
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
-from plait.parallel.average import averaged
+from plait.parallel.average import evaluated_weights
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.strategy import numbers_of_step_row
 from plait.parallel.fsdp.runtime import total_norm
@@ -421,7 +421,7 @@ class Engine:
 
     def evaluate(self, again: bool = False) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`). They are those of the
-        average of the weights, where the job has one. `again`: callbacks know the values already."""
+        average of the weights if the job has one, or of the optimizer's eval mode. `again`: callbacks know the values already."""
         self.settle()
         self.place.beat(self.position.step, "evaluate")
         self.carried.watch.forget_writes()
@@ -433,7 +433,7 @@ class Engine:
 
     def _judged(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that are judged."""
-        return averaged(self.built) if self.built.rare is None else self.built.rare.global_weights()
+        return evaluated_weights(self.built) if self.built.rare is None else self.built.rare.global_weights()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 64, temperature: float = 0.0,

@@ -25,6 +25,7 @@ from plait.engine.nonfinite import Guard, Repeatable
 from plait.engine.spans import Spans
 from plait.engine.step_row import Unread
 from plait.engine.turns import Turns
+from plait.parallel.average import in_eval_mode
 from plait.parallel.loss_scale import DeviceLossScale
 from plait.tensors.torch_private import scale_
 from plait.tensors.transfers import HostCopy
@@ -152,7 +153,8 @@ class Updater:
         unread, average = unread or self.unread, self.training.built.average
         if average is not None and unread is not None and unread.to_average and unread.finite:
             unread.to_average = False
-            average.stepped()
+            with in_eval_mode(self.training.built):
+                average.stepped()
 
     def settle(self, within_next: bool = False) -> bool:
         """Read the numbers of the last step, if that was not done, and do what goes by them; whether the step was found to be left out.

@@ -14,11 +14,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.phases import JointOptimizer
 from plait.launch import one_device
+from plait.model.optimizer_modes import train_mode
 
 Named = tuple[str, Any]
 """Name and parameter."""
@@ -38,12 +40,17 @@ _KNOWN: ContextVar[_Known | None] = ContextVar("names of parameters", default=No
 
 
 def optimizer_of(job: Job, parameters: Mapping[str, Tensor]) -> Any:
-    """What `Job.optimizer` makes of those of these parameters, by name, that are trained. They may be stand-ins, or parts."""
+    """What `Job.optimizer` makes of those of these parameters, by name, that are trained. They may be stand-ins, or parts. An optimizer
+    with two modes is in train mode."""
     make, trained = job.optimizer, {n: p for n, p in parameters.items() if p.requires_grad}
     with naming(parameters), one_device.naming("the job's optimizer"):
         made = make.of(trained) if isinstance(make, JointOptimizer) else make([*trained.values()])
     if type(made).__module__.startswith("torch.distributed"):  # ZeroRedundancyOptimizer and others
         raise one_device.communicates(f"the job's optimizer is a {type(made).__name__}, which communicates by itself")
+    if isinstance(made, Optimizer):
+        if "defaults" not in vars(made):  # a wrapper that never called Optimizer.__init__ has no hooks
+            made.__setstate__({"defaults": {}})
+        train_mode(made)
     return made
 
 

@@ -8,15 +8,19 @@ What a rank averages is `Built.own`, or under `offload=optimizer` its copy on th
 
 To evaluate, the numbers of average and weights change places, and afterwards change back. No second model is made.
 
+An optimizer with two modes (`model/optimizer_modes.py`) evaluates other weights than it trains: those are averaged, and where there is
+no average, those are evaluated.
+
 Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; `torch.optim.swa_utils` does the same on one device.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.model.optimizer_modes import evaluation_mode
 from plait.parallel.built import Built
 from plait.parallel.server import strategy as server
 from plait.tensors.moving_average import MovingAverage
@@ -42,12 +46,25 @@ def apply(built: Built) -> None:
     built.average = MovingAverage(built.job.ema, own, {name: hosted.get(name, weight) for name, weight in own.items()})
 
 
+def in_eval_mode(built: Built) -> AbstractContextManager[None]:
+    """Inside, the model has the weights of the optimizer's eval mode, if it has one. All ranks call it."""
+
+    def written() -> None:
+        for copy in built.copy_back:
+            copy()
+        _forget(built)
+
+    return evaluation_mode(built.optimizer, written)
+
+
 @contextmanager
-def averaged(built: Built) -> Iterator[None]:
-    """Inside, the model has the average of its weights in their place, where there is one. All ranks call it."""
+def evaluated_weights(built: Built) -> Iterator[None]:
+    """Inside, the model has the weights that are evaluated: their average if there is one, else those of the optimizer's eval mode.
+    All ranks call it."""
     average = built.average
     if average is None or not average.moved:
-        yield
+        with in_eval_mode(built):
+            yield
         return
     try:
         with average.in_place():

@@ -235,6 +235,8 @@ class Built:
     """Parameters of which this rank has a part and another updates the whole."""
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     """Called when the parts were written from outside."""
+    copy_back: list[Callable[[], None]] = field(default_factory=list)
+    """Called when `masters` were written outside of a step: copies them into `own`. All ranks call it."""
     closing: list[Callable[[], None]] = field(default_factory=list)
     """What puts settings of this process back as they were, when the engine is closed."""
     prepared: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)

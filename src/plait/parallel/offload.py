@@ -87,6 +87,7 @@ def apply(built: Built) -> None:
                 master.copy_(built.own[name])
 
     built.reloaded.append(again)
+    built.copy_back.append(back)
     built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(out))
     built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(back))
 

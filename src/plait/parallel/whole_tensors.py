@@ -44,6 +44,7 @@ def apply(built: Built) -> None:
     built.updated_elsewhere = set(whole.placeholders)
     built.updated_whole = set(whole.owned)
     built.reloaded.append(whole.reload)
+    built.copy_back.append(whole.scatter_weights)
     built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
     built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
 

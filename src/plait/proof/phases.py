@@ -12,6 +12,7 @@ import torch
 
 from plait.config.job import Job
 from plait.config.phases import Phase
+from plait.model.optimizer_modes import train_mode
 from plait.model.parameter_groups import naming
 from plait.proof import reference
 from plait.proof.reference import OneDevice
@@ -69,6 +70,8 @@ class _Phases:
         self.trained = {phase.name: [p for n, p in named if phase.has(n)] for phase in phases}
         with naming(dict(named)):
             self.optimizers = {phase.name: phase.optimizer(self.trained[phase.name]) for phase in phases}
+        for optimizer in self.optimizers.values():
+            train_mode(optimizer)
         self.rates = {name: [g["lr"] for g in optimizer.param_groups] for name, optimizer in self.optimizers.items()}
 
     def passes(

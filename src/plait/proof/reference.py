@@ -28,6 +28,7 @@ from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
 from plait.launch import one_device
 from plait.model.costs import Unit
+from plait.model.optimizer_modes import evaluation_mode
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import sketch
 from plait.proof.notes import Notes
@@ -116,7 +117,8 @@ class OneDevice:
         self.notes.updated(self.optimizer)
         self.model.zero_grad(set_to_none=True)  # also of parameters that the optimizer was not given
         self.seen, self.steps = self.seen + len(read[1]), self.steps + 1
-        self.move_average()
+        with evaluation_mode(self.optimizer):
+            self.move_average()
         logged = {name: sum(values) / len(values) for name, values in self.logged.items()}
         return {"loss": float(loss), "norm": float(norm), "lr": lr, "samples": self.seen, "logged": logged}
 
@@ -219,13 +221,13 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def evaluate(one: OneDevice) -> dict[str, float]:
     """The mean of each of the job's metrics over its held-out data, in batches of a step's samples, with the average of the
-    weights if it has one; {} when it has no metrics."""
+    weights if it has one, or those of its optimizer's eval mode; {} when it has no metrics."""
     job, wanted = one.job, one.job.evaluate
     if wanted is None:
         return {}
     data, sums, weights = wanted.data(), dict[str, list[float]](), copied(one.model.named_parameters())
-    _put(one.model, one.average)
-    with evaluating(one.model), torch.no_grad():
+    with evaluation_mode(one.optimizer), evaluating(one.model), torch.no_grad():
+        _put(one.model, one.average)
         seed_host(job.seed, "evaluate")
         numbered = _numbered(data, range(len(data)) if is_map(data) else (), (job.seed, "evaluate"))
         while read := [sample for _, sample in islice(numbered, job.batch)]:

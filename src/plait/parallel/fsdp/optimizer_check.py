@@ -7,7 +7,7 @@ clip by the norm of all gradients: on a part they would silently do something el
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch import one_device
 from plait.model.experts import MoELayer
+from plait.model.optimizer_modes import evaluation_mode, has_modes
 from plait.model.parameter_groups import optimizer_of
 from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
@@ -33,8 +34,20 @@ others with dims up to `FEW`: their place in the list may matter."""
 LARGE = 1 << 22
 """Numbers in tensors that are tried as large as they are, when an optimizer cannot be made for small ones."""
 
-COURSES = ((12, 1.0), (3, 1e-5), (3, 1e5))
-"""(steps, size of gradients) that are tried, each from the start: an optimizer may clip, or act from some step on."""
+
+@dataclass(frozen=True)
+class Course:
+    """Steps that are tried, from the start."""
+
+    steps: int
+    size: float
+    """Of the gradients."""
+    in_eval_mode: bool = False
+    """The weights that are compared are those of the optimizer's eval mode, if it has one."""
+
+
+COURSES = (Course(12, 1.0), Course(3, 1e-5, in_eval_mode=True), Course(3, 1e5, in_eval_mode=True))
+"""An optimizer may clip, or act from some step on."""
 
 DECLARED = "whole_tensors"
 """Attribute of an optimizer's class: True says that it updates each tensor by its own gradient and state, and needs all of it."""
@@ -61,10 +74,12 @@ class OptimizerNeeds:
 def needs(job: Job, plan: Plan, sketch: Sketch) -> OptimizerNeeds:
     """What the job's optimizer needs to do on the plan's ranks what it does on one device.
 
-    P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had.
+    P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had. P066 of `without_eval_mode`.
     """
     cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
     kind, looks = kind_of(job, sketch), False
+    if refused := without_eval_mode(kind, plan):
+        raise PlaitError(refused)
     for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
         found, helps = tried(job, sketch, lots, kind)
         if found and not (helps and can_be_whole(plan, axis)):
@@ -81,6 +96,8 @@ class OptimizerKind:
     """Name of the class that says that it needs whole tensors."""
     singly: bool = False
     """It stacks tensors, and updates each as if it were alone."""
+    with_modes: str = ""
+    """Name of the class of an optimizer that has a train and an eval mode."""
 
 
 def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
@@ -89,18 +106,16 @@ def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
     every: dict[str, Lot] = dict.fromkeys(shapes, ALONE)
     stacks = _stacks(job, shapes, sketch.attributes)
     singly = stacks and not differs(job, shapes, every, sketch.attributes, singly=True)
-    return OptimizerKind(_declares(job, shapes, sketch.attributes), singly)
-
-
-def _declares(job: Job, shapes: Shapes, attributes: Attributes) -> str:
-    """Name of the optimizer's class, if that says that it updates every tensor by itself and needs all of it."""
     try:
-        made = optimizer_of(job, _stand_ins(shapes, attributes))
+        made = optimizer_of(job, _stand_ins(shapes, sketch.attributes))
     except PlaitError:
         raise
     except Exception:  # it may choose parameters by their sizes
-        return ""
-    return type(made).__name__ if all(getattr(one, DECLARED, False) for one in getattr(made, "optimizers", [made])) else ""
+        return OptimizerKind(singly=singly)
+    name = type(made).__name__
+    declares = all(getattr(one, DECLARED, False) for one in getattr(made, "optimizers", [made]))
+    modes = isinstance(made, torch.optim.Optimizer) and has_modes(made)
+    return OptimizerKind(name if declares else "", singly, name if modes else "")
 
 
 def _stacks(job: Job, shapes: Shapes, attributes: Attributes) -> bool:
@@ -147,6 +162,17 @@ def tried(
 def can_be_whole(plan: Plan, axis: str) -> bool:
     """Whether tensors that an axis cuts can be updated whole, by one of the ranks that hold their parts."""
     return axis in ("fsdp", "tp") and plan.ep == 1 and plan.offload == "none"
+
+
+def without_eval_mode(kind: OptimizerKind, plan: Plan) -> Problem | None:
+    """P066 of an optimizer with two modes, if a plan has no one sequence of weights that it could evaluate."""
+    if not kind.with_modes or plan.replica_groups == 1:
+        return None
+    key = "sync=async" if plan.sync == "async" else f"replica_groups={plan.replica_groups}"
+    what = f"the eval mode of {kind.with_modes} does not work with {key}"
+    why = "its eval() changes the weights of one replica group, and what is evaluated and saved are the weights of all groups"
+    fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")
+    return Problem("P066", what, why=why, fix=fix)
 
 
 def problem(found: tuple[str, str], axis: str, plan: Plan) -> Problem:
@@ -217,17 +243,17 @@ def _made_single(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _compared(
-    makes: tuple[Make, Make], shapes: Sequence[tuple[int, ...]], held: list[Lot], course: tuple[int, float]
+    makes: tuple[Make, Make], shapes: Sequence[tuple[int, ...]], held: list[Lot], course: Course
 ) -> tuple[str, str] | None:
     """`makes`: the optimizer as the job makes it, and as ranks have it."""
     make, of_rank = makes
-    generator, (steps, size) = torch.Generator().manual_seed(0), course
+    generator, size = torch.Generator().manual_seed(0), course.size
     values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     noise = [[size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
-    rows = [noise[k % 3] for k in range(steps)]
+    rows = [noise[k % 3] for k in range(course.steps)]
     raised = lambda error: f"it raised {in_a_line(error)}"  # noqa: E731
     try:
-        whole = _updated(make, values, rows)
+        whole = _updated(make, values, rows, course)
     except PlaitError:
         raise
     except Exception as error:  # an optimizer may raise anything
@@ -235,7 +261,7 @@ def _compared(
     alone = [k for k, lot in enumerate(held) if lot == ALONE]
     owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
     try:
-        ranks = [_on_rank(of_rank, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
+        ranks = [_on_rank(of_rank, values, rows, course, held=held, owner=owner, rank=rank) for rank in range(2)]
     except Exception as error:  # the real one would have to run on parts as well
         return _kind(make, values), raised(error)
     for k, (expected, before) in enumerate(zip(whole, values)):
@@ -249,13 +275,14 @@ def _compared(
 
 
 def _on_rank(
-    make: Make, values: list[Tensor], rows: list[list[Tensor]], *, held: list[Lot], owner: dict[int, int], rank: int
+    make: Make, values: list[Tensor], rows: list[list[Tensor]], course: Course, *, held: list[Lot],
+    owner: dict[int, int], rank: int,
 ) -> list[Tensor]:
     """The tensors of one of two ranks after its steps. `held`: what ranks have; `owner`: who has what one has alone."""
     mine = lambda t, k: _half(t, lot, rank) if isinstance(lot := held[k], int) else t  # noqa: E731
     here = lambda t, k: None if owner.get(k, rank) != rank else mine(t, k)  # noqa: E731
     gradients = [[here(g, k) for k, g in enumerate(row)] for row in rows]
-    return _updated(make, [mine(v, k) for k, v in enumerate(values)], gradients)
+    return _updated(make, [mine(v, k) for k, v in enumerate(values)], gradients, course)
 
 
 def _kind(make: Make, values: list[Tensor]) -> str:
@@ -283,7 +310,9 @@ def _half(tensor: Tensor, dim: int, i: int) -> Tensor:
     return tensor.narrow(dim, *((0, middle) if i == 0 else (middle, tensor.shape[dim] - middle))).clone()
 
 
-def _updated(make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+def _updated(
+    make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]], course: Course
+) -> list[Tensor]:
     parameters: list[Any] = [nn.Parameter(v.clone()) for v in values]
     optimizer = make(parameters)
     for row in gradients:
@@ -291,4 +320,5 @@ def _updated(make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[
             parameter.grad = None if gradient is None else gradient.clone()
         with _as_written():
             optimizer.step()
-    return [p.detach() for p in parameters]
+    with evaluation_mode(optimizer) if course.in_eval_mode else nullcontext():
+        return [p.detach().clone() for p in parameters]
