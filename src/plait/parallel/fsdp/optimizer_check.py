@@ -36,7 +36,7 @@ LARGE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Course:
+class TrialCourse:
     """Steps that are tried, from the start."""
 
     steps: int
@@ -46,7 +46,7 @@ class Course:
     """The weights that are compared are those of the optimizer's eval mode, if it has one."""
 
 
-COURSES = (Course(12, 1.0), Course(3, 1e-5, in_eval_mode=True), Course(3, 1e5, in_eval_mode=True))
+COURSES = (TrialCourse(12, 1.0), TrialCourse(3, 1e-5, in_eval_mode=True), TrialCourse(3, 1e5, in_eval_mode=True))
 """An optimizer may clip, or act from some step on."""
 
 DECLARED = "whole_tensors"
@@ -243,7 +243,7 @@ def _made_single(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _compared(
-    makes: tuple[Make, Make], shapes: Sequence[tuple[int, ...]], held: list[Lot], course: Course
+    makes: tuple[Make, Make], shapes: Sequence[tuple[int, ...]], held: list[Lot], course: TrialCourse
 ) -> tuple[str, str] | None:
     """`makes`: the optimizer as the job makes it, and as ranks have it."""
     make, of_rank = makes
@@ -275,7 +275,7 @@ def _compared(
 
 
 def _on_rank(
-    make: Make, values: list[Tensor], rows: list[list[Tensor]], course: Course, *, held: list[Lot],
+    make: Make, values: list[Tensor], rows: list[list[Tensor]], course: TrialCourse, *, held: list[Lot],
     owner: dict[int, int], rank: int,
 ) -> list[Tensor]:
     """The tensors of one of two ranks after its steps. `held`: what ranks have; `owner`: who has what one has alone."""
@@ -311,7 +311,7 @@ def _half(tensor: Tensor, dim: int, i: int) -> Tensor:
 
 
 def _updated(
-    make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]], course: Course
+    make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]], course: TrialCourse
 ) -> list[Tensor]:
     parameters: list[Any] = [nn.Parameter(v.clone()) for v in values]
     optimizer = make(parameters)
