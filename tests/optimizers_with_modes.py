@@ -42,7 +42,8 @@ class PolyakSGD(torch.optim.Optimizer):
 
 
 class Interpolated(torch.optim.Optimizer):
-    """Wraps SGD, and is never initialised as an optimizer itself: gradients are computed at y = beta x + (1 - beta) z, the wrapped one moves z, and x is the mean of z."""
+    """Wraps SGD, and is never initialized as an optimizer itself: gradients are computed at y = beta x + (1 - beta) z, the wrapped one moves z,
+    and x is the mean of z."""
 
     def __init__(self, base: torch.optim.Optimizer, beta: float = 0.8):
         self.base, self.beta = base, beta

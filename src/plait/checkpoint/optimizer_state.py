@@ -7,7 +7,7 @@ between.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any
