@@ -62,6 +62,20 @@ class Outside(torch.optim.SGD):
                 p.sub_(m, alpha=self.param_groups[0]["lr"])
 
 
+class Counting(torch.optim.SGD):
+    """Has a schedule of its own, and counts its steps in an attribute."""
+
+    def __init__(self, params, lr: float):
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.made, self.first = 0, lr
+
+    def step(self, closure=None):
+        self.made += 1
+        for group in self.param_groups:
+            group["lr"] = self.first / self.made
+        return super().step(closure)
+
+
 class Objects(torch.optim.SGD):
     """Keeps a list of tensors in the state."""
 
@@ -81,6 +95,7 @@ OPTIMIZERS = {
     ),
     "both": lambda params, lr, decay: Both(params, lr),
     "outside": lambda params, lr, decay: Outside(params, lr),
+    "counting": lambda params, lr, decay: Counting(params, lr),
     "objects": lambda params, lr, decay: Objects(params, lr=lr),
 }
 

@@ -187,7 +187,7 @@ def test_a_failed_start_leaves_nothing(runs: Path, words: tuple[str, ...]) -> No
     assert not (runs / "runs").exists() or sorted(p.name for p in (runs / "runs").iterdir()) == kept
 
 
-@pytest.mark.parametrize(("optimizer", "code"), (("outside", "K011"), ("objects", "K005"), ("both", "")))
+@pytest.mark.parametrize(("optimizer", "code"), (("outside", "K011"), ("objects", "K005"), ("both", ""), ("counting", "")))
 def test_an_optimizer_that_would_be_lost_is_refused(tmp_path: Path, optimizer: str, code: str) -> None:
     said = plait(tmp_path, "--job.optimizer", optimizer, code=2 if code else 0)
     if code:

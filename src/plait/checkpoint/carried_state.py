@@ -1,9 +1,9 @@
-"""What a model and a loss carry from step to step outside of parameters and buffers, as checkpoints hold it.
+"""What a model, a loss and an optimizer carry from step to step outside of parameters, buffers and `optimizer.state`, as checkpoints hold it.
 
-Recurrent layers keep a hidden state, mixtures a running count, queues a list of features, in plain attributes; `get_extra_state` gives
-what else a `state_dict()` has. Whatever of it has changed since the model was made is saved, unless every step makes it anew
-(`checkpoint/attribute_watch.py`). Each rank saves its own. The same plan gives each rank its own back. Another plan gives all
-ranks what all of them had; where ranks had different values there is nothing to go on with.
+Recurrent layers keep a hidden state, mixtures a running count, queues a list of features, optimizers the step of their own schedule, in
+plain attributes; `get_extra_state` gives what else a `state_dict()` has. Whatever of it has changed since the model was made is saved,
+unless every step makes it anew (`checkpoint/attribute_watch.py`). Each rank saves its own. The same plan gives each rank its own back.
+Another plan gives all ranks what all of them had; where ranks had different values there is nothing to go on with.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from plait.checkpoint.attribute_watch import AttributeWatch
 from plait.checkpoint.chunks import HeldChunk
@@ -32,8 +33,12 @@ from plait.tensors.torch_private import own_buffers
 
 LOSS = "Job.loss"
 """How the names of what the loss carries begin."""
+OPTIMIZER = "Job.optimizer"
+"""How the names of what the optimizer carries begin."""
 IGNORED = frozenset({*vars(nn.Module()), *OURS})
 """Attributes of every module that say nothing of its state."""
+SAVED = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of every optimizer that checkpoints hold by parameter (`checkpoint/optimizer_state.py`)."""
 CONSTANT = (int, float, bool, str, type(None))
 EXTRA = "_extra_state"
 
@@ -83,8 +88,9 @@ class CarriedState:
     """Finds, saves and restores it. It is made when the model is, before the first step."""
 
     def __init__(
-        self, model: nn.Module, loss: object, device: torch.device, sampled: Collection[str] = (), watch: bool = True
-    ):
+        self, model: nn.Module, loss: object, optimizer: Optimizer | None, device: torch.device,
+        sampled: Collection[str] = (), watch: bool = True,
+    ):  # fmt: skip
         """`sampled`: buffers that are made from the samples a rank sees. `watch`: find out what each step makes anew."""
         self.device, self.watch, self.steps = device, AttributeWatch(), 0
         self.watches, self._sampled = watch, frozenset(sampled)
@@ -100,6 +106,7 @@ class CarriedState:
         self._owners: dict[str, object] = dict(model.named_modules())
         known = set(map(id, self._owners.values()))
         self._owners |= {name: owner for name, owner in _inside(loss).items() if id(owner) not in known}
+        self._owners |= {} if optimizer is None else {".".join((OPTIMIZER, *at)): each for at, each in _leaves(optimizer)}
         self._first: dict[str, _First] = {}
         for name, value in self._values():
             writer = Writer()
@@ -115,9 +122,9 @@ class CarriedState:
     def _places(self) -> Iterator[tuple[str, str, Any]]:
         """(owner's name, attribute, value) of everything that may be carried."""
         for at, owner in self._owners.items():
-            module = isinstance(owner, nn.Module)
+            known = IGNORED if isinstance(owner, nn.Module) else SAVED if isinstance(owner, Optimizer) else frozenset[str]()
             for name, value in list(vars(owner).items()):
-                if not (module and name in IGNORED) and not _is_structure(value):
+                if name not in known and not _is_structure(value):
                     yield at, name, value
             if isinstance(owner, nn.Module):
                 yield from ((at, name, buffer) for name, buffer in own_buffers(owner).items() if self._counts(at, name))
@@ -189,6 +196,8 @@ class CarriedState:
             told = writer.write(value)
             if first is not None and json.dumps(told) == first.told and (same or not writer.opaque):
                 continue
+            if isinstance(owner, Optimizer) and any(tensor.dim() for tensor in writer.tensors):
+                continue  # it may be of the rank's parts of parameters: `optimizer_state.check` raises K011
             if writer.opaque and not same:
                 if is_user_class(type(owner)) or at.startswith(LOSS):
                     found.unsaved[key] = writer.opaque[0]
@@ -200,6 +209,12 @@ class CarriedState:
             found.values[key] = {"same": same, "read": self.watch.is_read(owner, name), "value": told}
             found.tensors |= {f"{key}/{i}": tensor for i, tensor in enumerate(writer.tensors)}
         return found
+
+    def take_over(self, other: "CarriedState") -> None:
+        """Carry what the other one carries."""
+        found = other.take()
+        tensors = {name: [t for at, t in found.tensors.items() if at.rpartition("/")[0] == name] for name in found.values}
+        self.restore(found.values, {name: [t.clone() for t in kept] for name, kept in tensors.items()})
 
     def restore(self, values: dict[str, Json], tensors: dict[str, list[Tensor]]) -> list[str]:
         """Put values back (rows of `CarriedValue`); names of what could not be."""
@@ -349,6 +364,14 @@ def _inside(loss: object) -> dict[str, object]:
     if isinstance(loss, nn.Module):
         return {f"{LOSS}.{name}".removesuffix("."): module for name, module in loss.named_modules()}
     return {LOSS: loss} if hasattr(loss, "__dict__") and is_user_class(type(loss)) else {}
+
+
+def _leaves(optimizer: Optimizer) -> Iterator[tuple[tuple[str, ...], Optimizer]]:
+    """The optimizer and those that it wraps, each with the attribute's name."""
+    yield (), optimizer
+    for name, value in vars(optimizer).items():
+        wrapped = value.values() if type(value) is dict else value if isinstance(value, (list, tuple)) else (value,)
+        yield from (((name, str(i)), each) for i, each in enumerate(wrapped) if isinstance(each, Optimizer))
 
 
 def _form_of(buffer: Tensor | None) -> tuple[Any, ...] | None:

@@ -1,9 +1,9 @@
 """An optimizer's state as checkpoints hold it, and whether one that takes it over goes on as the first would have.
 
 A checkpoint has, of each parameter, tensors and numbers by name, and the hyperparameters of each group. An optimizer that
-wraps others (Muon for matrices, AdamW for the rest) is saved and loaded through those. What is kept anywhere else would be
-lost: `check` finds out at the start, on small stand-ins of the parameters, by making steps with and without a checkpoint in
-between.
+wraps others (Muon for matrices, AdamW for the rest) is saved and loaded through those. Plain values in attributes are saved like
+a model's (`carried_state.py`). What is kept anywhere else would be lost: `check` finds out at the start, on small stand-ins of
+the parameters, by making steps with and without a checkpoint in between.
 """
 
 import warnings
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.checkpoint.carried_state import CarriedState
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
 from plait.model.fused_optimizer import OPEN
@@ -168,6 +169,7 @@ class Trial:
             raise ValueError("small parameters are grouped otherwise")
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        self.carried = CarriedState(nn.Module(), None, self.optimizer, self.device, watch=False)
 
     def steps(self, number: int) -> None:
         """Make steps, each on gradients that depend on how many were made before."""
@@ -200,6 +202,7 @@ class Trial:
         self.draw.set_state(other.draw.get_state())
         self.steps_made = other.steps_made
         restore(self.optimizer, *other.taken())
+        self.carried.take_over(other.carried)
 
     def same(self, other: "Trial") -> bool:
         """Whether both have the same weights, in train mode and in eval mode."""

@@ -85,9 +85,9 @@ class Engine:
         self.built = build(job, plan, self.place, pick_device(device, self.place), cast, known)
         self.job, self.plan, self.workers = job, plan, workers
         self.carried = CarriedState(
-            self.built.model, job.loss, self.built.device, self.built.whole.sampled, watch=not plan.compile
+            self.built.model, job.loss, self.built.optimizer, self.built.device, self.built.whole.sampled, watch=not plan.compile
         )
-        """What the model and the loss carry from step to step outside of parameters and buffers."""
+        """What the model, the loss and the optimizer carry from step to step outside of parameters, buffers and `optimizer.state`."""
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))
         self.memory: Checkpoints | None = None
