@@ -8,7 +8,7 @@ from jobs_padded import Pairs, Sentences, Streamed, tagger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from plait.data.batch import BatchShare, Position, beside, collate, rows_of
+from plait.data.batch import BatchShare, Micro, Position, beside, collate, rows_of
 from plait.data.loading import batches
 from plait.data.padding import Padding, fetching, packed, unpacked
 from plait.engine.engine import Engine
@@ -100,6 +100,57 @@ def test_beside_has_the_lengths_of_the_company() -> None:
     data = Sentences()
     inputs, _ = beside(data, [data[0]], [data[i] for i in range(20)])
     assert inputs["ids"].shape == (1, max(len(data.rows[i]) for i in range(20)))
+
+
+class Clouds:
+    """Sample i has `points[i]` points, and a pair of points for all but the first. Samples are put together in one row."""
+
+    def __init__(self, *points: int, square: bool = False):
+        self.points, self.square = points, square
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.full((self.points[i], 2), i), torch.arange(self.points[i])
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        clouds, labels = zip(*samples)
+        pairs, before = [], 0
+        for cloud in clouds:
+            pairs.append(before + torch.combinations(torch.arange(len(cloud))).t())
+            before += len(cloud)
+        apart = {"distances": torch.block_diag(*[x @ x.t() + 1 for x in clouds])} if self.square else {}
+        return {"points": torch.cat(clouds), **apart, "pairs": torch.cat(pairs, 1)}, torch.cat(labels)
+
+
+@pytest.mark.parametrize(
+    "points, square", (((2, 5, 9), False), ((1, 5, 9), False), ((2, 5, 9), True), ((1, 1, 4), True))
+)
+def test_samples_in_one_row_are_no_rows_of_a_larger_batch(points: tuple[int, ...], square: bool) -> None:
+    """Their share of a larger batch's rows begins with theirs, and has rows of other samples, or fewer than they have."""
+    data = Clouds(*points, square=square)
+    for some in ([0], [0, 1]):
+        inputs, targets = beside(data, [data[i] for i in some], [data[2]])
+        alone = data.collate([data[i] for i in some])
+        assert all(torch.equal(inputs[key], alone[0][key]) for key in inputs) and torch.equal(targets, alone[1])
+
+
+def test_a_part_takes_no_rows_of_the_longest_sample() -> None:
+    """Points of a part are 4 a sample, and 5 beside the longest sample, which is as many as another part has."""
+
+    class Points(Clouds):
+        def __getitem__(self, i: int) -> Any:
+            return torch.full((self.points[i],), i), torch.arange(self.points[i])
+
+        def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+            return tuple(torch.cat(each) for each in zip(*samples))
+
+    data = Points(4, 4, 3, 7)
+    parts = [Micro(i, 2, *data.collate([data[i], data[i + 1]]), (i, i + 1), (data[i], data[i + 1])) for i in (0, 2)]
+    padding = Padding(data, None)
+    found = padding.alike(parts, data.__getitem__)
+    assert [len(micro.targets) for micro in found] == [8, 10] and padding.loose
 
 
 @pytest.mark.parametrize("data", (Sentences, Streamed))

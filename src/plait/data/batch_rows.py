@@ -30,15 +30,15 @@ class SampleRows:
         return _kept(pair, self.once, self.twice, keep, samples)
 
     def holds(self, pair: Pair, own: Pair) -> bool:
-        """Whether the tensors of `own` are in those of `pair`, at the start or the end of each dim."""
+        """Whether the tensors of `own` are in those of `pair`, at the start or the end of each dim, and are all of its samples."""
         return _holds(pair, own, self.once, self.twice)
 
 
 def _sizes(tree: object, once: object, twice: object, samples: int, into: list[int]) -> bool:
     """Whether all tensors have a dim of samples or need none; their sizes go `into` a list."""
     if isinstance(tree, Tensor):
-        dim = _direction(once, twice)
-        if dim is None or not isinstance(once, Tensor) or tree.dim() != once.dim():
+        dim = _direction(tree, once, twice)
+        if dim is None:
             return False
         into += [n // samples if d == dim else n for d, n in enumerate(tree.shape)]
         return dim < 0 or tree.shape[dim] % samples == 0
@@ -46,12 +46,15 @@ def _sizes(tree: object, once: object, twice: object, samples: int, into: list[i
     return inner is None or all(_sizes(a, b, c, samples, into) for a, b, c in inner)
 
 
-def _direction(once: object, twice: object) -> int | None:
-    """The dim of samples; -1 when there is none, None when it is not one."""
-    if not isinstance(once, Tensor) or not isinstance(twice, Tensor) or once.dim() != twice.dim():
+def _direction(tree: Tensor, once: object, twice: object) -> int | None:
+    """The dim of samples in a tensor; -1 when there is none, None when it is not one. A sample without elements does not tell where
+    those of others are."""
+    if not isinstance(once, Tensor) or not isinstance(twice, Tensor) or not once.dim() == twice.dim() == tree.dim():
         return None
     dims = [d for d, (a, b) in enumerate(zip(once.shape, twice.shape)) if a != b]
-    return None if len(dims) > 1 else dims[0] if dims else -1
+    if dims:
+        return dims[0] if len(dims) == 1 else None
+    return None if tree.numel() and not once.numel() else -1
 
 
 def _inner(*trees: object) -> list[tuple[Any, ...]] | None:
@@ -65,7 +68,7 @@ def _inner(*trees: object) -> list[tuple[Any, ...]] | None:
 
 def _kept(tree: object, once: object, twice: object, keep: int, samples: int) -> Any:
     if isinstance(tree, Tensor):
-        dim = _direction(once, twice)
+        dim = _direction(tree, once, twice)
         return tree if dim is None or dim < 0 else dense(tree.narrow(dim, 0, tree.shape[dim] * keep // samples))
     inner = _inner(tree, once, twice)
     if inner is None:
@@ -81,9 +84,12 @@ def _kept(tree: object, once: object, twice: object, keep: int, samples: int) ->
 
 def _holds(tree: object, own: object, once: object, twice: object) -> bool:
     if isinstance(own, Tensor):
-        if _direction(once, twice) == -1:
+        dim = _direction(tree, once, twice) if isinstance(tree, Tensor) else None
+        if dim == -1:
             return True
-        if not isinstance(tree, Tensor) or tree.dim() != own.dim() or any(a < b for a, b in zip(tree.shape, own.shape)):
+        if dim is None or not isinstance(tree, Tensor) or tree.dim() != own.dim() or tree.shape[dim] != own.shape[dim]:
+            return False  # samples in one row: a share of the larger batch's rows is not that of these samples
+        if any(a < b for a, b in zip(tree.shape, own.shape)):
             return False
         return any(torch.equal(block, own) for block in _blocks(tree, own.shape))
     inner = _inner(tree, own, once, twice)
