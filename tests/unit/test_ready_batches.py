@@ -1,5 +1,6 @@
 """Data whose items are ready batches is refused, however it says so; samples with a leading dim of their own are not."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from plait import PlaitError
 from plait.config.plan import Plan
 from plait.data import ready
 from plait.data.sampling import data_of, example
-from plait.proof.verify import verify
+from plait.proof.noted_data import first_of
+from plait.proof.verify import harden, verify
 
 X, Y = Numbers(64).x, Numbers(64).y
 EIGHT = 8
@@ -200,6 +202,19 @@ def test_ready_batches_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_samples_with_a_leading_dim_are_not(name: str) -> None:
     looked_at(SAMPLES[name])
+
+
+class Padded(Sequences):
+    """Sequences that are padded together, so that a proof keeps samples of the first batch for the sketch."""
+
+    collate = staticmethod(collate_batch)
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 6])
+def test_what_plait_wraps_around_data_does_not_say_that_it_has_batches(length: int) -> None:
+    hard = harden(job(lambda: Padded(length)), Plan.parse("dp=2"), 1)
+    for data in (hard.data(), first_of(Padded(length), 4)):
+        ready.check(dataclasses.replace(hard, batch=length if length > 3 else 8), data, data[0])
 
 
 @pytest.mark.slow

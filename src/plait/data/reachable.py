@@ -54,7 +54,15 @@ def reachable(start: object) -> Iterator[Reached]:
         yield here
         if not plain:
             met[id(here.value)] = here.value
-            ahead.extend(Reached((here.path + name).lstrip("."), inner) for name, inner in _inside(here.value))
+            ours = _of_plait(here.value)
+            inside = ((here.path if ours else here.path + name, inner) for name, inner in _inside(here.value))
+            ahead.extend(Reached(path.lstrip("."), inner) for path, inner in inside)
+
+
+def _of_plait(value: object) -> bool:
+    """Whether a function, or an object's class, is plait's own: then its names are not the user's words, and no path has them."""
+    module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+    return str(module).startswith("plait.")
 
 
 def _inside(value: object) -> Iterator[tuple[str, Any]]:
