@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import groups
 from plait.model.meter import tensors_in
+from plait.model.mutations import same_on_all_ranks
 from plait.tensors.collectives import gathered, linear, rows_of_ranks, sum_part, summed
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import in_backward
@@ -114,7 +115,7 @@ def global_mean(x: Tensor) -> Tensor:
     """
     peers = _current()
     if peers is None or peers.alone:
-        return x.mean(0)
+        return same_on_all_ranks(x.mean(0))
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mine = x[:0] if peers.idle else x
     row = torch.cat([mine.to(wide).sum(0).reshape(-1), torch.full((1,), len(mine), dtype=wide, device=x.device)])
@@ -131,7 +132,7 @@ def global_batch(x: Tensor) -> Tensor:
     """
     peers = _current()
     if peers is None or peers.alone:
-        return x
+        return same_on_all_ranks(x)
     mine = x[:0] if peers.idle else x
     with peers.ask():
         rows = rows_of_ranks(len(mine), peers.group, x.device)

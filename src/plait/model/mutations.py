@@ -3,9 +3,11 @@
 Such a model's training depends on how often its forward runs, and, when what is written comes from the samples, on which
 samples one run sees: copies that see other samples drift apart, and nothing in a step brings them together again. So
 strategies ask for these names: a sketch has them from a run in which every operator tells what it reads and writes, by the
-storage it lies in. What comes from a sample is what some operator made from one, however often removed.
+storage it lies in. What comes from a sample is what some operator made from one, however often removed. What comes from a
+rank's own samples is the same, except through `plait.global_mean` and `plait.global_batch`, which give all ranks the same.
 """
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class Mutations:
         self.data = {name: storage_key(p) for name, p in model.named_parameters()}
         self.sampled: dict[int, Any] = {}
         """Storages that hold something made from samples. Kept alive: a key may be used again otherwise."""
+        self.unshared: dict[int, Any] = {}
+        """Of these, storages that hold something made from a rank's own samples."""
         self.by: dict[str, set[str]] = {}
         """The modules whose own code writes a tensor of the model, by its name; "" is the model's."""
         self.faked = fakes is not None
@@ -37,7 +41,8 @@ class Mutations:
         """Storages that hold something made from weights and from no sample: the first weight, and the storage, kept alive."""
         self.outside: dict[str, set[str]] = {}
         """Weights from which tensors outside of the model are written, and the modules whose own code does it."""
-        self._mark(inputs)
+        for marks in (self.sampled, self.unshared):
+            _mark(marks, inputs)
 
     def operator(
         self, module: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
@@ -47,9 +52,10 @@ class Mutations:
         for tensor in written:
             if name := self.own.get(storage_key(tensor)):
                 self.by.setdefault(name, set()).add(module)
-        if any(storage_key(t) in self.sampled for t in (*written, *read)):
-            self._mark([result, written])
-        else:
+        for marks in (self.sampled, self.unshared):
+            if any(storage_key(t) in marks for t in (*written, *read)):
+                _mark(marks, [result, written])
+        if not any(storage_key(t) in self.sampled for t in (*written, *read)):
             self._follow(module, written, read, result)
 
     def _follow(self, module: str, written: list[Any], read: list[Any], result: object) -> None:
@@ -73,11 +79,11 @@ class Mutations:
         """Buffers that were written in place."""
         return [name for name in self.by if name not in self.data]
 
-    def from_samples(self) -> list[str]:
-        """Buffers and weights that hold something made from samples now."""
-        held = {self.own[key] for key in self.sampled if key in self.own}
+    def holding(self, marks: dict[int, Any]) -> list[str]:
+        """Buffers and weights that hold something made from samples now. `marks`: `sampled` or `unshared`."""
+        held = {self.own[key] for key in marks if key in self.own}
         now = (*self.model.named_parameters(), *self.model.named_buffers())
-        return [n for n, t in now if n not in self.norms and (n in held or storage_key(t) in self.sampled)]
+        return [n for n, t in now if n not in self.norms and (n in held or storage_key(t) in marks)]
 
     def weights(self) -> dict[str, set[str]]:
         """Weights that were written or given other storage, and the modules whose code did it, where that is known."""
@@ -87,7 +93,21 @@ class Mutations:
                 written.setdefault(name, {""})
         return written
 
-    def _mark(self, values: object) -> None:
-        for t in tree_leaves(values):
-            if isinstance(t, torch.Tensor):
-                self.sampled[storage_key(t)] = t.untyped_storage() if t.layout is torch.strided else t
+
+LISTENER: ContextVar[Mutations | None] = ContextVar("the mutations of the forward pass that runs", default=None)
+
+
+def same_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
+    """`x`, which all ranks hold alike although it comes from samples. A forward pass that is listened to gets a copy."""
+    listener = LISTENER.get()
+    if listener is None:
+        return x
+    x = x.clone()
+    listener.unshared.pop(storage_key(x), None)
+    return x
+
+
+def _mark(marks: dict[int, Any], values: object) -> None:
+    for t in tree_leaves(values):
+        if isinstance(t, torch.Tensor):
+            marks[storage_key(t)] = t.untyped_storage() if t.layout is torch.strided else t

@@ -101,6 +101,8 @@ class Sketch:
     """Weights from which every training forward writes tensors outside of the model (a teacher's), and the modules whose code does it."""
     sampled: tuple[str, ...] = ()
     """Of both, those whose new value comes from the samples."""
+    unshared: tuple[str, ...] = ()
+    """Of these, those that a rank makes of its own samples, without `plait.global_mean` and `plait.global_batch`."""
     host_random: bool = False
     """True when the forward pass draws from Python's or numpy's generator."""
     decides: bool = False
@@ -186,7 +188,6 @@ def sketch(
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
     places, drawn, coupled = places_of(rounds, PROBES, host_random or decides)
-    norms = dict.fromkeys(name for run in small for name in run.batch_norms)
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
@@ -196,12 +197,13 @@ def sketch(
         unkeyed=_unique(name for run in small for name in run.unkeyed),
         uneven=_unique(name for name in coupled if all(name not in run.packed for run in small)),
         packed=_unique(name for run in small for name in run.packed),
-        batch_norms=tuple(norms),
+        batch_norms=_unique(name for run in small for name in run.batch_norms),
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
         rewritten={name: tuple(sorted(by)) for run in small for name, by in run.rewritten.items()},
         followed={name: tuple(sorted(by)) for run in small for name, by in run.followed.items()},
         sampled=_unique(name for run in small for name in run.sampled),
+        unshared=_unique(name for run in small for name in run.unshared),
         host_random=host_random,
         decides=decides,
         by_values=probe.by_values,

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
 from plait.model.meter import Meter, Metered, homes
-from plait.model.mutations import Mutations
+from plait.model.mutations import LISTENER, Mutations
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import higher_order, scripted
@@ -59,6 +59,7 @@ class RunTrace:
     followed: dict[str, set[str]] = field(default_factory=dict)
     """Weights from which it writes tensors outside of the model, and the modules whose code does it."""
     sampled: list[str] = field(default_factory=list)
+    unshared: list[str] = field(default_factory=list)
     host_random: bool = False
     opaque: list[tuple[str, str]] = field(default_factory=list)
     """Operators of higher order, and the modules whose code calls them."""
@@ -100,12 +101,17 @@ def trace_run(
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             inputs = tree_map_only(torch.Tensor, hide, inputs)
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
-            with watcher, watcher.operators:
-                output = call(model, inputs)
-                loss = None if judge is None else judge(output)
+            listening = LISTENER.set(writes)
+            try:
+                with watcher, watcher.operators:
+                    output = call(model, inputs)
+                    loss = None if judge is None else judge(output)
+            finally:
+                LISTENER.reset(listening)
         if writes is not None:
             watcher.seen.counting = writes.buffers()
-            watcher.seen.rewritten, watcher.seen.sampled = writes.weights(), writes.from_samples()
+            watcher.seen.rewritten = writes.weights()
+            watcher.seen.sampled, watcher.seen.unshared = map(writes.holding, (writes.sampled, writes.unshared))
             watcher.seen.followed = writes.outside
         if meter is not None:
             watcher.seen.metered = meter.finish(output, loss)

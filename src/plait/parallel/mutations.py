@@ -20,12 +20,12 @@ def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
             why = "threads share the weight, and each would write it"
         elif name in cut:
             why = f"tp={plan.tp} gives every rank a slice of it"
-        elif name in sketch.sampled and plan.along(SAME_SLICES) > 1:
+        elif name in _differing(plan, sketch) and plan.along(SAME_SLICES) > 1:
             why = f"what is written comes from the samples, and {plan.along(SAME_SLICES)} copies see different ones"
         else:
             continue
         what = f"the forward pass changes the weight {name}, which does not work with {plan}"
-        copies = 1 if name in sketch.sampled else plan.world
+        copies = 1 if name in sketch.unshared else plan.world
         fix = (f'--plan "dp={copies}"', "pp, when one unit holds it and changes it")
         return Problem("P031", what, why=why, fix=fix)
     return _followed(plan, sketch, cut)
@@ -69,8 +69,14 @@ def check(plan: Plan, sketch: Sketch) -> None:
         raise PlaitError(problem)
 
 
-def apart(sketch: Sketch, ranks: int) -> Iterator[str]:
+def _differing(plan: Plan, sketch: Sketch) -> tuple[str, ...]:
+    """What copies write differently: what is made of a rank's own samples. `global_mean` and `global_batch` are of all ranks with other
+    samples, but of one thread's part under `processes=one`, and of a shard of the sequences under `cp`."""
+    return sketch.sampled if plan.processes == "one" or plan.cp > 1 else sketch.unshared
+
+
+def apart(plan: Plan, sketch: Sketch, ranks: int) -> Iterator[str]:
     """What cannot equal one device when so many ranks see different samples: buffers made from them."""
-    for name in sketch.sampled:
+    for name in _differing(plan, sketch):
         if name not in sketch.rewritten:
             yield f"buffer {name} is made from the samples that a rank sees: each of {ranks} ranks has its own"

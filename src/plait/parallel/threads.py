@@ -62,7 +62,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
         yield f"batch statistics in {name} are those of each replica; only device 0's are kept"
-    yield from apart(sketch, plan.dp)
+    yield from apart(plan, sketch, plan.dp)
     if sketch.host_random:
         yield "the forward pass draws from Python's or numpy's generator, which all threads share"
 

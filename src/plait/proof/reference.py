@@ -378,12 +378,13 @@ def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
 
 
 def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
-    """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut."""
+    """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut. What has no dim,
+    such as a temperature that is returned, belongs to both parts."""
     try:
         with torch.no_grad():
             total, weights = 0.0, 0.0
             for part in (slice(0, n // 2), slice(n // 2, n)):
-                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part], (outputs, targets))
+                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part] if x.ndim else x, (outputs, targets))
                 weight = float(torch.as_tensor(job.weight(t)).sum()) if job.weight else part.stop - part.start
                 total, weights = total + weight * float(job.loss(o, t)), weights + weight
             whole = float(job.loss(outputs, targets))

@@ -65,7 +65,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over dp={plan.dp}"
-    yield from apart(sketch, plan.along(SAME_PARTS))
+    yield from apart(plan, sketch, plan.along(SAME_PARTS))
 
 
 def apply(built: Built) -> None:

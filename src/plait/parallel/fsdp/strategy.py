@@ -82,7 +82,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
-    yield from apart(sketch, plan.along(SAME_SLICES))
+    yield from apart(plan, sketch, plan.along(SAME_SLICES))
 
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
