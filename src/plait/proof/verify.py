@@ -61,12 +61,12 @@ from plait.proof import (
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.candidate import GROUPS
 from plait.proof.job import counters
-from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
+from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of, sample_digest
 from plait.proof.probes import Trace
 from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
 from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
-from plait.tensors.torch_private import leaves, tree_leaves
+from plait.tensors.torch_private import leaves
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
@@ -350,16 +350,6 @@ def first_batch(job: Job, length: int, batch: int) -> list[Any]:
     else:
         data, length = first_of(data, batch), batch
     return next(reference.samples(dataclasses.replace(job, batch=batch), data, length))[2]
-
-
-def sample_digest(sample: object) -> float:
-    """A number that changes when a sample does."""
-    total = 0.0
-    for k, leaf in enumerate(tree_leaves(sample)):
-        flat = torch.as_tensor(leaf).double().flatten() if not isinstance(leaf, str) else torch.zeros(1)
-        flat = flat.nan_to_num(0.125, 1024.0, -1024.0)  # what is missing or masked equals itself
-        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64).sin()).sum()) * (k + 1)
-    return total
 
 
 def _one_device(
