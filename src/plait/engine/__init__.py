@@ -22,6 +22,7 @@ generate          prompts continued by the model in training
 samples           what it makes of some prompts, now and then
 export_weights    the weights for others, while it trains
 try_metrics       the job's metrics, tried before training
+batch_dependence  whether a model in eval mode uses the other samples of a batch
 nonfinite         steps that are not finite
 traffic           what a rank sends in a step
 run_directory     what a run leaves behind

@@ -21,7 +21,7 @@ from plait.config.plan import Plan
 from plait.data import batch as data_module
 from plait.data import ready, sampling
 from plait.data.device_copies import DeviceCopies
-from plait.engine import try_metrics, turns
+from plait.engine import batch_dependence, try_metrics, turns
 from plait.launch import allocator
 from plait.launch.devices import kind_of, of_rank, unseen
 from plait.launch.place import Place
@@ -60,6 +60,8 @@ def inexact(built: Built) -> list[str]:
     """What cannot equal one device under this plan, by nature: of the whole model, and what this rank's losses ask for."""
     found = [line for s in ORDER if s.wanted(built.plan) for line in s.inexact(built.plan, built.whole)]
     found += [*built.sharers.inexact, *built.unlike]
+    if built.coupled_in_eval:
+        found.append(f"{built.coupled_in_eval} in eval mode, so metrics depend on how many samples a rank evaluates at once")
     found += [f"random numbers in {n} come from an operator plait cannot key" for n in built.whole.unkeyed]
     found += [f"random numbers in {n} have a shape that does not grow with the batch" for n in built.whole.uneven]
     found += [f"dropout inside {n} runs over a packed sequence, which plait cannot key by sample" for n in built.whole.packed]
@@ -142,7 +144,9 @@ def build(
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
         with state_kept(made.model.modules()):
-            try_metrics.metrics(built, _on_host(made), lambda pair: move(pair, built.model_device, cast))
+            ready = lambda pair: move(pair, built.model_device, cast)  # noqa: E731
+            try_metrics.metrics(built, _on_host(made), ready)
+            built.coupled_in_eval = batch_dependence.reason(built, _on_host(made), ready)
     model, sketched = built.model, built.whole
     for strategy in ORDER:
         if strategy not in CUTTING:

@@ -124,14 +124,14 @@ class _Trial:
         if self.made.fake is not model or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             return None
         try:
-            with _unchanged(model):
+            with unchanged(model):
                 return [self.built.trial_call(model, inputs) for inputs, _ in self.pairs]
         except Exception:
             return None
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """In eval mode; afterwards modes and buffers are what they were."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:

@@ -257,6 +257,8 @@ class Built:
     """What the model's modules were made with (`checkpoint/fingerprint.py`)."""
     initial: list[dict[str, Any]] = field(default_factory=list)
     """The hyperparameters of the optimizer's groups as the job sets them."""
+    coupled_in_eval: str = ""
+    """What of the model uses the batch in eval mode (`engine/batch_dependence.py`)."""
     unlike: tuple[str, ...] = ()
     """What differs from rank to rank in what an iterable gives."""
 

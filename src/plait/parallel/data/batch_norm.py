@@ -61,10 +61,9 @@ class _Synchronised(BatchNormBase):
     _peers: BatchPeers
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.running_mean is None):
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+        if not self.training:  # ranks evaluate unequal numbers of batches, so none waits for others
+            held = None if self.running_mean is None or self.running_var is None else (self.running_mean, self.running_var)
+            return _of_this_rank(input, held, (self.weight, self.bias), held is None, 0.0, self.eps)
         check_dims(self, input)
         running: Running = None
         if self.training and self.track_running_stats and self.running_mean is not None:
@@ -85,14 +84,16 @@ class _SynchronisedInside(BatchNormBase):
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
-        with _StatisticsOfAllRanks(StatisticsRanks(self._group, self._peers.idle)):
+        ranks = StatisticsRanks(self._group, self._peers.idle) if self.training else None
+        with _StatisticsOfAllRanks(ranks):
             return super().forward(input)
 
 
 class _StatisticsOfAllRanks(TorchFunctionMode):
-    """A context in which `F.batch_norm` and `torch.batch_norm` normalise by the statistics of all ranks of a group in training."""
+    """A context in which `F.batch_norm` and `torch.batch_norm` normalise by the statistics of all ranks of a group in training.
+    Without `ranks`: by those of this rank's samples, of which there may be one only."""
 
-    def __init__(self, ranks: StatisticsRanks):
+    def __init__(self, ranks: StatisticsRanks | None):
         super().__init__()
         self.ranks = ranks
 
@@ -107,6 +108,8 @@ class _StatisticsOfAllRanks(TorchFunctionMode):
         if not of["training"]:
             return func(*args, **kwargs or {})
         running = (of["running_mean"], of["running_var"]) if of["running_mean"] is not None else None
+        if self.ranks is None:
+            return _of_this_rank(of["input"], running, (of["weight"], of["bias"]), True, of["momentum"], of["eps"])
         return _normalised(of["input"], running, (of["weight"], of["bias"]), of["momentum"], of["eps"], self.ranks)
 
 
@@ -124,6 +127,15 @@ CALLS: dict[Callable[..., Any], inspect.Signature] = {
 }
 Running = tuple[Tensor, Tensor] | None
 """The running mean and variance, to be moved."""
+
+
+def _of_this_rank(
+    input: Tensor, running: Running, affine: tuple[Tensor | None, Tensor | None], batch: bool, momentum: float, eps: float
+) -> Tensor:  # fmt: skip
+    """`F.batch_norm`, which also takes a single sample. `batch`: normalize by its statistics, and not by `running`."""
+    cudnn = torch.backends.cudnn.enabled
+    with torch.DisableTorchFunction():
+        return torch.batch_norm(input, *affine, *(running or (None, None)), batch, momentum, eps, cudnn)
 
 
 def _normalised(
