@@ -28,7 +28,7 @@ def numbers(x: float) -> Any:
 
 SAMPLES = {
     "tensors": lambda x: (numbers(x), torch.tensor(1)),
-    "nothing beside a tensor": lambda x: ({"x": numbers(x), "mask": None}, torch.tensor(1)),
+    "None and a tensor": lambda x: ({"x": numbers(x), "mask": None}, torch.tensor(1)),
     "a named tuple": lambda x: (Pair(numbers(x), None), None),
     "text": lambda x: (f"of {x}", 1),
     "bytes": lambda x: (f"of {x}".encode(), 1),

@@ -1,0 +1,182 @@
+"""Jobs in the shapes of bug reports of distributed trainers, each under three plans or more: equal, refused, or named.
+
+What must come out was decided by reading the job. `python tests/exact/test_tracker_reports.py` writes docs/trackers.md.
+"""
+
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from trackers import gradients, inputs, losses, models, optimizers, sharing, state
+
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork
+from plait.launch.place import Place
+from plait.launch.supervise import Listener
+from plait.proof.job import check
+from plait.proof.verify import verify
+
+PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
+HEAD = """\
+# Jobs in the shapes of bug reports
+Users of distributed trainers report jobs that trained differently, crashed or hung once they were split. Each job here has the
+shape of such a report, and is written anew; the code is in `tests/trackers`. `tests/exact/test_tracker_reports.py` holds each of
+them to this table: `plait verify` gives the verdict, a short training gives the same, and in place of a difference
+(a code that begins with V) the check before training refuses. `python tests/exact/test_tracker_reports.py` writes this page.
+
+| verdict | meaning |
+|---|---|
+| EQUAL | proved equal to one device; a short training has one device's losses |
+| P…, J… | refused by name before training |
+| V… | the plan changes this job's training: `verify` names the difference, and the check before training refuses |
+| named | not exact by nature of the plan, and the run names what |
+"""
+DP, FSDP, TP, PP, CP = "dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2", "cp=2"
+PARTS, SHARDED, AGAIN, STAGES = "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 recompute=full", "pp=2"
+E = "EQUAL"
+ROWS: dict[ModuleType, dict[str, dict[str, str]]] = {
+    sharing: {
+        "tied_later": {DP: E, FSDP: E, PP: E, TP: E},
+        "unused_head": {DP: E, FSDP: E, PP: E},
+        "recursive_checkpoint": {DP: E, AGAIN: E, PP: E},
+        "chosen_and_rejected": {PARTS: E, FSDP: E, TP: E},
+        "transposed_decoder": {DP: E, FSDP: E, PP: E},
+        "hypernetwork": {DP: E, FSDP: E, PARTS: E},
+        "parametrized": {DP: E, FSDP: E, TP: "P034"},
+    },
+    losses: {
+        "smoothed_tokens": {PARTS: E, FSDP: E, TP: E},
+        "smoothed_tokens_unweighted": {PARTS: "V013", FSDP: "V013", TP: E},
+        "class_weights": {DP: E, AGAIN: E, PARTS: E},
+        "class_weights_by_samples": {DP: "V013", FSDP: "V013", TP: E},
+        "contrastive": {DP: E, FSDP: E, PARTS: "named"},
+        "contrastive_by_rank": {DP: "V013", FSDP: "V013", TP: E},
+        "triplets": {DP: "V013", PP: "V013", TP: E},
+        "missing_labels": {DP: E, FSDP: E, PP: E},
+        "missing_labels_by_task": {DP: "V013", FSDP: "V013", TP: E},
+        "uncertainty_weights": {DP: E, FSDP: E, PP: E},
+        "correlation": {DP: "V013", PARTS: "V013", STAGES: E},
+        "summed": {DP: "V013", FSDP: "V013", TP: E},
+        "branch_on_loss": {DP: "V013", PP: "V013", STAGES: E},
+        "random_field": {DP: E, AGAIN: E, PARTS: E},
+    },
+    state: {
+        "codebook": {DP: "named", FSDP: "named", TP: E},
+        "codebook_of_all": {DP: E, FSDP: E, PARTS: "named"},
+        "queue_of_keys": {DP: E, FSDP: E, PARTS: "named"},
+        "bootstrap": {DP: E, FSDP: "P031", TP: "P034"},
+        "first_batch_norm": {DP: "P031", FSDP: "P031", TP: E},
+        "first_batch_norm_of_all": {DP: E, FSDP: "P031", STAGES: E},
+        "embedding_max_norm": {DP: "P031", FSDP: "P031", TP: E},
+        "embedding_by_frequency": {DP: "V018", FSDP: "V018", STAGES: E},
+        "metric_in_model": {DP: "named", FSDP: "named", STAGES: "P024"},
+        "checkpointed_batch_norm": {DP: E, FSDP: E, PARTS: "named"},
+        "clamped_scale": {DP: E, FSDP: "P031", TP: E},
+    },
+    gradients: {
+        "backward_hooks": {DP: E, FSDP: E, PP: E},
+        "learned_step_size": {DP: E, FSDP: E, TP: "P034"},
+    },
+    models: {
+        "spectral_filter": {DP: E, FSDP: E, PP: E},
+        "equilibrium": {DP: "V015", FSDP: "V015", TP: "P034"},
+        "one_key_head": {FSDP: E, PP: E, TP: E},
+        "fused_by_head": {FSDP: E, TP: E, CP: E},
+    },
+    inputs: {
+        "padded_images": {DP: E, FSDP: E, TP: E},
+    },
+    optimizers: {
+        "unit_clipping": {DP: E, FSDP: E, TP: E},
+    },
+}  # fmt: skip
+"""Plans of each job, and what must come out: EQUAL; a code of a refusal; "named" as not exact, whatever the values are; or the code of
+a difference, which the check before training then has too."""
+
+
+def job(module: ModuleType, name: str) -> Job:
+    return getattr(module, name)()
+
+
+@cache
+def trained(module: ModuleType, name: str, plan: str) -> tuple[list[float], list[str]]:
+    """Losses of three steps in the job's own formats, and what the engine names as not exact. Refusals are raised."""
+
+    def run(place: Place) -> tuple[list[float], list[str]]:
+        engine = Engine(job(module, name), plan, device="cpu", place=place)
+        return [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(3))], [*engine.inexact]
+
+    return fork.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
+
+
+def of_verify(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
+    """What `verify` answers, as the table has it, and its words."""
+    try:
+        verdict = verify(job(module, name), Plan.parse(plan), device="cpu")
+    except PlaitError as error:
+        return error.problems[0].code, str(error)
+    if verdict.inexact:
+        return "named", f"{verdict.code} {verdict.inexact}"
+    return (E if verdict.equal else verdict.code), f"{verdict.cause} {verdict.first_wrong}"
+
+
+def of_training(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
+    """The same of a training: refused, named as not exact, or three steps; EQUAL if these have one device's losses."""
+    try:
+        losses_, inexact = trained(module, name, plan)
+    except PlaitError as error:
+        return error.problems[0].code, str(error)
+    if inexact:
+        return "named", str(inexact)
+    difference = max(abs(a - b) / max(1, abs(a)) for a, b in zip(trained(module, name, "dp=1")[0], losses_))
+    return (E if difference < 1e-5 else "different"), f"losses differ by {difference:.1e}"
+
+
+def of_check(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
+    """The code of the first finding of the check before training."""
+    found = check.check(job(module, name), Plan.parse(plan))
+    return (found.problems[0].code if found.problems else E), str(found.to_dict())
+
+
+QUICK = (("tied_later", FSDP), ("class_weights_by_samples", DP), ("clamped_scale", FSDP))
+CASES = [
+    pytest.param(module, name, plan, id=f"{name}-{plan}", marks=() if (name, plan) in QUICK else pytest.mark.slow)
+    for module, rows in ROWS.items() for name, row in rows.items() for plan in row
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name", "plan"), CASES)
+def test_a_reported_job_is_equal_refused_or_named(module: ModuleType, name: str, plan: str) -> None:
+    expected = ROWS[module][name][plan]
+    answer, words = of_verify(module, name, plan)
+    assert answer == expected, words
+    answer, words = of_training(module, name, plan)
+    if expected.startswith("V"):
+        assert answer == "named" or of_check(module, name, plan)[0] != E, words
+    else:
+        assert answer == expected, words
+
+
+def page() -> str:
+    """docs/trackers.md."""
+    lines = [HEAD]
+    for module, rows in ROWS.items():
+        lines += [f"## {module.__doc__.splitlines()[0].rstrip('.')}" if module.__doc__ else "", ""]
+        lines += ["| job | what was reported | plans and verdicts |", "|---|---|---|"]
+        for name, row in rows.items():
+            verdicts = " · ".join(f"`{plan}` {verdict}" for plan, verdict in row.items())
+            lines.append(f"| {name} | {getattr(module, name).__doc__} | {verdicts} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run  python tests/exact/test_tracker_reports.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,224 @@
+"""What changes gradients: hooks, functions of one's own, noise, frozen parts, derivatives in the forward pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait
+from trackers.samples import Block, Chain, Rows, Texts, first, generator, made, next_token, sgd
+
+
+def _scaled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if g is None else 0.3 * g for g in inputs)
+
+
+class _Hooked(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_full_backward_hook(_scaled)
+        self.first.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+
+
+def backward_hooks() -> plait.Job:
+    """Full backward hooks fire otherwise under wrappers: one scales the gradient that a block sends back."""
+    return made(_Hooked)
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -ctx.strength * g, None
+
+
+class _Domains(Rows):
+    def __getitem__(self, i: int) -> Any:
+        x = torch.randn(6, generator=generator(i))
+        return x, (x[:4].argmax(), torch.tensor(i % 2))
+
+
+class _Adversary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.label, self.domain = Chain(outputs=8), nn.Linear(8, 4), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x)
+        return self.label(h), self.domain(_Reverse.apply(h, 0.5))
+
+
+def gradient_reversal() -> plait.Job:
+    """Domain adversary: one function reverses the gradient between the features and the domain's head."""
+    loss = lambda o, y: F.cross_entropy(o[0], y[0]) + F.cross_entropy(o[1], y[1])  # noqa: E731
+    return made(_Adversary, loss, _Domains)
+
+
+class _StepSize(torch.autograd.Function):
+    """A learned step size of a weight's quantization: its gradient is scaled by the number of the weight's elements."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, step: Tensor) -> Tensor:
+        ctx.save_for_backward(w, step)
+        return (w / step).round().clamp(-8, 7) * step
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        w, step = ctx.saved_tensors
+        ratio = w / step
+        inside = (ratio > -8) & (ratio < 7)
+        slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-8, 7))
+        return g * inside, (g * slope).sum() / (w.numel() * 7) ** 0.5
+
+
+class _Quantized(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.step = nn.Parameter(torch.tensor(0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _StepSize.apply(self.weight, self.step), self.bias)
+
+
+def learned_step_size() -> plait.Job:
+    """Quantization-aware training: the gradient of a learned step size depends on the number of elements of the whole weight."""
+    return made(lambda: nn.Sequential(_Quantized(6, 16), nn.Tanh(), _Quantized(16, 4)))
+
+
+class _FakeQuantized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.detach().abs().amax() / 7
+        w = self.weight + ((self.weight / scale).round() * scale - self.weight).detach()
+        return F.linear(x, w, self.bias)
+
+
+def fake_quantized() -> plait.Job:
+    """Straight-through quantization by the largest element of the whole weight, of which a rank may hold a slice."""
+    return made(lambda: nn.Sequential(_FakeQuantized(6, 16), nn.ReLU(), _FakeQuantized(16, 4)), optimizer=sgd)
+
+
+class _Ranged(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        scale = h.detach().abs().amax() / 7
+        h = h + ((h / scale).round() * scale - h).detach()
+        for layer in self.layers:
+            h = layer(h)
+        return self.last(h)
+
+
+def quantized_activations() -> plait.Job:
+    """Observers see a rank's batch: activations are quantized by the largest of the batch."""
+    return made(_Ranged)
+
+
+class _LowRank(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base, self.a = base.requires_grad_(False), nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+class _Adapted(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for layer in self.layers:
+            assert isinstance(layer, Block)
+            layer.up = _LowRank(layer.up)  # type: ignore[assignment]
+            layer.norm.requires_grad_(True)
+        self.last.bias.requires_grad_(True)
+
+
+def _named_groups(parameters: list[Any]) -> torch.optim.Optimizer:
+    rates = {"*.a.weight": {"lr": 2e-2}, "*.b.weight": {"lr": 5e-2, "weight_decay": 0.0}}
+    return torch.optim.AdamW(plait.parameter_groups(parameters, rates), 1e-2)
+
+
+def adapters_by_name() -> plait.Job:
+    """Mixed `requires_grad` in one unit: low-rank adapters, trained norms and one bias, with rates chosen by name."""
+    return made(_Adapted, optimizer=_named_groups)
+
+
+class _Penalised(Chain):
+    """The squared slope of a random projection of the hidden state's logits."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        with torch.enable_grad():
+            h = h if h.requires_grad else h.detach().requires_grad_()
+            out = h
+            for layer in self.layers:
+                out = layer(out)
+            out = self.last(out)
+            (slope,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), h, create_graph=True)
+        return out, slope.square().sum(-1)
+
+
+def jacobian_penalty() -> plait.Job:
+    """Double backward through a wrapped module: the loss has the slope of the outputs with regard to a hidden state."""
+    return made(_Penalised, lambda o, y: F.cross_entropy(o[0], y) + 0.1 * o[1].mean())
+
+
+class _Similar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.norm, self.predictor = Chain(outputs=6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = [self.norm(self.encoder(x + 0.1 * torch.randn_like(x))) for _ in range(2)]
+        pairs = zip(map(self.predictor, views), reversed(views))
+        return sum((1 - F.cosine_similarity(p, z.detach(), dim=-1) for p, z in pairs), x.new_zeros(()))
+
+
+def stopped_gradient() -> plait.Job:
+    """Batch norm is called twice before backward: two noisy views of one batch, one of which gets no gradient."""
+    return made(_Similar, first)
+
+
+class _Leaky(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)) for _ in range(3)])
+
+
+def random_slopes() -> plait.Job:
+    """Randomized leaky ReLU in a recomputed unit: its noise is written by the operator, and saved for backward."""
+    return made(_Leaky)
+
+
+class _NoisyWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight + 0.1 * torch.randn_like(self.weight) if self.training else self.weight
+        return F.linear(x, w, self.bias)
+
+
+def noisy_weights() -> plait.Job:
+    """Variational layers: noise of the weight's shape is drawn in each forward pass, equal on all replicas."""
+    return made(lambda: nn.Sequential(_NoisyWeight(6, 16), nn.Tanh(), _NoisyWeight(16, 4)))
+
+
+class _Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(16, 6, padding_idx=0), Chain(outputs=16)
+        self.tokens.weight.requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(2, 6) / 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = torch.cat([self.prompt.expand(len(ids), -1, -1), self.tokens(ids)], 1)
+        return self.body(h)[:, 2:]
+
+
+def learned_prompt() -> plait.Job:
+    """Prompt tuning: learned positions come before those of the text, and are cut off the outputs again."""
+    return made(_Frozen, next_token, Texts)

@@ -1,0 +1,184 @@
+"""Samples, batches and their order."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait
+from trackers.samples import Chain, Images, Ragged, Rows, Texts, first, generator, made
+
+
+class Pair(NamedTuple):
+    values: Tensor
+    scale: Tensor
+
+
+class _Tuples(Rows):
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return {"pair": Pair(x, torch.tensor(1.0 + i % 3)), "mask": None}, y
+
+
+class _OfPair(Chain):
+    def forward(self, pair: Any, mask: Tensor | None = None) -> Tensor:
+        out = super().forward(pair.values) * pair.scale[:, None]
+        return out if mask is None else out * mask
+
+
+def named_tuples() -> plait.Job:
+    """Scatter of inputs: a NamedTuple inside of a dict, together with an argument that is None in every batch."""
+
+    class Data(_Tuples):
+        def collate(self, samples: list[Any]) -> Any:
+            pairs = [x["pair"] for x, _ in samples]
+            pair = Pair(torch.stack([p.values for p in pairs]), torch.stack([p.scale for p in pairs]))
+            return {"pair": pair, "mask": None}, torch.stack([y for _, y in samples])
+
+    return made(_OfPair, data=Data)
+
+
+@dataclass
+class Graph:
+    """Nodes of all samples in one row, and the sample of each."""
+
+    nodes: Tensor
+    owner: Tensor
+    size: int
+
+
+class _Graphs(Rows):
+    def __getitem__(self, i: int) -> Any:
+        nodes = torch.randn(2 + i % 4, 6, generator=generator(i))
+        return nodes, nodes.mean(0)[:4].argmax()
+
+    def collate(self, samples: list[Any]) -> Any:
+        owner = torch.cat([torch.full((len(n),), k) for k, (n, _) in enumerate(samples)])
+        graph = Graph(torch.cat([n for n, _ in samples]), owner, len(samples))
+        return {"graph": graph}, torch.stack([y for _, y in samples])
+
+
+class _OfGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = Chain(outputs=8), nn.Linear(8, 4)
+
+    def forward(self, graph: Graph) -> Tensor:
+        h = self.body(graph.nodes)
+        return self.last(torch.zeros(graph.size, 8, dtype=h.dtype).index_add(0, graph.owner, h))
+
+
+def dataclass_batches() -> plait.Job:
+    """Inputs are an object: a dataclass with nodes of all samples in one tensor, and their number as an int."""
+    return made(_OfGraph, data=_Graphs)
+
+
+class _Stream:
+    """An iterable that shuffles by Python's generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows, order = Rows(40), [*range(40)]
+        random.shuffle(order)
+        for i in order:
+            yield rows[i]
+
+
+def shuffled_stream() -> plait.Job:
+    """Duplicate samples of an IterableDataset: every rank reads the stream, which is shuffled by `random.shuffle`."""
+    return made(Chain, data=_Stream)
+
+
+def _weighted(seed: int, epoch: int, length: int) -> Tensor:
+    weights = 1.0 + torch.arange(length) % 4
+    return torch.multinomial(weights, length, replacement=True, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+def weighted_sampler() -> plait.Job:
+    """A weighted sampler is replaced by a distributed one: samples are drawn with weights, and some come twice."""
+    return made(Chain, order=_weighted)
+
+
+class _Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.EmbeddingBag(16, 6, mode="sum", padding_idx=0), Chain()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(self.tokens(ids))
+
+
+class _Topics(Ragged):
+    def __getitem__(self, i: int) -> Any:
+        ids, _ = super().__getitem__(i)
+        return ids, ids.sum() % 4
+
+    def collate(self, samples: list[Any]) -> Any:
+        rows = nn.utils.rnn.pad_sequence([ids for ids, _ in samples], batch_first=True)
+        return rows, torch.stack([y for _, y in samples])
+
+
+def token_buckets() -> plait.Job:
+    """Dynamic batches: steps hold as many texts as fit a number of tokens, in buckets of like lengths, into an EmbeddingBag."""
+    lengths = lambda: [3 + i % 6 for i in range(60)]  # noqa: E731
+    return made(_Bag, data=_Topics, token_budget=plait.TokenBudget(32, lengths))
+
+
+class _CutMix(Images):
+    def __getitem__(self, i: int) -> Any:
+        x, _ = super().__getitem__(i)
+        other, _ = super().__getitem__(random.randrange(len(self)))
+        a = random.randrange(1, 8)
+        x[:, :, :a] = other[:, :, :a]
+        return x, x.mean((1, 2)).abs().argmax()
+
+
+class _Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x).mean((2, 3)))
+
+
+def cut_and_mixed() -> plait.Job:
+    """Loader processes draw the same numbers: CutMix in `__getitem__`, of a partner that Python's generator draws."""
+    return made(_Convolved, data=_CutMix)
+
+
+class _Sizes(Images):
+    """Images of unlike widths, padded with zeros to the widest; the model is not told where an image ends."""
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return x[:, :, : 5 + i % 4], y
+
+    def collate(self, samples: list[Any]) -> Any:
+        widest = max(x.shape[2] for x, _ in samples)
+        return torch.stack([F.pad(x, (0, widest - x.shape[2])) for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def padded_images() -> plait.Job:
+    """Variable image sizes: the mean over an image counts padding, whose width the widest image of the batch decides."""
+    return made(_Convolved, data=_Sizes)
+
+
+class _SkipGram(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.contexts = nn.Embedding(16, 6), nn.Embedding(16, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        word, near = self.words(ids[:, 0]), self.contexts(ids[:, 1])
+        far = self.contexts(torch.randint(0, 16, (len(ids), 5)))
+        return -F.logsigmoid((word * near).sum(-1)) - F.logsigmoid(-(far @ word[:, :, None])[..., 0]).sum(-1)
+
+
+def negative_samples() -> plait.Job:
+    """Ranks draw the same negatives: a skip-gram model draws five words for each sample in the forward pass."""
+    return made(_SkipGram, first, Texts)
