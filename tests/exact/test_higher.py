@@ -92,6 +92,39 @@ def test_a_compiled_module_is_not_taken_apart(plan: str) -> None:
     assert "1.part" in str(error.value) and plan in str(error.value)
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer; or has one that nobody writes."""
+
+    calls: torch.Tensor
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.counts = nn.Linear(6, 8), nn.Linear(8, 1), counts
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls.add_(1)
+        return self.second(torch.tanh(self.first(x)) / self.calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ("dp=2", "microbatches=2"))
+def test_a_model_that_is_compiled_as_a_whole_is_the_same_training(plan: str) -> None:
+    verdict = verify(make(lambda: torch.jit.script(Counting(False))), Plan.parse(plan))
+    assert verdict.equal and not verdict.inexact, verdict.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", (True, False))
+@pytest.mark.parametrize("part", (lambda: Counting(True), lambda: nn.Sequential(nn.Linear(6, 1), nn.BatchNorm1d(1))))
+def test_buffers_that_a_compiled_module_writes_are_named(whole: bool, part: Any) -> None:
+    model = (lambda: torch.jit.script(part())) if whole else lambda: nn.Sequential(torch.jit.script(part()))
+    with pytest.raises(PlaitError, match="P071") as error:
+        verify(make(model), Plan.parse("dp=2"))
+    assert "is written by a module that torch.jit has compiled" in str(error.value) and error.value.exit_code == 2
+
+
 class Inside(jobs_higher.Block):
     """Draws random numbers where no mode sees them."""
 

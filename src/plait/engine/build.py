@@ -248,7 +248,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan, cast, once = built.job, built.plan, built.cast, built.trial_call
     inputs = lambda n: built.pairs(n)[0]  # noqa: E731
     found = _sketched(built, made) if seen is None else seen
-    if problem := scripted.refused(plan, found.scripted) or unmeasured.refused(plan, found):
+    if problem := scripted.refused(plan, found.scripted, found.counting) or unmeasured.refused(plan, found):
         raise PlaitError(problem)
     found = built.sketch = with_open_head(found, job)
     if expert.wanted(plan):

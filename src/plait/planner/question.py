@@ -160,7 +160,7 @@ class PlanRequest:
                 return UNPRICED_CP
             if problem := mutations.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
-            if problem := scripted.refused(plan, self.sketch.scripted) or self.unlike(plan):
+            if problem := scripted.refused(plan, self.sketch.scripted, self.sketch.counting) or self.unlike(plan):
                 return problem.what
             if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
                 return reason

@@ -160,7 +160,7 @@ class Notes(UnitNotes):
         self._inside: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
         self.closed = False
-        if units is not None:
+        if units is not None and not scripted.is_scripted(model):  # it takes no hooks, and is no unit either
             self._hooks.append(model.register_forward_pre_hook(self._begin, prepend=True))
             self._hooks.append(model.register_forward_pre_hook(lambda *_: self._listen("")))
         for name, module in self.units.items():

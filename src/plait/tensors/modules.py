@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from plait.config.job import is_user_class
 from plait.tensors.held_values import HeldValues
 from plait.tensors.parameters import like
+from plait.tensors.scripted import is_scripted
 from plait.tensors.torch_private import each_tensor, own_buffers
 
 
@@ -75,8 +76,9 @@ def forwards_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
-    """The attributes of modules as they are now (numbers, caches, a forward of their own), for `put_back`."""
-    kept = list(modules)
+    """The attributes of modules as they are now (numbers, caches, a forward of their own), for `put_back`. Those of modules that
+    torch.jit has compiled cannot be replaced, and are left out."""
+    kept = [module for module in modules if not is_scripted(module)]
     return Attributes([(module, dict(vars(module))) for module in kept], HeldValues(kept))
 
 
@@ -96,6 +98,7 @@ class ModuleState:
         self.attributes = attributes_of(modules)
         self.buffers = [own_buffers(module) for module, _ in self.attributes.tables]
         values = [value for _, values in self.attributes.tables for value in values.values()] if hooks else []
+        values += [buffer for module in modules if is_scripted(module) for buffer in module.buffers(recurse=False)]
         self._tensors = [(value, value.clone()) for value in values if type(value) is Tensor and not value.is_meta]
         content = [vars(module)[name] for module, _ in self.attributes.tables for name in ("_parameters", "_modules")]
         tables: list[dict[Any, Any]] = [*self.buffers, *content, *(value for value in values if type(value) is OrderedDict)]

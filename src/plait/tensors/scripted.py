@@ -21,9 +21,17 @@ def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if id(module) not in compiled)
 
 
-def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
-    """P071 when a plan would have to take one of the compiled modules apart."""
-    first = next(iter(names), None)
+def refused(plan: Plan, names: Iterable[str], written: Iterable[str]) -> Problem | None:
+    """P071 when one of the compiled modules writes a buffer, or a plan would have to take one apart. `written`: buffers that forward
+    writes."""
+    names = list(names)
+    first, kept = next(iter(names), None), next((n for n in written if n.rpartition(".")[0] in names), None)
+    if kept is not None:
+        what, why = (
+            f"{kept} is written by a module that torch.jit has compiled",
+            "plait cannot synchronize it or put it back",
+        )
+        return Problem("P071", what, why=why, fix=("the module as it was before torch.jit.script or torch.jit.trace",))
     axes = "fsdp", *reversed(SAME_LOSS), "ep"
     needs = [f"{axis}={getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
     needs += ["offload=all"] if plan.offload == "all" else []
