@@ -14,7 +14,7 @@ two are synchronized: what a function wrote into the shadow is rounded into the 
 of the mode wrote into the storage is copied into the shadow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, cast
 
@@ -53,6 +53,8 @@ _OF_MEMORY = {
 """What is about a tensor's own memory or its place in autograd's graph: it is given narrow tensors as they are."""
 _SHARING = {torch.as_tensor, torch.asarray, torch.frombuffer, torch.from_dlpack}
 """They may return memory of others, such as numpy's: the tensor must go on sharing it."""
+_NUMBERS = frozenset({int, float, bool, complex, slice, type(None), type(...), torch.device, torch.layout, torch.Size})
+"""Types that contain no tensor and name no format."""
 _DRAWING = {torch.rand, torch.randn, torch.normal, torch.rand_like, torch.randn_like}
 """In another format a generator draws other values: they are drawn in the format that is asked for, and then widened."""
 
@@ -73,16 +75,42 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _CASTS:
             func, args, kwargs = _CASTS[func], args[:1], {}
-        given = args, kwargs or {}
-        if func not in _DRAWING:
-            given = tuple(_widened(a) for a in args), {k: _widened(v) for k, v in given[1].items()}
+        kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return _copied(func, *given)
+            return _copied(func, *_asked_for(func, args, kwargs))
+        if _all_wide(args) and _all_wide(kwargs.values()):  # most calls: `tree_map` would take longer than they do
+            result = func(*args, **kwargs)
+            return result if _all_wide((result,)) else _Call().returned(result, func in _SHARING)
+        given = _asked_for(func, args, kwargs)
         if func in _OF_MEMORY:
             return func(*given[0], **given[1])
         call = _Call()
         args, kwargs = tree_map_only(Tensor, call.given, given)
         return call.returned(func(*args, **kwargs), func in _SHARING)
+
+
+def _all_wide(values: Iterable[Any]) -> bool:
+    """Whether no value is of a narrow format, asks for one, or may contain one that does."""
+    for value in values:
+        kind = type(value)
+        if kind in _NUMBERS:
+            continue
+        if isinstance(value, Tensor):
+            if value.dtype in NARROW:
+                return False
+        elif kind is torch.dtype:
+            if value in NARROW:
+                return False
+        elif not (kind in (list, tuple) and _all_wide(value)):
+            return False
+    return True
+
+
+def _asked_for(func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, which asks for float64 where it asked for less."""
+    if func in _DRAWING:
+        return args, kwargs
+    return tuple(_widened(a) for a in args), {k: _widened(v) for k, v in kwargs.items()}
 
 
 class _Call:
