@@ -1,6 +1,7 @@
 """Jobs in the shapes of bug reports of distributed trainers, each under three plans or more: equal, refused, or named.
 
-What must come out was decided by reading the job. `python tests/exact/test_tracker_reports.py` writes docs/trackers.md.
+What must come out was decided by reading the job; each other answer was looked at before it came into the table.
+`python tests/exact/test_tracker_reports.py` writes docs/trackers.md.
 """
 
 from functools import cache
@@ -80,10 +81,20 @@ ROWS: dict[ModuleType, dict[str, dict[str, str]]] = {
     gradients: {
         "backward_hooks": {DP: E, FSDP: E, PP: E},
         "learned_step_size": {DP: E, FSDP: E, TP: "P034"},
+        "fake_quantized": {DP: E, FSDP: E, TP: "P034"},
+        "quantized_activations": {DP: "V015", FSDP: "V015", STAGES: E},
+        "jacobian_penalty": {DP: E, FSDP: E, PARTS: E},
+        "stopped_gradient": {DP: E, FSDP: E, PARTS: "named"},
+        "random_slopes": {DP: "named", AGAIN: "named", STAGES: "named"},
+        "learned_prompt": {DP: E, FSDP: E, CP: E},
     },
     models: {
+        "vmapped_ensemble": {DP: E, FSDP: E, PARTS: E},
         "spectral_filter": {DP: E, FSDP: E, PP: E},
         "equilibrium": {DP: "V015", FSDP: "V015", TP: "P034"},
+        "coupling_flow": {DP: E, AGAIN: E, PP: E},
+        "neural_ode": {DP: E, FSDP: E, TP: E},
+        "masked_autoencoder": {DP: E, FSDP: E, PP: E},
         "one_key_head": {FSDP: E, PP: E, TP: E},
         "fused_by_head": {FSDP: E, TP: E, CP: E},
     },
@@ -159,6 +170,12 @@ def test_a_reported_job_is_equal_refused_or_named(module: ModuleType, name: str,
         assert answer == "named" or of_check(module, name, plan)[0] != E, words
     else:
         assert answer == expected, words
+
+
+@pytest.mark.slow
+def test_a_backward_pass_that_counts_the_batch_is_not_called_kept_state_alone() -> None:
+    code, words = of_check(state, "embedding_by_frequency", DP)
+    assert code == "J035" and "a backward pass" in words and "scale_grad_by_freq" in words
 
 
 def page() -> str:

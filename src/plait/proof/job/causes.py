@@ -294,6 +294,10 @@ def _of_gradient(job: Job, cut: Plan, apart: tuple[Point, str, float, float, flo
     why = f"step {point.step + 1}, {point.size} samples ({_how(cut)}): "
     gradient = f"the gradient of {name} differs by {far:.1e} of its size"
     why += f"the loss is {b:.9g} instead of {a:.9g}" if name == "loss" else gradient
-    why += "; outputs and loss of each part, computed beside each other, do not show it: something is kept from call to call"
-    fix = ("keep nothing between calls of the loss or the model that decides what they compute",)
-    return Problem("J035", what, why=why, where=_where(job), fix=fix)
+    kept = "something is kept from call to call"
+    why += "; outputs and loss of each part, computed one after the other, do not show it: "
+    why += kept if name == "loss" else f"a backward pass makes something of all samples that it is given, or {kept}"
+    fix = ["keep nothing between calls of the loss or the model that decides what they compute"]
+    if name != "loss":
+        fix.append("no embedding with scale_grad_by_freq; no backward function or hook that counts or normalizes the batch")
+    return Problem("J035", what, why=why, where=_where(job), fix=tuple(fix))
