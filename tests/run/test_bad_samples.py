@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import jobs_bad_samples
 import pytest
 from launched import Command, rows
 
 from plait.cli.rounds import Losses
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.plan import Plan
 from plait.data.sample_errors import naming_samples
+from plait.proof.verify import verify
 
 JOB = str(Path(__file__).parents[1] / "jobs_bad_samples.py")
 
@@ -57,6 +60,13 @@ def test_the_state_before_it_is_saved(kind: str, plan: str, more: tuple[str, ...
     assert f"the state before it is saved in runs/jobs_bad_samples-1/checkpoints/step-{done:06d}" in command.output, (
         command.output
     )
+
+
+@pytest.mark.slow
+def test_a_proof_names_the_sample() -> None:
+    with pytest.raises(PlaitError, match="sample 77 of epoch 0 raised KeyError") as raised:
+        verify(jobs_bad_samples.job("key"), Plan.parse("dp=2"))
+    assert raised.value.codes == ["C014"]
 
 
 @pytest.mark.slow

@@ -49,12 +49,13 @@ CASES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "wav2vec2": {"": {"V015": ("dp=2",)}, "drop=0 mask=0": {EQUAL: ("dp=2",)}},
     "ctc": {"": {"V010": ("dp=2",)}, "p=0": {EQUAL: ("dp=2",)}},
     "lazy": {"kind=lazy": {"J006": ("dp=2",)}, "kind=cache": {EQUAL: ("dp=2", "fsdp=2")}, "kind=forward": {"J052": ("dp=2",)}},
-    "own_moe": {"": {EQUAL: ("dp=2",)}, "jit=0": {EQUAL: ("ep=2",)}},
+    "own_moe": {"": {EQUAL: ("dp=2", "ep=2")}, "jit=0": {EQUAL: ("ep=2",)}},
     "prodigy_schedulefree": {
         "kind=prodigy": {EQUAL: ("dp=2",), "P022": ("fsdp=2",)},
         "kind=free": {EQUAL: ("dp=2",)},
     },
     "sparse_embedding": {"": {"J012": ("dp=2",)}},
+    "bad_samples": {"kind=nan": {EQUAL: ("dp=2",)}, **{f"kind={kind}": {"C014": ("dp=2",)} for kind in ("raise", "index")}},
     "mamba": {"": {EQUAL: ("dp=2",), "P042": ("cp=2",)}},
 }  # fmt: skip
 """By the job's file and its options: what comes out, and under which plans."""

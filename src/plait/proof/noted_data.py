@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.data.batch import Data, MapStyle, is_map
+from plait.data.sample_errors import naming_samples
 from plait.tensors.torch_private import tree_leaves
 
 Digest = Callable[[object], Any] | None
@@ -29,7 +30,8 @@ class ChosenSamples:
         return len(self.ids)
 
     def __getitem__(self, i: int) -> object:
-        sample = self.data[self.ids[i]]
+        with naming_samples([self.ids[i]], "of the data"):
+            sample = self.data[self.ids[i]]
         if self.digest is not None:
             self.seen[i] = self.digest(sample)
         return sample

@@ -24,6 +24,7 @@ from plait.checkpoint.opening import open_weights
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
 from plait.data.batch import Data, example, in_tensors, is_map, pair_of
+from plait.data.sample_errors import naming_samples
 from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
 from plait.launch import one_device
@@ -365,16 +366,18 @@ def _numbered(data: Data, order: Iterable[int], words: tuple[int | str, ...]) ->
     source = iter(data)
     for i in count():
         seed_host(*words, i)
-        sample = next(source, None)
+        with naming_samples([i], "of the data"):
+            sample = next(source, None)
         if sample is None:
             return
         yield i, sample
 
 
 def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
-    """What `load` gives, with the host's generators in the state that belongs to a sample of an epoch."""
+    """What `load` gives, with the host's generators in the state that belongs to a sample of an epoch. C014 for what it raises."""
     seed_host(job.seed, "sample", epoch, i)
-    return load()
+    with naming_samples([i], f"of epoch {epoch}"):
+        return load()
 
 
 def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
