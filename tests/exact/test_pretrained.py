@@ -108,6 +108,6 @@ def test_hugging_face_folders(kind: str, lora: bool, plan: str, tmp_path: Path) 
 
     def model() -> nn.Module:
         targets = ["c_attn"] if kind == "gpt2" else ["q_proj", "v_proj"]
-        return peft.get_peft_model(made(), peft.LoraConfig(r=4, target_modules=targets)) if lora else made()
+        return peft.get_peft_model(made(), peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2")) if lora else made()
 
     assert verify(jobs_real.hugging(model, weights=str(tmp_path)), Plan.parse(plan), steps=3).equal

@@ -230,3 +230,53 @@ def test_jobs_that_slices_leave_as_they_are(name: str) -> None:
     """A loss that wants more samples than small batches have, samples mixed at random while they are put together, and a loss
     that looks at numbers."""
     assert verify(getattr(jobs_treacherous, name)(), Plan.parse("tp=2")).equal
+
+
+class Counted:
+    """A loss that gives later samples more weight, by an attribute."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        self.seen += 1
+        return (out - y).square().mean() * (1.0 + 0.1 * self.seen)
+
+
+class Moving(nn.Module):
+    """A loss as a module that divides by a moving mean of itself, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        loss = (out - y).square().mean()
+        self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / self.mean.clone()
+
+
+@pytest.mark.parametrize(
+    ("loss", "plan"), sampled(3, ((Counted, "dp=1 recompute=full"), (Moving, "tp=2"), (Moving, "pp=2")))
+)
+def test_a_proof_leaves_the_state_of_a_loss_as_it_was(loss: Any, plan: str) -> None:
+    model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))  # noqa: E731
+    verdict = verify(jobs.make(model, loss=loss()), Plan.parse(plan))
+    assert verdict.equal, verdict.to_dict()
+
+
+def wants_three(out: Tensor, y: Tensor) -> Tensor:
+    """A mean over samples, for three at least."""
+    if len(out) < 3:
+        raise ValueError("too few samples")
+    return (out - y).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "code"), ((wants_three, ""), (lambda out, y: (out - y).abs().kthvalue(3, 0).values.mean(), "V013"))
+)
+def test_a_loss_that_wants_more_samples_than_a_part_of_a_small_batch_has(loss: Any, code: str) -> None:
+    """Batches of the job's own size are compared then."""
+    verdict = verify(jobs.make(lambda: nn.Linear(6, 1), lambda: jobs.Numbers(64), loss, batch=16), Plan.parse("dp=2"))
+    assert verdict.equal == (not code) and verdict.code == code, verdict.to_dict()

@@ -27,8 +27,10 @@ HIDDEN = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "all_reduce_coalesced",
 )  # fmt: skip
 """Functions of torch.distributed that ask for the ranks, or communicate; without `isend` and `irecv`, which torch compares by identity."""
-HANDS_OVER = ("plait.launch", "plait.cli", "plait.api", "plait.ray", "plait.data", "plait.engine.callbacks", "plait.chaos")
-"""Modules that call code which is not a part of the job's step, and may see the ranks."""
+HANDS_OVER = (
+    "plait.launch", "plait.cli", "plait.api", "plait.ray", "plait.data", "plait.proof.noted_data", "plait.engine.callbacks", "plait.chaos",
+)  # fmt: skip
+"""Modules that call code which is not a part of the job's step, and may see the ranks. Samples are read in a proof as in training."""
 FIX = (
     "take it out    plait sums gradients, weights losses and gathers metrics by itself",
     "plait.global_mean, plait.global_batch    what a loss needs of the whole batch",

@@ -50,6 +50,7 @@ from plait.proof.rounding import (
     wider,
 )  # fmt: skip
 from plait.randomness.keyed import Randomness
+from plait.tensors.modules import loss_kept
 from plait.tensors.torch_private import tree_map_only
 
 SCALE = 256.0
@@ -102,11 +103,12 @@ def small(plan: Plan, model: torch.nn.Module) -> int:
 
 
 class Reference:
-    """One device in the formats of a plan. `one`: the same job in float64, which knows what the model draws."""
+    """One device in the formats of a plan. `one`: the same job in float64, which knows what the model draws. `samples`: of the batch,
+    unless the smallest will do."""
 
-    def __init__(self, job: Job, plan: Plan, one: reference.OneDevice, clip: float):
+    def __init__(self, job: Job, plan: Plan, one: reference.OneDevice, clip: float, samples: int = 0):
         self.plan, self.one, self.clip = plan, one, clip
-        self.job = dataclasses.replace(job, batch=small(plan, one.model))
+        self.job = dataclasses.replace(job, batch=samples or small(plan, one.model))
         self.data = job.data()
         self.read = next(reference.samples(self.job, self.data))
         self.format = plan_format(plan)
@@ -162,7 +164,7 @@ class Reference:
     def steps(self, parts: list[SampleRange], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
         """A step of a new model, its loss and gradients summed over parts of the batch. After it `sums` more, with the gradient of each
         part moved by rounding before it is added."""
-        with multiplying(self.plan):
+        with multiplying(self.plan), loss_kept(self.job.loss, self.one.model):
             passes = self._passes(parts, noise, sums)
             before = [p.detach().clone() for p in passes.model.parameters()] if sums else []
             found = [self._updated(passes, passes.gradients)]

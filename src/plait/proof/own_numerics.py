@@ -27,7 +27,7 @@ from plait.proof import reference
 from plait.proof.probes import as_double
 from plait.randomness.keyed import Randomness, seed_host
 from plait.tensors.float64 import Wide
-from plait.tensors.modules import convert, format_in
+from plait.tensors.modules import convert, format_in, loss_kept
 from plait.tensors.torch_private import TorchDispatchMode, leaves, tree_map_only
 
 FACTOR = 64.0
@@ -99,7 +99,9 @@ class _Step:
 
     def _loss(self, model: nn.Module, pair: tuple[Any, Any], phase: Phase | None) -> Tensor:
         if phase is None:
-            return self.one.job.loss(reference.call(model, pair[0]), pair[1])
+            outputs = reference.call(model, pair[0])
+            with loss_kept(self.one.job.loss, model):
+                return self.one.job.loss(outputs, pair[1])
         model.turn = phase.name  # type: ignore[assignment]
         return phase.loss(reference.call(model, pair[0])[phase.name], pair[1])
 

@@ -35,7 +35,7 @@ from plait.model.sketch import sketch
 from plait.proof.notes import Notes
 from plait.randomness.keyed import Randomness, seed_host
 from plait.tensors.float64 import Wide
-from plait.tensors.modules import convert, evaluating, format_in
+from plait.tensors.modules import convert, evaluating, format_in, loss_kept
 from plait.tensors.rows import dense
 from plait.tensors.torch_private import tree_map_only
 
@@ -148,7 +148,7 @@ def train(
     one = OneDevice.of(job, data, dtype, device)
     model = one.model
     out: dict[str, Any] = {"initial": copied(model.named_parameters()), "rows": [], "ids": []}
-    stream = samples(job, data)
+    stream, seen = samples(job, data), None
     for step in range(steps):
         moves()
         read = next(stream)
@@ -157,11 +157,13 @@ def train(
             out["gradients"] = gradients(model)
             first = float(torch.nn.utils.get_total_norm([p.grad for p in one.parameters if p.grad is not None]))
             out["clip"] = clip * first or clip  # a first gradient of zero: any limit is as good
-            with Wide():
-                out["mean"] = _is_mean(job, outputs, targets, len(read[1]))
+            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, (outputs, targets)), len(read[1])
         out["rows"].append(one.update(read, loss, out["clip"]))
         out["ids"].append([read[0], read[1]])
-    return out | end(one) | then(one)
+    out |= end(one) | then(one)
+    with Wide():  # last, because a loss may have a state that each call changes
+        out["mean"] = _is_mean(job, one.model, *seen) if seen else None
+    return out
 
 
 def end(one: OneDevice) -> dict[str, dict[str, torch.Tensor]]:
@@ -380,17 +382,22 @@ def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
         return load()
 
 
-def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
-    """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut. What has no dim,
-    such as a temperature that is returned, belongs to both parts."""
+def _is_mean(job: Job, model: torch.nn.Module, batch: tuple[object, object], n: int) -> bool | None:
+    """Whether the loss of a batch of n samples, (outputs, targets), is the weighted mean of the losses of its two parts; None when it
+    cannot be cut. What has no dim, such as a temperature that is returned, belongs to both parts."""
+
+    def ask(outputs: object, targets: object) -> float:
+        with loss_kept(job.loss, model):
+            return float(job.loss(outputs, targets))
+
     try:
         with torch.no_grad():
             total, weights = 0.0, 0.0
             for part in (slice(0, n // 2), slice(n // 2, n)):
-                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part] if x.ndim else x, (outputs, targets))
+                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part] if x.ndim else x, batch)
                 weight = float(torch.as_tensor(job.weight(t)).sum()) if job.weight else part.stop - part.start
-                total, weights = total + weight * float(job.loss(o, t)), weights + weight
-            whole = float(job.loss(outputs, targets))
+                total, weights = total + weight * ask(o, t), weights + weight
+            whole = ask(*batch)
     except Exception:  # outputs without a batch dim: nothing can be said
         return None
     return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None

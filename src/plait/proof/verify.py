@@ -81,12 +81,15 @@ def verify(
     device: str = "auto",
     quiet: bool = False,
     seconds: float | None = None,
+    *,
+    own_size: bool = False,
 ) -> Verdict:
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
     step in the plan's own formats; a job with phases has neither. If random numbers may be the cause of a difference, it
-    compares again without draws (`quiet`): a difference that is still there has another cause.
+    compares again without draws (`quiet`): a difference that is still there has another cause. `own_size`: all batches have the
+    job's own size, because the job cannot train on the few samples that a part of a smaller batch has.
     """
     seconds = 0.0 if job.phases is not None else own_batch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
@@ -100,14 +103,19 @@ def verify(
         (logic, steps), seconds = own.shortened(logic, steps), 0.0
         limit = CLIP if job.clip is not None else NEVER
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, Path(folder))
+        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, Path(folder), own_size)
         hard = phases.clipped(hard, expected.facts)
         told = None
         if own is not None:
             expected, told = _algorithm(own, expected, (hard, logic), kind, Path(folder))
         facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
         facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
-        results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
+        try:
+            results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
+        except PlaitError as error:
+            if own_size or not _wants_more_samples(error, (hard, job), logic, kind):
+                raise
+            return verify(job, plan, steps, device, quiet, seconds, own_size=True)
         actual = candidate.whole(Path(folder), results)
         named = actual.facts["inexact"]
         if own is not None:
@@ -236,7 +244,7 @@ def _with_own_batch(
 
 
 def _reference(
-    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float, float], device: str, folder: Path
+    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float, float], device: str, folder: Path, own_size: bool
 ) -> tuple[Job, Trace]:
     """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
     seconds for batches of the job's own size, and where to clip. `plans`: as it was given, and in fp32."""
@@ -244,8 +252,8 @@ def _reference(
         open_weights(Path(job.weights))  # what cannot be read is said before a start
     plan = plans[1]
     parts = plan.replica_groups * plan.shares * plan.microbatches
-    hards = [harden(job, plan, short) for short in (1, 2 * parts)]
-    if job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
+    hards = [] if own_size else [harden(job, plan, short) for short in (1, 2 * parts)]
+    if own_size or job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
         hards.append(harden(job, plan, 0, job.batch))
     failed: list[PlaitError] = []
     for hard in hards:
@@ -258,6 +266,17 @@ def _reference(
             continue
         return hard, _trace(folder / "reference", result)
     raise _on_one_device(failed[-1], hards[-1], device) from None
+
+
+def _wants_more_samples(error: PlaitError, jobs: tuple[Job, Job], plan: Plan, device: str) -> bool:
+    """Whether a rank failed since the job, in plain PyTorch, cannot train on as few samples as a part of the small batches has."""
+    hard, job = jobs
+    parts = plan.replica_groups * plan.shares * plan.microbatches
+    fewest, own = hard.batch // parts, job.batch // parts
+    if error.codes[0] != "C005" or not 0 < fewest < own:
+        return False
+    fails, fine = (bool(_raised(dataclasses.replace(job, batch=n), None, device)) for n in (fewest, own))
+    return fails and not fine
 
 
 def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
@@ -374,7 +393,8 @@ def _one_device(
         dataclasses.replace(job, data=data), steps, limit, torch.float64, device, moves=lambda: place.within("forward"),
         then=then,
     )  # fmt: skip
-    out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
+    samples = job.batch if job.batch == jobs[1].batch else 0  # a job that cannot train on fewer
+    out |= _in_own_formats(job, plan, models[0], out["clip"], samples) if seconds else {}
     out |= _carried(jobs[1], models[0], plan) if models and job.phases is None else {}
     _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
@@ -412,12 +432,12 @@ def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:
     return data, holder
 
 
-def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:
+def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float, samples: int) -> dict[str, Any]:
     """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
     if plan.compile:
         return {}
     try:
-        told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
+        told, tensors = formats.facts(formats.Reference(job, plan, one, clip, samples))
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return {"untried": f"{plan.precision}: {in_a_line(error)}"}
     return {"formats": told, **tensors}

@@ -82,6 +82,13 @@ def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
     return Attributes([(module, dict(vars(module))) for module in kept], HeldValues(kept))
 
 
+def without_scripted(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules without those that torch.jit has compiled, which keep what they have in C++."""
+    modules = list(modules)
+    compiled = {id(inner) for module in modules if is_scripted(module) for inner in module.modules()}
+    return [module for module in modules if id(module) not in compiled]
+
+
 def put_back(attributes: Attributes) -> None:
     """Give modules exactly these attributes again, with what was inside of them."""
     for module, values in attributes.tables:
@@ -94,8 +101,7 @@ class ModuleState:
     """What a call may change on modules, as it is now: attributes, which parameters, buffers and modules they have, and `hooks`."""
 
     def __init__(self, modules: Iterable[nn.Module], hooks: bool = True):
-        modules = list(modules)
-        self.attributes = attributes_of(modules)
+        self.attributes = attributes_of(without_scripted(modules))
         self.buffers = [own_buffers(module) for module, _ in self.attributes.tables]
         values = [value for _, values in self.attributes.tables for value in values.values()] if hooks else []
         values += [buffer for module in modules if is_scripted(module) for buffer in module.buffers(recurse=False)]

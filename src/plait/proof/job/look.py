@@ -26,7 +26,7 @@ from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.proof.job import counters
 from plait.proof.job.trial import WIDE, Known, Point, digests, in_float64, move_weights, read
-from plait.proof.noted_data import ChosenSamples
+from plait.proof.noted_data import ChosenSamples, first_of
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.modules import state_kept
@@ -231,7 +231,7 @@ def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
     process of rank 0 reads them; on a rank that knows who it is."""
     pose(place.rank, place.world)
     group = place.connect(torch.device("cpu"))
-    data, rows = opened(job.data), []
+    data, rows = first_of(opened(job.data)), []
     order = epoch_order(job.order, job.seed, 0, len(data))[:count].tolist()
     for i in order:
         samples = [(seed_host(job.seed, "sample", 0, i), data[i])[1] for _ in range(2)]
