@@ -81,15 +81,12 @@ def verify(
     device: str = "auto",
     quiet: bool = False,
     seconds: float | None = None,
-    *,
-    own_size: bool = False,
 ) -> Verdict:
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
     step in the plan's own formats; a job with phases has neither. If random numbers may be the cause of a difference, it
-    compares again without draws (`quiet`): a difference that is still there has another cause. `own_size`: all batches have the
-    job's own size, because the job cannot train on the few samples that a part of a smaller batch has.
+    compares again without draws (`quiet`): a difference that is still there has another cause.
     """
     seconds = 0.0 if job.phases is not None else own_batch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
@@ -97,6 +94,19 @@ def verify(
     job = dataclasses.replace(job, data=opened_once(job.data))
     if server.wanted(plan):
         return served.verify(job, plan, steps, harden)
+    try:
+        verdict = _compared(job, plan, steps, seconds, kind, False)
+    except PlaitError as error:
+        if not _wants_more_samples(error, job, plan, kind):
+            raise
+        verdict = _compared(job, plan, steps, seconds, kind, True)
+    if verdict.code == "V005" and not quiet:
+        verdict = _tried_without_draws(verdict, lambda: verify(job, plan, steps, device, True, 0.0))
+    return verdict
+
+
+def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_size: bool) -> Verdict:
+    """The verdict of one comparison. `own_size`: all batches have the job's own size."""
     logic = precision.unrounded(plan)
     own, limit = found(logic), CLIP
     if own is not None:
@@ -110,19 +120,12 @@ def verify(
             expected, told = _algorithm(own, expected, (hard, logic), kind, Path(folder))
         facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
         facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
-        try:
-            results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
-        except PlaitError as error:
-            if own_size or not _wants_more_samples(error, (hard, job), logic, kind):
-                raise
-            return verify(job, plan, steps, device, quiet, seconds, own_size=True)
+        results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
         actual = candidate.whole(Path(folder), results)
         named = actual.facts["inexact"]
         if own is not None:
             actual = _held_to_algorithm(actual, results, expected, (own, logic))
         verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
-    if verdict.code == "V005" and not quiet:
-        verdict = _tried_without_draws(verdict, lambda: verify(job, plan, steps, device, True, 0.0))
     if expected.facts.get("late") and own is None:
         verdict = of_calls(verdict, expected.facts["late"])
     verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
@@ -268,12 +271,11 @@ def _reference(
     raise _on_one_device(failed[-1], hards[-1], device) from None
 
 
-def _wants_more_samples(error: PlaitError, jobs: tuple[Job, Job], plan: Plan, device: str) -> bool:
+def _wants_more_samples(error: PlaitError, job: Job, plan: Plan, device: str) -> bool:
     """Whether a rank failed since the job, in plain PyTorch, cannot train on as few samples as a part of the small batches has."""
-    hard, job = jobs
     parts = plan.replica_groups * plan.shares * plan.microbatches
-    fewest, own = hard.batch // parts, job.batch // parts
-    if error.codes[0] != "C005" or not 0 < fewest < own:
+    fewest, own = harden(job, plan, 1).batch // parts, job.batch // parts
+    if error.codes[0] != "C005" or not fewest < own:
         return False
     fails, fine = (bool(_raised(dataclasses.replace(job, batch=n), None, device)) for n in (fewest, own))
     return fails and not fine

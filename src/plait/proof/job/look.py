@@ -26,7 +26,7 @@ from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.proof.job import counters
 from plait.proof.job.trial import WIDE, Known, Point, digests, in_float64, move_weights, read
-from plait.proof.noted_data import ChosenSamples, first_of
+from plait.proof.noted_data import ChosenSamples
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.modules import state_kept
@@ -231,10 +231,11 @@ def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
     process of rank 0 reads them; on a rank that knows who it is."""
     pose(place.rank, place.world)
     group = place.connect(torch.device("cpu"))
-    data, rows = first_of(opened(job.data)), []
+    given, rows = opened(job.data), []
+    data = ChosenSamples(given, range(len(given)))
     order = epoch_order(job.order, job.seed, 0, len(data))[:count].tolist()
     for i in order:
-        samples = [(seed_host(job.seed, "sample", 0, i), data[i])[1] for _ in range(2)]
+        samples: list[Any] = [(seed_host(job.seed, "sample", 0, i), data[i])[1] for _ in range(2)]
         rows.append([i, *map(digests, samples), digests(samples[0][1])])
     loader = DataLoader(_Digests(job, data), sampler=order, batch_size=None, num_workers=1) if place.rank == 0 else ()
     loaded = list(loader)
