@@ -21,6 +21,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
 from plait.model.fused_optimizer import OPEN
 from plait.model.optimizer_modes import has_modes, weights_in_eval_mode, wrapped
+from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.tensors.parameters import like
 
@@ -222,7 +223,7 @@ def _kept(key: str, value: object) -> Any:
 
 def check(training: "Training") -> None:
     """K005, K011 when an optimizer that is resumed from a checkpoint, or was in eval mode, would not continue as one that was not."""
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), warnings.catch_warnings(), OutsideWrites():
         warnings.simplefilter("ignore")
         try:
             first, again = Trial(training), Trial(training)
@@ -298,7 +299,7 @@ def plausible(
 
     `state` tells what is saved of a parameter: for a tensor with dims, whether it has the parameter's shape; or a number.
     """
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), warnings.catch_warnings(), OutsideWrites():
         warnings.simplefilter("ignore")
         try:
             trial = Trial(training)

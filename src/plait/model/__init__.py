@@ -4,6 +4,7 @@ make              the job's model and optimizer, and how the model is called
 pretrained        models whose weights come from a file
 parameter_groups  the names of parameters inside Job.optimizer; groups by them
 single_steps      optimizers that stack tensors, stepped with one tensor at a time
+outside_writes    what a trial of an optimizer writes outside of it
 optimizer_modes   optimizers with a train and an eval mode
 combined_optimizer  several optimizers as one
 fused_optimizer   which of torch's kernels update the weights on a GPU

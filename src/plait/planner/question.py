@@ -98,7 +98,8 @@ class PlanRequest:
 
     def unlike(self, plan: Plan) -> Problem | None:
         """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
-        if refused := optimizer_check.without_eval_mode(self._optimizer, plan):
+        kind = self._optimizer
+        if refused := optimizer_check.without_eval_mode(kind, plan) or optimizer_check.without_whole_weights(kind, plan):
             return refused
         for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
             key = axis, plan.ep > 1

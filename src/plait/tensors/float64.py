@@ -28,6 +28,8 @@ from plait.tensors.torch_private import (
     has_storage,
     no_functions,
     no_modes,
+    storage_key,
+    storage_of,
     tree_leaves,
     tree_map_only,
     version,
@@ -188,6 +190,14 @@ class Shadow:
                 memory.copy_(rounded)
             if not torch.equal(_bits(memory), _bits(self.seen)):
                 self.seen = memory.clone()
+
+    @staticmethod
+    def written(keys: set[int]) -> None:
+        """The shadows with these storages were written from outside of `Wide`: round what is in them into the tensors they stand for."""
+        for reference, shadow in [*Shadow.known.items()]:
+            storage = storage_of(reference) if storage_key(shadow.wide) in keys else None
+            if storage is not None:
+                shadow.synchronize(torch.empty(0, dtype=shadow.seen.dtype, device=shadow.seen.device).set_(storage))
 
     def view(self, t: Tensor) -> Tensor:
         """The part of the shadow that stands for a tensor of its storage."""

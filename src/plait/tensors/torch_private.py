@@ -42,7 +42,7 @@ from torch.utils._pytree import (
     tree_map,
     tree_map_only,
     tree_unflatten,
-)
+)  # fmt: skip
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 GraphExecGroup = checkpoint.GraphExecGroup
@@ -151,6 +151,11 @@ def put_gradient_hooks(parameter: Tensor, before: dict[int, Callable[..., object
 def storage_key(tensor: Tensor) -> int:
     """An identifier of a tensor's storage, valid while it lives; fake tensors have one too."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference leads to, while it lives."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def version(tensor: Tensor) -> int:

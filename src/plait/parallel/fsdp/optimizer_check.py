@@ -20,6 +20,7 @@ from plait.config.plan import Plan
 from plait.launch import one_device
 from plait.model.experts import MoELayer
 from plait.model.optimizer_modes import evaluation_mode, has_modes
+from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
@@ -74,11 +75,11 @@ class OptimizerNeeds:
 def needs(job: Job, plan: Plan, sketch: Sketch) -> OptimizerNeeds:
     """What the job's optimizer needs to do on the plan's ranks what it does on one device.
 
-    P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had. P066 of `without_eval_mode`.
+    P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had. P031, P066 of the functions below.
     """
     cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
     kind, looks = kind_of(job, sketch), False
-    if refused := without_eval_mode(kind, plan):
+    if refused := without_eval_mode(kind, plan) or without_whole_weights(kind, plan):
         raise PlaitError(refused)
     for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
         found, helps = tried(job, sketch, lots, kind)
@@ -98,6 +99,8 @@ class OptimizerKind:
     """It stacks tensors, and updates each as if it were alone."""
     with_modes: str = ""
     """Name of the class of an optimizer that has a train and an eval mode."""
+    with_follower: str = ""
+    """Name of the class of an optimizer whose step, or a hook of it, writes weights into tensors outside of it."""
 
 
 def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
@@ -112,21 +115,39 @@ def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
         raise
     except Exception:  # it may choose parameters by their sizes
         return OptimizerKind(singly=singly)
+    follows = _follows(job, shapes, sketch.attributes)
     name = type(made).__name__
     declares = all(getattr(one, DECLARED, False) for one in getattr(made, "optimizers", [made]))
     modes = isinstance(made, torch.optim.Optimizer) and has_modes(made)
-    return OptimizerKind(name if declares else "", singly, name if modes else "")
+    return OptimizerKind(name if declares else "", singly, name if modes else "", name if follows else "")
+
+
+def _follows(job: Job, shapes: Shapes, attributes: Attributes) -> bool:
+    """Whether a step writes weights, or what is made from them, into tensors that the optimizer did not make."""
+    with OutsideWrites() as watch:
+        try:
+            parameters = _stand_ins(shapes, attributes)
+            for parameter in parameters.values():
+                parameter.grad = torch.ones_like(parameter)
+            watch.mark(*parameters.values(), *(p.grad for p in parameters.values()))
+            with _as_written():
+                optimizer_of(job, parameters).step()
+        except PlaitError:
+            raise
+        except Exception:  # what it wrote until then is known
+            return watch.follows
+    return watch.follows
 
 
 def _stacks(job: Job, shapes: Shapes, attributes: Attributes) -> bool:
     """Whether the optimizer makes steps where all tensors have gradients, and raises where every other one has none."""
     every = slice(None)
     for given in (every, slice(0, None, 2), slice(1, None, 2)):
-        parameters = _stand_ins(shapes, attributes)
-        for parameter in list(parameters.values())[given]:
-            parameter.grad = torch.ones_like(parameter)
         try:
-            with _as_written():
+            with OutsideWrites(), _as_written():
+                parameters = _stand_ins(shapes, attributes)
+                for parameter in list(parameters.values())[given]:
+                    parameter.grad = torch.ones_like(parameter)
                 optimizer_of(job, parameters).step()
         except PlaitError:
             raise
@@ -173,6 +194,18 @@ def without_eval_mode(kind: OptimizerKind, plan: Plan) -> Problem | None:
     why = "its eval() changes the weights of one replica group, and what is evaluated and saved are the weights of all groups"
     fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")
     return Problem("P066", what, why=why, fix=fix)
+
+
+def without_whole_weights(kind: OptimizerKind, plan: Plan) -> Problem | None:
+    """P031 of an optimizer that writes weights into tensors outside of it, if ranks have parts of the weights, or weights of their own."""
+    keys = [f"{axis}={size}" for axis in ("fsdp", "tp", "pp", "ep", "replica_groups") if (size := getattr(plan, axis)) > 1]
+    keys += ["offload=all"] if plan.offload == "all" else []
+    if not kind.with_follower or not keys:
+        return None
+    what = f"a step of {kind.with_follower} writes weights into a tensor outside of the optimizer, which does not work with {keys[0]}"
+    why = "the tensor is of whole weights, and a rank updates a part of them"
+    fix = (f'--plan "dp={plan.devices}"', "keep the tensor in optimizer.state[parameter], made of that parameter", "plait.EMA in Job.ema")
+    return Problem("P031", what, why=why, fix=fix)
 
 
 def problem(found: tuple[str, str], axis: str, plan: Plan) -> Problem:
@@ -313,12 +346,13 @@ def _half(tensor: Tensor, dim: int, i: int) -> Tensor:
 def _updated(
     make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]], course: TrialCourse
 ) -> list[Tensor]:
-    parameters: list[Any] = [nn.Parameter(v.clone()) for v in values]
-    optimizer = make(parameters)
-    for row in gradients:
-        for parameter, gradient in zip(parameters, row):
-            parameter.grad = None if gradient is None else gradient.clone()
-        with _as_written():
-            optimizer.step()
-    with evaluation_mode(optimizer) if course.in_eval_mode else nullcontext():
-        return [p.detach().clone() for p in parameters]
+    with OutsideWrites():
+        parameters: list[Any] = [nn.Parameter(v.clone()) for v in values]
+        optimizer = make(parameters)
+        for row in gradients:
+            for parameter, gradient in zip(parameters, row):
+                parameter.grad = None if gradient is None else gradient.clone()
+            with _as_written():
+                optimizer.step()
+        with evaluation_mode(optimizer) if course.in_eval_mode else nullcontext():
+            return [p.detach().clone() for p in parameters]

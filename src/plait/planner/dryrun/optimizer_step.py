@@ -17,6 +17,7 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.model.fake_model import HOLDS
 from plait.model.make import make_optimizer
+from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import asks_for_names
 from plait.model.sketch import Sketch
 from plait.model.table import size
@@ -100,7 +101,7 @@ class _Telling(TorchDispatchMode):
 def read(job: Job, own: Mapping[str, Tensor], given: set[str] | None = None) -> Numbers:
     """What steps of the job's optimizer read, from a run on small tensors. `given`: names of those that have a gradient."""
     trained = {n: p for n, p in own.items() if p.requires_grad}
-    with host_kept(), no_modes():
+    with host_kept(), no_modes(), OutsideWrites():
         return Numbers(_read(job, trained, set(trained) if given is None else given))
 
 

@@ -1,0 +1,75 @@
+"""What a trial of the job's optimizer writes into tensors that were there before it: a teacher that a step hook averages, a table of norms.
+
+A trial must leave them as they were. And a rank that has a part of the weights would write something else into them than one device does.
+"""
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.model.deferred_init import roles
+from plait.tensors.float64 import Shadow
+from plait.tensors.torch_private import OpOverload, StorageWeakRef, TorchDispatchMode, storage_key, tree_leaves
+
+WEIGHTS = 0
+"""The origin of what is made from the trial's parameters and gradients; others are the storages of tensors from outside."""
+
+
+class OutsideWrites(TorchDispatchMode):
+    """A context for a trial, in which its tensors are made too. At its end, tensors from outside have the values from before, also
+    those that `Wide` has written through their shadows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follows = False
+        """A tensor from outside was written, with what is made from weights, gradients or other tensors from outside."""
+        self._made = dict[int, StorageWeakRef | None]()
+        """Storages of the trial's own tensors. The reference frees their memory, and keeps their number from being used again."""
+        self._origins = dict[int, frozenset[int]]()
+        self._before = list[tuple[Tensor, Tensor]]()
+
+    def mark(self, *weights: Tensor | None) -> None:
+        """These are parameters or gradients of the trial."""
+        for t in (t for t in weights if t is not None):
+            self._origins[storage_key(t)] = frozenset({WEIGHTS})
+            self._keep(t)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written, read = roles(func, args, kwargs)
+        origins = frozenset[int]().union(*map(self._origin, (*written, *read)))
+        for t in written:
+            if storage_key(t) not in self._made:
+                self._before.append((t, t.detach().clone()))
+                self.follows = self.follows or bool(origins - {storage_key(t)})
+        result = func(*args, **kwargs)
+        taken = {storage_key(t) for t in (*written, *read)}
+        for t in (t for t in tree_leaves(result) if isinstance(t, Tensor)):
+            if storage_key(t) not in taken:
+                self._keep(t)
+        for t in (*written, *(t for t in tree_leaves(result) if isinstance(t, Tensor))):
+            if storage_key(t) in self._made:
+                self._origins[storage_key(t)] = origins
+        return result
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        with torch.no_grad():
+            for tensor, value in reversed(self._before):
+                tensor.copy_(value)
+        Shadow.written({storage_key(tensor) for tensor, _ in self._before})
+        self._before.clear()
+
+    def _keep(self, t: Tensor) -> None:
+        self._made[storage_key(t)] = StorageWeakRef(t.untyped_storage()) if t.layout is torch.strided else None
+
+    def _origin(self, t: Tensor) -> frozenset[int]:
+        key = storage_key(t)
+        outside = frozenset({key}) if t.dim() else frozenset[int]()
+        return self._origins.get(key, frozenset()) if key in self._made else outside
