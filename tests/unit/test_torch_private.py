@@ -975,7 +975,7 @@ def test_an_optimizer_fused_later_is_one_made_so(kind: Any) -> None:
 def test_a_weak_reference_leads_to_its_storage_while_it_lives() -> None:
     tensor = torch.arange(3.0)
     reference = torch_private.StorageWeakRef(tensor.untyped_storage())
-    storage = torch_private.storage_of(reference)
+    storage = torch_private.storage_of(reference.cdata)
     assert storage is not None and torch.empty(0).set_(storage).tolist() == [0.0, 1.0, 2.0]
     del storage, tensor
-    assert torch_private.storage_of(reference) is None
+    assert torch_private.storage_of(reference.cdata) is None

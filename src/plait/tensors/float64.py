@@ -195,7 +195,7 @@ class Shadow:
     def written(keys: set[int]) -> None:
         """The shadows with these storages were written from outside of `Wide`: round what is in them into the tensors they stand for."""
         for reference, shadow in [*Shadow.known.items()]:
-            storage = storage_of(reference) if storage_key(shadow.wide) in keys else None
+            storage = storage_of(reference.cdata) if storage_key(shadow.wide) in keys else None
             if storage is not None:
                 shadow.synchronize(torch.empty(0, dtype=shadow.seen.dtype, device=shadow.seen.device).set_(storage))
 

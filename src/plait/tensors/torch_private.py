@@ -46,6 +46,7 @@ from torch.utils._pytree import (
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 GraphExecGroup = checkpoint.GraphExecGroup
+storage_of = torch.UntypedStorage._new_with_weak_ptr  # of `StorageWeakRef.cdata`: the storage while it lives, else None
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
@@ -151,11 +152,6 @@ def put_gradient_hooks(parameter: Tensor, before: dict[int, Callable[..., object
 def storage_key(tensor: Tensor) -> int:
     """An identifier of a tensor's storage, valid while it lives; fake tensors have one too."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that a weak reference leads to, while it lives."""
-    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def version(tensor: Tensor) -> int:
