@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from trackers.samples import Block, Chain, Rows, Texts, first, generator, made, next_token, sgd
+from trackers.samples import Chain, Texts, first, made, next_token, sgd
 
 
 def _scaled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -24,39 +24,6 @@ class _Hooked(Chain):
 def backward_hooks() -> plait.Job:
     """Full backward hooks fire otherwise under wrappers: one scales the gradient that a block sends back."""
     return made(_Hooked)
-
-
-class _Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return -ctx.strength * g, None
-
-
-class _Domains(Rows):
-    def __getitem__(self, i: int) -> Any:
-        x = torch.randn(6, generator=generator(i))
-        return x, (x[:4].argmax(), torch.tensor(i % 2))
-
-
-class _Adversary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.label, self.domain = Chain(outputs=8), nn.Linear(8, 4), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.body(x)
-        return self.label(h), self.domain(_Reverse.apply(h, 0.5))
-
-
-def gradient_reversal() -> plait.Job:
-    """Domain adversary: one function reverses the gradient between the features and the domain's head."""
-    loss = lambda o, y: F.cross_entropy(o[0], y[0]) + F.cross_entropy(o[1], y[1])  # noqa: E731
-    return made(_Adversary, loss, _Domains)
 
 
 class _StepSize(torch.autograd.Function):
@@ -117,38 +84,6 @@ def quantized_activations() -> plait.Job:
     return made(_Ranged)
 
 
-class _LowRank(nn.Module):
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base, self.a = base.requires_grad_(False), nn.Linear(base.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 2.0 * self.b(self.a(x))
-
-
-class _Adapted(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for layer in self.layers:
-            assert isinstance(layer, Block)
-            layer.up = _LowRank(layer.up)  # type: ignore[assignment]
-            layer.norm.requires_grad_(True)
-        self.last.bias.requires_grad_(True)
-
-
-def _named_groups(parameters: list[Any]) -> torch.optim.Optimizer:
-    rates = {"*.a.weight": {"lr": 2e-2}, "*.b.weight": {"lr": 5e-2, "weight_decay": 0.0}}
-    return torch.optim.AdamW(plait.parameter_groups(parameters, rates), 1e-2)
-
-
-def adapters_by_name() -> plait.Job:
-    """Mixed `requires_grad` in one unit: low-rank adapters, trained norms and one bias, with rates chosen by name."""
-    return made(_Adapted, optimizer=_named_groups)
-
-
 class _Penalised(Chain):
     """The squared slope of a random projection of the hidden state's logits."""
 
@@ -194,17 +129,6 @@ class _Leaky(Chain):
 def random_slopes() -> plait.Job:
     """Randomized leaky ReLU in a recomputed unit: its noise is written by the operator, and saved for backward."""
     return made(_Leaky)
-
-
-class _NoisyWeight(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.weight + 0.1 * torch.randn_like(self.weight) if self.training else self.weight
-        return F.linear(x, w, self.bias)
-
-
-def noisy_weights() -> plait.Job:
-    """Variational layers: noise of the weight's shape is drawn in each forward pass, equal on all replicas."""
-    return made(lambda: nn.Sequential(_NoisyWeight(6, 16), nn.Tanh(), _NoisyWeight(16, 4)))
 
 
 class _Frozen(nn.Module):

@@ -3,43 +3,14 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from trackers.samples import Chain, Images, Ragged, Rows, Texts, first, generator, made
-
-
-class Pair(NamedTuple):
-    values: Tensor
-    scale: Tensor
-
-
-class _Tuples(Rows):
-    def __getitem__(self, i: int) -> Any:
-        x, y = super().__getitem__(i)
-        return {"pair": Pair(x, torch.tensor(1.0 + i % 3)), "mask": None}, y
-
-
-class _OfPair(Chain):
-    def forward(self, pair: Any, mask: Tensor | None = None) -> Tensor:
-        out = super().forward(pair.values) * pair.scale[:, None]
-        return out if mask is None else out * mask
-
-
-def named_tuples() -> plait.Job:
-    """Scatter of inputs: a NamedTuple inside of a dict, together with an argument that is None in every batch."""
-
-    class Data(_Tuples):
-        def collate(self, samples: list[Any]) -> Any:
-            pairs = [x["pair"] for x, _ in samples]
-            pair = Pair(torch.stack([p.values for p in pairs]), torch.stack([p.scale for p in pairs]))
-            return {"pair": pair, "mask": None}, torch.stack([y for _, y in samples])
-
-    return made(_OfPair, data=Data)
+from trackers.samples import Chain, Images, Ragged, Rows, generator, made
 
 
 @dataclass
@@ -90,16 +61,6 @@ class _Stream:
 def shuffled_stream() -> plait.Job:
     """Duplicate samples of an IterableDataset: every rank reads the stream, which is shuffled by `random.shuffle`."""
     return made(Chain, data=_Stream)
-
-
-def _weighted(seed: int, epoch: int, length: int) -> Tensor:
-    weights = 1.0 + torch.arange(length) % 4
-    return torch.multinomial(weights, length, replacement=True, generator=torch.Generator().manual_seed(seed + epoch))
-
-
-def weighted_sampler() -> plait.Job:
-    """A weighted sampler is replaced by a distributed one: samples are drawn with weights, and some come twice."""
-    return made(Chain, order=_weighted)
 
 
 class _Bag(nn.Module):
@@ -166,19 +127,3 @@ class _Sizes(Images):
 def padded_images() -> plait.Job:
     """Variable image sizes: the mean over an image counts padding, whose width the widest image of the batch decides."""
     return made(_Convolved, data=_Sizes)
-
-
-class _SkipGram(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.contexts = nn.Embedding(16, 6), nn.Embedding(16, 6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        word, near = self.words(ids[:, 0]), self.contexts(ids[:, 1])
-        far = self.contexts(torch.randint(0, 16, (len(ids), 5)))
-        return -F.logsigmoid((word * near).sum(-1)) - F.logsigmoid(-(far @ word[:, :, None])[..., 0]).sum(-1)
-
-
-def negative_samples() -> plait.Job:
-    """Ranks draw the same negatives: a skip-gram model draws five words for each sample in the forward pass."""
-    return made(_SkipGram, first, Texts)

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 import plait
 from trackers.samples import Chain, Numbers, Ragged, Rows, first, generator, made
 
-TOKEN_WEIGHTS = torch.linspace(0.5, 2.0, 16)
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0])
 
 

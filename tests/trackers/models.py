@@ -86,33 +86,6 @@ def equilibrium() -> plait.Job:
     return made(lambda: _Equilibrium(True), data=_Scaled)
 
 
-def equilibrium_by_sample() -> plait.Job:
-    """The same as it was mended: each sample stops by itself."""
-    return made(lambda: _Equilibrium(False), data=_Scaled)
-
-
-class _Exits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layers = nn.Linear(6, 8), nn.ModuleList([Block() for _ in range(3)])
-        self.exits = nn.ModuleList([nn.Linear(8, 4) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, out, open_ = self.first(x), x.new_zeros(len(x), 4), torch.ones(len(x), 1, dtype=torch.bool)
-        for layer, leave in zip(self.layers, self.exits):
-            h = layer(h)
-            logits = leave(h)
-            sure = logits.detach().softmax(-1).amax(-1, keepdim=True) > 0.4
-            out = out + torch.where(open_, logits, 0)
-            open_ = open_ & ~sure
-        return out
-
-
-def early_exits() -> plait.Job:
-    """Early exit by sample: heads that no sample of a rank reaches have a zero gradient there."""
-    return made(_Exits)
-
-
 class _Coupling(nn.Module):
     def __init__(self, flip: bool) -> None:
         super().__init__()

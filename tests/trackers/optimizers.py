@@ -63,11 +63,6 @@ def unit_clipping() -> plait.Job:
     return made(Chain, optimizer=lambda p: UnitClipped(p, 0.1, momentum=0.9))
 
 
-def rate_finder() -> plait.Job:
-    """The rate finder's rate grows with calls of the scheduler: it doubles every four steps, by samples seen; with an average."""
-    return made(Chain, schedule=lambda samples: 0.01 * 2 ** (samples / 32), ema=plait.EMA(0.9, warmup=True), clip=1.0)
-
-
 def _two(parameters: list[Any]) -> torch.optim.Optimizer:
     matrices = [p for p in parameters if p.ndim > 1]
     rest = [p for p in parameters if p.ndim <= 1]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from trackers.samples import Block, Chain, Images, Ragged, Texts, first, made, next_token, sgd
+from trackers.samples import Chain, Images, Ragged, Texts, first, made, next_token, sgd
 
 
 class _Rotary(nn.Module):
@@ -275,26 +275,3 @@ class _Clamped(Chain):
 def clamped_scale() -> plait.Job:
     """Logit scale of a two-tower model: a parameter without dims is clamped in place, through `.data`, before it is used."""
     return made(_Clamped)
-
-
-class _Swapped(nn.Module):
-    """Exponential statistics of activations, that normalise the next step's."""
-
-    level: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.body = Block(6), Chain()
-        self.register_buffer("level", torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.block(x)
-        out = self.body(h / self.level.clone())
-        with torch.no_grad():
-            self.level.lerp_(h.abs().mean(0), 0.5)
-        return out
-
-
-def scale_of_last_step() -> plait.Job:
-    """Delayed scaling: activations are divided by a moving mean of earlier steps, which is a rank's own."""
-    return made(_Swapped)
