@@ -120,7 +120,9 @@ def _supported(model: nn.Module) -> None:
         why = "a lazy module takes its shape from the first batch"
         fix = ("run one batch through it in the job's model function",)
         raise PlaitError(Problem("J006", f"{lazy[0]} has no shape yet", why=why, fix=fix))
-    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    sparse = [
+        name for name, module in model.named_modules() if getattr(module, "sparse", False) is True and _trained(module)
+    ]
     if sparse:
         what = f"{sparse[0]} makes sparse gradients, which plait does not sum"
         why = "their sum over ranks, norm and clipping are not defined here"
@@ -138,6 +140,10 @@ def _supported(model: nn.Module) -> None:
             "keep quantised weights as plain integer parameters (requires_grad=False) or buffers, with their scales beside",
         )
         raise PlaitError(Problem("K023", what, why=why, fix=fix))
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
 
 
 def _on_one_device(model: nn.Module) -> None:
