@@ -4,7 +4,8 @@ Maps are linear: with rows of its weight taken away, a column returns just the f
 needs no weights of maps at all. Every map in the container returns random numbers, in the whole run and in a rank's
 run the same ones, of which a column returns the rank's features. What the code makes of them must be the same: what
 the row is given is the rank's slice of what it is given in the whole, what any other map is given is equal, and so is
-what the container returns, as far as anything looks at it.
+what the container returns, as far as anything looks at it. The same holds backward: for a random gradient of what the row is
+given, each column is given its slice of the gradient. A hook that divides a gradient by its norm fails there.
 
 Code that says `view(B, T, self.num_heads, -1)` runs on a slice when `num_heads` is divided. Which numbers those are is
 not told by their names: each number of the modules concerned is changed in a run of the whole, and those that change
@@ -50,6 +51,18 @@ class ReplayedRun:
     """Leaves of what the container returned; the key of an argument that it hands on as it is."""
     arguments: dict[int | str, Tensor] = field(default_factory=dict)
     """The tensors it was given directly."""
+    answers: dict[tuple[str, int], Tensor] | None = None
+    """What each call of a map returned, where gradients of it are asked for."""
+
+    def gradients(self, given: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
+        """The gradient of what each map returned. `given`: that of what maps are given."""
+        ends = [(x, given[name, k]) for name, k, x in self.given if (name, k) in given and x.requires_grad]
+        answers = self.answers or {}
+        if not ends or not answers:
+            return {}
+        inputs, outputs = tuple(answers.values()), tuple(x for x, _ in ends)
+        found = torch.autograd.grad(outputs, inputs, tuple(g for _, g in ends), retain_graph=True, allow_unused=True)
+        return {key: g for key, g in zip(answers, found) if g is not None}
 
 
 class ReplayedModule:
@@ -88,9 +101,10 @@ class ReplayedModule:
         groups: Iterable[ColumnRowPair] = (),
         rank: int = 0,
         leaf: Mapping[str, Tensor] | None = None,
+        backward: bool = False,
     ) -> ReplayedRun:
-        """Run it whole, or as `rank` of the groups does. `leaf`: parameters to use instead of its own."""
-        shown, groups = ReplayedRun(), tuple(groups)
+        """Run it whole, or as `rank` of the groups does. `leaf`: parameters to use instead of its own. `backward`: gradients follow."""
+        shown, groups = ReplayedRun(answers={} if backward else None), tuple(groups)
         cuts = {cut.parameter: cut for group in groups for cut in group.cuts}
         replaced = dict(leaf or {})
         replaced |= {n: taken(p, cuts[n].dim, cuts[n].ranges[rank]) for n, p in self.parameters.items() if n in cuts}
@@ -126,7 +140,11 @@ class ReplayedModule:
                 if (name, number) not in values:
                     raise OtherCode(f"{name} is called more often {self.than}")
                 shown.given.append((name, number, next(iter((*args, *kwargs.values())), torch.zeros(()))))
-                return self._answer(shown.given[-1], values[name, number], features)
+                answer = self._answer(shown.given[-1], values[name, number], features)
+                if shown.answers is None or not isinstance(answer, Tensor) or not answer.is_floating_point():
+                    return answer
+                shown.answers[name, number] = answer.requires_grad_()
+                return answer.clone()
 
             return call
 
@@ -173,6 +191,40 @@ class ReplayedModule:
         return ""
 
 
+    def differs_backward(self, values: Values, groups: tuple[ColumnRowPair, ...]) -> str:
+        """What is wrong with the gradients of some rank's run, or nothing. Rows are given large and small ones: a hook may have a limit."""
+        whole = self.run(values, backward=True)
+        try:
+            expected = [self._gradients(whole, groups, size) for size in GRADIENTS]
+        except RuntimeError:  # the code has no gradient
+            return ""
+        cuts = {cut.parameter.removesuffix(".weight"): cut for group in groups for cut in group.cuts}
+        columns = {name for group in groups for name in group.columns if name in self.maps and name in cuts}
+        for rank in range(len(groups[0].cuts[0].ranges)):
+            part = self.run(values, groups, rank, backward=True)
+            for size, wanted in zip(GRADIENTS, expected):
+                found = self._gradients(part, groups, size, rank)
+                for (name, k), t in ((key, t) for key, t in wanted.items() if key[0] in columns):
+                    mine = taken(t, self.maps[name].feature, cuts[name].ranges[rank])
+                    if not _equal(mine, found.get((name, k), torch.zeros(()))):
+                        return f"on a slice the gradient of what {name} returns is not that rank's part of the gradient in the whole"
+        return ""
+
+    def _gradients(
+        self, shown: ReplayedRun, groups: tuple[ColumnRowPair, ...], size: float, rank: int | None = None
+    ) -> dict[tuple[str, int], Tensor]:
+        """Of what maps returned, for random gradients of what rows are given. `rank`: whose slice of these."""
+        rows = {group.row: next(c for c in group.cuts if c.parameter == f"{group.row}.weight") for group in groups}
+        g, given = torch.Generator().manual_seed(3), dict[tuple[str, int], Tensor]()
+        for name, k, x in (each for each in shown.given if each[0] in rows):
+            feature, ranges = self.maps[name].feature, rows[name].ranges
+            like = x if rank is None else x.new_empty(_widened(x.shape, feature, sum(n for part in ranges for _, n in part)))
+            whole = size * _random(like, g)
+            given[name, k] = whole if rank is None else taken(whole, feature, ranges[rank])
+        with state_kept(self.module.modules()):
+            return shown.gradients(given)
+
+
 def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...], seed: int = 1) -> str:
     """Why some rank would compute something else than its slice of the whole in one of the calls, or nothing."""
     for container in containers:
@@ -183,10 +235,19 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
                 wrong = container.differs(whole, container.run(values, groups, rank), groups, rank)
                 if wrong:
                     return wrong
+            if wrong := container.differs_backward(values, groups):
+                return wrong
         except Exception as error:
             lines = str(error).splitlines() or [""]
             return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]})"
     return ""
+
+
+def _widened(shape: Iterable[int], dim: int, size: int) -> list[int]:
+    """A shape with another size of one dim."""
+    found = list(shape)
+    found[dim] = size
+    return found
 
 
 def _random(like: Tensor, g: torch.Generator) -> Tensor:
@@ -208,6 +269,8 @@ def _equal(a: object, b: object) -> bool:
     return near(a, b)
 
 
+GRADIENTS = (1.0, 1e4)
+"""Sizes of the gradients that rows are given."""
 TRIES = 200
 """Combinations to try, with sizes corrected and without."""
 _NO_OBJECT = (Tensor, nn.Module, int, float, complex, str, bytes, list, tuple, dict, set, type(None), type)
