@@ -28,7 +28,7 @@ How it stays exact
     buckets are summed, never averaged: unequal shares need no care. A bucket carries one flag per parameter, so a
     parameter that no rank used keeps no gradient, as on one device, and one that some ranks used gets the sum.
     Buckets start in a fixed order, so conditional branches cannot mix them up. A rank without a sample in a short
-    batch adds zeros; if the forward pass communicates, it runs a sample of another rank with weight zero.
+    batch runs a sample of another rank with weight zero.
     Batch normalisation computes its statistics over all ranks (`parallel/data/batch_norm.py`).
 
 Paper
