@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "unfreeze": {"": {"P094": ("dp=2", "microbatches=2")}, "clip=0": {"P094": ("dp=2",)}, "at=100": {EQUAL: ("dp=2",)}},
     "complex_rope_float": {"": {EQUAL: (*SPLIT, STAGES, "cp=2")}},
     "complex_fno": {"": {EQUAL: ("dp=2", STAGES), "P029": ("fsdp=2",), "P034": ("tp=2",)}},
-    "gnn": {"": {EQUAL: ("dp=2", "fsdp=2", "dp=3", "microbatches=2")}, "bn=false": {EQUAL: ("dp=2",)}},
+    "gnn": {"": {EQUAL: ("dp=2", "fsdp=2", "dp=3"), "V010": ("microbatches=2",)}, "bn=false": {EQUAL: ("dp=2",)}},
     "mixed_dtypes": {
         "kind=lora": {EQUAL: ("dp=2", "fsdp=2"), "P034": ("tp=2",)},
         "kind=double": {EQUAL: ("dp=2", STAGES)},
