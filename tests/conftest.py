@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,20 @@ torch.set_num_threads(1)
 # with CUDA counts devices from the first fake tensor on, also where there is none: so the first pass is now.
 torch.ones(1, requires_grad=True).backward()
 
+MEASURED = Path(__file__).with_name("measured_slow.txt")
+"""Names of tests that were measured to take long: they are `slow` as well as those that are marked in the code. CONTRIBUTING.md has the command."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", default="1/1", help="K/N: every N-th test, from the K-th; CI runs one slice of the long lists")
     parser.addoption("--lane", default="1/1", help="K/N: the same, of the slice; make test runs two lanes at once")
+    parser.addoption("--costs", help="add a line for each test to this file: seconds of processor time and the test's name")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid in _measured_slow():
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)
@@ -27,3 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for i, item in enumerate(items) if i % step != first - 1]
         items[:] = items[first - 1 :: step]
         config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    before = sum(os.times()[:4])
+    yield
+    if file := item.config.getoption("--costs"):
+        with open(file, "a") as lines:  # ranks that were forked are counted, because they have ended
+            lines.write(f"{sum(os.times()[:4]) - before:.1f} {item.nodeid}\n")
+
+
+@cache
+def _measured_slow() -> frozenset[str]:
+    return frozenset(MEASURED.read_text().splitlines())

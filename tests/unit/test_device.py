@@ -108,7 +108,7 @@ def test_what_a_gpu_draws_inside_its_kernels_is_named() -> None:
         model = nn.Sequential(nn.LSTM(4, 4, **lstm))
         nobody = SimpleNamespace(inexact=())
         return inexact(SimpleNamespace(plan=Plan.parse(plan), device=torch.device(device), whole=Sketch((), unkeyed=unkeyed),
-                                       sharers=nobody, unlike=(), model=model))  # fmt: skip
+                                       sharers=nobody, unlike=(), model=model, coupled_in_eval=""))  # fmt: skip
 
     assert named("cuda", num_layers=2, dropout=0.1) == ["dropout between the layers of 0 is drawn by cuDNN, which plait cannot key"]
     assert named("cuda", num_layers=2) == named("cpu", num_layers=2, dropout=0.1) == named("cuda") == []

@@ -972,6 +972,7 @@ def test_an_optimizer_fused_later_is_one_made_so(kind: Any) -> None:
     assert torch.equal(made, later)
 
 
+@contract("torch.UntypedStorage._new_with_weak_ptr")
 def test_a_weak_reference_leads_to_its_storage_while_it_lives() -> None:
     tensor = torch.arange(3.0)
     reference = torch_private.StorageWeakRef(tensor.untyped_storage())

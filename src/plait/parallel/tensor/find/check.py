@@ -192,22 +192,24 @@ class ReplayedModule:
 
 
     def differs_backward(self, values: Values, groups: tuple[ColumnRowPair, ...]) -> str:
-        """What is wrong with the gradients of some rank's run, or nothing. Rows are given large and small ones: a hook may have a limit."""
+        """What is wrong with the gradients of the ranks' runs, or nothing. Rows are given large and small ones: a hook may have a limit."""
         whole = self.run(values, backward=True)
-        try:
-            expected = [self._gradients(whole, groups, size) for size in GRADIENTS]
-        except RuntimeError:  # the code has no gradient
-            return ""
+        parts = [self.run(values, groups, rank, backward=True) for rank in range(len(groups[0].cuts[0].ranges))]
         cuts = {cut.parameter.removesuffix(".weight"): cut for group in groups for cut in group.cuts}
         columns = {name for group in groups for name in group.columns if name in self.maps and name in cuts}
-        for rank in range(len(groups[0].cuts[0].ranges)):
-            part = self.run(values, groups, rank, backward=True)
-            for size, wanted in zip(GRADIENTS, expected):
-                found = self._gradients(part, groups, size, rank)
-                for (name, k), t in ((key, t) for key, t in wanted.items() if key[0] in columns):
-                    mine = taken(t, self.maps[name].feature, cuts[name].ranges[rank])
-                    if not _equal(mine, found.get((name, k), torch.zeros(()))):
-                        return f"on a slice the gradient of what {name} returns is not that rank's part of the gradient in the whole"
+        for size in GRADIENTS:
+            try:
+                expected = self._gradients(whole, groups, size)
+            except RuntimeError:  # the code has no gradient
+                return ""
+            found = [self._gradients(part, groups, size, rank) for rank, part in enumerate(parts)]
+            for (name, k), t in ((key, t) for key, t in expected.items() if key[0] in columns):
+                sums = torch.zeros_like(t)  # of ranks that share a feature, such as a head of keys, each has a part of its gradient
+                for mine, ranges in zip(found, cuts[name].ranges):
+                    if (name, k) in mine:
+                        _add(sums, mine[name, k], self.maps[name].feature, ranges)
+                if not _equal(t, sums):
+                    return f"on a slice the gradient of what {name} returns is not that rank's part of the gradient in the whole"
         return ""
 
     def _gradients(
@@ -241,6 +243,14 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
             lines = str(error).splitlines() or [""]
             return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]})"
     return ""
+
+
+def _add(whole: Tensor, part: Tensor, dim: int, ranges: Ranges) -> None:
+    """Add a part to where it lies in the whole."""
+    at = 0
+    for first, length in ranges:
+        whole.narrow(dim, first, length).add_(part.narrow(dim, at, length))
+        at += length
 
 
 def _widened(shape: Iterable[int], dim: int, size: int) -> list[int]:
