@@ -16,8 +16,10 @@ torch.set_num_threads(1)
 # with CUDA counts devices from the first fake tensor on, also where there is none: so the first pass is now.
 torch.ones(1, requires_grad=True).backward()
 
-MEASURED = Path(__file__).with_name("measured_slow.txt")
-"""Names of tests that were measured to take long: they are `slow` as well as those that are marked in the code. CONTRIBUTING.md has the command."""
+COSTS = Path(__file__).with_name("costs.txt")
+"""Tests that take long, and how many seconds of processor time each was measured to take. CONTRIBUTING.md has the command."""
+SLOW, PROVE = 2.5, 10.0
+"""Seconds from which on a test is `slow`, and from which on it belongs to the long lists, as if it were marked so in the code."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,8 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.nodeid in _measured_slow():
-        item.add_marker(pytest.mark.slow)
+    seconds = _costs().get(item.nodeid, 0.0)
+    if seconds > SLOW:
+        item.add_marker(pytest.mark.prove if seconds > PROVE else pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)
@@ -51,5 +54,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @cache
-def _measured_slow() -> frozenset[str]:
-    return frozenset(MEASURED.read_text().splitlines())
+def _costs() -> dict[str, float]:
+    rows = (line.split(" ", 1) for line in COSTS.read_text().splitlines())
+    return {name: float(seconds) for seconds, name in rows}

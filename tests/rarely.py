@@ -22,6 +22,11 @@ def every(n: int, cases: Iterable[Any]) -> list[Any]:
     return [case if k % n == 0 else rarely(case)[0] for k, case in enumerate(cases)]
 
 
+def seldom(n: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which each `n`-th is slow; only `make prove` runs the others."""
+    return [_marked(case, pytest.mark.slow if k % n == 0 else pytest.mark.prove) for k, case in enumerate(cases)]
+
+
 def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
     """The cases, of which `make test` runs each `n`-th; the others are slow. Those of `make prove` stay there."""
     found, k = list[Any](), 0

@@ -41,7 +41,7 @@ def all_gather_matmul(
     assert A_shard.is_contiguous() and 0 <= gather_dim < A_shard.dim() - 1 and all(B.dim() == 2 for B in Bs)
     assert {B.dtype for B in Bs} == {A_shard.dtype}, "a kernel casts nothing"
     parts = [torch.empty_like(A_shard) for _ in range(group.size())]
-    dist.all_gather(parts, A_shard, group=group)
+    dist.distributed_c10d.all_gather(parts, A_shard, group=group)  # plait has called this, not the job
     A = torch.cat(parts, gather_dim)
     return A if return_A else None, [A @ B for B in Bs]
 
@@ -51,7 +51,7 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
     assert reduce_op == "sum" and A.is_contiguous() and B.dim() == 2 and A.dtype == B.dtype
     assert 0 <= scatter_dim < A.dim() - 1 and A.shape[scatter_dim] % group.size() == 0
     whole = A @ B
-    dist.all_reduce(whole, group=group)
+    dist.distributed_c10d.all_reduce(whole, group=group)
     return whole.chunk(group.size(), scatter_dim)[group.rank()].contiguous()
 
 

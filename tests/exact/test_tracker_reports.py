@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rarely import seldom
 from trackers import gradients, inputs, losses, models, optimizers, sharing, state
 
 from plait.config.errors import PlaitError
@@ -169,10 +170,15 @@ def of_check(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
 
 
 QUICK = (("tied_later", FSDP), ("class_weights_by_samples", DP), ("clamped_scale", FSDP))
-CASES = [
-    pytest.param(module, name, plan, id=f"{name}-{plan}", marks=() if (name, plan) in QUICK else pytest.mark.slow)
+_ALL = [
+    pytest.param(module, name, plan, id=f"{name}-{plan}")
     for module, rows in ROWS.items() for name, row in rows.items() for plan in row
 ]  # fmt: skip
+CASES = [
+    *(case for case in _ALL if case.values[1:] in QUICK),
+    *seldom(8, (case for case in _ALL if case.values[1:] not in QUICK)),
+]
+"""Three in a normal run, each eighth of the others in CI, all of them in `make prove`."""
 
 
 @pytest.mark.parametrize(("module", "name", "plan"), CASES)
