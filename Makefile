@@ -26,11 +26,11 @@ slow: $(TRITON)
 quick-1 quick-2: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --lane $(@:quick-%=%)/2
 
-slow-1 slow-2: $(READY)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "slow and not prove" --lane $(@:slow-%=%)/2
-
-# The long lists take hours. SLICE=K/N runs every N-th of their cases, from the K-th.
+# SLICE=K/N runs every N-th test, from the K-th. The long lists take hours.
 SLICE ?= 1/1
+slow-1 slow-2: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "slow and not prove" --slice $(SLICE) --lane $(@:slow-%=%)/2
+
 prove: $(TRITON)
 	$(MAKE) --no-print-directory -k -j 2 prove-1 prove-2
 

@@ -17,8 +17,12 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that `write` wrote."""
+    """The tensors of a file that `write` wrote.
+
+    Pairs are copied: tensors of a file begin at multiples of 8 bytes, and functions of complex128 end the process at such addresses.
+    """
     stored = load_file(path)
     return {
-        n.removesuffix(_COMPLEX): torch.view_as_complex(t) if n.endswith(_COMPLEX) else t for n, t in stored.items()
+        n.removesuffix(_COMPLEX): torch.view_as_complex(t.clone()) if n.endswith(_COMPLEX) else t
+        for n, t in stored.items()
     }
