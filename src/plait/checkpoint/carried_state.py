@@ -27,6 +27,7 @@ from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import is_user_class
 from plait.config.plan import Plan
+from plait.model.optimizer_modes import wrapped
 from plait.tensors.modules import OURS
 from plait.tensors.part import Part, whole
 from plait.tensors.torch_private import own_buffers
@@ -106,7 +107,8 @@ class CarriedState:
         self._owners: dict[str, object] = dict(model.named_modules())
         known = set(map(id, self._owners.values()))
         self._owners |= {name: owner for name, owner in _inside(loss).items() if id(owner) not in known}
-        self._owners |= {} if optimizer is None else {".".join((OPTIMIZER, *at)): each for at, each in _leaves(optimizer)}
+        optimizers = [] if optimizer is None else [optimizer, *wrapped(vars(optimizer))]
+        self._owners |= {f"{OPTIMIZER}.{i}" if i else OPTIMIZER: each for i, each in enumerate(optimizers)}
         self._first: dict[str, _First] = {}
         for name, value in self._values():
             writer = Writer()
@@ -364,14 +366,6 @@ def _inside(loss: object) -> dict[str, object]:
     if isinstance(loss, nn.Module):
         return {f"{LOSS}.{name}".removesuffix("."): module for name, module in loss.named_modules()}
     return {LOSS: loss} if hasattr(loss, "__dict__") and is_user_class(type(loss)) else {}
-
-
-def _leaves(optimizer: Optimizer) -> Iterator[tuple[tuple[str, ...], Optimizer]]:
-    """The optimizer and those that it wraps, each with the attribute's name."""
-    yield (), optimizer
-    for name, value in vars(optimizer).items():
-        wrapped = value.values() if type(value) is dict else value if isinstance(value, (list, tuple)) else (value,)
-        yield from (((name, str(i)), each) for i, each in enumerate(wrapped) if isinstance(each, Optimizer))
 
 
 def _form_of(buffer: Tensor | None) -> tuple[Any, ...] | None:
