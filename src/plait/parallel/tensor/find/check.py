@@ -197,34 +197,25 @@ class ReplayedModule:
         parts = [self.run(values, groups, rank, backward=True) for rank in range(len(groups[0].cuts[0].ranges))]
         cuts = {cut.parameter.removesuffix(".weight"): cut for group in groups for cut in group.cuts}
         columns = {name for group in groups for name in group.columns if name in self.maps and name in cuts}
+        rows = {group.row: next(c for c in group.cuts if c.parameter == f"{group.row}.weight") for group in groups}
         for size in GRADIENTS:
-            try:
-                expected = self._gradients(whole, groups, size)
-            except RuntimeError:  # the code has no gradient
-                return ""
-            found = [self._gradients(part, groups, size, rank) for rank, part in enumerate(parts)]
+            g = torch.Generator().manual_seed(3)
+            given = {(name, k): size * _random(x, g) for name, k, x in whole.given if name in rows}
+            with state_kept(self.module.modules()):
+                try:
+                    expected = whole.gradients(given)
+                except RuntimeError:  # the code has no gradient
+                    return ""
+                mine = lambda at, t, rank: taken(t, self.maps[at[0]].feature, rows[at[0]].ranges[rank])  # noqa: E731
+                found = [part.gradients({at: mine(at, t, r) for at, t in given.items()}) for r, part in enumerate(parts)]
             for (name, k), t in ((key, t) for key, t in expected.items() if key[0] in columns):
                 sums = torch.zeros_like(t)  # of ranks that share a feature, such as a head of keys, each has a part of its gradient
-                for mine, ranges in zip(found, cuts[name].ranges):
-                    if (name, k) in mine:
-                        _add(sums, mine[name, k], self.maps[name].feature, ranges)
+                for gradients, ranges in zip(found, cuts[name].ranges):
+                    if (name, k) in gradients:
+                        _add(sums, gradients[name, k], self.maps[name].feature, ranges)
                 if not _equal(t, sums):
                     return f"on a slice the gradient of what {name} returns is not that rank's part of the gradient in the whole"
         return ""
-
-    def _gradients(
-        self, shown: ReplayedRun, groups: tuple[ColumnRowPair, ...], size: float, rank: int | None = None
-    ) -> dict[tuple[str, int], Tensor]:
-        """Of what maps returned, for random gradients of what rows are given. `rank`: whose slice of these."""
-        rows = {group.row: next(c for c in group.cuts if c.parameter == f"{group.row}.weight") for group in groups}
-        g, given = torch.Generator().manual_seed(3), dict[tuple[str, int], Tensor]()
-        for name, k, x in (each for each in shown.given if each[0] in rows):
-            feature, ranges = self.maps[name].feature, rows[name].ranges
-            like = x if rank is None else x.new_empty(_widened(x.shape, feature, sum(n for part in ranges for _, n in part)))
-            whole = size * _random(like, g)
-            given[name, k] = whole if rank is None else taken(whole, feature, ranges[rank])
-        with state_kept(self.module.modules()):
-            return shown.gradients(given)
 
 
 def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...], seed: int = 1) -> str:
@@ -251,13 +242,6 @@ def _add(whole: Tensor, part: Tensor, dim: int, ranges: Ranges) -> None:
     for first, length in ranges:
         whole.narrow(dim, first, length).add_(part.narrow(dim, at, length))
         at += length
-
-
-def _widened(shape: Iterable[int], dim: int, size: int) -> list[int]:
-    """A shape with another size of one dim."""
-    found = list(shape)
-    found[dim] = size
-    return found
 
 
 def _random(like: Tensor, g: torch.Generator) -> Tensor:
