@@ -16,12 +16,12 @@ import plait
 
 
 class Faulty(nn.Module):
-    """Does `fault` on rank 1 in its n-th training forward, once per run directory."""
+    """Does `fault` on rank 1 in the model's `at`-th training forward; `times` limits how often in one working directory."""
 
-    def __init__(self, fault: str, at: int, pause: float):
+    def __init__(self, fault: str, at: int, pause: float, times: int):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)).double()
-        self.fault, self.at, self.pause, self.calls = fault, at, pause, 0
+        self.fault, self.at, self.pause, self.times, self.calls = fault, at, pause, times, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch._subclasses.FakeTensor) and self.training:
@@ -32,6 +32,11 @@ class Faulty(nn.Module):
         return self.body(x)
 
     def strike(self) -> None:
+        if self.times:
+            with open("faults", "a+") as faults:
+                if faults.tell() == self.times:
+                    return
+                faults.write("x")
         if self.fault == "raise":
             raise ValueError("the user's own mistake")
         if self.fault == "kill":
@@ -62,10 +67,11 @@ class Data(Numbers):
 
 
 def job(
-    fault: str = "", at: int = 5, pause: float = 0.0, steps: int = 30, loud: bool = False, batch: int = 8, ema: float = 0.0
+    fault: str = "", at: int = 5, pause: float = 0.0, steps: int = 30, loud: bool = False, batch: int = 8, ema: float = 0.0,
+    times: int = 0,
 ) -> plait.Job:  # fmt: skip
     return plait.Job(
-        model=lambda: Faulty(fault, at, pause),
+        model=lambda: Faulty(fault, at, pause, times),
         loss=F.mse_loss,
         data=lambda: Data(loud, fault == "sample"),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),

@@ -178,7 +178,7 @@ def steps(job: plait.Job, plan: str, count: int, workers: int = 0, at: Any = Non
             rows, ids = [], []
             for _, batch in zip(range(count), engine.batches()):
                 p = batch.position
-                ids += [[p.epoch, x.tolist()] for m in batch.micro for x in m.inputs[:, 0]]
+                ids += [[p.epoch, x.tolist()] for m in batch.micro if m.count for x in m.inputs[:, 0]]
                 step = engine.step(batch)
                 rows.append([p.epoch, p.start, batch.size, step.loss, step.norm])
             return [rows, ids, engine.inexact, dataclasses.astuple(engine.position)]

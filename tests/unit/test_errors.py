@@ -95,7 +95,8 @@ def test_refusals_exit_with_2_wherever_they_are_found() -> None:
         for call in (c for c in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(c, ast.Call)):
             if ast.unparse(call.func) == "PlaitError" and "FAILED" in map(ast.unparse, call.args[1:]):
                 used |= set(re.findall(r"'(P\d{3})'", ast.unparse(call.args[0])))
-    assert used == {"P026"}, "these say that the run failed, not that the plan does not fit"
+    in_mid_run = {"P026", "P093", "P094"}
+    assert used == in_mid_run, "these say that the run failed, not that the plan does not fit"
 
 
 def test_a_file_of_a_library_is_named_as_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

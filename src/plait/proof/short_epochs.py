@@ -25,7 +25,7 @@ def hardened(job: Job, hard: Job, short: int) -> tuple[Job, Callable[[], list[An
     """`hard` with epochs of two steps and `short` samples, and what reads the samples of its first step. `job`: as it was written."""
     data = sampling.data_of(job)
     length, budget = len(data), job.token_budget
-    if budget is not None and short == 1:
+    if budget is not None and 2 * short < hard.batch:  # else each part of a batch needs two samples
         some = token_lengths(budget, length)[epoch_order(job.order, job.seed, 0, length)[: 2 * hard.batch + short]]
         mean = (
             float(np.mean([some[i : i + hard.batch].max() for i in range(len(some))])) if budget.padded else some.mean()

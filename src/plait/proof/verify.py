@@ -249,13 +249,14 @@ def _with_own_batch(
 def _reference(
     job: Job, plans: tuple[Plan, Plan], how: tuple[int, float, float], device: str, folder: Path, own_size: bool
 ) -> tuple[Job, Trace]:
-    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
-    seconds for batches of the job's own size, and where to clip. `plans`: as it was given, and in fp32."""
+    """Train the reference. Its short batch leaves one rank without a sample. A model that cannot train on so few gets a short
+    batch with two for each part. `how`: steps, seconds for batches of the job's own size, and where to clip. `plans`: as it was
+    given, and in fp32."""
     if job.weights is not None:
         open_weights(Path(job.weights))  # what cannot be read is said before a start
     plan = plans[1]
     parts = plan.replica_groups * plan.shares * plan.microbatches
-    hards = [] if own_size else [harden(job, plan, short) for short in (1, 2 * parts)]
+    hards = [] if own_size else [harden(job, plan, short) for short in (max(1, plan.shares - 1), 2 * parts)]
     if own_size or job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
         hards.append(harden(job, plan, 0, job.batch))
     failed: list[PlaitError] = []
