@@ -4,7 +4,7 @@ A test or a case without a mark runs everywhere. One with the mark `slow` takes 
 `prove` belongs to a long list.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,11 @@ def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
         found.append(case if k % n == 0 else _marked(case, pytest.mark.slow))
         k += 1
     return found
+
+
+def crossed(n: int, names: Iterable[str], plans: Sequence[str]) -> list[tuple[str, str]]:
+    """Each `n`-th pair along the diagonals of names × plans: every plan meets unlike names, and every name unlike plans."""
+    return [(name, plan) for i, name in enumerate(names) for k, plan in enumerate(plans) if (i + k) % n == 0]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:

@@ -1,6 +1,6 @@
 """Compressed sums of copies, in several processes, equal their algorithm in one: for each format, optimizer, loss and layout.
 
-A cross-section of the list runs always; `prove` tries all of it.
+A cross-section of the list runs always; `prove` tries more.
 """
 
 from itertools import product
@@ -23,10 +23,10 @@ from plait.proof.verdict import table
 from plait.proof.verify import verify
 
 KINDS = ("compress=bf16", "compress=int8", "compress=powersgd compress_rank=1", "compress=powersgd")
-LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))
+LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))[::5]
 
 
-@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", sampled(4, every(17, LIST)))
+@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", sampled(4, every(4, LIST)))
 def test_equal_to_the_algorithm(
     model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
 ) -> None:

@@ -10,7 +10,7 @@ import jobs_unlike
 import pytest
 import torch
 from jobs import Tokens
-from rarely import every, sampled
+from rarely import crossed, every, sampled
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError
@@ -91,9 +91,8 @@ def test_equal(name: str, text: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("text", PLANS)
-@pytest.mark.parametrize("name", JOBS)
-def test_every_model_under_every_plan(name: str, text: str) -> None:
+@pytest.mark.parametrize("name, text", crossed(4, JOBS, PLANS))
+def test_every_model(name: str, text: str) -> None:
     equal(name, text)
 
 
@@ -103,8 +102,7 @@ def test_beside_other_strategies(name: str, text: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("text", MORE)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name, text", crossed(4, JOBS, MORE))
 def test_every_model_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)
 

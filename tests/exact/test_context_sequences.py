@@ -2,7 +2,7 @@
 
 import jobs_twosided
 import pytest
-from rarely import every
+from rarely import crossed, every
 from test_context import MORE, PLANS
 
 from plait.config.errors import PlaitError
@@ -39,7 +39,6 @@ def test_equal(name: str, text: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("text", (*PLANS, *MORE))
-@pytest.mark.parametrize("name", jobs_twosided.ALL)
-def test_every_model_under_every_plan(name: str, text: str) -> None:
+@pytest.mark.parametrize("name, text", crossed(4, jobs_twosided.ALL, (*PLANS, *MORE)))
+def test_every_model(name: str, text: str) -> None:
     equal(name, text)

@@ -10,7 +10,7 @@ from typing import Any
 import jobs_written
 import pytest
 import torch
-from rarely import every, sampled
+from rarely import crossed, every, sampled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -54,9 +54,8 @@ def test_equal(name: str, text: str) -> None:
 
 @pytest.mark.prove
 @pytest.mark.filterwarnings("ignore:Initializing zero-element:UserWarning")  # a part of mobilebert is empty
-@pytest.mark.parametrize("text", PLANS)
-@pytest.mark.parametrize("name", jobs_written.ALL)
-def test_every_model_under_every_plan(name: str, text: str) -> None:
+@pytest.mark.parametrize("name, text", crossed(4, jobs_written.ALL, PLANS))
+def test_every_model(name: str, text: str) -> None:
     try:
         equal(name, text)
     except PlaitError as error:

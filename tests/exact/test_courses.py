@@ -7,7 +7,7 @@ import jobs_courses
 import numpy as np
 import pytest
 import torch
-from rarely import every, sampled
+from rarely import crossed, every, sampled
 from torch import nn
 
 from plait.config.errors import PlaitError
@@ -38,9 +38,8 @@ def test_models(name: str, text: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("text", PLANS)
-@pytest.mark.parametrize("name", JOBS)
-def test_every_model_under_every_plan(name: str, text: str) -> None:
+@pytest.mark.parametrize("name, text", crossed(3, JOBS, PLANS))
+def test_every_model(name: str, text: str) -> None:
     test_models(name, text)
 
 

@@ -222,7 +222,7 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2"))
 def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> None:
     """Four ranks, then three, two, one, each time under another plan; fewer at once where no plan has three."""
@@ -243,10 +243,10 @@ def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> 
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2", "dp=2 fsdp=2"))
 def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
-    """Of 240 in all: at the start, in a step, in a save, in an evaluation."""
+    """Of 120 in all: at the start, in a step, in a save, in an evaluation."""
     steps, chance = 150, random.Random(f"{plan} {seed}")
     flags = ("--save-every", "15", "--restarts", "10")
     whole = start(tmp_path / "whole", plan, steps, *flags)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import training
 from launched import Command
-from rarely import sampled
+from rarely import crossed, sampled
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -83,8 +83,7 @@ def test_of_an_ordinary_job_nothing_is_said(name: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", TREACHEROUS)
+@pytest.mark.parametrize("name, plan", crossed(2, TREACHEROUS, PLANS))
 def test_treacherous_jobs(name: str, plan: str) -> None:
     """Said exactly where the training differs, unless that is refused, or named by the strategies."""
     try:
@@ -97,8 +96,7 @@ def test_treacherous_jobs(name: str, plan: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize("name, plan", crossed(2, ORDINARY, PLANS))
 def test_ordinary_jobs(name: str, plan: str) -> None:
     assert not codes(name, plan)
 
