@@ -13,9 +13,12 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork
 from plait.model.make import call
 from plait.model.sketch import Sketch, sketch
 from plait.planner.question import PlanRequest
+from plait.proof import reference
 from plait.proof.verify import verify
 
 
@@ -180,3 +183,55 @@ def test_what_would_be_lost_is_refused(layers: tuple[Any, ...], plan: str, code:
 def test_the_planner_does_not_choose_it() -> None:
     why = PlanRequest.of(job(Follower), "job", Machine.named("h100x8")).refused()
     assert "changes the weight" in why(Plan.parse("fsdp=2")) and not why(Plan.parse("dp=2"))
+
+
+AROUND = nn.Linear(6, 6).requires_grad_(False)
+"""A teacher outside of the model."""
+
+
+class Outside(nn.Module):
+    """Writes into tensors that are no part of it. x: [rows, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            AROUND.weight.lerp_(self.layer.weight, 0.5)
+            AROUND.bias.add_(1.0)
+        return self.layer(x) + AROUND(x)
+
+
+TALLY = torch.zeros(3)
+
+
+class Tallied(nn.Module):
+    """Writes what depends on samples, and on no weight, into a tensor that is no part of it. x: [rows, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            TALLY.add_(1.0)[1:].sub_(x.mean())
+        return self.down(self.up(x).tanh())
+
+
+@pytest.mark.parametrize("plan", ("tp=2", pytest.param("dp=2 processes=one", marks=pytest.mark.slow)))
+def test_building_a_rank_leaves_tensors_outside_of_the_model(plan: str) -> None:
+    build = lambda place: (Engine(job(Tallied), plan, place=place), TALLY.tolist())[1]  # noqa: E731
+    assert all(found == [0.0] * 3 for found in fork.run(build, Plan.parse(plan).world))
+
+
+@pytest.mark.parametrize("layer", (Follower, lambda: Follower(True), Clipped, Counter, Running, Outside))
+def test_building_a_rank_leaves_the_initial_state(layer: Any) -> None:
+    """A trial on fake tensors really writes where an operator is given no fake one."""
+    made = job(layer)
+    expected = reference.make_model(made, None, "cpu").state_dict()
+    outside = [p.clone() for p in AROUND.parameters()]
+    engine = Engine(made, "dp=1")
+    found = {name: part.tensor for name, part in engine.built.parts().items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+    assert all(map(torch.equal, outside, AROUND.parameters()))

@@ -29,6 +29,7 @@ from plait.losses import transformers
 from plait.losses.global_batch import BatchPeers
 from plait.model import fused_optimizer, single_steps
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
+from plait.model.outside_writes import OutsideWrites
 from plait.model.sketch import Sketch, sketch
 from plait.parallel import average, fp8, gradient_hooks, mutations, unmeasured, whole_tensors
 from plait.parallel.built import Built
@@ -143,7 +144,7 @@ def build(
     _meet(built)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
-        with state_kept(made.model.modules()):
+        with state_kept(made.model.modules()), OutsideWrites():
             ready = lambda pair: move(pair, built.model_device, cast)  # noqa: E731
             try_metrics.metrics(built, _on_host(made), ready)
             built.coupled_in_eval = batch_dependence.reason(built, _on_host(made), ready)

@@ -1,6 +1,7 @@
-"""What a trial of the job's optimizer writes into tensors that were there before it: a teacher that a step hook averages, a table of norms.
+"""What a trial of the job's model or optimizer writes into tensors that were there before it: a teacher that is averaged, a table of norms.
 
-A trial must leave them as they were. And a rank that has a part of the weights would write something else into them than one device does.
+A trial must leave them as they were, also one on fake tensors: torch's fake mode really writes where an operator is given no fake tensor.
+And a rank that has a part of the weights would write something else into them than one device does.
 """
 
 from types import TracebackType
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from plait.model.deferred_init import roles
 from plait.tensors.float64 import Shadow
-from plait.tensors.torch_private import OpOverload, StorageWeakRef, TorchDispatchMode, storage_key, tree_leaves
+from plait.tensors.torch_private import (
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    no_modes,
+    storage_key,
+    tree_leaves,
+)
 
 WEIGHTS = 0
 """The origin of what is made from the trial's parameters and gradients; others are the storages of tensors from outside."""
@@ -44,7 +52,8 @@ class OutsideWrites(TorchDispatchMode):
         origins = frozenset[int]().union(*map(self._origin, (*written, *read)))
         for t in written:
             if storage_key(t) not in self._made:
-                self._before.append((t, t.detach().clone()))
+                with no_modes():
+                    self._before.append((t, t.detach().clone()))
                 self.follows = self.follows or bool(origins - {storage_key(t)})
         result = func(*args, **kwargs)
         taken = {storage_key(t) for t in (*written, *read)}
@@ -60,7 +69,7 @@ class OutsideWrites(TorchDispatchMode):
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
-        with torch.no_grad():
+        with torch.no_grad(), no_modes():
             for tensor, value in reversed(self._before):
                 tensor.copy_(value)
         Shadow.written({storage_key(tensor) for tensor, _ in self._before})

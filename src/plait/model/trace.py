@@ -21,6 +21,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import LISTENER, Mutations
+from plait.model.outside_writes import OutsideWrites
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import higher_order, scripted
@@ -103,7 +104,7 @@ def trace_run(
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
             listening = LISTENER.set(writes)
             try:
-                with watcher, watcher.operators:
+                with OutsideWrites(), watcher, watcher.operators:
                     output = call(model, inputs)
                     loss = None if judge is None else judge(output)
             finally:
@@ -165,18 +166,15 @@ def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
     modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
     before, names = ModuleState(module for _, module in modules), {name for name, _ in model.named_parameters()}
     buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
-    all_buffers = (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model)))
-    values = [(b, b.clone()) for b in all_buffers if b is not None]
     try:
         yield
     finally:
         made = [name for name, _ in model.named_parameters() if name not in names]
         seen.counting += [name for name, m, n, b in buffers if own_buffers(m).get(n) is not b]
         before.restore()
-        for buffer, value in values:
-            if not buffer.is_leaf:  # written with what has a gradient
+        for *_, buffer in buffers:
+            if buffer is not None and not buffer.is_leaf:  # written with what has a gradient
                 buffer.detach_()
-            buffer.copy_(value)
         for parameter, data in weights:
             if storage_key(parameter) != storage_key(data):
                 parameter.data = data

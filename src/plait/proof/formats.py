@@ -17,7 +17,8 @@ weights and inputs are moved by a rounding of the plan's format, or of their own
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from plait.proof.rounding import (
     wider,
 )  # fmt: skip
 from plait.randomness.keyed import Randomness
-from plait.tensors.modules import loss_kept
+from plait.tensors.modules import loss_kept, state_kept
 from plait.tensors.torch_private import tree_map_only
 
 SCALE = 256.0
@@ -120,16 +121,16 @@ class Reference:
         self.same_products = not (plan.waits_in_forward or plan.compile or plan.pp > 1)
         """Whether ranks compute a part as one device does. Stages do forward, and sum the gradients of what several units read in another order."""
 
-    def parts(self) -> list[SampleRange]:
-        """(first, count) of the parts of the batch."""
+    def shares(self) -> list[list[SampleRange]]:
+        """(first, count) of the parts of the batch, for each rank that has any."""
         n, plan = len(self.read[1]), self.plan
         shares = (BatchShare.of(plan, rank).parts(n) for rank in range(plan.ranks))
-        return [part for share in shares for part in share if part[1]]
+        return [parts for share in shares if (parts := [part for part in share if part[1]])]
 
     def measured(self) -> MeasuredStep:
         """The step, and the limits of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
-        whole = [(0, len(self.read[1]))]
+        whole = [[(0, len(self.read[1]))]]
         (base,) = self.steps(whole)
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
@@ -138,9 +139,9 @@ class Reference:
 
     def _on_parts(self, found: MeasuredStep) -> MeasuredStep | None:
         """The step on the plan's parts of the batch, if that is the step on the whole: not if batch statistics or a loss couple samples."""
-        parts = self.parts()
+        shares = self.shares()
         try:
-            base, *runs = self.steps(parts, sums=2 * DRAWS)
+            base, *runs = self.steps(shares, sums=2 * DRAWS)
         except (RuntimeError, ValueError):  # a batch norm wants two samples
             return None
         of_sums = limits(base, runs)
@@ -151,21 +152,21 @@ class Reference:
             return MeasuredStep(base, found.limits)
         if self.format is None:
             return MeasuredStep(base, found.limits, of_sums)
-        narrow = self._limits(base, parts, ROUNDING[None], own=False)
+        narrow = self._limits(base, shares, ROUNDING[None], own=False)
         return MeasuredStep(base, wider(narrow, of_sums), of_sums)
 
-    def _limits(self, base: StepResult, parts: list[SampleRange], operands: float, own: bool = True) -> dict[Key, float]:
-        """The limits of a step on these parts, by runs with weights and inputs moved."""
+    def _limits(self, base: StepResult, shares: list[list[SampleRange]], operands: float, own: bool = True) -> dict[Key, float]:
+        """The limits of a step on these shares of the batch, by runs with weights and inputs moved."""
         moved = lambda times: (  # noqa: E731
-            run for draw in range(DRAWS) for run in self.steps(parts, Noise(draw, times, operands, own))
+            run for draw in range(DRAWS) for run in self.steps(shares, Noise(draw, times, operands, own))
         )
         return wider(limits(base, moved(1.0), TIMES), limits(base, moved(TIMES)))
 
-    def steps(self, parts: list[SampleRange], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
-        """A step of a new model, its loss and gradients summed over parts of the batch. After it `sums` more, with the gradient of each
-        part moved by rounding before it is added."""
+    def steps(self, shares: list[list[SampleRange]], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
+        """A step of a new model, its loss and gradients summed over the parts of the batch. Each rank's share starts from the model's
+        initial state, as on that rank. After it `sums` more steps, with the gradient of each part moved by rounding before it is added."""
         with multiplying(self.plan), loss_kept(self.job.loss, self.one.model):
-            passes = self._passes(parts, noise, sums)
+            passes = self._passes(shares, noise, sums)
             before = [p.detach().clone() for p in passes.model.parameters()] if sums else []
             found = [self._updated(passes, passes.gradients)]
             for gradients in passes.moved:
@@ -175,7 +176,7 @@ class Reference:
                 found.append(self._updated(passes, gradients))
         return found
 
-    def _passes(self, parts: list[SampleRange], noise: Noise | None, sums: int) -> _Passes:
+    def _passes(self, shares: list[list[SampleRange]], noise: Noise | None, sums: int) -> _Passes:
         job, device = self.job, self.one.device
         model = self._model()
         generator = torch.Generator().manual_seed(0 if noise is None else noise.draw + 1)
@@ -187,18 +188,18 @@ class Reference:
         found = _Passes(model, reference.copied(model.named_parameters()), moved=[{} for _ in range(sums)])
         keyed = Randomness(model, job.seed, self.one.keyed.places, self.one.keyed.needed)
         scale = self._scale()
-        pairs = [self._pair(first, n, split) for first, n in parts]
-        micros = (Micro(*part, None, targets, ()) for (_, targets), part in zip(pairs, parts))
-        weights = [weigh(job.weight, micro) for micro in micros]
-        for (inputs, targets), weight, (first, n) in zip(pairs, weights, parts):
-            if not weight:
-                continue
-            with autocast(device, self.format), keyed.at(0, first, n):
-                loss = job.loss(self._called(model, inputs), targets)
-            found.losses[str(first)] = float(loss.detach())
-            with keyed.replay():
-                (loss * (weight / sum(weights) * scale)).backward()
-            _add(found, generator)
+        pairs = {part: self._pair(*part, split) for share in shares for part in share}
+        weights = {part: weigh(job.weight, Micro(*part, None, targets, ())) for part, (_, targets) in pairs.items()}
+        for share in shares:
+            with nullcontext() if share is shares[-1] else _state_kept(found):
+                for first, n in (part for part in share if weights[part]):
+                    inputs, targets = pairs[first, n]
+                    with autocast(device, self.format), keyed.at(0, first, n):
+                        loss = job.loss(self._called(model, inputs), targets)
+                    found.losses[str(first)] = float(loss.detach())
+                    with keyed.replay():
+                        (loss * (weights[first, n] / sum(weights.values()) * scale)).backward()
+                    _add(found, generator)
         return found
 
     def _model(self) -> nn.Module:
@@ -242,6 +243,16 @@ class Reference:
         pair = beside(self.data, some, rest) if hasattr(self.data, "collate") and rest else collate(self.data, some)
         inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.device), tuple(pair))
         return tree_map_only(Tensor, shift, inputs), targets
+
+
+@contextmanager
+def _state_kept(passes: _Passes) -> Iterator[None]:
+    """What the model's forward passes inside write into its state is put back, weights included."""
+    with state_kept(passes.model.modules()):
+        yield
+    with torch.no_grad():
+        for name, parameter in passes.model.named_parameters():
+            parameter.copy_(passes.start[name])
 
 
 def _add(passes: _Passes, generator: torch.Generator) -> None:

@@ -69,13 +69,12 @@ class OneDevice:
 
     @staticmethod
     def of(job: Job, data: Data, dtype: torch.dtype, device: str) -> "OneDevice":
-        """The job before its first step."""
-        model = make_model(job, dtype, device)
-        state = torch.get_rng_state()
-        sample = example(job.data, data)[0]
-        torch.set_rng_state(state)
+        """The job before its first step. Its model is made anew after the sketch, so that nothing of a trial is in the reference."""
+        sample, trial = example(job.data, data)[0], make_model(job, dtype, device)
         with Wide():
-            sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
+            sketched = sketch(trial, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
+        del trial
+        model = make_model(job, dtype, device)
         keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
         optimizer = optimizer_of(job, dict(model.named_parameters()))
         kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import tensors_in
+from plait.model.outside_writes import OutsideWrites
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
 from plait.model.trace import Call
 from plait.parallel.tensor.find.check import ReplayedModule, adapted, check
@@ -181,7 +182,7 @@ def find(
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
-        with host_kept(), state_kept(model.modules()), random_weights(model):
+        with host_kept(), state_kept(model.modules()), random_weights(model), OutsideWrites():
             for samples in SAMPLES:
                 finder = _Finder(model, call, n, tensor or {}, inputs=inputs(samples), given=given)
                 if not (units and _square(finder.follow, samples)):
