@@ -123,8 +123,8 @@ def test_masks_of_a_stage_drawn_from_another_place(monkeypatch: pytest.MonkeyPat
     """36: a later stage does not know how often modules of an earlier one drew."""
     real = Randomness.at
 
-    def at(self: Any, step: int, first: int, *more: Any) -> Any:
-        return real(self, step, first + (dist.get_rank() if dist.is_initialized() else 0), *more)
+    def at(self: Any, step: int, first: int, *more: Any, **turn: Any) -> Any:
+        return real(self, step, first + (dist.get_rank() if dist.is_initialized() else 0), *more, **turn)
 
     monkeypatch.setattr(Randomness, "at", at)
     sees(DEEP(), "pp=2 microbatches=2", "G", "")

@@ -8,7 +8,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as dist
 from torch.utils.data import IterableDataset
 
 import plait

@@ -86,6 +86,7 @@ def test_a_write_a_hook_and_a_refusal(file: str, options: str, plan: str, outcom
     assert outcome_of(file, options, plan) == outcome
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("file, options, plan, outcome", seldom(5, (row for row in ROWS if row[:3] not in QUICK)))
 def test_the_others(file: str, options: str, plan: str, outcome: str) -> None:
     assert outcome_of(file, options, plan) == outcome
