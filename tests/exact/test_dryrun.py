@@ -21,8 +21,9 @@ from plait import Job, Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
+from plait.parallel.offload import on_host
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.dryrun.measure import measure
+from plait.planner.dryrun.measure import measure, measure_evaluation
 
 ERROR = 0.01
 MODELS = {
@@ -71,7 +72,10 @@ EVERY = {
 
 def measured(place: Place, job: Job, plan: Plan) -> dict[str, Any]:
     torch.set_num_threads(1)
-    peak = measure(Engine(job, plan, place=place, device="cpu"), 1)
+    engine, apart = Engine(job, plan, place=place, device="cpu"), partial(on_host, plan)
+    peaks = [measure(engine, 1, on_host=apart)]
+    peaks += [measure_evaluation(engine, on_host=apart)] if job.evaluate is not None else []
+    peak = max(peaks, key=lambda peak: peak.total)
     return {"total": peak.total, "categories": peak.categories, "moment": peak.moment}
 
 

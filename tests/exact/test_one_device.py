@@ -1,15 +1,19 @@
 """The job's code sees one device under every plan: torch.distributed is not there for it, and what it cannot do without is named."""
 
+import gc
+import weakref
+
 import jobs_communicating
 import pytest
+import torch
 import torch.distributed as dist
 from rarely import sampled
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork
+from plait.launch import fork, one_device
 from plait.launch.place import Place
 from plait.proof.verify import verify
 
@@ -64,3 +68,19 @@ def test_who_is_given_the_run_sees_its_ranks() -> None:
         return [int(dist.is_initialized()), dist.get_world_size()]
 
     assert fork.run(run, 2) == [[1, 2], [1, 2]]
+
+
+def test_looking_for_the_caller_keeps_no_tensor_alive() -> None:
+    """A frame that refers to itself keeps what its callers made, activations too, until the garbage collector comes by."""
+
+    def called() -> weakref.ref[Tensor]:
+        made = torch.ones(3)
+        dist.is_initialized()
+        return weakref.ref(made)
+
+    def run(place: Place) -> bool:
+        one_device.hide()
+        gc.disable()
+        return called()() is None
+
+    assert fork.run(run, 1) == [True]
