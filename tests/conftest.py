@@ -18,7 +18,7 @@ torch.ones(1, requires_grad=True).backward()
 
 COSTS = Path(__file__).with_name("costs.txt")
 """Tests that take long, and how many seconds of processor time each was measured to take. CONTRIBUTING.md has the command."""
-SLOW, PROVE = 2.5, 10.0
+SLOW, PROVE = 2.5, 8.0
 """Seconds from which on a test is `slow`, and from which on it belongs to the long lists, as if it were marked so in the code."""
 
 
