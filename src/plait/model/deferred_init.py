@@ -10,9 +10,10 @@ forgotten. After its last touch this rank's share is put by and the storage is d
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ class _Following(TorchDispatchMode):
     def made(self, result: object) -> list[int]:
         """Start following the large storages that an operation made; their numbers."""
         new = []
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.untyped_storage().nbytes() >= LARGE and storage_key(t) not in self.known:
+        for t in tensors_of(result):
+            if t.untyped_storage().nbytes() >= LARGE and storage_key(t) not in self.known:
                 self.known[storage_key(t)] = (self.count, t.detach())
                 new.append(self.count)
                 self.count += 1
@@ -87,13 +88,29 @@ class _Following(TorchDispatchMode):
 
 def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors an operator writes, tensors it reads)."""
-    written, read = [], []
-    named = zip(schema(func).arguments, args)
-    pairs = [*named, *((a, kwargs[a.name]) for a in schema(func).arguments if a.name in kwargs)]
-    for argument, value in pairs:
-        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        (written if argument.is_write else read).extend(tensors)
+    written, read = list[Tensor](), list[Tensor]()
+    arguments = _arguments(func)
+    for (_, writes), value in zip(arguments, args):
+        (written if writes else read).extend(tensors_of(value))
+    if kwargs:
+        for name, writes in arguments:
+            (written if writes else read).extend(tensors_of(kwargs.get(name)))
     return written, read
+
+
+@cache
+def _arguments(func: OpOverload) -> tuple[tuple[str, bool], ...]:
+    """The arguments of an operator: name, and whether it is written."""
+    return tuple((argument.name, argument.is_write) for argument in schema(func).arguments)
+
+
+def tensors_of(value: object) -> Sequence[Tensor]:
+    """The tensors of an argument or a result of an operator: a tensor, a list of tensors, or several results."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return [t for one in value for t in tensors_of(one)]
+    return ()
 
 
 class Noting(_Following):

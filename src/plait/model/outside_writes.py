@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.model.deferred_init import roles
+from plait.model.deferred_init import roles, tensors_of
 from plait.tensors.float64 import Shadow
 from plait.tensors.torch_private import (
     OpOverload,
@@ -18,7 +18,6 @@ from plait.tensors.torch_private import (
     TorchDispatchMode,
     no_modes,
     storage_key,
-    tree_leaves,
 )
 
 WEIGHTS = 0
@@ -57,12 +56,13 @@ class OutsideWrites(TorchDispatchMode):
                 self.follows = self.follows or bool(origins - {storage_key(t)})
         result = func(*args, **kwargs)
         taken = {storage_key(t) for t in (*written, *read)}
-        for t in (t for t in tree_leaves(result) if isinstance(t, Tensor)):
+        results = tensors_of(result)
+        for t in results:
             if storage_key(t) not in taken:
                 self._keep(t)
-        for t in (*written, *(t for t in tree_leaves(result) if isinstance(t, Tensor))):
-            if storage_key(t) in self._made:
-                self._origins[storage_key(t)] = origins
+        for t in (*written, *results):
+            if (key := storage_key(t)) in self._made:
+                self._origins[key] = origins
         return result
 
     def __exit__(
