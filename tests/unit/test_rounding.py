@@ -49,7 +49,7 @@ def reordered(one: formats.Reference) -> StepResult:
     """The same step with samples in another order and other parts: right, and rounded otherwise."""
     epoch, ids, samples = one.read
     one.read = (epoch, ids[::-1], samples[::-1])
-    (found,) = one.steps([(0, 1), (1, len(ids) - 1)])
+    (found,) = one.steps([[(0, 1)], [(1, len(ids) - 1)]])
     return found
 
 
