@@ -235,3 +235,55 @@ def test_building_a_rank_leaves_the_initial_state(layer: Any) -> None:
     found = {name: part.tensor for name, part in engine.built.parts().items()}
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     assert all(map(torch.equal, outside, AROUND.parameters()))
+
+
+class Appending(nn.Module):
+    """Adds to a list that it is given. x: [rows, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(torch.tanh(self.layer(sum(seen, x))))
+        return seen[-1]
+
+
+class Summing(Appending):
+    """Replaces an attribute of an object that it is given, and makes an entry in a dict there."""
+
+    def forward(self, x: Tensor, bag: Any) -> Tensor:
+        bag.total, bag.by[len(bag.by)] = bag.total + self.layer(x), x
+        return x * torch.sigmoid(bag.total + sum(bag.by.values()))
+
+
+class Bag:
+    def __init__(self, x: Tensor) -> None:
+        self.total, self.by = x, dict[int, Tensor]()
+
+
+class Passing(nn.Module):
+    """Passes one object from layer to layer."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(layer() for _ in range(3)), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        passed = Bag(x) if isinstance(self.blocks[0], Summing) else [x]
+        for block in self.blocks:
+            x = block(x, passed)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "layer, plan",
+    [
+        (Appending, "dp=1 recompute=full"),
+        *(pytest.param(layer, f"{axis} recompute={kind}", marks=pytest.mark.slow)
+          for layer, axis, kind in ((Appending, "fsdp=2", "selective"), (Summing, "dp=1", "selective"), (Summing, "dp=2", "full"))),
+    ],
+)  # fmt: skip
+def test_what_a_unit_changes_in_its_arguments_is_as_before_when_it_is_computed_again(layer: Any, plan: str) -> None:
+    verdict = verify(jobs.make(lambda: Passing(layer), units=("blocks.*",)), Plan.parse(plan), steps=3)
+    assert verdict.equal and not verdict.inexact, verdict.to_dict()

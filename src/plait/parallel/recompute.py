@@ -33,7 +33,8 @@ Paper
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from plait.parallel.built import Built
 from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors import scripted
 from plait.tensors.float64 import Wide
+from plait.tensors.held_values import HeldValues
 from plait.tensors.modules import Attributes, attributes_of, put_back, state_kept
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
@@ -120,7 +122,8 @@ class Recomputed(RepeatableForward):
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         state, runs = host_state()[:2] if self.host_random else None, 0
-        attributes = attributes_of(self.plain)
+        attributes, given = attributes_of(self.plain), SimpleNamespace(args=args, kwargs=kwargs)
+        passed = HeldValues([given], libraries=True)
         counting = [
             (buffers, name, None if (b := buffers[name]) is None else b.clone()) for buffers, name in self.counting
         ]
@@ -128,7 +131,10 @@ class Recomputed(RepeatableForward):
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with nullcontext() if runs == 1 else self._second(state, attributes, counting):
+            with ExitStack() as again:
+                if runs > 1:
+                    again.enter_context(_as_passed(given, passed))
+                    again.enter_context(self._second(state, attributes, counting))
                 return self.run(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **self.contexts, **kwargs)
@@ -154,6 +160,17 @@ class Recomputed(RepeatableForward):
             finally:
                 if state is not None:
                     restore_host((*now, torch.get_rng_state()))
+
+
+@contextmanager
+def _as_passed(given: SimpleNamespace, before: HeldValues) -> Iterator[None]:
+    """Lists, dicts and objects among the arguments of a unit hold what they held `before` its first pass; after, what they hold now."""
+    now = HeldValues([given], libraries=True)
+    before.put_back()
+    try:
+        yield
+    finally:
+        now.put_back()
 
 
 Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]

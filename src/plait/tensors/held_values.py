@@ -26,9 +26,11 @@ STRUCTURE = frozenset(vars(nn.Module()))
 
 
 class HeldValues:
-    """What is inside of the containers, generators and objects among some modules' attributes."""
+    """What is inside of the containers, generators and objects among some modules' attributes. `libraries`: of objects of other libraries
+    than torch too, such as a cache of keys and values; else of the user's classes only."""
 
-    def __init__(self, modules: Iterable[object]):
+    def __init__(self, modules: Iterable[object], libraries: bool = False):
+        self._libraries = libraries
         self._content: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         for module in modules:
@@ -49,7 +51,7 @@ class HeldValues:
         elif kind is tuple:
             content = None
         else:
-            content = _state(value)
+            content = _state(value, self._libraries)
             if content is None:
                 return
         self._seen.add(id(value))
@@ -90,7 +92,7 @@ PLAIN = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter
 """Types of values that hold no others."""
 
 
-def _state(value: Value) -> Any:
+def _state(value: Value, libraries: bool) -> Any:
     """What is inside of a generator or of an object of the user's class; None for what is followed no further."""
     if isinstance(value, np.ndarray):
         return value.copy() if value.flags.writeable and value.nbytes <= SMALL else None
@@ -103,4 +105,5 @@ def _state(value: Value) -> Any:
     if type(value) is random.Random:
         return value.getstate()
     followed = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
-    return dict(vars(value)) if followed and is_user_class(type(value)) else None
+    known = is_user_class(type(value)) or (libraries and type(value).__module__.partition(".")[0] not in ("torch", "plait"))
+    return dict(vars(value)) if followed and known else None
