@@ -257,6 +257,16 @@ class Summing(Appending):
         return x * torch.sigmoid(bag.total + sum(bag.by.values()))
 
 
+class Noting(Appending):
+    """Changes a dict that it is given by name, and a list in it; what it computes depends on both."""
+
+    def forward(self, x: Tensor, *, memo: dict[str, Any]) -> Tensor:
+        memo["calls"] += 1
+        memo["seen"].append(self.layer(x) / memo["calls"])
+        memo["last"] = memo["last"] * memo["seen"][-1].sigmoid()
+        return x + memo["last"] + sum(memo["seen"])
+
+
 class Bag:
     def __init__(self, x: Tensor) -> None:
         self.total, self.by = x, dict[int, Tensor]()
@@ -271,19 +281,23 @@ class Passing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         passed = Bag(x) if isinstance(self.blocks[0], Summing) else [x]
+        memo = {"seen": [x], "last": x, "calls": 0}
         for block in self.blocks:
-            x = block(x, passed)
-        return self.head(x)
+            x = block(x, memo=memo) if isinstance(block, Noting) else block(x, passed)
+        return self.head(x if isinstance(block, Summing) else x + (memo["seen"] + passed)[-1])
 
 
 @pytest.mark.parametrize(
     "layer, plan",
     [
-        (Appending, "dp=1 recompute=full"),
-        *(pytest.param(layer, f"{axis} recompute={kind}", marks=pytest.mark.slow)
-          for layer, axis, kind in ((Appending, "fsdp=2", "selective"), (Summing, "dp=1", "selective"), (Summing, "dp=2", "full"))),
+        (Appending, "dp=1 recompute=full"), (Appending, "fsdp=2"),
+        *(pytest.param(layer, plan, marks=pytest.mark.slow) for layer, plan in (
+            (Appending, "fsdp=2 recompute=selective"), (Summing, "dp=1 recompute=selective"), (Summing, "dp=2 recompute=full"),
+            (Noting, "fsdp=2 zero=2 microbatches=2"), (Noting, "dp=2 recompute=full"), (Noting, "fsdp=2 recompute=full"),
+            (Summing, "fsdp=2"),
+        )),
     ],
 )  # fmt: skip
-def test_what_a_unit_changes_in_its_arguments_is_as_before_when_it_is_computed_again(layer: Any, plan: str) -> None:
+def test_units_change_lists_dicts_and_objects_that_they_are_given(layer: Any, plan: str) -> None:
     verdict = verify(jobs.make(lambda: Passing(layer), units=("blocks.*",)), Plan.parse(plan), steps=3)
     assert verdict.equal and not verdict.inexact, verdict.to_dict()

@@ -6,6 +6,7 @@ What FSDP2's hooks on a unit would change for the model's code, and hooks beside
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ from plait.tensors.torch_private import (
     sharded_here,
     tree_flatten,
     tree_map_only,
-    tree_unflatten,
     widened,
 )
 from plait.tensors.transfers import any_has, upload
@@ -323,22 +323,47 @@ def without_views(module: nn.Module, args: tuple[Any, ...], output: object) -> o
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
-def keep_one(module: nn.Module) -> None:
-    """FSDP2's hook makes another tensor of each input. Code that asks whether two are one (`key is value`, as torch's own
-    attention does) is given one again."""
-    given: list[Any] = []
+def keep_arguments(module: nn.Module) -> None:
+    """FSDP2's hook makes other tensors of the inputs, in other lists and dicts. The module's code is given the lists, dicts and objects of
+    who calls it, which it may change, and one tensor for each: it may ask whether two are one (`key is value`, as torch's attention does)."""
+    calls: list[tuple[Any, dict[int, Tensor]]] = []
+    """What each call that runs was given, and by the id of each tensor in its place the own one."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[:] = tree_flatten((args, kwargs))[0]
+        calls.append(((args, kwargs), {}))
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made, form = tree_flatten((args, kwargs))
-        if len(made) != len(given):
+        given, owners = calls[-1]
+        own, made = tree_flatten(given)[0], tree_flatten((args, kwargs))[0]
+        if len(own) != len(made):
             return None  # another hook gives the module something else
-        first = {id(old): new for old, new in reversed(list(zip(given, made)))}
-        one = [first[id(old)] if isinstance(old, Tensor) else new for old, new in zip(given, made)]
-        given.clear()
-        return tree_unflatten(one, form)
+        pairs = [(old, new) for old, new in zip(own, made) if isinstance(old, Tensor) and isinstance(new, Tensor)]
+        first = {id(old): new for old, new in reversed(pairs)}
+        owners.update((id(first[id(old)]), old) for old, _ in pairs)
+        return put_inside(given, first)
+
+    def left(_: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        put_inside(*calls.pop())
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(after, with_kwargs=True)
+    module.register_forward_hook(left, always_call=True)
+
+
+def put_inside(value: Any, table: Mapping[int, Tensor]) -> Any:
+    """The value with tensors replaced by those that `table` has for their ids. Lists, dicts and objects stay the same ones."""
+    if isinstance(value, Tensor):
+        return table.get(id(value), value)
+    if isinstance(value, (list, deque)):
+        for k, each in enumerate(value):
+            value[k] = put_inside(each, table)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            value[key] = put_inside(each, table)
+    elif isinstance(value, tuple):
+        found = [put_inside(each, table) for each in value]
+        changed = any(new is not old for new, old in zip(found, value))
+        return value if not changed else type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    elif hasattr(value, "__dict__") and not any(leaf is value for leaf in leaves(value)):  # an object that torch's trees see into
+        put_inside(vars(value), table)
+    return value

@@ -51,7 +51,7 @@ from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
-from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, divides, keep_one, without_views
+from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, divides, keep_arguments, without_views
 from plait.parallel.mesh import group_of
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
@@ -118,7 +118,7 @@ def apply(built: Built) -> None:
             module.register_forward_hook(without_views)
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
         for module in modules:
-            keep_one(module)
+            keep_arguments(module)
         assert isinstance(modules[0], FSDPModule)
         gathered.append(modules[0])
     _gather_ahead(built, units, gathered)
