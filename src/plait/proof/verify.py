@@ -275,10 +275,10 @@ def _reference(
 def _wants_more_samples(error: PlaitError, job: Job, plan: Plan, device: str) -> bool:
     """Whether a rank failed since the job, in plain PyTorch, cannot train on as few samples as a part of the small batches has."""
     parts = plan.replica_groups * plan.shares * plan.microbatches
-    fewest, own = harden(job, plan, 1).batch // parts, job.batch // parts
-    if error.codes[0] != "C005" or not fewest < own:
+    own = job.batch // parts
+    if error.codes[0] != "C005" or own < 2:
         return False
-    fails, fine = (bool(_raised(dataclasses.replace(job, batch=n), None, device)) for n in (fewest, own))
+    fails, fine = (bool(_raised(dataclasses.replace(job, batch=n), None, device)) for n in (1, own))
     return fails and not fine
 
 
