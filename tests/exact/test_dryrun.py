@@ -72,9 +72,9 @@ EVERY = {
 
 def measured(place: Place, job: Job, plan: Plan) -> dict[str, Any]:
     torch.set_num_threads(1)
-    engine, apart = Engine(job, plan, place=place, device="cpu"), partial(on_host, plan)
-    peaks = [measure(engine, 1, on_host=apart)]
-    peaks += [measure_evaluation(engine, on_host=apart)] if job.evaluate is not None else []
+    engine, host = Engine(job, plan, place=place, device="cpu"), partial(on_host, plan)
+    peaks = [measure(engine, 1, on_host=host)]
+    peaks += [measure_evaluation(engine, on_host=host)] if job.evaluate is not None else []
     peak = max(peaks, key=lambda peak: peak.total)
     return {"total": peak.total, "categories": peak.categories, "moment": peak.moment}
 

@@ -253,7 +253,8 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         raise PlaitError(problem)
     found = built.sketch = with_open_head(found, job)
     if expert.wanted(plan):
-        found = replace(found, mixtures=expert.found(*find.find(made.model, inputs, once), plan))
+        with OutsideWrites():
+            found = replace(found, mixtures=expert.found(*find.find(made.model, inputs, once), plan))
     if plan.tp > 1:
         handed_on = StageLayout.of(plan, found, job.stages).handed_on if plan.pp > 1 else frozenset()
         wide = cast is torch.float64

@@ -10,7 +10,7 @@ forgotten. After its last touch this rank's share is put by and the storage is d
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,6 +31,7 @@ from plait.tensors.torch_private import (
     storage_key,
     tree_leaves,
 )
+from plait.tensors.trees import flat
 
 WORTH = 256 << 20
 """Bytes of parameters from which a model is built this way: it draws the weights up to twice and makes them once."""
@@ -78,7 +79,7 @@ class _Following(TorchDispatchMode):
     def made(self, result: object) -> list[int]:
         """Start following the large storages that an operation made; their numbers."""
         new = []
-        for t in tensors_of(result):
+        for t in flat(result):
             if t.untyped_storage().nbytes() >= LARGE and storage_key(t) not in self.known:
                 self.known[storage_key(t)] = (self.count, t.detach())
                 new.append(self.count)
@@ -91,10 +92,10 @@ def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     written, read = list[Tensor](), list[Tensor]()
     arguments = _arguments(func)
     for (_, writes), value in zip(arguments, args):
-        (written if writes else read).extend(tensors_of(value))
+        (written if writes else read).extend(flat(value))
     if kwargs:
         for name, writes in arguments:
-            (written if writes else read).extend(tensors_of(kwargs.get(name)))
+            (written if writes else read).extend(flat(kwargs.get(name)))
     return written, read
 
 
@@ -102,15 +103,6 @@ def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def _arguments(func: OpOverload) -> tuple[tuple[str, bool], ...]:
     """The arguments of an operator: name, and whether it is written."""
     return tuple((argument.name, argument.is_write) for argument in schema(func).arguments)
-
-
-def tensors_of(value: object) -> Sequence[Tensor]:
-    """The tensors of an argument or a result of an operator: a tensor, a list of tensors, or several results."""
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, (list, tuple)):
-        return [t for one in value for t in tensors_of(one)]
-    return ()
 
 
 class Noting(_Following):

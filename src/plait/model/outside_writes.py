@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.model.deferred_init import roles, tensors_of
+from plait.model.deferred_init import roles
 from plait.tensors.float64 import Shadow
-from plait.tensors.torch_private import (
-    OpOverload,
-    StorageWeakRef,
-    TorchDispatchMode,
-    no_modes,
-    storage_key,
-)
+from plait.tensors.torch_private import OpOverload, StorageWeakRef, TorchDispatchMode, no_modes, storage_key
+from plait.tensors.trees import flat
 
 WEIGHTS = 0
 """The origin of what is made from the trial's parameters and gradients; others are the storages of tensors from outside."""
@@ -56,7 +51,7 @@ class OutsideWrites(TorchDispatchMode):
                 self.follows = self.follows or bool(origins - {storage_key(t)})
         result = func(*args, **kwargs)
         taken = {storage_key(t) for t in (*written, *read)}
-        results = tensors_of(result)
+        results = list(flat(result))
         for t in results:
             if storage_key(t) not in taken:
                 self._keep(t)

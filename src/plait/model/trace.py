@@ -166,13 +166,14 @@ def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
     modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
     before, names = ModuleState(module for _, module in modules), {name for name, _ in model.named_parameters()}
     buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
+    all_buffers = (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model)))
     try:
         yield
     finally:
         made = [name for name, _ in model.named_parameters() if name not in names]
         seen.counting += [name for name, m, n, b in buffers if own_buffers(m).get(n) is not b]
         before.restore()
-        for *_, buffer in buffers:
+        for buffer in all_buffers:
             if buffer is not None and not buffer.is_leaf:  # written with what has a gradient
                 buffer.detach_()
         for parameter, data in weights:

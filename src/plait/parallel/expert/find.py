@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from plait.config.errors import in_a_line
 from plait.losses.global_batch import BatchPeers
 from plait.model.experts import Format, MoELayer, cut_stacked
-from plait.model.outside_writes import OutsideWrites
 from plait.model.units import has_forward
 from plait.parallel.expert.dispatch import Serve
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home, roles, spelled
@@ -194,8 +193,7 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
     proposed = [*_stacked(model), *_listed(model)]
     if not proposed:
         return [], []
-    with OutsideWrites():
-        met = _run(model, inputs, call, proposed)
+    met = _run(model, inputs, call, proposed)
     found, whole = [], []
     for mixture in proposed:
         if mixture.name not in met:
