@@ -241,7 +241,7 @@ def start_build(
 
 def analyse(built: Built, made: BuiltModel, seen: Sketch | None = None) -> Sketch:
     """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
-    with higher_order.apart(), loss_kept(built.job.loss, made.model):
+    with higher_order.opaque(), loss_kept(built.job.loss, made.model):
         return _analyse(built, made, seen)
 
 

@@ -134,7 +134,7 @@ def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
 def forward_only(built: Built) -> Iterator[None]:
     """In eval mode, without gradients, in the number format of training."""
     precision = autocast(built.device.type, plan_format(built.plan))
-    with evaluating(built.model), torch.no_grad(), higher_order.apart(), precision:
+    with evaluating(built.model), torch.no_grad(), higher_order.opaque(), precision:
         yield
 
 

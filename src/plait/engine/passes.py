@@ -54,7 +54,7 @@ class Passes:
     def run(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
         self.logged.begin()
-        with self.built.sharers.here(), higher_order.apart():
+        with self.built.sharers.here(), higher_order.opaque():
             step_row = self._all(pieces, step, arm)
         self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
         return step_row

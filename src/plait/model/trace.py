@@ -98,7 +98,7 @@ def trace_run(
     shown = keys is not None
     with _as_it_was(model, watcher.seen), watcher.hooked():
         around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else fakes
-        with _silent(), higher_order.apart(), _keeping(meter), around:
+        with _silent(), higher_order.opaque(), _keeping(meter), around:
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             inputs = tree_map_only(torch.Tensor, hide, inputs)
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)

@@ -87,7 +87,7 @@ class _Step:
         )
         keyed = Randomness(model, one.job.seed, one.keyed.places, one.keyed.needed)
         for phase in one.job.phases or (None,):
-            with self._noted(model), recording(lambda name, value: None), higher_order.apart():
+            with self._noted(model), recording(lambda name, value: None), higher_order.opaque():
                 with Wide() if wide else _Formats(self), keyed.at(0, 0, self.samples, turn=phase.name if phase else ""):
                     loss = self._loss(model, pair, phase)
                 seed_host(trial, "backward")  # draws there are keyed by nothing: they count as movement between trials

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_leaves
 
 
-def apart() -> AbstractContextManager[None]:
+def opaque() -> AbstractContextManager[None]:
     """A context in which calls of higher-order operators are opaque to every mode."""
 
     def called(name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

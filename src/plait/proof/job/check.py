@@ -294,7 +294,7 @@ def _affordable(job: Job, known: Known, cut: Plan, level: str) -> Affordable:
     with host_kept():
         inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
         seconds, before = 0.0, values(model)
-        with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.apart():
+        with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.opaque():
             for _ in range(2):
                 began = time.process_time()
                 call(model, inputs)

@@ -99,7 +99,7 @@ def forward(engine: Engine, micro: Micro, step: int, around: AbstractContextMana
     """The outputs of a forward pass in float64, without gradients; `around` is entered last."""
     inputs = move(micro.inputs, engine.built.device, WIDE)
     keyed = engine.built.randomness.at(step, micro.first, micro.count)
-    with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"), higher_order.apart(), keyed, around:
+    with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"), higher_order.opaque(), keyed, around:
         return call(engine.model, inputs)
 
 
