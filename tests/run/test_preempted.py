@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from rarely import rarely
 from plait.config.errors import PlaitError
 from plait.launch import fork, stopping
 from plait.launch.place import Place
-from plait.launch.stopping import StopRequest
+from plait.launch.progress import ProgressBoard
+from plait.launch.stopping import Stopped, StopRequest
 from run.test_mpi import SOURCES
 from run.test_resume import ARGV, STEPS, final, same, whole
 
@@ -88,6 +90,19 @@ def test_a_request_between_two_starts_counts_for_the_next() -> None:
         assert request.is_set() and StopRequest.of_process() is request
         assert fork.run(waits, 2) == [{"asked": True}, {"asked": True}]
     assert StopRequest.of_process() is not request
+
+
+@pytest.mark.parametrize(
+    ("steps", "saves"), (((-1, -1), False), ((0, -1), False), ((0, 0), True), ((3, -1), True), ((-1, 3), True))
+)
+def test_a_stop_between_builds_loses_no_step(steps: tuple[int, ...], saves: bool) -> None:
+    """Replica groups do not wait for each other before their first synchronisation: one may have steps while another is built."""
+    board, request = ProgressBoard(range(2)), StopRequest()
+    request.trains = True
+    for rank, step in enumerate(steps):
+        board.write(rank, step, "forward" if step >= 0 else "build")
+    with pytest.raises(Stopped) if not saves else nullcontext():
+        request.beside(board, signal.SIGTERM)
 
 
 def test_a_request_while_ranks_are_forked_ends_them() -> None:

@@ -71,8 +71,9 @@ class ProgressBoard:
         return Progress(step, PHASES[phase], when)
 
     def begun(self) -> bool:
-        """Whether all ranks are built, so that steps may have been made."""
-        return all(self._row(rank).step >= 0 for rank in self.ranks)
+        """Whether there may be a step to save: all ranks are built, or some made one (replica groups do not wait for each other)."""
+        steps = [self._row(rank).step for rank in self.ranks]
+        return min(steps) >= 0 or max(steps) > 0
 
     def stop(self, asked: bool = True) -> None:
         """Ask all ranks to stop after their step. `asked`: somebody wants the run to end; else to go on with others."""

@@ -350,7 +350,7 @@ def keep_arguments(module: nn.Module) -> None:
     module.register_forward_hook(left, always_call=True)
 
 
-def put_inside(value: Any, table: Mapping[int, Tensor]) -> Any:
+def put_inside(value: object, table: Mapping[int, Tensor]) -> Any:
     """The value with tensors replaced by those that `table` has for their ids. Lists, dicts and objects stay the same ones."""
     if isinstance(value, Tensor):
         return table.get(id(value), value)
