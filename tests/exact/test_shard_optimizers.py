@@ -2,6 +2,7 @@
 updates; those that look at several tensors at once are refused by name."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 from rarely import every, sampled
 from torch import nn
 
+import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
-from plait.parallel.fsdp.optimizer_check import differs
+from plait.parallel.fsdp import optimizer_check
+from plait.parallel.fsdp.optimizer_check import ALONE, BY_ELEMENT, differs
 from plait.planner.dryrun.dry_run import dry_run
 from plait.proof.verify import verify
 
@@ -289,3 +292,85 @@ def test_state_of_another_make_is_refused_in_the_first_step() -> None:
     with pytest.raises(PlaitError, match="K005") as error:
         engine.step(next(engine.batches()))
     assert "EightBit keeps exp_avg as Blocks" in str(error.value)
+
+
+SHAPES = {"weight": (7, 6), "bias": (7,), "scale": ()}
+HALVES = {"weight": 0, "bias": 0, "scale": 0}
+
+
+@pytest.mark.parametrize("kind", sorted(BY_ELEMENT, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("lots", (HALVES, dict.fromkeys(HALVES, ALONE)), ids=("halves", "alone"))
+def test_optimizers_that_need_no_trial_pass_it(kind: Any, lots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = jobs.make(mlp, optimizer=lambda p: kind([{"params": p[1:], "lr": 1e-3}, {"params": p[:1]}], lr=1e-2))
+    assert optimizer_check._by_element(lambda p: job.optimizer(p), [*SHAPES.values()], [*lots.values()])
+    monkeypatch.setattr(optimizer_check, "BY_ELEMENT", frozenset())
+    assert differs(job, SHAPES, lots) is None
+
+
+def clip(optimizer: Any, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-2)
+
+
+def hooked(p: Any) -> Any:
+    made = torch.optim.SGD(p, 1e-2)
+    made.register_step_pre_hook(clip)
+    return made
+
+
+def wrapped(p: Any) -> Any:
+    made = torch.optim.AdamW(p, 1e-2)
+    own = made.step
+    made.step = lambda closure=None: (clip(made), own())
+    return made
+
+
+def by_size(p: Any) -> Any:
+    return torch.optim.Adam([{"params": q, "lr": 1e-2 / max(1, q.numel())} for q in p])
+
+
+def tensor_by_size(p: Any) -> Any:
+    return torch.optim.SGD([{"params": q, "lr": torch.tensor(1e-2 / max(1, q.numel()))} for q in p], foreach=False)
+
+
+def preset(p: Any) -> Any:
+    made = torch.optim.SGD(p, 1e-2, momentum=0.9)
+    for q in p:
+        made.state[q]["momentum_buffer"] = torch.full_like(q, float(q.numel()))
+    return made
+
+
+def in_one(p: Any) -> Any:
+    return plait.CombinedOptimizer(torch.optim.SGD(p[:1], 1e-2), hooked(p[1:]))
+
+
+def above_all(p: Any) -> Any:
+    made = plait.CombinedOptimizer(torch.optim.SGD(p[:1], 1e-2), torch.optim.Adam(p[1:], 1e-2))
+    made.register_step_pre_hook(clip)
+    return made
+
+
+@pytest.mark.parametrize("made", (hooked, wrapped, by_size, tensor_by_size, preset, in_one, above_all))
+def test_what_is_added_to_an_optimizer_of_torch_is_tried(made: Callable[..., Any]) -> None:
+    assert differs(jobs.make(mlp, optimizer=made), SHAPES, HALVES) is not None
+
+
+@pytest.mark.parametrize("register", (optimizer_check.register_optimizer_step_pre_hook,))
+def test_hooks_of_all_optimizers_are_tried(register: Callable[..., Any]) -> None:
+    handle = register(clip)
+    try:
+        assert differs(jobs.make(mlp, optimizer=torch.optim.SGD), SHAPES, HALVES) is not None
+    finally:
+        handle.remove()
+    assert differs(jobs.make(mlp, optimizer=torch.optim.SGD), SHAPES, HALVES) is None
+
+
+def test_a_class_of_torch_whose_step_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.optim.RMSprop.step
+
+    @functools.wraps(own)
+    def step(self: Any, closure: Any = None) -> None:
+        clip(self)
+        own(self)
+
+    monkeypatch.setattr(torch.optim.RMSprop, "step", step)
+    assert differs(jobs.make(mlp, optimizer=torch.optim.RMSprop), SHAPES, HALVES) is not None

@@ -5,19 +5,23 @@ Adafactor shares statistics between rows and columns, LAMB scales by a tensor's 
 clip by the norm of all gradients: on a part they would silently do something else.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch import one_device
+from plait.model.combined_optimizer import CombinedOptimizer
 from plait.model.experts import MoELayer
 from plait.model.optimizer_modes import evaluation_mode, has_modes
 from plait.model.outside_writes import OutsideWrites
@@ -28,6 +32,7 @@ from plait.parallel.fsdp.runtime import divides
 from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
 from plait.tensors.parameters import ParameterAttributes, with_attributes
+from plait.tensors.trees import flat
 
 DIM, MANY, FEW = 160, 2, 4
 """Of each number of dims, `MANY` tensors are tried with dims up to `DIM` (some optimizers act on large dims only), the
@@ -49,6 +54,11 @@ class TrialCourse:
 
 COURSES = (TrialCourse(12, 1.0), TrialCourse(3, 1e-5, in_eval_mode=True), TrialCourse(3, 1e5, in_eval_mode=True))
 """An optimizer may clip, or act from some step on."""
+
+OF_TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD")
+BY_ELEMENT = frozenset(getattr(torch.optim, name) for name in OF_TORCH)
+"""Optimizers that update each element by its own gradient and state: they need no trial, a test makes it."""
+TORCH = str(Path(torch.__file__).parent)
 
 DECLARED = "whole_tensors"
 """Attribute of an optimizer's class: True says that it updates each tensor by its own gradient and state, and needs all of it."""
@@ -258,12 +268,65 @@ def differs(
     for tried in (small(list(shapes.values())), list(shapes.values())):
         if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
             break
+        if _by_element(make, tried, held):
+            return None
         try:
             found = (_compared((make, alone), tried, held, course) for course in COURSES)
             return next((one for one in found if one is not None), None)
         except _Unmade as error:  # it may choose parameters by their sizes
             failed = error.args[0], error.args[1]
     return None if ALONE in held else failed
+
+
+def _by_element(make: Make, shapes: Sequence[tuple[int, ...]], held: list[Lot]) -> bool:
+    """Whether it is made of `BY_ELEMENT`, as they are in torch, with the same options for parts of tensors as for all of them."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    halves = [[_part(v, lot, rank) for v, lot in zip(values, held)] for rank in range(2)]
+    try:
+        with OutsideWrites():
+            whole, *parts = (_options(make, each) for each in (values, *halves))
+    except Exception:  # the trial says why
+        return False
+    return whole is not None and all(each == whole for each in parts)
+
+
+def _options(make: Make, values: list[Tensor]) -> list[tuple[int, type, dict[str, object]]] | None:
+    """(place of a parameter in `values`, its optimizer's class and options), in the optimizer's order. None if only a trial can tell."""
+    parameters = [nn.Parameter(v) for v in values]
+    place = {id(p): k for k, p in enumerate(parameters)}
+    made = make(parameters)
+    inner = made.optimizers if type(made) is CombinedOptimizer else [made]
+    if _all_have_hooks() or _changed(made) or not all(type(one) in BY_ELEMENT and not _changed(one) and _of_torch(one) for one in inner):
+        return None
+    groups = [(type(one), group) for one in inner for group in one.param_groups]
+    rows = [(place[id(p)], kind, {**group, "params": None}) for kind, group in groups for p in group["params"]]
+    return None if any(True for _ in flat(rows)) else rows  # a tensor as learning rate may be anything's
+
+
+def _all_have_hooks() -> bool:
+    """Whether there are hooks of every optimizer's steps. torch has no list of them: a handle knows its table."""
+    handles = [register(lambda *_: None) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
+    tables = [handle.hooks_dict_ref() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(tables)
+
+
+def _changed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this one has hooks, a state, or a `step` of its own."""
+    own = vars(optimizer)
+    return "step" in own or any(value for name, value in own.items() if name != "defaults" and isinstance(value, Mapping))
+
+
+def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the `step` of its class is torch's code, and so is what wraps it."""
+    step = type(optimizer).step
+    while inspect.getfile(step).startswith(TORCH):
+        if not hasattr(step, "__wrapped__"):
+            return True
+        step = step.__wrapped__
+    return False
 
 
 class _Unmade(Exception):
@@ -312,7 +375,7 @@ def _on_rank(
     owner: dict[int, int], rank: int,
 ) -> list[Tensor]:
     """The tensors of one of two ranks after its steps. `held`: what ranks have; `owner`: who has what one has alone."""
-    mine = lambda t, k: _half(t, lot, rank) if isinstance(lot := held[k], int) else t  # noqa: E731
+    mine = lambda t, k: _part(t, held[k], rank)  # noqa: E731
     here = lambda t, k: None if owner.get(k, rank) != rank else mine(t, k)  # noqa: E731
     gradients = [[here(g, k) for k, g in enumerate(row)] for row in rows]
     return _updated(make, [mine(v, k) for k, v in enumerate(values)], gradients, course)
@@ -336,11 +399,14 @@ def small(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found
 
 
-def _half(tensor: Tensor, dim: int, i: int) -> Tensor:
+def _part(tensor: Tensor, lot: Lot, rank: int) -> Tensor:
+    """What one of two ranks has of a tensor, if it has any of it."""
+    if not isinstance(lot, int):
+        return tensor
     if not tensor.dim():
         return tensor.clone()
-    middle = (tensor.shape[dim] + 1) // 2
-    return tensor.narrow(dim, *((0, middle) if i == 0 else (middle, tensor.shape[dim] - middle))).clone()
+    middle = (tensor.shape[lot] + 1) // 2
+    return tensor.narrow(lot, *((0, middle) if rank == 0 else (middle, tensor.shape[lot] - middle))).clone()
 
 
 def _updated(
