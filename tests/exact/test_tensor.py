@@ -42,7 +42,7 @@ FIRST = (
     ("own_checkpoint", "tp=2"), ("layer_drop", "tp=2"), ("unused", "tp=2 dp=2"),
 )  # fmt: skip
 UNCUT = {
-    "branches": "P024", "layer_drop": "P024", "drop_inside": "P024", "batch_norm": "P024", "objects": "P024", "forces": "P024",
+    "branches": "P024", "batch_norm": "P024", "objects": "P024", "forces": "P024",
     "writes_input": "P024", "stream": "P023",
 }  # fmt: skip
 """What a pipeline of two stages refuses; see test_pipeline.py."""

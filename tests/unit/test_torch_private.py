@@ -6,6 +6,7 @@ reads the source, so a name that comes new needs its test.
 
 import copy
 import dataclasses
+import random
 import types
 import warnings
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from plait.launch.fork import run
 from plait.randomness.distributions import mask_op
 from plait.tensors import torch_private
+from plait.tensors.fake import Unknowns, is_unknown
 from plait.tensors.modules import convert, materialise
 from plait.tensors.torch_private import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
@@ -839,6 +841,19 @@ def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
     assert torch_private.group_in(3) is None and torch_private.group_in(x) is None
 
 
+@contract("torch.distributed._meta_registrations")
+def test_collectives_of_fake_tensors_do_not_draw_from_pythons_generator() -> None:
+    torch_private.fake_world(0, 2)
+    try:
+        before = random.getstate()
+        with torch_private.FakeTensorMode():
+            torch.distributed.all_reduce(torch.ones(2))
+            torch.distributed.broadcast(torch.ones(2, device="meta"), 0)
+        assert random.getstate() == before
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @contract("torch.ops.aten._local_scalar_dense.default")
 @pytest.mark.parametrize("look", [lambda x: x[0].item(), lambda x: x.tolist(), lambda x: bool(x[0] > 0)])
 def test_who_asks_a_fake_tensor_for_a_number_calls_one_operator(look: Any) -> None:
@@ -867,11 +882,9 @@ def test_fsdp_looks_again_at_its_parts_before_the_first_step() -> None:
 
 
 def test_an_unknown_is_told_from_another_fake_tensor() -> None:
-    fakes, unknowns = torch_private.FakeTensorMode(), torch_private.Unknowns()
-    assert torch_private.is_unknown(unknowns.from_tensor(torch.ones(2)))
-    assert not torch_private.is_unknown(fakes.from_tensor(torch.ones(2))) and not torch_private.is_unknown(
-        torch.ones(2)
-    )
+    fakes, unknowns = torch_private.FakeTensorMode(), Unknowns()
+    assert is_unknown(unknowns.from_tensor(torch.ones(2)))
+    assert not is_unknown(fakes.from_tensor(torch.ones(2))) and not is_unknown(torch.ones(2))
 
 
 @contract("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")

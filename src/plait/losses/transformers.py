@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from plait.losses.global_batch import asking, global_batch, whole_sequences
 from plait.model.meter import ROUTED
-from plait.tensors.torch_private import is_unknown, tree_leaves
+from plait.tensors.fake import is_unknown
+from plait.tensors.torch_private import tree_leaves
 
 NAME = "load_balancing_loss_func"
 

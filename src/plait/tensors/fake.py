@@ -19,7 +19,6 @@ from plait.tensors.torch_private import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    Unknowns,
     fakes_around,
     tree_map_only,
 )
@@ -27,6 +26,15 @@ from plait.tensors.trees import flat
 
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
+
+
+class Unknowns(FakeTensorMode):
+    """The mode of fake tensors that stand for values of other ranks."""
+
+
+def is_unknown(t: object) -> bool:
+    """Whether it stands for another rank's value. (In a dry run a rank's own tensors are fake too, of another mode.)"""
+    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
 
 
 class PartlyFake(TorchDispatchMode):

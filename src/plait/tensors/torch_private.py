@@ -4,6 +4,7 @@ Each has a contract test: when a torch release moves a name, one test fails and 
 """
 
 import dataclasses
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
-from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
+from torch.distributed import ProcessGroup, _functional_collectives, _meta_registrations, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
@@ -54,6 +55,8 @@ __all__ = [
     "StorageWeakRef", "TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 """What others import from here under torch's own name."""
+vars(_meta_registrations)["random"] = random.Random(0)
+"""Collectives of fake tensors draw a number: with torch's own module from Python's generator, by which models decide what to run."""
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 """What recurrent layers call."""
@@ -384,15 +387,6 @@ class FakeTensorMode(_FakeTensorMode):
 def fakes_around() -> _FakeTensorMode | None:
     """The active mode for fake tensors, if any. It comes after all other modes, whenever it was entered."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
-class Unknowns(FakeTensorMode):
-    """The mode of fake tensors that stand for values of other ranks."""
-
-
-def is_unknown(t: object) -> bool:
-    """Whether it stands for another rank's value. (In a dry run a rank's own tensors are fake too, of another mode.)"""
-    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
 
 
 def is_view(t: Tensor) -> bool:

@@ -20,8 +20,9 @@ from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard, for_loss, gathered
 from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, too_short
 from plait.parallel.context.unit_in_rows import Besides, each, posed, show
+from plait.tensors.fake import is_unknown
 from plait.tensors.modules import own_forward
-from plait.tensors.torch_private import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map
+from plait.tensors.torch_private import checkpoint_frame, leaves, named_leaves, tree_map
 
 
 class ContextParallelUnits:

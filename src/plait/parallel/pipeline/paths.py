@@ -21,9 +21,9 @@ from plait.model.sketch import PROBES, Sketch, single
 from plait.model.trace import Call, Keys, trace_run
 from plait.parallel.pipeline.partition import ForwardPath, StagePartition, check_calls, crossings, homes
 from plait.randomness import keyed
-from plait.tensors.fake import emptied_on
+from plait.tensors.fake import Unknowns, emptied_on
 from plait.tensors.modules import attributes_of, put_back
-from plait.tensors.torch_private import Unknowns, own_buffers
+from plait.tensors.torch_private import own_buffers
 from plait.tensors.trees import Slot, Template, TensorForm, taken, template
 
 KEPT = 256

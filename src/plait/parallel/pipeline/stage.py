@@ -17,12 +17,11 @@ from plait.config.errors import PlaitError, Problem
 from plait.model.meter import tensors_in
 from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import ForwardPaths
-from plait.tensors.fake import hollow
+from plait.tensors.fake import hollow, is_unknown
 from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import (
     FakeTensor,
     WrapperTensor,
-    is_unknown,
     leaves,
     own_buffers,
     storage_key,

@@ -98,10 +98,6 @@ def apply(built: Built) -> None:
     if paths.fixed and paths.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
-    if sketch.host_random and plan.tp > 1 and plan.stages_per_rank > 1:
-        what = f"stages_per_rank={plan.stages_per_rank} does not work with tp={plan.tp} for this model"
-        why = "it draws from Python's or numpy's generator, and stages of one rank that tp slices would draw other values"
-        raise PlaitError(Problem("P024", what, why=why, fix=("stages_per_rank=1", "tp=1")))
     stages = PipelineStages(built.model, paths, built.device)
     stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})

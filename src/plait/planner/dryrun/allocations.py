@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensors.torch_private import TorchDispatchMode, held_on_meta, is_unknown, local_of
+from plait.tensors.fake import is_unknown
+from plait.tensors.torch_private import TorchDispatchMode, held_on_meta, local_of
 from plait.tensors.trees import flat
 
 FORWARD = ("forward", "F")

@@ -28,9 +28,10 @@ from plait.parallel.tensor.sequence.lazy import (
     rows_of,
 )
 from plait.randomness.sub_block import Axis, HeldRows
+from plait.tensors.fake import is_unknown
 from plait.tensors.modules import own_forward
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
+from plait.tensors.torch_private import leaves, tree_flatten, tree_map, tree_unflatten
 
 
 class SequenceParallelUnits(SequenceCollectives):
