@@ -12,6 +12,7 @@ import jobs_uncut
 import jobs_unlike
 import pytest
 from rarely import crossed, every, sampled
+from torch import Tensor, nn
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -145,6 +146,30 @@ def test_every_model(name: str, text: str) -> None:
 @pytest.mark.parametrize("name, text", crossed(5, [n for n in OTHERS if n not in UNCUT], PLANS))
 def test_every_unlike_job(name: str, text: str) -> None:
     equal_or_named(OTHERS[name], name, text)
+
+
+class Turned(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+class PassedOn(nn.Module):
+    """A value whose rows are not together in memory: the next unit looks at it, and one after the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.turned, self.next, self.last = nn.Linear(6, 5), Turned(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.turned(self.first(x))
+        return self.last(h + self.next(h).tanh())
+
+
+@pytest.mark.slow
+def test_gradients_of_a_value_that_passes_through_lie_as_it_does() -> None:
+    """Between two stages of one rank it is handed on as it lies. torch warns of a gradient that lies otherwise: an error here."""
+    plan = "pp=2 microbatches=2 schedule=zbv stages_per_rank=2"
+    assert verify(jobs.make(PassedOn), Plan.parse(plan), 2).equal
 
 
 @pytest.mark.slow

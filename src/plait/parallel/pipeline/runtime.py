@@ -219,7 +219,7 @@ class PipelineRuntime:
         pairs = [(t, g) for t, g in zip(was.outputs, came) if g is not None and t.requires_grad]
         for t, g in pairs:
             if t.is_leaf:  # a value that only passes through
-                t.grad = g if t.grad is None else t.grad + g
+                torch.autograd.backward(t, g)  # which adds it up in the layout of `t`
         pairs = [(t, g) for t, g in pairs if not t.is_leaf]
         return [t for t, _ in pairs], [g for _, g in pairs]
 
