@@ -9,11 +9,12 @@ rounded on its way. Here the job trains one step as it will train. Two things ar
                as in a dry run of the plan in these formats
 
 The reference sums the gradients of the same parts of the batch (shares and micro-batches), unless batch statistics or a loss couple
-samples. In a plan without `pp`, `tp`, `cp` and `ep`, ranks compute each part as one device does. If its products are in 16 bits, the
-losses of all parts are compared bit by bit: where they are equal, only the order of the sums over parts differs, and the limits
-are those of runs with each part's gradient moved by a rounding of its own format. Otherwise only what 16 bits are rounded from
-may differ, and weights and inputs are moved by a rounding of fp32. In the other plans products are summed in another order, and
-weights and inputs are moved by a rounding of the plan's format, or of their own where that is wider.
+samples. (A scale of fp8 couples those of one part, in any job.) In a plan without `pp`, `tp`, `cp` and `ep`, ranks compute each part
+as one device does. If its products are in 16 bits or fp8, the losses of all parts are compared bit by bit: where they are equal, only
+the order of the sums over parts differs, and the limits are those of runs with each part's gradient moved by a rounding of its own
+format. Otherwise only what these products are rounded from may differ, and weights and inputs are moved by a rounding of fp32. In the
+other plans products are summed in another order, or share another scale of fp8, and weights and inputs are moved by a rounding of the
+plan's format, or of their own where that is wider.
 """
 
 import dataclasses
@@ -58,6 +59,8 @@ SCALE = 256.0
 """Of an fp16 loss."""
 ROUNDING = {None: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The largest relative error of rounding what a plan multiplies."""
+FP8, FP8_TIMES = 2.0**-4, 4.0
+"""Of `e4m3`, and as `TIMES`: 32 roundings of fp8 would move a number by twice its size."""
 TF32 = 2.0**-11
 """A rounding of what a GPU multiplies in TF32."""
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,7 +120,8 @@ class Reference:
         self.in_16_bits = bool(self.format) or any(p.dtype in HALF.values() for p in self._model().parameters())
         """Whether products are, of all units or of some. Their rounding would hide that of sums."""
         tf32 = plan.precision == "tf32" and torch.device(one.device).type != "cpu"
-        self.rounding = TF32 if tf32 else ROUNDING[self.format]
+        self.rounding = TF32 if tf32 else FP8 if plan.precision == "fp8" else ROUNDING[self.format]
+        self.times = FP8_TIMES if plan.precision == "fp8" else TIMES
         self.same_products = not (plan.waits_in_forward or plan.compile or plan.pp > 1)
         """Whether ranks compute a part as one device does. Stages do forward, and sum the gradients of what several units read in another order."""
 
@@ -130,11 +134,11 @@ class Reference:
     def measured(self) -> MeasuredStep:
         """The step, and the limits of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
-        whole = [[(0, len(self.read[1]))]]
+        whole = self._whole()
         (base,) = self.steps(whole)
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
-        found = MeasuredStep(base, self._limits(base, whole, self.rounding))
+        found = MeasuredStep(base, self._limits(base, whole, self.rounding, self.times))
         return self._on_parts(found) or found
 
     def _on_parts(self, found: MeasuredStep) -> MeasuredStep | None:
@@ -146,21 +150,35 @@ class Reference:
             return None
         of_sums = limits(base, runs)
         found.limits = wider(found.limits, of_sums)
-        if any(off > found.limits[key] for key, off in distances(found.base, base).items()):
+        if self._coupled(found, base):
             return None
         if not (self.same_products and self.in_16_bits):
             return MeasuredStep(base, found.limits)
         if self.format is None:
             return MeasuredStep(base, found.limits, of_sums)
-        narrow = self._limits(base, shares, ROUNDING[None], own=False)
+        narrow = self._limits(base, shares, ROUNDING[None], TIMES, own=False)
         return MeasuredStep(base, wider(narrow, of_sums), of_sums)
 
-    def _limits(self, base: StepResult, shares: list[list[SampleRange]], operands: float, own: bool = True) -> dict[Key, float]:
-        """The limits of a step on these shares of the batch, by runs with weights and inputs moved."""
-        moved = lambda times: (  # noqa: E731
-            run for draw in range(DRAWS) for run in self.steps(shares, Noise(draw, times, operands, own))
+    def _coupled(self, whole: MeasuredStep, parts: StepResult) -> bool:
+        """Whether batch statistics or a loss couple samples of different parts. A scale of fp8 does so in any job: bf16 shows what else does."""
+        if self.plan.precision == "fp8":
+            other = Reference(self.job, dataclasses.replace(self.plan, precision="bf16"), self.one, self.clip, self.job.batch)
+            (base,), (parts,) = other.steps(self._whole()), other.steps(self.shares())
+            whole = MeasuredStep(base, other._limits(base, self._whole(), other.rounding, other.times))
+        return any(off > whole.limits[key] for key, off in distances(whole.base, parts).items())
+
+    def _whole(self) -> list[list[SampleRange]]:
+        """The batch as one share of one part."""
+        return [[(0, len(self.read[1]))]]
+
+    def _limits(
+        self, base: StepResult, shares: list[list[SampleRange]], operands: float, times: float, own: bool = True
+    ) -> dict[Key, float]:
+        """The limits of a step on these shares of the batch, by runs with weights and inputs moved by one rounding and by `times`."""
+        moved = lambda by: (  # noqa: E731
+            run for draw in range(DRAWS) for run in self.steps(shares, Noise(draw, by, operands, own))
         )
-        return wider(limits(base, moved(1.0), TIMES), limits(base, moved(TIMES)))
+        return wider(limits(base, moved(1.0), times), limits(base, moved(times)))
 
     def steps(self, shares: list[list[SampleRange]], noise: Noise | None = None, sums: int = 0) -> list[StepResult]:
         """A step of a new model, its loss and gradients summed over the parts of the batch. Each rank's share starts from the model's
@@ -370,5 +388,5 @@ def cause(probes: tuple[Probe, ...]) -> tuple[str, str]:
         return "V023", f"{wrong['F2'].name}: {wrong['F2'].detail}"
     if "F3" in wrong:
         return "V024", f"messages are not those of the plan's formats: {wrong['F3'].name}, {wrong['F3'].detail}"
-    far = f"{wrong['F'].worst:.3g} times as far from one device as runs of one device moved by {TIMES:g} roundings"
+    far = f"{wrong['F'].worst:.3g} times as far from one device as runs of one device that are moved by roundings"
     return "V025", f"{wrong['F'].name} is {far}: something is rounded through a narrower format on the way"
