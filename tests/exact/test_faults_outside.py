@@ -26,6 +26,10 @@ FEW = (
     "tokens are dropped on their way to experts",
     "a rank skips its second update",
 )
+OTHER_PARAMETER: set[str] = set()
+"""Faults of which another parameter is named than the one that they were made in."""
+OTHER_CAUSE = {"an all-to-all brings zeros", "an all-to-all of gradients brings zeros"}
+"""Faults of which another cause is named. These two are made in the call of a number, which may lie in another pass than it did."""
 CLEAN: list[tuple[Callable[[], Any], str]] = [
     (jobs.net, "dp=2 microbatches=3"), (jobs.net, "dp=2 fsdp=2 microbatches=2"), (jobs.normal, "dp=2"), (jobs.dropping, "fsdp=2"),
     (jobs.text, "tp=2"), (jobs.text, "cp=2"), (jobs.text, "pp=2 microbatches=3 schedule=zb"), (jobs.text, "dp=2 tp=2"),
@@ -49,13 +53,16 @@ def test_a_fault_from_outside(name: str) -> None:
 
 
 @pytest.mark.prove
-def test_the_whole_table() -> None:
-    """The thresholds that hold for faults that nobody wrote yet: 98 %, 95 %, 80 %."""
-    assert len(TABLE) >= 60
-    rows = {name: tried(fault) for name, fault in TABLE.items()}
-    shares = [sum(row[i] for row in rows.values()) / len(rows) for i in range(3)]
-    wrong = {name: row for name, row in rows.items() if not all(row[:3])}
-    assert shares[0] >= 0.98 and shares[1] >= 0.95 and shares[2] >= 0.80, (shares, wrong)
+@pytest.mark.parametrize("name", TABLE)
+def test_the_whole_table(name: str) -> None:
+    caught, parameter, cause, found = tried(TABLE[name])
+    assert (caught, parameter, cause) == (True, name not in OTHER_PARAMETER, name not in OTHER_CAUSE), found
+
+
+def test_what_is_named_otherwise_is_little() -> None:
+    """The thresholds that hold for faults that nobody wrote yet: 95 % of the parameters, 80 % of the causes. All are caught."""
+    assert len(TABLE) >= 60 and {*TABLE} >= OTHER_PARAMETER | OTHER_CAUSE
+    assert len(OTHER_PARAMETER) <= 0.05 * len(TABLE) and len(OTHER_CAUSE) <= 0.2 * len(TABLE)
 
 
 @pytest.mark.prove

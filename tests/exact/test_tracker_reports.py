@@ -181,6 +181,7 @@ CASES = [
 """Three in a normal run, each eighth of the others in CI, all of them in `make prove`."""
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a hook on the first module
 @pytest.mark.parametrize(("module", "name", "plan"), CASES)
 def test_a_reported_job_is_equal_refused_or_named(module: ModuleType, name: str, plan: str) -> None:
     expected = ROWS[module][name][plan]
