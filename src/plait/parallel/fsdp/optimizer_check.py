@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plait.config.errors import PlaitError, Problem, in_a_line
@@ -55,10 +55,12 @@ class TrialCourse:
 COURSES = (TrialCourse(12, 1.0), TrialCourse(3, 1e-5, in_eval_mode=True), TrialCourse(3, 1e5, in_eval_mode=True))
 """An optimizer may clip, or act from some step on."""
 
-OF_TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD")
-BY_ELEMENT = frozenset(getattr(torch.optim, name) for name in OF_TORCH)
-"""Optimizers that update each element by its own gradient and state: they need no trial, a test makes it."""
+BY_ELEMENT = frozenset((
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+))  # fmt: skip
+"""torch's element-wise optimizers: each element is updated by its own gradient and state. They need no trial; a test runs it."""
 TORCH = str(Path(torch.__file__).parent)
+"""The folder of torch's own code."""
 
 DECLARED = "whole_tensors"
 """Attribute of an optimizer's class: True says that it updates each tensor by its own gradient and state, and needs all of it."""
@@ -280,8 +282,7 @@ def differs(
 
 def _by_element(make: Make, shapes: Sequence[tuple[int, ...]], held: list[Lot]) -> bool:
     """Whether it is made of `BY_ELEMENT`, as they are in torch, with the same options for parts of tensors as for all of them."""
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    values = _drawn(shapes, torch.Generator().manual_seed(0))
     halves = [[_part(v, lot, rank) for v, lot in zip(values, held)] for rank in range(2)]
     try:
         with OutsideWrites():
@@ -321,12 +322,8 @@ def _changed(optimizer: torch.optim.Optimizer) -> bool:
 
 def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the `step` of its class is torch's code, and so is what wraps it."""
-    step = type(optimizer).step
-    while inspect.getfile(step).startswith(TORCH):
-        if not hasattr(step, "__wrapped__"):
-            return True
-        step = step.__wrapped__
-    return False
+    foreign = lambda code: not inspect.getfile(code).startswith(TORCH)  # noqa: E731
+    return not foreign(inspect.unwrap(type(optimizer).step, stop=foreign))
 
 
 class _Unmade(Exception):
@@ -344,8 +341,8 @@ def _compared(
     """`makes`: the optimizer as the job makes it, and as ranks have it."""
     make, of_rank = makes
     generator, size = torch.Generator().manual_seed(0), course.size
-    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    noise = [[size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
+    values = _drawn(shapes, generator)
+    noise = [[size * t for t in _drawn(shapes, generator)] for _ in range(3)]
     rows = [noise[k % 3] for k in range(course.steps)]
     raised = lambda error: f"it raised {in_a_line(error)}"  # noqa: E731
     try:
@@ -397,6 +394,10 @@ def small(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         limit = DIM if tried[len(shape)] <= MANY else FEW
         found.append(tuple(min(d, limit if i < 2 else FEW) for i, d in enumerate(shape)))
     return found
+
+
+def _drawn(shapes: Sequence[tuple[int, ...]], generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
 def _part(tensor: Tensor, lot: Lot, rank: int) -> Tensor:
