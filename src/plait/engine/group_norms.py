@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import FsdpRuntime, total_norm
+from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.gradient_sums import CrossGroupSums
+from plait.tensors.norm import total_norm
 
 
 def group_names(built: Built) -> list[str]:

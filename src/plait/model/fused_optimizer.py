@@ -3,7 +3,8 @@
 torch's optimizers have an update for each tensor, one in calls for lists of tensors (`foreach`) and one in a single kernel (`fused`).
 Left open, torch takes lists on a GPU, but an update for each tensor where parameters are shards of FSDP2. The fused kernel reads and writes
 every number once, takes shards too, and can leave an update out that is not finite without the host's knowing. So it is taken where
-the job says neither `fused` nor `foreach`. It rounds otherwise than the others, by about one unit of the last digit.
+the job says neither `fused` nor `foreach`. Its Adam rounds the betas to fp32: measured on an H200, the squares' average after one step with
+beta2 = 0.999 is 1.3e-5 smaller than that of the others, and 2.4e-7 larger with 0.95. That is Adam whose beta2 differs by 1.3e-8.
 
 torch's fused SGD makes all momentum of a group in the group's first step. It fails where a parameter gets its first gradient later, and
 keeps memory that nobody has written where that step is one that is left out. So momentum begins as zeros here, which is the same where

@@ -17,8 +17,8 @@ from plait.config.keys import SAME_SLICES
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
-from plait.parallel.fsdp.runtime import square_sum
 from plait.tensors.collectives import directly, hosts_talk
+from plait.tensors.norm import square_sum
 from plait.tensors.transfers import any_has, upload
 
 

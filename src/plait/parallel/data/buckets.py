@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.tensors.collectives import directly
+from plait.tensors.norm import total_norm
 
 
 class BucketBytes(NamedTuple):
@@ -151,7 +152,7 @@ class Reducer:
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm of the summed gradients, which every rank holds whole."""
-        return torch.nn.utils.get_total_norm(gradients)
+        return total_norm(gradients)
 
     def arm(self, step_row: Tensor | None) -> None:
         """The next backward is the last of the step: start each bucket's sum as soon as it is full. None: no such row."""

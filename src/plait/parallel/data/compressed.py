@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.parallel.compression.compressor import Compressor
+from plait.tensors.norm import total_norm
 from plait.tensors.transfers import any_has, upload
 
 
@@ -37,7 +38,7 @@ class CompressedReducer:
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm of the summed gradients, which every rank holds whole."""
-        return torch.nn.utils.get_total_norm(gradients)
+        return total_norm(gradients)
 
     def settle(self) -> None:
         """Sum what the gradients are now, without a row of the step."""

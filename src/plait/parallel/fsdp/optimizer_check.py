@@ -119,6 +119,8 @@ def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
     """What the job's optimizer says of itself, and whether it stacks tensors."""
     shapes = trained(sketch)
     every: dict[str, Lot] = dict.fromkeys(shapes, ALONE)
+    if _by_element(_maker(job, shapes, sketch.attributes), small([*shapes.values()]), [*every.values()]):
+        return OptimizerKind()
     stacks = _stacks(job, shapes, sketch.attributes)
     singly = stacks and not differs(job, shapes, every, sketch.attributes, singly=True)
     try:
@@ -210,8 +212,7 @@ def without_eval_mode(kind: OptimizerKind, plan: Plan) -> Problem | None:
 
 def without_whole_weights(kind: OptimizerKind, plan: Plan) -> Problem | None:
     """P031 of an optimizer that writes weights into tensors outside of it, if ranks have parts of the weights, or weights of their own."""
-    keys = [f"{axis}={size}" for axis in ("fsdp", "tp", "pp", "ep", "replica_groups") if (size := getattr(plan, axis)) > 1]
-    keys += ["offload=all"] if plan.offload == "all" else []
+    keys = plan.weight_sharding
     if not kind.with_follower or not keys:
         return None
     what = f"a step of {kind.with_follower} writes weights into a tensor outside of the optimizer, which does not work with {keys[0]}"
@@ -265,7 +266,7 @@ def differs(
     if all(lot == WHOLE for lot in held):
         return None
     failed: tuple[str, str] | None = None
-    make = lambda parameters: optimizer_of(job, with_attributes(dict(zip(shapes, parameters)), attributes or {}))  # noqa: E731
+    make = _maker(job, shapes, attributes or {})
     alone = (lambda parameters: _made_single(make(parameters))) if singly else make
     for tried in (small(list(shapes.values())), list(shapes.values())):
         if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
@@ -278,6 +279,10 @@ def differs(
         except _Unmade as error:  # it may choose parameters by their sizes
             failed = error.args[0], error.args[1]
     return None if ALONE in held else failed
+
+
+def _maker(job: Job, shapes: Shapes, attributes: Attributes) -> Make:
+    return lambda parameters: optimizer_of(job, with_attributes(dict(zip(shapes, parameters)), attributes))
 
 
 def _by_element(make: Make, shapes: Sequence[tuple[int, ...]], held: list[Lot]) -> bool:

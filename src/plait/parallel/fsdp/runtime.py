@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
+from plait.tensors.norm import square_sum
 from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.part import Part, Ranges, everything, within
 from plait.tensors.rows import chunk
@@ -44,19 +45,6 @@ def divides(shape: Sequence[int]) -> bool:
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     """Elements of the largest part of a tensor cut along a dim."""
     return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
-
-
-def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of some gradients, a float64 scalar on the device: nothing waits for it. They may lie on the host (`offload=all`)."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norm = torch.nn.utils.get_total_norm(gradients).double()
-    return norm if norm.device.type == device.type else upload([float(norm)], device)[0]
-
-
-def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Its square."""
-    return total_norm(gradients, device).square()
 
 
 def along(shape: Sequence[int], ranks: int) -> int:
