@@ -82,7 +82,7 @@ def _one_device(job: Job, plan: Plan, folder: Path) -> Any:
             return {}
 
         out = reference.train(job, 1, verify.CLIP, torch.float64, "cpu", then=then)
-        out |= verify._in_own_formats(job, plan, ones[0], out["clip"])
+        out |= verify._in_own_formats(job, plan, ones[0], out["clip"], samples=0)
         verify._save(folder / "reference", {k: out.pop(k, {}) for k in candidate.GROUPS})
         return out
 

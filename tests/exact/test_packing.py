@@ -90,6 +90,26 @@ def test_rows_are_full_and_have_every_token_once() -> None:
         assert all(targets[begin - 1] == -100 for begin in begins if begin)
 
 
+def test_counting_documents_has_an_end_and_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Endless:
+        def __init__(self, size: int):
+            self.size = size
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, i: int) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2, 3]}
+
+    with pytest.raises(PlaitError, match="says that it has 1,000,000,000,000,000 documents") as caught:
+        plait.packed(Endless(10**15), 8)
+    assert caught.value.codes == ["J029"]
+    assert len(plait.packed(Endless(10), 6)) == 5 and not capsys.readouterr().err
+    monkeypatch.setattr("plait.data.packing.PATIENCE", 0.0)
+    plait.packed(Endless(10), 6)
+    assert capsys.readouterr().err.count("note  packed() reads 10 documents to count their tokens, 1 so far") == 1
+
+
 def test_best_fit_is_a_function_of_the_lengths() -> None:
     lengths = torch.randint(1, 13, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = best_fit(lengths, 12)

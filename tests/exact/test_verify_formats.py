@@ -299,6 +299,20 @@ def test_right_runs_are_not_accused(name: str, plan: str) -> None:
     assert any(p.code == "F" and p.name for p in verdict.probes) or untried, verdict.forced
 
 
+class Wide(torch.nn.Sequential):
+    """Layers of more numbers than torch's CPU kernel adds up within roundings, whole and in parts."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(6, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1))
+
+
+@pytest.mark.parametrize("plan", sampled(2, ("tp=2", "fsdp=2", "fsdp=2 offload=all", "pp=2 fsdp=2 microbatches=2", "tp=2 fsdp=2")))
+def test_gradients_of_long_tensors_are_clipped_alike(plan: str) -> None:
+    verdict = verify(replace(adamw(jobs.make(Wide)), clip=1e-3), Plan.parse(plan))
+    assert verdict.equal, verdict.to_dict()
+    assert any(p.code == "F" and p.name for p in verdict.probes), verdict.forced
+
+
 MIXED = (
     ("in_bf16", "dp=2"), ("in_bf16", "fsdp=2 microbatches=2"), ("in_bf16", "pp=2 microbatches=2"), ("in_bf16", "tp=2"),
     ("layered_in_bf16", "dp=3"), ("layered_in_bf16", "fsdp=2"), ("keys_in_bf16", "tp=2"), ("keys_in_bf16", "dp=2 microbatches=2"),

@@ -30,6 +30,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare, Micro, beside, collate, is_map, weigh
 from plait.launch.place import threads
+from plait.model import fused_optimizer
 from plait.model.parameter_groups import optimizer_of
 from plait.parallel import fp8
 from plait.parallel.fsdp import strategy as fsdp
@@ -53,6 +54,8 @@ from plait.proof.rounding import (
 )  # fmt: skip
 from plait.randomness.keyed import Randomness
 from plait.tensors.modules import loss_kept, state_kept
+from plait.tensors.norm import clip
+from plait.tensors.parameters import like
 from plait.tensors.torch_private import tree_map_only
 
 SCALE = 256.0
@@ -98,6 +101,8 @@ class MeasuredStep:
     """Of any right run."""
     of_sums: dict[Key, float] = dataclasses.field(default_factory=dict)
     """Of a run whose losses of all parts are those of one device, bit for bit. Empty where no run is to have them."""
+    one_product: frozenset[str] = frozenset()
+    """Gradients that one product over the batch makes in 16 bits, which are sums over parts here: an expert has the rows of several ranks."""
 
 
 def small(plan: Plan, model: torch.nn.Module) -> int:
@@ -139,7 +144,9 @@ class Reference:
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
         found = MeasuredStep(base, self._limits(base, whole, self.rounding, self.times))
-        return self._on_parts(found) or found
+        noise = {n: found.limits["gradient", n] * scale for n, scale in scales(base, "gradient").items()}
+        narrow = (name for name, t in base.gradient.items() if self.plan.ep > 1 and short(t, noise=noise[name]))
+        return dataclasses.replace(self._on_parts(found) or found, one_product=frozenset(narrow))
 
     def _on_parts(self, found: MeasuredStep) -> MeasuredStep | None:
         """The step on the plan's parts of the batch, if that is the step on the whole: not if batch statistics or a loss couple samples."""
@@ -208,6 +215,7 @@ class Reference:
         scale = self._scale()
         pairs = {part: self._pair(*part, split) for share in shares for part in share}
         weights = {part: weigh(job.weight, Micro(*part, None, targets, ())) for part, (_, targets) in pairs.items()}
+        factor = lambda part: weights[part] / sum(weights.values()) * scale * float(shift(torch.ones(())))  # noqa: E731
         for share in shares:
             with nullcontext() if share is shares[-1] else _state_kept(found):
                 for first, n in (part for part in share if weights[part]):
@@ -216,7 +224,7 @@ class Reference:
                         loss = job.loss(self._called(model, inputs), targets)
                     found.losses[str(first)] = float(loss.detach())
                     with keyed.replay():
-                        (loss * (weights[first, n] / sum(weights.values()) * scale)).backward()
+                        (loss * factor((first, n))).backward()
                     _add(found, generator)
         return found
 
@@ -231,18 +239,29 @@ class Reference:
         return SCALE if self.format is torch.float16 else 1.0
 
     def _updated(self, passes: _Passes, summed: dict[nn.Parameter, Tensor]) -> StepResult:
-        """The optimizer's step with these gradients."""
+        """The optimizer's step with these gradients, by the kernel that the plan's ranks take: of another, betas may be rounded."""
         job, model = self.job, passes.model
-        optimizer = optimizer_of(job, dict(model.named_parameters()))
         for parameter in model.parameters():
             parameter.grad = summed[parameter].div_(self._scale()) if parameter in summed else None
         gradient = reference.gradients(model)
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], self.clip)
+        clip((p for p in model.parameters() if p.requires_grad), self.clip)
+        trained = {n: self._kept(p) for n, p in model.named_parameters()}
+        optimizer = optimizer_of(job, trained)
+        fused_optimizer.choose(optimizer, torch.device(self.one.device))
         for group in optimizer.param_groups:
             group["lr"] *= job.schedule(0) if job.schedule else 1.0
         optimizer.step()
-        state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
-        return StepResult(passes.start, gradient, reference.copied(model.named_parameters()), state, passes.losses)
+        state = states(optimizer, {id(p): n for n, p in trained.items()})
+        start = {n: t.to(trained[n].device) for n, t in passes.start.items()}
+        return StepResult(start, gradient, reference.copied(trained.items()), state, passes.losses)
+
+    def _kept(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Where the plan keeps what the optimizer updates."""
+        if self.plan.offload == "none" or parameter.device.type == "cpu":
+            return parameter
+        kept = like(parameter, parameter.detach().cpu())
+        kept.grad = None if parameter.grad is None else parameter.grad.cpu()
+        return kept
 
     def _called(self, model: nn.Module, inputs: object) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
@@ -302,6 +321,7 @@ def facts(one: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
     base = measured.base
     tensors = {f"formats_{kind}": getattr(base, kind) for kind in ("start", *GROUPS)}
     known: dict[str, Any] = {"limits": _named(measured.limits), "of_sums": _named(measured.of_sums)}
+    known["one product"] = sorted(measured.one_product)
     known |= {"losses": base.losses, "dtypes": dtypes(base.gradient, base.weight, base.state), "batch": one.job.batch}
     return known, tensors
 
@@ -368,7 +388,8 @@ def _formats(known: dict[str, Any], base: StepResult, other: StepResult, ranks: 
             noise = known["limits"].get(f"{kind} {name}", 0.0) * scale.get(name, 0.0)
             if usual is None or not usual.dtype == tensor.dtype == torch.float32 or int((usual.abs() > noise).sum()) < ENOUGH:
                 continue
-            if (found := short(tensor, noise=noise)) and not short(usual, PARTLY, noise):
+            alike = kind == "gradient" and name in known.get("one product", ())
+            if (found := short(tensor, noise=noise)) and not short(usual, PARTLY, noise) and not alike:
                 wrong.setdefault(f"{kind} {name}", f"all its values are values of {found}, in {tensor.dtype}")
     key, detail = next(iter(wrong.items()), ("", ""))
     return Probe("F2", "formats", len(wrong), 0, key, detail)

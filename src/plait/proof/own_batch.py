@@ -248,7 +248,8 @@ class OwnBatchSteps:
             if far:
                 self.engine.job = dataclasses.replace(self.engine.job, clip=None)
                 self.engine.built.job = enlarged(self.engine.built.job)
-                _far([p for p in self.engine.built.own.values() if p.requires_grad])
+                frozen = {name for name, p in self.engine.model.named_parameters() if not p.requires_grad}
+                _far([p for name, p in self.engine.built.own.items() if name not in frozen and p.requires_grad])
                 self.engine.built.refresh()
             yield batch, far
 

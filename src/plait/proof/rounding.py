@@ -1,8 +1,8 @@
 """How far a right run may be from one device: the limits of the step in own formats, measured for each job and tensor.
 
 A right split run adds the same terms in another order. By backward error analysis its result is that of one device with every term
-moved by a few roundings. So one device trains the step again with weights and inputs moved at random, each in its tensor's own format:
-`DRAWS` times by one rounding, which counts `TIMES` times, and `DRAWS` times by up to `TIMES` roundings. A tensor's limit is the
+moved by a few roundings. So one device trains the step again with weights, inputs and what the loss is multiplied by moved at random, each
+in its own format: `DRAWS` times by one rounding, which counts `TIMES` times, and `DRAWS` times by up to `TIMES` roundings. A tensor's limit is the
 largest distance that these runs show, and at least `LEAST` roundings, since clipping and the optimizer round too.
 
 [Note: why both sizes of noise]

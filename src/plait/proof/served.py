@@ -10,7 +10,6 @@ import dataclasses
 import json
 import random
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from plait.engine.server.processes import start
 from plait.engine.server.record import FILE
 from plait.engine.server.setting import ServerSetting
 from plait.launch import fork
+from plait.launch.scratch import Scratch
 from plait.launch.supervise import Listener, Spare
 from plait.parallel import precision
 from plait.parallel.server.ledger import LedgerRow, problems
@@ -64,8 +64,7 @@ def verify(job: Job, plan: Plan, steps: int, harden: Callable[[Job, Plan, int], 
 def _verify(hard: Job, plan: Plan, steps: int) -> Verdict:
     steps = max(steps, plan.staleness + 3)
     hard = dataclasses.replace(hard, steps=steps)
-    with tempfile.TemporaryDirectory(prefix="plait-verify-") as name:
-        folder = Path(name)
+    with Scratch("verify") as folder:
         (expected,) = fork.run(lambda _: _one_device(hard, steps, folder), 1)
         hard = dataclasses.replace(hard, clip=expected["clip"])
         results = _run(hard, plan, folder)

@@ -24,7 +24,6 @@ tolerance of 1e-9, which is never loosened.
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.devices import check, kind_of
 from plait.launch.place import Place, pose
+from plait.launch.scratch import Scratch
 from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
 from plait.parallel.server import strategy as server
@@ -68,6 +68,7 @@ from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import leaves
 
+REFERENCE = "the reference on one device"
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
 NEVER = 1e30
@@ -112,20 +113,20 @@ def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_s
     if own is not None:
         (logic, steps), seconds = own.shortened(logic, steps), 0.0
         limit = CLIP if job.clip is not None else NEVER
-    with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, Path(folder), own_size)
+    with Scratch("verify") as folder:
+        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, folder, own_size)
         hard = phases.clipped(hard, expected.facts)
         told = None
         if own is not None:
-            expected, told = _algorithm(own, expected, (hard, logic), kind, Path(folder))
+            expected, told = _algorithm(own, expected, (hard, logic), kind, folder)
         facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
         facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
-        results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
-        actual = candidate.whole(Path(folder), results)
+        results, dry = _candidate((hard, job), logic, (steps, kind, facts), folder)
+        actual = candidate.whole(folder, results)
         named = actual.facts["inexact"]
         if own is not None:
             actual = _held_to_algorithm(actual, results, expected, (own, logic))
-        verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
+        verdict = judge(expected, actual, results, logic, dry["logic"], folder, algorithm=told)
     if expected.facts.get("late") and own is None:
         verdict = of_calls(verdict, expected.facts["late"])
     verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
@@ -163,7 +164,7 @@ def _algorithm(
         _save(folder / "algorithm", {k: out.pop(k, {}) for k in GROUPS})
         return {"metrics": {}, **out, "seen": holder[0].seen, "names": [], "own": None, "mean": one.facts["mean"]}
 
-    (result,) = fork.run(alone, 1)
+    (result,) = fork.run(alone, 1, fork.Listener(names={0: "the plan's algorithm in one process"}))
     trace = _trace(folder / "algorithm", result)
     return trace, told_of(own.named(plan), one, trace)
 
@@ -199,7 +200,8 @@ def _candidate(
         place.beat(-1, "build")
         return {"formats": None} | {name: _dry(*given, how[1]) for name, given in wanted.items()}
 
-    *ranks, dry = fork.run(work, plan.world + 1, alike=plan.pp == 1)
+    names = fork.Listener(names={plan.world: "the dry run"})
+    *ranks, dry = fork.run(work, plan.world + 1, names, alike=plan.pp == 1)
     return ranks, dry
 
 
@@ -262,9 +264,8 @@ def _reference(
     failed: list[PlaitError] = []
     for hard in hards:
         try:
-            (result,) = fork.run(
-                lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
-            )
+            side = lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place)  # noqa: E731
+            (result,) = fork.run(side, 1, fork.Listener(names={0: REFERENCE}))
         except PlaitError as error:
             failed.append(error)
             continue
@@ -296,7 +297,7 @@ def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
         why = "a step in its own number formats works; proofs and the job check compute in float64"
         fix = ("let the model follow the format of its weights: x.to(weight.dtype), no assertion of a dtype",)
     else:
-        code, what = "P072", f"plait cannot {_activity(error.trace)}: {problem.what.removeprefix('rank 0 raised ')}"
+        code, what = "P072", f"plait cannot {_activity(error.trace)}: {problem.what.removeprefix(f'{REFERENCE} raised ')}"
         why, fix = "a step of the job in plain PyTorch works, in its own number formats and in float64", ()
     return PlaitError(dataclasses.replace(problem, code=code, what=what, why=why, fix=fix), error.exit_code, error.trace)
 

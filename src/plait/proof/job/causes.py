@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.job import LIBRARIES, Job
+from plait.config.job import Job
+from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.data.batch import is_map, opened
 from plait.engine.try_metrics import line_of
@@ -100,7 +101,7 @@ def first_apart(points: list[Point], sides: Sides) -> tuple[Point, str, float, f
 def _where(job: Job) -> str:
     """The line of the loss, where it is the user's own."""
     line = line_of(job.loss)
-    return line if line and not line.startswith(LIBRARIES) else "Job(loss=…)"
+    return line if line and not is_library(line) else "Job(loss=…)"
 
 
 def _how(cut: Plan) -> str:

@@ -26,7 +26,8 @@ import psutil
 import torch
 
 from plait.config.errors import PlaitError, Problem, in_a_line, problem_of
-from plait.config.job import LIBRARIES, Job
+from plait.config.job import Job
+from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import is_map, opened
@@ -208,7 +209,7 @@ def _key(words: list[Any]) -> str:
     if name:
         folder = str(Path(name.partition(":")[0]).resolve().parent) + os.sep
         loaded = [str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-        mine = {file for file in loaded if file.startswith(folder) and not file.startswith(LIBRARIES)}
+        mine = {file for file in loaded if file.startswith(folder) and not is_library(file)}
         paths = filter(Path.is_file, map(Path, sorted(mine)))
         files = [f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths]
     told = json.dumps([__version__, torch.__version__, files, *words], default=str, sort_keys=True)
