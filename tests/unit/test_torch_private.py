@@ -983,13 +983,3 @@ def test_an_optimizer_fused_later_is_one_made_so(kind: Any) -> None:
         parameter.grad = torch.ones(3)
         optimizer.step()
     assert torch.equal(made, later)
-
-
-@contract("torch.UntypedStorage._new_with_weak_ptr")
-def test_a_weak_reference_leads_to_its_storage_while_it_lives() -> None:
-    tensor = torch.arange(3.0)
-    reference = torch_private.StorageWeakRef(tensor.untyped_storage())
-    storage = torch_private.storage_of(reference.cdata)
-    assert storage is not None and torch.empty(0).set_(storage).tolist() == [0.0, 1.0, 2.0]
-    del storage, tensor
-    assert torch_private.storage_of(reference.cdata) is None

@@ -6,13 +6,14 @@ And a rank that has a part of the weights would write something else into them t
 
 from types import TracebackType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from plait.model.deferred_init import roles
 from plait.tensors.float64 import Shadow
-from plait.tensors.torch_private import OpOverload, StorageWeakRef, TorchDispatchMode, no_modes, storage_key
+from plait.tensors.torch_private import OpOverload, TorchDispatchMode, no_modes, storage_key
 from plait.tensors.trees import flat
 
 WEIGHTS = 0
@@ -27,8 +28,8 @@ class OutsideWrites(TorchDispatchMode):
         super().__init__()
         self.follows = False
         """A tensor from outside was written, with what is made from weights, gradients or other tensors from outside."""
-        self._made = dict[int, StorageWeakRef | None]()
-        """Storages of the trial's own tensors. The reference frees their memory, and keeps their number from being used again."""
+        self._made = dict[int, ReferenceType[object]]()
+        """Storages of the trial's own tensors, while they live."""
         self._origins = dict[int, frozenset[int]]()
         self._before = list[tuple[Tensor, Tensor]]()
 
@@ -71,7 +72,14 @@ class OutsideWrites(TorchDispatchMode):
         self._before.clear()
 
     def _keep(self, t: Tensor) -> None:
-        self._made[storage_key(t)] = StorageWeakRef(t.untyped_storage()) if t.layout is torch.strided else None
+        """Know it as the trial's own; when its storage ends, another may get the number."""
+        key, made, origins = storage_key(t), self._made, self._origins
+
+        def ended(_: object) -> None:
+            made.pop(key, None)
+            origins.pop(key, None)
+
+        made[key] = ref(t.untyped_storage() if t.layout is torch.strided else t, ended)
 
     def _origin(self, t: Tensor) -> frozenset[int]:
         key = storage_key(t)

@@ -33,7 +33,7 @@ def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
 
 def _followed(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
     """P031 when a tensor outside of the model follows a weight that is not whole on each rank where the code that writes it runs."""
-    gathered = {name: units for units in [[], *groups(sketch)] for name in _weights(sketch, units)}
+    gathered = {name: units for units in [[], *groups(sketch)] for name in _weights(sketch, units)} if sketch.followed else {}
     for name, modules in sketch.followed.items():
         units = gathered.get(name, [])
         inside = all(any(f"{module}.".startswith(f"{unit}.") for unit in units) for module in modules)

@@ -50,6 +50,7 @@ from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors import scripted
 from plait.tensors.float64 import Wide
 from plait.tensors.held_values import HeldValues
+from plait.tensors.higher_order import keeping
 from plait.tensors.modules import Attributes, attributes_of, put_back, state_kept
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
@@ -131,7 +132,7 @@ class Recomputed(RepeatableForward):
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with ExitStack() as again:
+            with keeping(), ExitStack() as again:
                 if runs > 1:
                     again.enter_context(_as_passed(given, passed))
                     again.enter_context(self._second(state, attributes, counting))
@@ -199,8 +200,7 @@ class _Keeping(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        dear = func.overloadpacket in flop_registry or "attention" in func.overloadpacket.__name__
-        if not dear:
+        if func.overloadpacket not in flop_registry and "attention" not in func.overloadpacket.__name__:
             return func(*args, **(kwargs or {}))
         self.calls[func] += 1
         place = (func, self.calls[func])

@@ -28,8 +28,9 @@ from plait.model.sketch import Sketch
 from plait.model.slices import Slices
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor.choose import slices_of
-from plait.parallel.tensor.find.linear_maps import short
+from plait.parallel.tensor.find.finder import FOLLOWED
 from plait.tensors.torch_private import BatchNormBase
+from plait.tensors.trees import first_words
 
 Way = Literal["", "columns", "inner", "batch"]
 
@@ -134,6 +135,8 @@ class Cuts:
     mixtures: tuple[MoELayer, ...] = ()
     norms: tuple[str, ...] = ()
     """Modules whose statistics are those of the whole batch."""
+    unfollowed: str = ""
+    """Why nobody knows what tp can slice."""
 
     @cached_property
     def ways(self) -> dict[str, Way]:
@@ -251,23 +254,26 @@ def _runs(blocks: Iterable[Block]) -> list[Block]:
     return found
 
 
-def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job: Job) -> Cuts:
-    """What tp and ep can cut of a job's model; `model` may be one of fake tensors.
+def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job: Job, tp: bool = True) -> Cuts:
+    """What tp and ep can cut of a job's model; `model` may be one of fake tensors. `tp`: a plan may slice layers.
 
     Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.
     """
     norms = tuple(name for name, m in model.named_modules() if isinstance(m, BatchNormBase))
-    slices = Slices()
-    for given in (lambda n: short(inputs(n), WORDS), inputs):
+    slices, why = Slices(), ""
+    for given in (lambda n: first_words(inputs(n), WORDS), inputs) if tp else ():
         try:
-            slices = slices_of(sketch, model, given, call, job, Plan(tp=2, sequence_parallel=False))
+            slices = slices_of(sketch, model, given, call, job, Plan(tp=2, sequence_parallel=False), most=FOLLOWED)
             break
-        except Exception as error:  # the model's own, on so few words: then on whole rows
-            if isinstance(error, PlaitError) or given is inputs:
-                break
+        except PlaitError as error:
+            why = error.problems[0].what if error.codes[0] == "P034" else ""
+            break
+        except Exception:  # the model's own, on so few words: then on whole rows
+            continue
+    found = Cuts(slices, norms=norms, unfollowed=why)
     if sum(p.numel() * p.element_size() for p in model.parameters()) > HOLDS:
-        return Cuts(slices, norms=norms)
+        return found
     try:
-        return Cuts(slices, tuple(experts.find(make_model(job), inputs, call)[0]), norms)
+        return replace(found, mixtures=tuple(experts.find(make_model(job), inputs, call)[0]))
     except PlaitError:
-        return Cuts(slices, norms=norms)
+        return found

@@ -55,19 +55,25 @@ class PlanRequest:
     """Nothing is known of the machine's speed: figures of some processor were taken."""
 
     @staticmethod
-    def of(job: Job, name: str, machine: Machine, *, split: bool = True) -> "PlanRequest":
-        """Sketch the job; `split`: also find what tp and ep can cut.
+    def of(
+        job: Job, name: str, machine: Machine, *, split: bool = True, tp: bool = True, say: Callable[[str], None] = lambda text: None
+    ) -> "PlanRequest":
+        """Sketch the job; `split`: also find what ep and, with `tp`, tp can cut. `say` gets what is begun, in words.
 
         Processes may be forked later, so no threads may have computed anything by then.
         """
         import torch
 
         torch.set_num_threads(1)
+        say("running the model on tensors without numbers")
         model, sketch = sketched(job)
         example = sampling.example(job, sampling.data_of(job))
         inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
-        cuts = cuts_of(sketch, model, inputs, job) if split else Cuts()
+        if split:
+            say("finding what tp and ep can cut" if tp else "finding what ep can cut")
+        cuts = cuts_of(sketch, model, inputs, job, tp) if split else Cuts()
         known, guessed = sped(machine)
+        say("comparing plans")
         return PlanRequest(job, name, known, sketch, cuts, software(job, sketch), guessed)
 
     def on(self, machine: Machine) -> "PlanRequest":
@@ -156,7 +162,7 @@ class PlanRequest:
             if problem := unmeasured.refused(plan, self.sketch):
                 return problem.what
             if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
-                return "no layer of the model can be cut"
+                return self.cuts.unfollowed or "no layer of the model can be cut"
             if plan.cp > 1 and not self.attends:
                 return UNPRICED_CP
             if problem := mutations.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):

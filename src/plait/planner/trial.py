@@ -12,7 +12,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch.place import Place, cores
+from plait.launch.scratch import Scratch
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.simulate import makespan
 from plait.planner.estimate import ordered
@@ -37,9 +37,9 @@ STEPS, WARM = 9, 3
 def measure(options: argparse.Namespace, plan: Plan) -> float | str:
     """Seconds of a step of the job under a plan in a run of its own: the median after a warm-up; or why it failed."""
     arguments = [word for name, value in options.arguments.items() for word in (f"--job.{name}", value)]
-    with tempfile.TemporaryDirectory() as folder:
+    with Scratch("try") as folder:
         command = [
-            sys.executable, "-m", "plait", "train", options.job, "--plan", str(plan), "--steps", str(STEPS), "--runs", folder,
+            sys.executable, "-m", "plait", "train", options.job, "--plan", str(plan), "--steps", str(STEPS), "--runs", str(folder),
             "--save-every", str(10**6), "--json", *(["--batch", str(options.batch)] if options.batch else []), *arguments,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)

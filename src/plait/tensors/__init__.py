@@ -19,6 +19,7 @@ transfers         numbers between host and device without a wait
 waits             when a rank waits for messages of others
 moving_average    the exponential moving average of tensors
 finite            whether numbers are finite
+norm              the norm that gradients are clipped by
 float64           no narrowing to float32 in a proof
 higher_order      operators that take functions (torch.cond, scan)
 scripted          modules compiled by torch.jit

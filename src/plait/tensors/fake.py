@@ -5,7 +5,6 @@ CPU keeps a workspace for backward; how large it is, only the library knows: it 
 return their sum in the memory of all that they summed.
 """
 
-import copy
 import threading
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.tensors.modules import exchange_tensors, put_parameters
-from plait.tensors.parameters import like
+from plait.tensors.parameters import deep_copy, like
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -70,7 +69,7 @@ def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
         for b in model.buffers():
             if b.is_floating_point():  # code may look at whole numbers
                 made[id(b)] = _hollow(b)
-    return copy.deepcopy(model, made)
+    return deep_copy(model, made)
 
 
 def _hollow(t: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ of the mode wrote into the storage is copied into the shadow.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,12 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from plait.tensors.modules import format_in
 from plait.tensors.torch_private import (
-    StorageWeakRef,
     has_storage,
     no_functions,
     no_modes,
     storage_key,
-    storage_of,
     tree_leaves,
     tree_map_only,
     version,
@@ -157,9 +156,12 @@ class _Call:
 class Shadow:
     """The float64 memory that stands for a narrow storage. See [Note: narrow tensors inside Wide]."""
 
-    known: ClassVar[dict[StorageWeakRef, "Shadow"]] = {}
+    known: ClassVar[dict[int, "Shadow"]] = {}
+    """By the number of the storage, while it lives."""
 
     def __init__(self, memory: Tensor):
+        key = storage_key(memory)
+        self.storage = ref(memory.untyped_storage(), lambda _: Shadow.known.pop(key, None))
         self.seen = memory.clone()
         """The storage as it was when the two were synchronized."""
         self.wide = memory.double()
@@ -167,13 +169,10 @@ class Shadow:
     @staticmethod
     def of(t: Tensor) -> "Shadow":
         """The shadow of a tensor's storage, synchronized."""
-        storage = StorageWeakRef(t.untyped_storage())
-        found = Shadow.known.get(storage)
+        found = Shadow.known.get(storage_key(t))
         if found is None or found.seen.dtype != t.dtype.to_real():
-            for ref in [ref for ref in Shadow.known if ref.expired()]:
-                del Shadow.known[ref]
             with unseen():
-                found = Shadow.known[storage] = Shadow(_memory(t))
+                found = Shadow.known[storage_key(t)] = Shadow(_memory(t))
         else:
             found.synchronize(t)
         return found
@@ -194,8 +193,8 @@ class Shadow:
     @staticmethod
     def written(keys: set[int]) -> None:
         """The shadows with these storages were written from outside of `Wide`: round what is in them into the tensors they stand for."""
-        for reference, shadow in [*Shadow.known.items()]:
-            storage = storage_of(reference.cdata) if storage_key(shadow.wide) in keys else None
+        for shadow in [*Shadow.known.values()]:
+            storage = shadow.storage() if storage_key(shadow.wide) in keys else None
             if storage is not None:
                 shadow.synchronize(torch.empty(0, dtype=shadow.seen.dtype, device=shadow.seen.device).set_(storage))
 

@@ -6,13 +6,28 @@ without numbers it cannot run.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import handle_torch_function, has_torch_function
 
 from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_leaves
+
+_KEEPS: ContextVar[bool] = ContextVar("_KEEPS", default=False)
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Inside, what such an operator saves for its backward pass is kept, whatever hooks want of saved tensors: torch goes through its
+    functions backwards while it runs, and a checkpoint around it would compute its unit again in the midst of that."""
+    token = _KEEPS.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS.reset(token)
 
 
 def opaque() -> AbstractContextManager[None]:
@@ -34,7 +49,7 @@ def whole(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tu
         return handle_torch_function(whole, tensors, name, run, given, inside)
     if any(isinstance(t, FakeTensor) for t in tensors):
         raise NotImplementedError(f"{name} cannot run on tensors without numbers")
-    with no_modes():
+    with no_modes(), saved_tensors_hooks(lambda t: t, lambda t: t) if _KEEPS.get() else nullcontext():
         return run(*given[:-1], **given[-1])
 
 

@@ -6,7 +6,7 @@ job's parameter, such as its shard. Whatever makes such a tensor makes it with `
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -86,12 +86,42 @@ def with_attributes(
 
 def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     """A deep copy of a module. torch's own leaves out attributes and hooks of parameters."""
-    made = copy.deepcopy(module, {} if memo is None else memo)
+    made = deep_copy(module, memo or {})
     for one, other in zip(module.parameters(), made.parameters()):
         if one is not other:
             ParameterAttributes.of(one).put_on(other)
             _hook(one, other)
     return made
+
+
+def deep_copy(module: Module, memo: Mapping[int, Any]) -> Module:
+    """`copy.deepcopy` with what `memo` has by id, which shares what modules have that cannot be copied: a scripted function, a lock."""
+    try:
+        return copy.deepcopy(module, {**memo})
+    except Exception:
+        own = {id(one): one for one in (*module.modules(), *module.parameters(), *module.buffers())}
+        shared = {id(value): value for one in module.modules() for value in _values(vars(one)) if not _copied(value, own)}
+        if not shared:
+            raise
+        return copy.deepcopy(module, {**memo, **shared})
+
+
+def _values(value: object) -> Iterator[object]:
+    """What is in dicts, lists and tuples."""
+    if isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _values(one)
+    else:
+        yield value
+
+
+def _copied(value: object, own: Mapping[int, object]) -> bool:
+    """Whether a value of a module, without modules and tensors of its own in it, can be copied."""
+    try:
+        copy.deepcopy(value, {**own})
+    except Exception:
+        return False
+    return True
 
 
 def _hook(parameter: Tensor, other: Tensor) -> None:

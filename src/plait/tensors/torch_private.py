@@ -26,7 +26,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils import checkpoint
@@ -47,12 +46,11 @@ from torch.utils._pytree import (
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 GraphExecGroup = checkpoint.GraphExecGroup
-storage_of = torch.UntypedStorage._new_with_weak_ptr  # of `StorageWeakRef.cdata`: the storage while it lives, else None
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
     "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "FakeTensor", "FsdpAllGather", "FsdpReduceScatter", "OpOverload",
-    "StorageWeakRef", "TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 """What others import from here under torch's own name."""
 vars(_meta_registrations)["random"] = random.Random(0)

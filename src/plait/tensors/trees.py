@@ -21,6 +21,7 @@ from plait.tensors.torch_private import (
     register_pytree_node,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
     tree_unflatten,
 )
 
@@ -260,3 +261,10 @@ def known(output: object, expected: Template, samples: int, unit: str) -> None:
 
 def _told(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors) or "no tensor"
+
+
+def first_words(example: object, length: int) -> Any:
+    """The first `length` words of each row, where the inputs are rows of words: what holds for them holds for more. They lie in memory
+    as those of a batch do, for code that takes a view of them."""
+    first = lambda t: t[:, :length].contiguous() if t.dim() == 2 and not t.is_floating_point() else t  # noqa: E731
+    return tree_map_only(Tensor, first, example)

@@ -8,6 +8,7 @@ not pass is left whole, and why is said.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,10 +27,13 @@ from plait.tensors.float64 import Wide
 from plait.tensors.modules import convert, format_in
 from plait.tensors.parameters import copy_module
 from plait.tensors.torch_private import DropoutBase, leaves, tree_leaves, tree_map_only
+from plait.tensors.trees import first_words, tensors_in
 
 NEAR = 1e-9
 SAMPLES = 3
 """Of the run that shows what a model gives its layers."""
+WORDS = 257
+"""Of each row of that run, where the model can run on so few."""
 ROUNDS = 3
 """Runs of a check: the first on what the model gives the layer, then on noise, which reaches more experts."""
 
@@ -42,6 +46,16 @@ class Met:
     kwargs: dict[str, Any]
     rows: int = 0
     calls: int = 0
+
+
+@dataclass(frozen=True)
+class ProbeRun:
+    """A run of the model on a few samples."""
+
+    met: dict[str, Met]
+    """By module."""
+    samples: float
+    """As many tokens as so many samples have; a fraction of one where rows were shortened."""
 
 
 def _wide(module: nn.Module) -> nn.Module:
@@ -193,8 +207,8 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
     proposed = [*_stacked(model), *_listed(model)]
     if not proposed:
         return [], []
-    met = _run(model, inputs, call, proposed)
-    found, whole = [], []
+    probe = _probed(model, inputs, call, proposed)
+    met, found, whole = probe.met, [], []
     for mixture in proposed:
         if mixture.name not in met:
             continue
@@ -211,7 +225,7 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
             whole.append(f"{mixture.name or 'the model'}: {why}")
         elif checked is not None:
             trained = checked.names & {n for n, p in model.named_parameters() if p.requires_grad}
-            rows, calls = _rows(checked, met) / SAMPLES, met[checked.name].calls
+            rows, calls = _rows(checked, met) / probe.samples, met[checked.name].calls
             found.append(replace(checked, trained=trained, rows=rows, calls=calls))
     return found, whole
 
@@ -250,10 +264,21 @@ def _used_elsewhere(model: nn.Module, mixture: MoELayer) -> bool:
     return any(id(p) in mine and name not in mixture.names for name, p in every.items())
 
 
+def _probed(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any], proposed: list[MoELayer]) -> ProbeRun:
+    """Run the model on a few samples: on the first `WORDS` words of longer rows, if it runs on them."""
+    whole = inputs(SAMPLES)
+    few = first_words(whole, WORDS)
+    words = [sum(t.numel() for t in tensors_in(tree)) for tree in (whole, few)]
+    if words[0] > words[1]:
+        with suppress(Exception):  # the model's own, on rows of another length
+            return ProbeRun(_run(model, few, call, proposed), SAMPLES * words[1] / words[0])
+    return ProbeRun(_run(model, whole, call, proposed), SAMPLES)
+
+
 def _run(
-    model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any], proposed: list[MoELayer]
+    model: nn.Module, inputs: object, call: Callable[..., Any], proposed: list[MoELayer]
 ) -> dict[str, Met]:
-    """What a run on a few samples gives each proposed module, and each expert of a list."""
+    """What a run on these samples gives each proposed module, and each expert of a list."""
     model, met = copy_module(model), {}
     names = {n for m in proposed for n in (m.name, *m.modules)}
 
@@ -270,7 +295,7 @@ def _run(
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(entering(name), with_kwargs=True)
     with torch.no_grad():
-        call(model, inputs(SAMPLES))
+        call(model, inputs)
     return met
 
 

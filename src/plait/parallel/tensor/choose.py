@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
+import psutil
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
@@ -24,7 +25,7 @@ from plait.model.slices import ColumnRowPair, Slices
 from plait.model.trace import Call
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor import vocabulary
-from plait.parallel.tensor.find.finder import find
+from plait.parallel.tensor.find.finder import FOLLOWED, find
 from plait.parallel.tensor.local_draws import on_first_rank
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import fake_failures, tree_leaves
@@ -39,10 +40,12 @@ def slices_of(
     plan: Plan,
     *,
     handed_on: Set[str] = frozenset(),
+    most: float = inf,
 ) -> Slices:
-    """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage."""
+    """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage; `most`: bytes that
+    looking for them may take (P034)."""
     calls_of_units = tuple((c.unit, c.given) for c in sketch.calls)
-    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=calls_of_units)
+    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=calls_of_units, most=most)
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     routed = _routed(sketch, model, inputs, call)
@@ -59,6 +62,11 @@ def slices_of(
         return found
     crossing = tuple(replace(one, crosses=one.unit in handed_on) for one in found.stretches)
     return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, handed_on)))
+
+
+def _room(plan: Plan) -> float:
+    """Bytes of this machine's memory that a rank may take to find slices: half of what is free, shared with the others."""
+    return max(FOLLOWED, psutil.virtual_memory().available / 2 / plan.world)
 
 
 def _owed(found: Slices, sketch: Sketch, model: nn.Module, plan: Plan, crossing: Set[str]) -> Iterator[str]:
@@ -107,7 +115,7 @@ def sliced(
 ) -> Sketch:
     """The sketch with the slices of the model. `pairs`: n -> inputs and targets of n samples; `wide`: the run is `verify`'s,
     in which nothing becomes float32."""
-    found = slices_of(sketch, made.model, lambda n: pairs(n)[0], call, job, plan, handed_on=handed_on)
+    found = slices_of(sketch, made.model, lambda n: pairs(n)[0], call, job, plan, handed_on=handed_on, most=_room(plan))
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for one in (*found.groups, *found.stretches) for n in one.partial]

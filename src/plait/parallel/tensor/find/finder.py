@@ -14,6 +14,7 @@ numbers and words as attributes and parameters of the same shapes, and are given
 numbers that count blocks may differ. It saves the search, not the proof: the check is made for each.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -26,11 +27,12 @@ from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import tensors_in
 from plait.model.outside_writes import OutsideWrites
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
+from plait.model.table import size
 from plait.model.trace import Call
 from plait.parallel.tensor.find.check import ReplayedModule, adapted, check
 from plait.parallel.tensor.find.linear_maps import LARGE_MODEL, find_maps, packed_attentions, random_weights, tries
 from plait.parallel.tensor.find.propose import Refused, proposals
-from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, Still
+from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, Still, TooLarge
 from plait.parallel.tensor.sequence.check import stretched
 from plait.randomness import keyed
 from plait.randomness.keyed import host_kept
@@ -156,6 +158,8 @@ def renamed(group: ColumnRowPair, container: str) -> ColumnRowPair:
 SAMPLES = (5, 9)
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide. The second, where
 hidden states have as many positions as there are samples, so that nobody could tell which dim is which."""
+FOLLOWED = float(1 << 30)
+"""Bytes that looking for what tp can slice may always take, for what the layers of a few samples return."""
 ROUNDS = 8
 """Runs of a model that decides at random what to run."""
 Calls = tuple[tuple[str, int], ...]
@@ -172,25 +176,34 @@ def find(
     units: Mapping[str, str] | None = None,
     *,
     given: Calls = (),
+    most: float = math.inf,
 ) -> Slices:
     """The slices of a model over n ranks. `inputs(k)` makes a batch of k samples, `call(model, batch)` runs it.
 
     `tensor`: what `Job.tensor` says. J021 when it names no layer, or wants what does not pass the check. `units`: which
     of them run on stretches between their regions is found too; name -> why it cannot, or nothing. `given`: the calls of
-    units in a run on whole rows; on the few words of a row that the model is followed on it must make the same ones.
+    units in a run on whole rows; on the few words of a row that the model is followed on it must make the same ones. `most`:
+    bytes that what its layers return may take; P034 where they take more, on every length of row that the model can run on.
     """
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         with host_kept(), state_kept(model.modules()), random_weights(model), OutsideWrites():
             for samples in SAMPLES:
-                finder = _Finder(model, call, n, tensor or {}, inputs=inputs(samples), given=given)
+                finder = _Finder(model, call, n, tensor or {}, inputs=inputs(samples), given=given, most=most)
                 if not (units and _square(finder.follow, samples)):
                     break
             found = finder.find()
             return stretched(finder.follow, finder.maps, found, units, n, samples) if units else found
     finally:
         torch.set_num_threads(threads)
+
+
+def _too_large(n: int, most: float) -> PlaitError:
+    what = f"tp={n}: the model runs on whole rows alone, where following it takes more than {size(most)}"
+    why = "what can be sliced is found by following a few samples through the model, on short rows where it runs on them"
+    fix = ("let the forward take rows of any length: self.positions[:, : x.shape[1]], not all of self.positions", "leave out tp")
+    return PlaitError(Problem("P034", what, why=why, fix=fix))
 
 
 def _square(follow: DataflowTrace, samples: int) -> bool:
@@ -207,9 +220,9 @@ def _units(follow: DataflowTrace, given: Calls) -> Calls:
 
 class _Finder:
     def __init__(
-        self, model: nn.Module, call: Call, n: int, tensor: Mapping[str, str], *, inputs: object, given: Calls
+        self, model: nn.Module, call: Call, n: int, tensor: Mapping[str, str], *, inputs: object, given: Calls, most: float
     ):
-        self.model, self.n = model, n
+        self.model, self.n, self.most = model, n, most
         self.packed = packed_attentions(model)
         inner = tuple(f"{name}." for name in self.packed)
         self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
@@ -230,11 +243,14 @@ class _Finder:
         Longer where a few words take another course than whole rows do: a mask that only a long row needs.
         """
         first: DataflowTrace | None = None
+        large = False
         given = tuple(pair for pair in given if pair[0] not in opaque)
         for inputs, numbers in tries(example):
             if first is not None and (numbers or inputs is example):
                 break
-            follow = DataflowTrace(self.model, opaque, numbers)
+            if numbers and large:  # with the maps' numbers it would take more still
+                break
+            follow = DataflowTrace(self.model, opaque, numbers, self.most)
             try:
                 with state_kept(self.model.modules()), Wide(), Still():
                     for number in range(ROUNDS):
@@ -244,14 +260,16 @@ class _Finder:
                         follow.run(lambda follow=follow, inputs=inputs: call(self.model, inputs))
                         if before[:2] == keyed.first_draws()[:2]:  # it takes the same way every time
                             break
-            except Exception:
-                if numbers:
+            except Exception as error:
+                large = large or isinstance(error, TooLarge)
+                if numbers and not large:
                     raise
                 continue
             if not given or _units(follow, given) == given:
                 return follow
             first = first or follow
-        assert first is not None, "the last try returns or raises"
+        if first is None:
+            raise _too_large(self.n, self.most)
         return first
 
     def find(self) -> Slices:

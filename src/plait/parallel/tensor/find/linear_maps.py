@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.tensors.parameters import like
-from plait.tensors.torch_private import FakeTensor, tree_leaves, tree_map_only
+from plait.tensors.torch_private import FakeTensor, tree_leaves
+from plait.tensors.trees import first_words
 
 _CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
@@ -201,14 +201,9 @@ def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
     return like(p, drawn.expand(p.shape))
 
 
-def short(example: object, length: int = LENGTH) -> Any:
-    """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
-    return tree_map_only(Tensor, lambda t: t[:, :length] if t.dim() == 2 and not t.is_floating_point() else t, example)
-
-
 def tries(example: object) -> list[tuple[object, bool]]:
     """(inputs, whether maps have numbers) to follow the model on. Long rows only when it cannot run on short ones."""
-    shorts = [(short(example, n), False) for n in (LENGTH, *LONGER)]
+    shorts = [(first_words(example, n), False) for n in (LENGTH, *LONGER)]
     size = lambda tree: sum(t.numel() for t in tree_leaves(tree) if isinstance(t, Tensor))  # noqa: E731
     different = [one for k, one in enumerate(shorts) if not k or size(one[0]) != size(shorts[k - 1][0])]
     whole = [] if size(different[-1][0]) == size(example) else [(example, False)]

@@ -12,6 +12,7 @@ weights do not fit, or that has none yet. Only a model that differentiates in it
 import copy
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -92,20 +93,25 @@ class Still(TorchFunctionMode):
 
 
 def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a map would return, with random numbers in it; only shapes are computed."""
+    """What a map would return, without numbers: only shapes are computed."""
     on_meta = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     meta = {name: p.detach().to("meta", torch.float64) for name, p in module.named_parameters()}
     trained = any(t.requires_grad for t in (*module.parameters(), *tensors_in((args, kwargs))))
     with forwards_kept([module]):
         vars(module)["forward"] = forward
         output = functional_call(module, meta, *on_meta)
-    return tree_map_only(Tensor, lambda t: _random(t, trained and torch.is_grad_enabled()), output)
+    trained &= torch.is_grad_enabled()
+    return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(trained and t.is_floating_point()), output)
 
 
-def _random(like: Tensor, trained: bool) -> Tensor:
+def _random(like: Tensor) -> Tensor:
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(trained).clone()
+    return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(like.requires_grad).clone()
+
+
+class TooLarge(Exception):
+    """Following the model takes more memory than it may."""
 
 
 Patch = Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]]
@@ -157,9 +163,9 @@ def _never(_: object) -> Tensor:
 class DataflowTrace(TorchFunctionMode):
     """The mode that passes sources on; `run` does all of it. `opaque`: modules taken as maps, whatever they do."""
 
-    def __init__(self, model: nn.Module, opaque: Mapping[str, nn.Module], numbers: bool = False):
+    def __init__(self, model: nn.Module, opaque: Mapping[str, nn.Module], numbers: bool = False, most: float = math.inf):
         super().__init__()
-        self.model, self.opaque, self.numbers = model, opaque, numbers
+        self.model, self.opaque, self.numbers, self.left = model, opaque, numbers, most
         self.frames: list[ModuleCall] = []
         self.calls: list[MapCall] = []
         self.output = 0
@@ -231,6 +237,8 @@ class DataflowTrace(TorchFunctionMode):
             self._off += 1
             try:
                 output = forward(*args, **kwargs) if self.numbers else hollow(module, forward, args, kwargs)
+                self._count(output)
+                output = output if self.numbers else tree_map_only(Tensor, _random, output)
             finally:
                 self._off -= 1
             self.calls.append(MapCall(name, next(self._new_bits), self._parents(), reads, output))
@@ -262,6 +270,12 @@ class DataflowTrace(TorchFunctionMode):
             return output
 
         return as_map if name in self.opaque else as_frame
+
+    def _count(self, output: object) -> None:
+        """What maps return stays until the model is understood: `TooLarge` before it takes more than it may."""
+        self.left -= sum(t.numel() * torch.float64.itemsize for t in tensors_in(output))
+        if self.left < 0:
+            raise TooLarge
 
     def _parents(self) -> tuple[int, ...]:
         return self._stack[-1].parents if self._stack else ()
