@@ -13,6 +13,7 @@ from plait.config.errors import PlaitError
 from plait.config.files import open_plain, read_plain
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.launch import secret
 
 Maker = Callable[[Path], None]
 
@@ -123,3 +124,22 @@ def test_a_plain_file_is_read(tmp_path: Path) -> None:
     with open(tmp_path / "holes", "wb") as file:
         file.truncate(1 << 20)
     assert read_plain(tmp_path / "holes", 1 << 20) == bytes(1 << 20), "a file may have holes"
+
+
+@pytest.mark.parametrize("kind", ("fifo", "folder", "large", "no text"))
+def test_a_secret_that_is_no_small_file_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifo that nobody writes would be waited for without end."""
+    monkeypatch.delenv("PLAIT_SECRET", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = tmp_path / "plait" / "secret"
+    file.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(file, 0o600)
+    elif kind == "folder":
+        file.mkdir(mode=0o700)
+    else:
+        file.write_bytes(b"0" * 10_000 if kind == "large" else b"\xff" * 40)
+        file.chmod(0o600)
+    with pytest.raises(PlaitError) as caught:
+        secret.key("job")
+    assert caught.value.codes == ["L008"] and str(file) in str(caught.value)

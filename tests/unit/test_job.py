@@ -98,6 +98,7 @@ def test_no_such_function(write) -> None:
     [
         ("1 / 0\n", "ZeroDivisionError: division by zero", 1, "<module>"),
         ("raise SystemExit(3)\n", "SystemExit: 3", 1, "<module>"),
+        ("import os; os._exit(0)\n", "SystemExit: os._exit(0)", 1, "<module>"),
         ("import no_such_module_at_all\n", "ModuleNotFoundError", 1, "<module>"),
         (
             "def job():\n    def inner():\n        raise ValueError('x\\ny')\n    inner()\n",

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from plait.checkpoint import carried_state, replica_groups
 from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
-from plait.config.job import LIBRARIES, Job
+from plait.config.job import Job
+from plait.config.library import is_library, is_user_module
 from plait.data.batch import is_map, seeded_sample
 from plait.data.sampling import epoch_order
 from plait.model.fused_optimizer import OPEN
@@ -39,8 +40,9 @@ SECONDS = 0.5
 """How long samples are read at most, once the first is there."""
 SHOWN, VALUES, DEPTH = 40, 8, 8
 """Characters of a value, values of an attribute or function, and how far values are followed into each other."""
-MANY, LARGEST = 10_000, 16 << 20
-"""Elements of a list, and bytes of a tensor, of which a digest is taken."""
+MANY, LARGEST, MOST = 10_000, 16 << 20, 100_000
+"""Elements of a list, bytes of a tensor, and values that a function refers to, of which a digest is taken."""
+PLAIN = (*SIMPLE, complex, bytes)
 Facts = dict[str, Any]
 
 
@@ -103,19 +105,21 @@ def structure(model: nn.Module) -> Facts:
                 values_of.setdefault(f"{type(module).__name__}.{name}", {})[repr(value)[:SHOWN]] = None
     few = {name: list(values) for name, values in values_of.items() if len(values) <= VALUES}
     classes = {type(module) for module in model.modules()}
-    own = {f"the code of {kind.__name__}": [_digest(kind)] for kind in classes if _own(kind.__module__)}
+    own = {f"the code of {kind.__name__}": [_digest(kind)] for kind in classes if is_user_module(kind.__module__)}
     return dict(sorted({**few, **own}.items()))
 
 
 def code(function: object) -> Facts:
     """A digest of a function, and the simple values that its code uses by name."""
     inner = function.func if isinstance(function, functools.partial) else function
-    if isinstance(inner, FunctionType) and inner.__code__.co_filename.startswith(LIBRARIES):
+    if isinstance(inner, FunctionType) and is_library(inner.__code__.co_filename):
         used = function.keywords.items() if isinstance(function, functools.partial) else ()
     else:
         used = _used(function)
     values = {name: _shown(value) for name, value in used if isinstance(value, SIMPLE)}
-    return {"code": _digest(function), "values": dict(list(values.items())[: 4 * VALUES])}
+    digests = _Digests()
+    facts = {"code": digests.of(function), "values": dict(list(values.items())[: 4 * VALUES])}
+    return facts if digests.left else facts | {"most": MOST}
 
 
 def _shown(value: object) -> str:
@@ -144,7 +148,7 @@ def _used(function: object) -> Iterator[tuple[str, Any]]:
     names = list(dict.fromkeys(_names(function.__code__)))
     for name in names:
         value = function.__globals__.get(name, function)
-        if isinstance(value, ModuleType) and _own(value.__name__):
+        if isinstance(value, ModuleType) and is_user_module(value.__name__):
             yield from ((inner, vars(value)[inner]) for inner in names if inner in vars(value))
         elif value is not function:
             yield name, value
@@ -162,74 +166,83 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in own.items() if not k.startswith("__")][:200] if isinstance(own, dict) else []
 
 
-def _own(module: str) -> bool:
-    """Whether a module is the user's own code."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return bool(file) and not file.startswith(LIBRARIES)
-
-
 def _digest(value: object) -> str:
-    digest = hashlib.sha256()
-    for part in _contents(value, set(), 0):
-        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
-        digest.update(b"\0")
-    return digest.hexdigest()[:16]
+    """Of what a value is, without addresses and lines: equal for equal values, in every process."""
+    return _Digests().of(value)
 
 
-def _contents(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
-    """What a value is, without addresses and lines: equal for equal values, in every process."""
-    if isinstance(value, (*SIMPLE, complex, bytes)):
-        yield repr(value)
-    elif isinstance(value, Tensor):
-        yield from (str(value.dtype), str(tuple(value.shape)), _bytes(value))
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield from (str(value.dtype), str(value.shape), value.tobytes())
-    elif isinstance(value, (np.generic, torch.dtype, torch.device)):
-        yield repr(value)
-    elif depth > DEPTH or id(value) in seen:
+class _Digests:
+    """Digests of a value and of all values that it references, each computed once. `most`: after so many values a digest is the type alone."""
+
+    def __init__(self, most: int = MOST):
+        self.left = most
+        self._known = dict[int, str]()
+        self._alive = list[object]()
+        """Those that `_known` knows by their numbers, which must not be used again meanwhile."""
+
+    def of(self, value: object, depth: int = 0) -> str:
+        """The digest of a value. It is the name of its type for a reference to an outer value, below `DEPTH`, and after `most` values."""
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if depth > DEPTH or self.left <= 0:
+            return type(value).__qualname__
+        self.left -= 1
+        self._alive.append(value)
+        self._known[id(value)] = type(value).__qualname__  # what its own parts see of it
+        digest = hashlib.sha256()
+        for part in self._parts(value, depth + 1):
+            digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
+            digest.update(b"\0")
+        self._known[id(value)] = digest.hexdigest()[:16]
+        return self._known[id(value)]
+
+    def _contents(self, value: object, depth: int) -> str:
+        return repr(value) if isinstance(value, PLAIN) else self.of(value, depth)
+
+    def _parts(self, value: object, depth: int) -> Iterator[bytes | str]:
         yield type(value).__qualname__
-    else:
-        yield from _parts(value, seen | {id(value)}, depth + 1)
-
-
-def _parts(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
-    yield type(value).__qualname__
-    inner: list[Any] = []
-    if isinstance(value, (list, tuple)):
-        yield str(len(value))
-        inner = list(value[:MANY])
-    elif isinstance(value, (set, frozenset)):
-        yield from sorted(_digest(v) for v in value) if len(value) < MANY else [str(len(value))]
-    elif isinstance(value, dict):
-        yield str(len(value))
-        inner = [part for item in islice(value.items(), MANY) for part in item]
-    elif isinstance(value, CodeType):
-        yield value.co_code
-        inner = [*value.co_names, *value.co_freevars, *value.co_consts[1 if _documented(value) else 0 :]]
-    elif isinstance(value, ModuleType):
-        yield value.__name__
-    elif isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(LIBRARIES):
-        inner = [value.__code__, *(v for _, v in _used(value))]
-    elif isinstance(value, MethodType):
-        inner = [value.__func__, value.__self__]
-    elif isinstance(value, functools.partial):
-        inner = [value.func, value.args, value.keywords]
-    elif isinstance(value, type):
-        yield value.__qualname__
-        methods = _own(value.__module__)
-        inner = [v for v in vars(value).values() if isinstance(v, FunctionType)] if methods else []
-    elif isinstance(value, (FunctionType, BuiltinFunctionType)):
-        yield f"{value.__module__}.{value.__qualname__}"
-    elif hasattr(value, "tobytes"):  # an image
-        yield bytes(value.tobytes())
-    else:
-        yield str(getattr(value, "__qualname__", ""))
-        fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-        own = _own(type(value).__module__) or isinstance(value, nn.Module)
-        inner = [type(value), *((n, getattr(value, n, None)) for n in fields)]
-        inner += [(k, v) for k, v in _attributes(value) if own or isinstance(v, SIMPLE)]
-    for part in inner:
-        yield from _contents(part, seen, depth)
+        inner: list[Any] = []
+        if isinstance(value, (*PLAIN, np.generic, torch.dtype, torch.device)):
+            yield repr(value)
+        elif isinstance(value, Tensor):
+            yield from (str(value.dtype), str(tuple(value.shape)), _bytes(value))
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            yield from (str(value.dtype), str(value.shape), value.tobytes())
+        elif isinstance(value, (list, tuple)):
+            yield str(len(value))
+            inner = list(value[:MANY])
+        elif isinstance(value, (set, frozenset)):
+            yield from sorted(self.of(v, depth) for v in value) if len(value) < MANY else [str(len(value))]
+        elif isinstance(value, dict):
+            yield str(len(value))
+            inner = [part for item in islice(value.items(), MANY) for part in item]
+        elif isinstance(value, CodeType):
+            yield value.co_code
+            inner = [*value.co_names, *value.co_freevars, *value.co_consts[1 if _documented(value) else 0 :]]
+        elif isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, FunctionType) and not is_library(value.__code__.co_filename):
+            inner = [value.__code__, *(v for _, v in _used(value))]
+        elif isinstance(value, MethodType):
+            inner = [value.__func__, value.__self__]
+        elif isinstance(value, functools.partial):
+            inner = [value.func, value.args, value.keywords]
+        elif isinstance(value, type):
+            yield value.__qualname__
+            methods = is_user_module(value.__module__)
+            inner = [v for v in vars(value).values() if isinstance(v, FunctionType)] if methods else []
+        elif isinstance(value, (FunctionType, BuiltinFunctionType)):
+            yield f"{value.__module__}.{value.__qualname__}"
+        elif hasattr(value, "tobytes"):  # an image
+            yield bytes(value.tobytes())
+        else:
+            yield str(getattr(value, "__qualname__", ""))
+            fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+            own = is_user_module(type(value).__module__) or isinstance(value, nn.Module)
+            inner = [type(value), *((n, getattr(value, n, None)) for n in fields)]
+            inner += [(k, v) for k, v in _attributes(value) if own or isinstance(v, SIMPLE)]
+        for part in inner:
+            yield self._contents(part, depth)
 
 
 def _documented(of: CodeType) -> bool:
@@ -276,7 +289,7 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
     if old.get("python") == now["python"]:
         functions = _table(old.get("functions"))
         for name in sorted({*functions, *now["functions"]}):
-            _function(result.told, name, functions.get(name), now["functions"].get(name))
+            result.told += function_changes(name, functions.get(name), now["functions"].get(name))
     before, seen = old.get("factor"), manifest.position.samples
     if isinstance(before, (int, float)) and job.schedule is not None:
         after = float(job.schedule(seen))
@@ -370,15 +383,20 @@ def _order(result: Changes, manifest: "Manifest", old: object, new: str) -> None
     result.refused.append(_refusal(manifest, words, why))
 
 
-def _function(told: list[str], name: str, old: object, new: Facts | None) -> None:
+def function_changes(name: str, old: object, new: Facts | None) -> list[str]:
+    """What changed in a function since a checkpoint, a line each."""
+    lines = list[str]()
+    if new is not None and "most" in new:
+        lines.append(f"{name}: of what it uses, {new['most']:,} values were compared and the rest was not")
     if old is None or new is None:
-        _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
+        _line(lines, name, "none" if old is None else "a function", "none" if new is None else "a function")
     elif _table(old).get("code") != new["code"]:
-        before, lines = _table(_table(old).get("values")), list[str]()
+        before, values = _table(_table(old).get("values")), list[str]()
         for key, value in new["values"].items():
             if key in before:
-                _line(lines, f"{name}: {key}", before[key], value)
-        told += lines or [f"{name}: its code, or a value that it uses, is another"]
+                _line(values, f"{name}: {key}", before[key], value)
+        lines += values or [f"{name}: its code, or a value that it uses, is another"]
+    return lines
 
 
 def _model(told: list[str], old: Facts, now: Facts) -> None:

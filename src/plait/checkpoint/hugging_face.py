@@ -9,7 +9,6 @@ adapter alone; or of the model with the adapter merged into it by peft itself.
 import copy
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from plait.checkpoint.export import Wanted, export
 from plait.checkpoint.names import bare
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import loads, read_plain
+from plait.launch.scratch import Scratch
 from plait.model.pretrained import unwrapped
 
 FOLDER, ADAPTER, ADAPTER_CONFIG = "hf", "adapter", "adapter_config.json"
@@ -122,8 +122,8 @@ def _merged(path: Path, to: Path, wanted: Wanted, about: Path) -> list[Path]:
         why, fix = "a merged model does not go over anything", ("--to somewhere/else",)
         raise PlaitError(Problem("K009", f"{to} is not empty", why=why, fix=fix))
     of_adapter = _of_adapter(name, "none")
-    with tempfile.TemporaryDirectory(prefix="plait-merge-") as folder:
-        base, adapter = Path(folder) / "base", Path(folder) / "adapter"
+    with Scratch("merge") as folder:
+        base, adapter = folder / "base", folder / "adapter"
         of_base = lambda n: None if of_adapter(n) else bare(n)  # noqa: E731
         export(path, base, replace(wanted, renamed=of_base))
         _copy(about, base, ("*.json", *BESIDE))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,14 +80,28 @@ class Base:
         tensors = {name: list(self.tensors[name]) for name in names if name in self.tensors}
         return {"path": self.path, "digest": self.digest, "tensors": tensors}
 
-    def check(self, digest: str, path: Path) -> None:
-        """K020 when what is at `path` is something else."""
+    def check(self, digest: str, path: Path, entries: Mapping[str, "Entry"]) -> None:
+        """K020 when what is at `path` is something else, or has no tensor of a name and shape that are given here."""
         if digest == self.digest:
+            self._fits(path, entries)
             return
         what = f"{path} is not the base that this checkpoint was trained on"
         why = f"its SHA-256 begins with {digest[:12]}, that of {self.path} began with {self.digest[:12]}"
         fix = ("put back the weights that the run started from, and give their path as Job.weights (export: --base)",)
         raise PlaitError(Problem("K020", what, why=why, fix=fix))
+
+    def _fits(self, path: Path, entries: Mapping[str, "Entry"]) -> None:
+        for name, (source, kind, shape) in self.tensors.items():
+            entry = entries.get(source)
+            if entry is None:
+                why = f"it says that {name[:100]} is {source[:100]} there, and there is no such tensor"
+            elif entry.shape != shape or DTYPES[entry.dtype].is_floating_point != DTYPES[kind].is_floating_point:
+                said = f"{kind} {list(shape)}"
+                why = f"it says that {name[:100]}, {said}, is {source[:100]} there, which is {entry.dtype} {list(entry.shape)}"
+            else:
+                continue
+            fix = ("go on from another checkpoint: plait checkpoint verify RUN looks at all of them",)
+            raise PlaitError(Problem("K020", f"the manifest of this checkpoint does not fit its base {path}", why=why, fix=fix))
 
 
 @dataclass(frozen=True)

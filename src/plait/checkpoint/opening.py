@@ -74,7 +74,7 @@ def _layered(top: Reader, base: Base, path: str) -> Layered:
     """A checkpoint with the base that it names, at `path`. K020 when something else is there."""
     try:
         under = open_weights(Path(path))
-        base.check(digest_of(under), Path(path))
+        base.check(digest_of(under), Path(path), under.entries)
     except PlaitError as error:
         problem, fix = error.problems[0], ("the base where it was", "export: --base PATH, where it is now")
         if problem.code == "K020":
@@ -138,7 +138,7 @@ def read_base(training: Training, base: Base) -> None:
     assert reader is not None
     try:
         word = {"digest": digest_of(reader, training)}
-        base.check(word["digest"], path)
+        base.check(word["digest"], path, reader.entries)
         for name, part in mine.items():
             reader.check(sources[name], part)
     except Damaged as error:

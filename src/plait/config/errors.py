@@ -5,8 +5,10 @@ process starts is collected with the others and all are shown together. ``errors
 each code; ``plait help P012`` prints its section.
 """
 
+import codecs
 import difflib
 import errno
+import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ class Problem:
         for label, text in (("why", self.why), ("where", self.where), ("fix", "\n".join(self.fix))):
             for i, line in enumerate(text.splitlines()):
                 lines.append(f"  {label if i == 0 else '':<6} {line}")
-        return "\n".join(lines)
+        return shown("\n".join(lines))
 
 
 class PlaitError(Exception):
@@ -67,13 +69,50 @@ def problem_of(told: Mapping[str, Any]) -> Problem:
     return Problem(told["code"], told["what"], told["why"], told["where"], tuple(told["fix"]))
 
 
+PLAIN = {"·": "-", "…": "...", "→": "->", "×": "x", "▸": ">", "✓": "y", "–": "-", "≥": ">=", "≤": "<=", "√": "sqrt "}
+"""What stands for plait's own characters where a terminal's encoding has none of them (the POSIX locale)."""
+
+
+def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The handler of errors of an encoding: plait's own characters as others, and any other spelled out."""
+    if isinstance(error, UnicodeEncodeError) and (found := PLAIN.get(error.object[error.start])) is not None:
+        return found, error.start + 1
+    if isinstance(error, UnicodeEncodeError):
+        error.end = error.start + 1
+    return codecs.backslashreplace_errors(error)
+
+
+codecs.register_error("plait", _plain)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def shown(text: str) -> str:
+    r"""The text with control characters spelled out, so that no terminal obeys them: a job's name, or what a rank prints, may be anybody's.
+
+    >>> shown("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`, also where asking for it raises."""
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"(its text cannot be read: {type(another).__name__} in its __str__)"
+
+
 def in_a_line(error: BaseException) -> str:
-    """`KeyError: 'x'`: the class of an exception and the first line of its text."""
-    lines = str(error).splitlines()
+    """`KeyError: 'x'`: the class of an exception and the first line of its text; `[R006] what: why` of a `PlaitError`."""
+    if isinstance(error, PlaitError):
+        first = error.problems[0]
+        return f"[{first.code}] {first.what}" + f": {first.why.splitlines()[0]}" * bool(first.why)
+    lines = text_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the operating system's errors when something cannot be written for want of room."""
 
 
@@ -89,7 +128,8 @@ def disk_full(error: OSError) -> Problem:
         "make room; what was written before is untouched, and --resume goes on from the newest checkpoint",
         "--runs FOLDER",
     )
-    return Problem("R006", "the disk is full", why=f"the operating system says: {error.strerror}", where=where, fix=fix)
+    what = "a file may not become larger (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+    return Problem("R006", what, why=f"the operating system says: {error.strerror}", where=where, fix=fix)
 
 
 def proof_stopped(when: str) -> Problem:

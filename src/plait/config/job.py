@@ -9,35 +9,27 @@ import importlib.util
 import inspect
 import os
 import reprlib
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from traceback import walk_tb
 from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, NoReturn, Union, cast, get_args, get_origin
 
 from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
+from plait.config.library import is_library, is_user_module
 from plait.config.phases import JointLoss, JointOptimizer, Phase, joint
 
 SLICES = ("column", "row", "vocabulary", "whole")
 """What `Job.tensor` can say of a module."""
 
-LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(*site.getsitepackages(), site.getusersitepackages()),
-)
-"""Folders of code that is not the user's own."""
-
 
 def is_user_class(kind: type) -> bool:
     """Whether a class is the user's own code, and of no library."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return bool(file) and not file.startswith(LIBRARIES)
+    return is_user_module(kind.__module__)
 
 
 MAKERS = {"model": "forward", "data": "__getitem__", "optimizer": "param_groups"}
@@ -307,13 +299,31 @@ def execute(file: Path) -> Any:
     vars(module)["folder_is_ours"] = _enter(str(file.parent))
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        with _no_silent_exit():
+            spec.loader.exec_module(module)
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
         what = f"importing the job raised {in_a_line(error)}"
         raise PlaitError(Problem("J003", what, where=user_line(error) or str(file))) from error
     return module
+
+
+@contextmanager
+def _no_silent_exit() -> Iterator[None]:
+    """Meanwhile `os._exit`, which would end the command with whatever exit code the job says, raises in this process."""
+    leave, here = os._exit, os.getpid()
+
+    def raising(status: int) -> NoReturn:
+        if os.getpid() != here or os._exit is not raising:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = raising
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _enter(folder: str) -> bool:
@@ -399,9 +409,9 @@ def user_line(error: BaseException) -> str:
     """`file:line in function` of the innermost frame that is the user's own code, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
         return f"{error.filename}:{error.lineno}"
-    place, others = "", ("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))
+    place = ""
     for frame, line in walk_tb(error.__traceback__):
         code = frame.f_code
-        if not code.co_filename.startswith(others):
+        if not code.co_filename.startswith("<") and not is_library(code.co_filename):
             place = f"{code.co_filename}:{line} in {code.co_name}"
     return place

@@ -302,6 +302,12 @@ class Plan:
         return self.along((*SAME_LOSS, "ep")) > 1
 
     @property
+    def weight_sharding(self) -> list[str]:
+        """The keys, such as `fsdp=2`, under which a rank holds a shard of the weights or its own replica of them."""
+        keys = [f"{axis}={size}" for axis in ("fsdp", "tp", "pp", "ep", "replica_groups") if (size := getattr(self, axis)) > 1]
+        return keys + (["offload=all"] if self.offload == "all" else [])
+
+    @property
     def world(self) -> int:
         """Processes the plan runs in. Servers of `sync=async` use no device."""
         served = self.servers if self.sync == "async" and self.replica_groups > 1 else 0

@@ -1,0 +1,108 @@
+"""Code of a library, wherever it lies, is told from the user's own: by where errors point, and by what a run's fingerprint reads."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.checkpoint import fingerprint
+from plait.config.job import execute
+from plait.config.library import is_library
+from plait.launch.stacks import StackFrame
+
+LAYERS = """
+class Layer:
+    scale = 2
+
+    def forward(self, x):
+        return x * self.scale
+
+def loss(outputs, targets):
+    return Layer().forward(outputs).mean()
+"""
+
+
+def put(folder: Path, name: str, listed: bool = True) -> Path:
+    """A package, and, if it is `listed`, the folder by which pip knows that it has put it there."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(LAYERS)
+    if listed:
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text(f"{name}/__init__.py,,\n{info.name}/RECORD,,\n")
+    return folder / name / "__init__.py"
+
+
+def test_what_is_installed_is_a_library_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = put(tmp_path / "opt", "layers_of_a_module_system")
+    plain = put(tmp_path / "centre" / "site-packages", "plain_layers", listed=False)
+    mine = put(tmp_path / "opt", "mine", listed=False)
+    source = put(tmp_path / "project" / "src", "editable", listed=False)
+    assert not is_library(str(target)), "nobody can import it"
+    for folder in ("opt", "centre/site-packages/", "project/src"):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])  # a Path there, which Python passes over, is no reason to fail
+    assert is_library(str(target)) and is_library(str(plain))
+    assert not is_library(str(mine)) and not is_library(str(source)) and not is_library(str(tmp_path / "opt" / "job.py"))
+    assert StackFrame(str(target), "1", "loss").owner == "library" and StackFrame(str(mine), "1", "loss").owner == "user"
+    import importlib
+
+    layers, own = importlib.import_module("layers_of_a_module_system"), importlib.import_module("mine")
+    assert fingerprint.code(own.loss)["code"] != fingerprint.code(layers.loss)["code"]
+    before = [fingerprint.code(module.loss)["code"] for module in (layers, own)]
+    for module in (layers, own):
+        module.loss.__defaults__ = (0, 1)
+    after = [fingerprint.code(module.loss)["code"] for module in (layers, own)]
+    assert before[0] == after[0] and before[1] != after[1], "a library is told by its name, the user's code by what it does"
+
+
+def test_a_job_beside_installed_packages_is_the_user_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "vendored")
+    (tmp_path / "job.py").write_text("import vendored\n\ndef loss(a, b):\n    return vendored.loss(a, b)\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    loss = execute(tmp_path / "job.py").loss
+    assert not is_library(str(tmp_path / "job.py")) and is_library(str(tmp_path / "vendored" / "__init__.py"))
+    assert fingerprint.code(loss)["code"] != fingerprint.code(lambda a, b: a)["code"]
+
+
+def told(value: object) -> dict[str, object]:
+    """Of a function that uses a value."""
+    return fingerprint.code(lambda: value)
+
+
+def test_values_that_share_their_parts_are_read_once() -> None:
+    class Shared:
+        reads = 0
+
+        def __init__(self) -> None:
+            self.numbers = [1, 2, 3]
+
+        def __getattribute__(self, name: str) -> object:
+            Shared.reads += name == "__dict__"
+            return object.__getattribute__(self, name)
+
+    one = Shared()
+    tangled: list[object] = [one, one]
+    for _ in range(fingerprint.DEPTH - 3):
+        tangled = [tangled] * 12
+    found = told(tangled)
+    assert 0 < Shared.reads < 5 and "most" not in found
+    again: list[object] = [Shared(), Shared()]
+    for _ in range(fingerprint.DEPTH - 3):
+        again = [[*again] for _ in range(12)]
+    assert found["code"] == told(again)["code"], "equal values, whether they are the same or not"
+    again[0] = []
+    assert found["code"] != told(again)["code"]
+
+
+def test_what_refers_to_itself_ends_and_what_is_too_much_is_told() -> None:
+    ring: list[object] = [1]
+    ring.append({"ring": ring})
+    other: list[object] = [1]
+    other.append({"ring": other})
+    assert told(ring)["code"] == told(other)["code"]
+    many = [[[number] for number in range(1000)] for _ in range(fingerprint.MOST // 1000)]
+    found = told(many)
+    assert found["most"] == fingerprint.MOST
+    assert fingerprint.function_changes("loss", found, found) == ["loss: of what it uses, 100,000 values were compared and the rest was not"]
