@@ -1,5 +1,6 @@
 """Start `plait` in a forked child of the warm test process: the whole command line, without importing torch again."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,10 @@ from pathlib import Path
 from plait.cli.main import main
 
 TEST_JOB = str(Path(__file__).parent / "training.py")
+
+
+RUNNING: "list[Command]" = []
+"""Commands whose exit codes nobody has asked for."""
 
 
 class Command:
@@ -50,6 +55,7 @@ class Command:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
+        RUNNING.append(self)
         os.close(writing)
         os.read(reading, 1)  # until it no longer has the handlers of this process
         os.close(reading)
@@ -64,6 +70,7 @@ class Command:
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                RUNNING.remove(self)
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
         self.kill()
@@ -82,6 +89,16 @@ class Command:
     def kill(self) -> None:
         """kill -9 of everything the command started."""
         os.killpg(self.pid, signal.SIGKILL)
+
+
+def end_all() -> None:
+    """End the commands that a test has left running: one that failed would train on beside all others."""
+    while RUNNING:
+        command = RUNNING.pop()
+        with contextlib.suppress(OSError):
+            command.kill()
+        with contextlib.suppress(OSError):
+            os.waitpid(command.pid, 0)
 
 
 def rows(folder: Path) -> list[dict]:

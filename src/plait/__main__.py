@@ -1,7 +1,13 @@
 """``python -m plait`` is ``plait``, so that torchrun and debuggers can start it."""
 
+import contextlib
 import os
 import sys
+
+with contextlib.suppress(OSError):  # the working directory may be gone
+    here = os.getcwd()
+    if not sys.flags.safe_path and sys.path[:1] == [here] and here != os.path.dirname(os.path.dirname(__file__)):
+        del sys.path[0]  # as for the command `plait`: a random.py that lies there is not Python's
 
 from plait.cli.main import main
 from plait.launch.place import joining

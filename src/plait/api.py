@@ -27,7 +27,7 @@ import torch
 from plait.cli.asked import Asked, JobLike
 from plait.cli.console import Console
 from plait.cli.options import both
-from plait.cli.plan import answered, machine_of
+from plait.cli.plan import answered, machine_of, pinned
 from plait.cli.run_callbacks import together
 from plait.cli.train import launch
 from plait.cli.train_options import requested
@@ -135,6 +135,7 @@ class PlanTable(SketchTable):
 
 def serve() -> None:
     """The life of the fresh process: what it was asked for is an `Asked`."""
+    forkable.answer_by_forks()  # a job that is a value imports its libraries when it is read
     fresh.serve(lambda asked: WORK[asked.command](asked, asked.load(), _Relay()))
 
 
@@ -219,7 +220,7 @@ def _planned(name: str, options: argparse.Namespace, job: Job) -> dict[str, Any]
     machine = machine_of(options)
     _count("batch", options.batch)
     job = dataclasses.replace(job, batch=job.batch if options.batch is None else options.batch)
-    found = answered(PlanRequest.of(job, name, machine, split=machine.devices > 1), options)
+    found = answered(PlanRequest.of(job, name, machine, split=machine.devices > 1, tp=pinned(options).get("tp") != 1), options)
     best = None if found.best is None else str(found.best.candidate.plan)
     return {"text": text(found), "facts": found.to_dict(), "best": best}
 
@@ -245,7 +246,7 @@ def _as_before() -> Iterator[None]:
     forkable.stay()
     threads, faults = torch.get_num_threads(), faulthandler.is_enabled()
     try:
-        with host_kept():
+        with host_kept(), forkable.answered_by_forks():
             yield
     finally:
         torch.set_num_threads(threads)

@@ -46,8 +46,22 @@ class Heard(plait.Callback):
     def load_state_dict(self, state):
         self.steps = state["steps"]
 
+class Teacher(plait.Callback):
+
+    def on_start(self, engine):
+        self.average = [p.detach().clone() for p in jobs_logged.job(6, 2).model().parameters()]
+
+    def on_step(self, engine, step):
+        import torch
+        with torch.no_grad():
+            for kept, parameter in zip(self.average, engine.model.parameters(), strict=True):
+                kept.lerp_(parameter, 0.1)
+
 def mine():
     return [Heard()]
+
+def teaching():
+    return [Teacher()]
 
 def classes():
     return [Heard]
@@ -110,6 +124,15 @@ def test_a_rank_may_end_the_run_and_errors_name_the_callback(folder: Path) -> No
     assert "ends after 5" in run(folder, "--callbacks", "odd.py:mine", "--resume", "--steps", "5")
     output = run(folder, "--callbacks", "odd.py:mine", code=1, RAISE="1")
     assert "error[U013] the callback Heard.on_step raised ValueError: of the user" in output and "odd.py:" in output
+
+
+@pytest.mark.slow
+def test_a_callback_that_wants_whole_weights_is_told_that_there_are_parts(folder: Path) -> None:
+    run(folder, "--callbacks", "odd.py:teaching", "--plan", "dp=2")
+    for plan in ("fsdp=2", "tp=2", "pp=2"):
+        output = run(folder, "--callbacks", "odd.py:teaching", "--plan", plan, code=1)
+        assert "error[U013] the callback Teacher.on_step raised" in output and f"under {plan} `engine.model` has a rank's part" in output, output
+        assert "Job.ema" in output
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import plait
 from plait import Engine, Job, PlaitError, Plan
-from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.manifest import read_manifest, seal, unseal
 from plait.cli.main import main
 from plait.launch import fork
 
@@ -228,3 +228,25 @@ def test_a_tensor_of_a_quantisation_library_is_refused(base: Path) -> None:
 
     error = refused(lambda: Engine(job(base, model), "dp=1", device="cpu"))
     assert error.codes == ["K023"] and "0.base_layer.weight is a" in str(error) and "plain integer" in str(error)
+
+
+@pytest.mark.parametrize("lie, word", [
+    (["nowhere", "F64", [16, 6]], "there is no such tensor"),
+    (["2.weight", "F64", [16, 6]], "F64 [16, 16]"),
+    (["0.weight", "I64", [16, 6]], "F64 [16, 6]"),
+])  # fmt: skip
+def test_a_manifest_that_points_to_what_the_base_has_not_is_refused(
+    base: Path, tmp_path: Path, capfd: Any, lie: list[Any], word: str
+) -> None:
+    trained(job(base), "dp=1", tmp_path, 2, save=True)
+    (file,) = (tmp_path / "checkpoints").glob("step-*/manifest.json")
+    said = unseal(file.read_bytes())
+    said["base"]["tensors"]["0.base_layer.weight"] = lie
+    file.write_bytes(seal(said))
+    to = str(tmp_path / "a.safetensors")
+    assert main(["checkpoint", "export", str(tmp_path / "checkpoints"), "--to", to]) == 2
+    found = capfd.readouterr().err
+    assert "error[K020]" in found and word in found and "0.base_layer.weight" in found and not Path(to).exists()
+    for plan in ("dp=1", "fsdp=2"):
+        error = refused(lambda plan=plan: trained(job(base), plan, tmp_path, 4, resume=True))
+        assert error.codes[0] in ("K020", "K003") and "0.base_layer.weight" in str(error), error

@@ -72,7 +72,7 @@ def test_a_rank_that_raises_ends_all(name: str, tmp_path: Path) -> None:
 def test_a_wrong_option_ends_all_with_its_code(name: str, tmp_path: Path) -> None:
     running = started(name, tmp_path, "--plan", "dp=3")
     output, _ = running.communicate(timeout=100)
-    assert running.returncode == 2 and "error[P0" in output, output
+    assert running.returncode == 2 and "error[L005]" in output, output
 
 
 @pytest.mark.prove

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hosts import Host, hosts
 from launched import TEST_JOB, Command, alive, free_port, rows
 from rarely import rarely
+from torch.distributed import TCPStore
 
 __all__ = ["hosts"]
 Hosts = tuple[Host, Host]
@@ -163,7 +165,7 @@ def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path,
 @pytest.mark.slow
 def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: Path) -> None:
     at = free_port()
-    flags = ("--steps", "40", "--job.pause", "0.1")
+    flags = ("--steps", "40", "--job.pause", "0.4")  # a launcher that comes back takes seconds
     both = started(hosts, tmp_path, *flags, at=at)
     both[0].until(lambda: at_step(tmp_path, 8), 120)
     both[1].kill()
@@ -246,3 +248,40 @@ def test_a_port_in_use_is_told(hosts: Hosts, tmp_path: Path) -> None:
 def test_ranks_that_do_not_share_equally_are_refused(hosts: Hosts, tmp_path: Path) -> None:
     (first,) = started(hosts, tmp_path, "--plan", "dp=3", which=(0,))
     assert first.wait(60) == 2 and "error[L006] 3 ranks do not go onto 2 machines" in first.output, first.output
+
+
+def write_into_store(host: Host, key: str, value: str) -> None:
+    """As a program of the same user on a machine of the run does, which found the port where its processes reach the store: until it is gone."""
+    pid = os.fork()
+    if pid == 0:
+        host.enter()
+        table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        wrote = 0
+        ports = [int(row[1].partition(":")[2], 16) for row in table if row[3] == "0A" and row[1].startswith("0100007F:")]
+        for port in ports:
+            with contextlib.suppress(Exception):
+                store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+                while store.check(["launcher/0"]):
+                    store.set(key, value)
+                    wrote += 1
+        os._exit(0 if wrote else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at, key, value",
+    (
+        (1, "launcher/1", '{"host": "h", "life": "1", "state": "runs", "round": 0, "beat": 7}'),
+        *rarely((0, "launcher/0", "nonsense"), (1, "launcher/0", "[]"), (0, "launcher/1", "\x1b[31m")),
+    ),
+)  # fmt: skip
+def test_who_writes_into_the_store_is_no_machine_that_is_gone(hosts: Hosts, tmp_path: Path, at: int, key: str, value: str) -> None:
+    both = started(hosts, tmp_path, "--steps", "100000")
+    both[0].until(lambda: at_step(tmp_path, 2), 120)
+    write_into_store(hosts[at], key, value)
+    assert [one.wait(60) for one in both] == [1, 1]
+    for one in both:
+        assert "error[L009] another program has written into this run's store" in one.output and "is gone" not in one.output, one.output
+        assert key in one.output and "\x1b" not in one.output
+    assert rows(tmp_path)[-1]["step"] >= 2

@@ -124,6 +124,37 @@ def test_a_torn_run_is_summed_up_or_refused(tmp_path: Path) -> None:
     assert "skipped     1 steps" in text(found)
 
 
+@pytest.mark.parametrize("line, word", [
+    ('{"step": 1, "loss": 0.5, "seconds": 1.0, "samples_per_s": 4.0}', "`samples` is not there"),
+    ('{"step": "one", "loss": 0.5, "samples": 4, "seconds": 1.0, "samples_per_s": 4.0}', "`step` is 'one'"),
+    ('{"step": 1, "loss": [1], "samples": 4, "seconds": 1.0, "samples_per_s": 4.0}', "`loss` is [1]"),
+    ('{"step": 1, "loss": 0.5, "samples": 4, "seconds": true, "samples_per_s": 4.0}', "`seconds` is True"),
+    ('{"evaluation": {"error": 1.0}}', "`step` is not there"),
+    ('{"step": 1, "evaluation": 7}', "`evaluation` is 7"),
+])  # fmt: skip
+def test_damaged_metrics_are_named(line: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"step": 1, "loss": 0.5, "samples": 4, "seconds": 0.5, "samples_per_s": 8.0}
+    (tmp_path / "plan.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n[[[\n{line}\n")
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "error[R009]" in said and word in said and "metrics.jsonl:3" in said
+
+
+@pytest.mark.slow
+def test_damaged_events_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(run, copied, symlinks=True)
+    file = copied / "events" / "rank0.jsonl"
+    good = file.read_text().splitlines()
+    row = json.loads(good[-1])
+    for change in ({"at": None}, {"spans": 3}, {"spans": [["F", 0]]}, {"size": "large"}, {"step": "last"}):
+        file.write_text("\n".join([*good[:-1], json.dumps(row | change)]) + "\n")
+        assert main(["report", str(copied), "--timeline"]) == 2
+        said = capsys.readouterr().err
+        assert "error[R009]" in said and f"rank0.jsonl:{len(good)}" in said and next(iter(change)) in said
+
+
 @pytest.mark.slow
 def test_the_page_fetches_nothing(run: Path) -> None:
     text = page(timeline(run))

@@ -30,6 +30,10 @@ CASES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "unfreeze": {"": {"P094": ("dp=2", "microbatches=2")}, "clip=0": {"P094": ("dp=2",)}, "at=100": {EQUAL: ("dp=2",)}},
     "complex_rope_float": {"": {EQUAL: (*SPLIT, STAGES, "cp=2")}},
     "complex_fno": {"": {EQUAL: ("dp=2", STAGES), "P029": ("fsdp=2",), "P034": ("tp=2",)}},
+    "complex_kinds": {
+        **{f"kind={kind}": {EQUAL: ("dp=2", "fsdp=2", STAGES), "P034": ("tp=2",)} for kind in ("poles", "filter")},
+        "kind=phases": {EQUAL: (*SPLIT, STAGES)},
+    },
     "gnn": {"": {EQUAL: ("dp=2", "fsdp=2", "dp=3"), "V010": ("microbatches=2",)}, "bn=false": {EQUAL: ("dp=2",)}},
     "mixed_dtypes": {
         "kind=lora": {EQUAL: ("dp=2", "fsdp=2"), "P034": ("tp=2",)},
@@ -58,6 +62,10 @@ CASES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "sparse_embedding": {"": {"J012": ("dp=2",)}},
     "bad_samples": {"kind=nan": {EQUAL: ("dp=2",)}, **{f"kind={kind}": {"C014": ("dp=2",)} for kind in ("raise", "index")}},
     "mamba": {"": {EQUAL: ("dp=2",), "P042": ("cp=2",)}},
+    "short_texts": {
+        **{f"kind={kind}": {EQUAL: ("dp=2",), code: ("cp=2",)} for kind, code in (("chat", "P042"), ("pairs", "P042"), ("answers", "P040"))},
+        **{f"kind={kind}": {EQUAL: ("dp=2", "cp=2")} for kind in ("padded", "even")},
+    },
 }  # fmt: skip
 """By the job's file and its options: what comes out, and under which plans."""
 ROWS = [

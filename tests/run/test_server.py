@@ -114,7 +114,7 @@ def test_a_request_to_stop_saves_and_the_run_goes_on(tmp_path: Path, one_device:
 def test_what_the_job_raises_in_a_group_ends_the_run(tmp_path: Path) -> None:
     command = Command("train", TEST_JOB, "--check", "none", "--plan", SYNC, "--job.fault", "sample", folder=tmp_path)
     assert command.wait(300) == 1
-    assert "sample 30 cannot be read" in command.output and "error[C005]" in command.output
+    assert "sample 30 cannot be read" in command.output and "error[C014]" in command.output
 
 
 @pytest.mark.parametrize(

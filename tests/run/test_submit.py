@@ -152,12 +152,12 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, programs: P
 
 
 @pytest.mark.prove
-def test_a_lost_rank_is_started_again_in_the_same_allocation(tmp_path: Path, programs: Programs) -> None:
+def test_a_lost_rank_is_started_again_in_the_same_allocation_and_then_left_out(tmp_path: Path, programs: Programs) -> None:
     text = submitted(tmp_path, "slurm", "--job.fault", "kill", "--job.at", "7", "--save-every", "2", "--restarts", "1")
     script = Script(text, tmp_path, programs)
     assert script.wait() == 0, script.log.read_text()
     said = script.log.read_text()
-    assert said.count("rank 1 was killed (SIGKILL)") >= 1 and "resumed from" in said
+    assert said.count("rank 1 was killed (SIGKILL)") == 2 and "note  round 2: dp=1 on 1 rank" in said, said
     assert steps(tmp_path / "a run's folder" / "training-42") == list(range(1, STEPS + 1))
 
 

@@ -1,9 +1,15 @@
 """Data sets of every kind, loaded by this process and by real loader workers: the same samples, the same numbers."""
 
 import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,13 +93,50 @@ def test_augmentation_knows_neither_rank_nor_layout_nor_workers(kind: str) -> No
         assert together == expected
 
 
-def test_a_worker_ends_when_it_is_told_to() -> None:
+def test_a_worker_leaves_signals_to_its_rank_and_ends_with_what_reads_from_it() -> None:
     source = batches(Plain(), 4, 7, BatchShare(), Position(), workers=1)
     next(source)
     (worker,) = multiprocessing.active_children()
-    worker.terminate()  # what Python does at exit, before it joins
-    worker.join(1)
+    worker.terminate()
+    worker.join(0.2)
+    assert worker.is_alive(), "who ends all processes of a run asks the ranks to save"
+    source.close()
     assert not worker.is_alive()
+
+
+def test_a_worker_that_reads_for_long_is_not_waited_for() -> None:
+    source = batches(Plain(), 4, 7, BatchShare(), Position(), workers=1)
+    next(source)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    began = time.monotonic()
+    source.close()
+    assert not worker.is_alive() and time.monotonic() - began < 4
+
+
+@pytest.mark.slow
+def test_a_program_ends_though_a_worker_still_reads(tmp_path: Path) -> None:
+    """Python ends daemons by SIGTERM at exit, and joins them."""
+    text = """
+import time
+from plait.data.batch import BatchShare, Position
+from plait.data.loading import batches
+
+class Slow:
+    reads = 0
+    def __len__(self): return 40
+    def __getitem__(self, i):
+        self.reads += 1
+        if self.reads > 1: time.sleep(600)
+        return i, i
+
+source = batches(Slow(), 1, 7, BatchShare(), Position(), workers=2)
+next(source)
+print("ends", flush=True)
+"""
+    (tmp_path / "reads.py").write_text(text)
+    ran = subprocess.run([sys.executable, "reads.py"], cwd=tmp_path, timeout=100, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout == "ends\n", ran.stderr
 
 
 def test_augmentation_survives_a_resume() -> None:

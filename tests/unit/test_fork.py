@@ -5,6 +5,7 @@ forked for training. A library of 25 lines (`tests/guard.cpp`) pretends that the
 of one fresh process.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -120,11 +121,7 @@ def with_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     "name, value, why",
     (
         ("autograd_threads", ["pt_autograd_0"], "autograd has threads for devices here (pt_autograd_0)"),
-        (
-            "_open_files",
-            {forkable.UVM},
-            "something in this process has started the CUDA driver (/dev/nvidia-uvm is open)",
-        ),
+        ("driver_started", True, "something in this process has started the CUDA driver"),
         ("_fork_is_marked", True, "something in this process has asked the CUDA runtime"),
     ),
 )
@@ -146,12 +143,57 @@ def test_a_mark_on_forks_is_seen_by_a_fork_alone(monkeypatch: pytest.MonkeyPatch
     assert "asked the CUDA runtime" in forkable.spoilt(on_devices=True) and not forkable.spoilt()
 
 
-def test_open_files_and_threads_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = tmp_path / "nvidia-uvm"
-    monkeypatch.setattr(forkable, "UVM", str(opened))
-    with open(opened, "w"):
-        assert str(opened) in forkable.spoilt(on_devices=True)
+def test_the_driver_itself_says_whether_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library in the driver's place. Open files do not tell: NVML opens /dev/nvidia-uvm too, and may be asked before a fork."""
+    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
+    source.write_text(
+        "static int on; void cuInit(void) { on = 1; } int cuDeviceGetCount(int *count) { return on ? *count = 1, 0 : 3; }"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setattr(forkable, "DRIVER", str(library))
+    assert not forkable.driver_started(), "nobody has loaded it"
+    driver = ctypes.CDLL(str(library))
     assert not forkable.spoilt(on_devices=True) and not forkable.autograd_threads()
+    driver.cuInit()
+    assert "started the CUDA driver" in forkable.spoilt(on_devices=True)
+
+
+def test_what_a_library_asks_of_a_device_while_it_is_imported_is_asked_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao asks whether there is Triton, torch then for the device's properties: that starts CUDA, and ranks could not be forked."""
+    asked = []
+
+    class Properties:
+        major, minor, name, uuid = 9, 0, "one", object()
+
+        @property
+        def pid(self) -> int:
+            return os.getpid()
+
+    def get_device_properties(device: object = None) -> Properties:
+        asked.append(device)
+        if device == 7:
+            raise AssertionError("Invalid device id")
+        return Properties()
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", get_device_properties)
+    monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)
+    forkable.answer_by_forks()
+    assert torch.cuda.get_device_properties is get_device_properties, "a torch without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with forkable.answered_by_forks():
+        assert torch.cuda.get_device_properties(1).major == 9 and not asked
+    assert torch.cuda.get_device_properties is get_device_properties, "afterwards all is as before"
+    forkable.answer_by_forks()
+    forkable.answer_by_forks()
+    found = torch.cuda.get_device_properties(0)
+    assert (found.major, found.name) == (9, "one") and not hasattr(found, "uuid") and not asked
+    assert found.pid != os.getpid() and torch.cuda.get_device_properties(0) is found
+    assert torch.cuda.get_device_capability(0) == (9, 0) and not asked
+    with pytest.raises(AssertionError, match="Invalid device id"):
+        torch.cuda.get_device_properties(7)
+    assert asked == [7], "what a fork could not answer, this process asks"
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a rank
+    assert torch.cuda.get_device_properties(0).pid == -1 and asked == [7, 0]
 
 
 def test_a_job_that_asks_whether_cuda_is_there_asks_nvml(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.config.errors import DIFFERENT, PlaitError, Problem, did_you_mean, too_small
+from plait.config.errors import DIFFERENT, PlaitError, Problem, did_you_mean, shown, too_small
 from plait.config.job import Job
 from plait.config.plan import Plan
 
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, plan: Plan, job: Job, main: Main) -> int:
     """Pose the faults; 3 when plait fell short of a promise."""
     from plait.chaos import matrix, table
-    from plait.chaos.fault import SHORT, Row
+    from plait.chaos.fault import SHORT
     from plait.chaos.scene import Setting
 
     chosen = _chosen(options.only, [fault.name for fault in matrix.FAULTS])
@@ -50,17 +50,14 @@ def run(options: argparse.Namespace, plan: Plan, job: Job, main: Main) -> int:
     setting = Setting(main, words, job, plan, steps, every, options.seed, False)
     began, out = time.monotonic(), sys.stderr if options.json else sys.stdout
 
-    def tell(row: Row) -> None:
-        print(table.line(row), file=out, flush=True)
+    def say(text: str) -> None:
+        print(text, file=out, flush=True)
 
-    print(
-        f"{len(faults)} faults · {options.job} · {plan} · {steps} steps\n{table.KEY}\n{table.HEAD}",
-        file=out,
-        flush=True,
-    )
-    rows = matrix.run(setting, faults, tell)
+    say(shown(f"{len(faults)} faults · {options.job} · {plan} · {steps} steps"))
+    undisturbed = lambda seconds: say(f"{table.expected(len(faults), seconds)}\n{table.KEY}\n{table.HEAD}")  # noqa: E731
+    rows = matrix.run(setting, faults, lambda row: say(table.line(row)), undisturbed)
     took = time.monotonic() - began
-    print(table.summary(rows, took), file=out)
+    say(table.summary(rows, took))
     if options.json:
         print(json.dumps(table.to_dict(setting, rows)))
     if options.to:

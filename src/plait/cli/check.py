@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from plait.config.errors import PlaitError
+from plait.config.errors import PlaitError, shown
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.proof.job import check
@@ -15,7 +15,7 @@ def run(options: argparse.Namespace, plan: Plan, job: Job) -> int:
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
-        print(table(found, options.job, str(plan)))
+        print(shown(table(found, options.job, str(plan))))
     if found.problems:
         raise PlaitError(found.problems)
     return 0

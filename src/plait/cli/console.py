@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as Rich
-from rich.control import strip_control_codes
 from rich.live import Live
 from rich.text import Text
 
 from plait.cli.inline import InlineLine
+from plait.config.errors import shown
 from plait.launch.hangs import ranks_in_words
 
 EVERY = 10.0
@@ -53,12 +53,12 @@ class Console:
         """One or more lines that stay."""
         if self.live is not None and self.live.is_started:
             if len(text) <= MUCH:
-                self.rich.print(Text(text), soft_wrap=True)
+                self.rich.print(Text(shown(text)), soft_wrap=True)
                 self.out.flush()
                 return
             self.live.stop()  # the next status starts it again; much text is not worth laying out
         try:
-            self.out.write(strip_control_codes(text) + "\n")
+            self.out.write(shown(text) + "\n")
             self.out.flush()
         except BrokenPipeError:  # whoever read the output has enough; the run goes on, its files have everything
             silent = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  what is left is flushed into it at the end

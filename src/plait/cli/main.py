@@ -5,13 +5,16 @@ import json
 import math
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from plait.cli import chaos, plan_keys, submit, train_options
 from plait.cli.options import both, common_options, job_options, output_options
@@ -25,11 +28,14 @@ from plait.config.errors import (
     did_you_mean,
     disk_full,
     explain,
+    shown,
     trace_of,
 )  # fmt: skip
 from plait.config.keys import KEYS
 from plait.config.version import __version__
 from plait.launch import forkable
+from plait.launch.descriptors import open_standard
+from plait.launch.stopping import WARNINGS
 
 FIRST = "dp=2"
 """What `plait verify` tries when no plan is given: one process alone would prove nothing."""
@@ -71,13 +77,27 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
+    before = {number: signal.getsignal(number) for number in WARNINGS}
+    try:
+        return _told(argv)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # None: it was not set by Python
+                    signal.signal(number, handler)
+
+
+def _told(argv: list[str] | None) -> int:
+    """The command, and what it says when it fails."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    open_standard()
     forkable.stay()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what a job or a path says may be no text in this encoding
+            stream.reconfigure(errors="plait")  # what a job or a path says may be no text in this encoding
     verbose, as_json = not {"-v", "--verbose"}.isdisjoint(argv), "--json" in argv
     try:
+        _check_folder()
         arguments, rest = job_arguments(argv)
         options = parsed(rest)
         options.arguments = arguments
@@ -88,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         if error.said or not says(str(error)):
             return error.exit_code
         if verbose:
-            print(error.trace or trace_of(error.__cause__), file=sys.stderr)
+            print(shown(error.trace or trace_of(error.__cause__)), file=sys.stderr)
         if as_json:
             print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}))
         print(error, file=sys.stderr)
@@ -104,8 +124,28 @@ def main(argv: list[str] | None = None) -> int:
         problem = disk_full(error) if error.errno in NO_ROOM else refused(error)
         if problem is None:
             raise
+        if not error.filename and not _written(sys.stdout):
+            problem = replace(problem, where="standard output")
         print(problem, file=sys.stderr)
         return FAILED
+
+
+def _check_folder() -> None:
+    """R002 where the working directory was deleted: neither paths nor torch's libraries are found from there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        problem = Problem("R002", "the working directory is not there any more", why=str(error), fix=("cd somewhere/else",))
+        raise PlaitError(problem) from error
+
+
+def _written(stream: TextIO) -> bool:
+    """Whether what was printed could be written."""
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -350,7 +390,7 @@ def _verify(options: argparse.Namespace) -> int:
     plan, job = both(options, problems)
     if not (asked or options.json):
         told = f"{FIRST} is tried, two copies of the model with half of each batch"
-        print(f"plan        none was given: {told}", flush=True)
+        print(shown(f"plan        none was given: {told}"), flush=True)
     from plait.launch.devices import kind_of
     from plait.planner.refusals import foresee
     from plait.proof.verdict import table
@@ -362,7 +402,7 @@ def _verify(options: argparse.Namespace) -> int:
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     if not (asked or options.json):
         others = (f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
-        print("other plans  " + "\n             ".join(others))
+        print(shown("other plans  " + "\n             ".join(others)))
     return verdict.exit_code
 
 

@@ -46,8 +46,10 @@ def both(
     `load` gives the job where it does not lie in a file.
     """
     from plait.config.job import load_job
+    from plait.launch.forkable import answer_by_forks
     from plait.launch.place import world
 
+    answer_by_forks()
     plan = job = None
     asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
     auto, count = options.plan == "auto", None

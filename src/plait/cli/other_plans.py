@@ -8,7 +8,6 @@ run is the same training under all of them.
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from plait.config.plan import Plan
 from plait.launch.child import live
 from plait.launch.detect import read_machine
 from plait.launch.devices import kind_of
+from plait.launch.scratch import Scratch
 from plait.planner.answer import ask
 from plait.planner.question import PlanRequest, sized
 from plait.planner.refusals import foresee
@@ -37,7 +37,7 @@ class OtherPlans:
         self.request = request
         self._known: dict[int, dict[str, Any]] = {request.plan.world: {"plan": str(request.plan)}}
         self._looking = dict[int, tuple[int, Path]]()
-        self._folder = tempfile.TemporaryDirectory(prefix="plait-plans-")
+        self._folder = Scratch("plans")
 
     def close(self) -> None:
         """Forget what is still being looked for."""
@@ -45,13 +45,13 @@ class OtherPlans:
             with contextlib.suppress(OSError):
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
-        self._folder.cleanup()
+        self._folder.close()
 
     def prepare(self, world: int) -> None:
         """Begin to look for a plan of so many ranks, or of the most below that have one."""
         if world < 1 or world in self._known or world in self._looking:
             return
-        result, parent = Path(self._folder.name) / f"{world}.json", os.getpid()
+        result, parent = self._folder.path / f"{world}.json", os.getpid()
         pid = os.fork()
         if pid == 0:
             live(lambda: _search(self.request, world, result), parent)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
-from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.errors import PlaitError, Problem, shown, too_small
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
@@ -55,25 +55,31 @@ def run(options: argparse.Namespace) -> int:
         raise PlaitError(too_small("--batch", options.batch))
     job = load_job(options.job, options.arguments)
     job = with_batch(job, options.batch)
-    asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
+    split, tp = machine.devices > 1, pins.get("tp") != 1
+    say = _progress if sys.stderr.isatty() and not options.json else lambda text: None
+    asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
 
     def again(arguments: dict[str, str]) -> PlanRequest:
-        return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=machine.devices > 1)
+        return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=split, tp=tp)
 
     if options.map:
         return mapped(asked, pins, options)
     goal = goals.named(options, again)
     if goal is not None:
         found = goal(asked, pins, memory)
-        print(json.dumps(found.to_dict()) if options.json else found.text())
+        print(json.dumps(found.to_dict()) if options.json else shown(found.text()))
         return 0
     found = answered(asked, options)
     if options.tries:
         found = goals.tried(found, options)
     if options.out and found.best:
         write(options.out, toml(found))
-    print(json.dumps(found.to_dict()) if options.json else text(found))
+    print(json.dumps(found.to_dict()) if options.json else shown(text(found)))
     return 0 if found.best else 1
+
+
+def _progress(text: str) -> None:
+    print(f"plan  {text} …", file=sys.stderr, flush=True)
 
 
 def answered(asked: PlanRequest, options: argparse.Namespace) -> Answer:

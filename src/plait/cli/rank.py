@@ -30,6 +30,7 @@ from plait.launch import nccl
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import short
 from plait.launch.place import Place
+from plait.launch.stopping import Stopped, given_up
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.tensor import choose
 from plait.tensors.finite import number
@@ -75,19 +76,26 @@ def train(
                 saved = _save_and_evaluate(engine, request, recorder, step.step) or saved
         _ended(engine, recorder)
         done = True
-    except Exception as error:
-        with suppress(Exception):  # the device may be what failed
-            recorder.flush()
-        if keeper is not None:
-            keeper.lost(error, recorder.row)
-        if (full := out_of_memory.met(engine, run, error)) is not None:
-            raise full from error
-        raise
+    except (Exception, Stopped) as raised:
+        error = _lost(engine, run, recorder, keeper, raised)
+        if error is raised:
+            raise
+        raise error from raised
     finally:
         recorder.close(done)
     facts = {"step": engine.position.step, "made": made, "ended": engine.callbacks.ended, "device_bytes": recorder.device_bytes}
     stopped = engine.stopping and engine.position.step < engine.job.steps and not engine.callbacks.ended
     return facts | {"stopped": stopped, "checkpoint": str(saved) if saved else None, **tally.facts()}
+
+
+def _lost(engine: Engine, run: RunDirectory, recorder: Recorder, keeper: Keeper | None, raised: Exception | Stopped) -> BaseException:
+    """What a rank raises for what ended its training, once what it holds is kept."""
+    error = given_up(engine.place.rank, engine.position.step) if isinstance(raised, Stopped) else raised
+    with suppress(Exception):  # the device may be what failed
+        recorder.flush()
+    if keeper is not None:
+        keeper.lost(error, recorder.row)
+    return out_of_memory.met(engine, run, error) or error
 
 
 def _going(engine: Engine, recorder: Recorder, note: Note) -> None:

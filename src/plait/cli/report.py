@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, shown
 from plait.config.job import load_job
 from plait.config.plan import Plan
 from plait.engine.memory_use import fullest
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts(found) | {"timeline": str(picture), "trace": str(traced)}))
     else:
-        print(f"{picture} · {traced} · {line(found)}")
+        print(shown(f"{picture} · {traced} · {line(found)}"))
     if options.open:
         import webbrowser
 
@@ -60,7 +60,7 @@ def memory(folder: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"run": str(folder), "rank": rank, "measured": use.to_dict(), "bill": bill}))
         return 0
-    print("\n".join([f"memory of rank {rank}, the fullest, in {folder}", *use.table(bill), *note]))
+    print(shown("\n".join([f"memory of rank {rank}, the fullest, in {folder}", *use.table(bill), *note])))
     return 0
 
 

@@ -18,12 +18,13 @@ from typing import Any
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.cli.other_plans import OtherPlans
 from plait.cli.request import Request
-from plait.config.errors import PlaitError, in_a_line
+from plait.config.errors import RESUMABLE, PlaitError, Problem, in_a_line
 from plait.engine.elastic import Memory
 from plait.engine.run_directory import RunDirectory
 from plait.launch.failures import BETWEEN, LOST, OWN, SAMPLE
 from plait.launch.nodes import Node
 from plait.launch.round import Round
+from plait.launch.stopping import Stopped, StopRequest, command
 from plait.launch.supervise import Listener
 
 AGAIN = (*LOST, "C009", SAMPLE)
@@ -132,6 +133,8 @@ class Rounds:
         again = self.losses.again(error, reached, device, self._spare())
         if self.memory is None or self.listener.asked or not again or (node is not None and node.cut_off):
             raise self._with_state_saved(error) from None
+        stop = StopRequest.of_process()
+        stop.waits = True  # a request: until what is kept in memory is where the next start finds it
         self.memory.collect()
         there = [0] if node is None else [0, *node.left()]
         devices = {k: self.now.devices[k] for k in there}
@@ -143,8 +146,19 @@ class Rounds:
         self._say_lost(error, device, devices != self.now.devices)
         if node is not None:
             self._bring(there)
+        stop.waits = False
+        if stop.number:
+            raise Stopped(stop.number)
         self._open(node.newcomers() if node is not None else [], devices, self.now.number + 1, error)
         return self.now
+
+    def stopped(self, request: Stopped) -> BaseException:
+        """What the run ends with when it is asked to stop while no ranks train: C011 where there is a state to save by now."""
+        what, why = "stopped while the ranks were started again", "one of them was lost, and no step was made since"
+        problem = Problem("C011", what, why=why, fix=(f"{command('--resume')}    continues from the saved state",))
+        error = PlaitError(problem, RESUMABLE)
+        saved = self._with_state_saved(error)
+        return request if saved is error else saved
 
     def _with_state_saved(self, error: PlaitError) -> PlaitError:
         """The error with which the run ends, after what memory holds of later steps than the disk has become a checkpoint."""

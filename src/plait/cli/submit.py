@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.errors import PlaitError, Problem, shown, too_small
 from plait.config.plan import Plan
 from plait.submit.kinds import KINDS, scheduler
 
@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
             json.dumps({"kind": options.kind, "text": text, "file": options.out and str(options.out), "start": start})
         )
     elif options.out:
-        print(f"{options.out} is written; start it with  {start}")
+        print(shown(f"{options.out} is written; start it with  {start}"))
     else:
-        print(text, end="")
+        print(shown(text), end="")
     return 0
 
 

@@ -31,7 +31,7 @@ from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
 from plait.launch.round import Round
-from plait.launch.stopping import StopRequest, command, told
+from plait.launch.stopping import Stopped, StopRequest, command, ending_waits, told
 from plait.planner.refusals import foresee
 from plait.proof.job import check as jobcheck
 from plait.tensors.rows import split
@@ -47,7 +47,8 @@ def launch(request: Request, out: TextIO | None = None, console: Console | None 
     console = console or Console(request.shown, request.verbose, out)
     if joining():
         served.refuse_launchers(request.plan, "another launcher started this process")
-        return _joined(request, console)
+        with ending_waits():
+            return _joined(request, console)
     member = on_nodes()
     if member is not None:
         served.refuse_launchers(request.plan, f"there are {member.count} machines")
@@ -76,7 +77,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
             console.say(note)
 
     memory = Memory() if request.restarts and not served.wanted(plan) else None
-    listener = fork.Listener(output.message, output.text, console.tick, console.say)
+    listener = fork.Listener(output.message, output.text, console.tick, console.say, logs=True)
     rounds = Rounds(request, run, memory, node, listener)
     try:
         if served.wanted(plan):
@@ -84,10 +85,12 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         else:
             results = _ranks(request, rounds, listener, output)
     except BaseException as error:
+        if isinstance(error, Stopped):
+            error = rounds.stopped(error)
         made.failed(error, console)
         if isinstance(error, PlaitError):
             raise out_of_memory.explained(error, request, run, console.say) from error.__cause__
-        raise
+        raise error
     finally:
         output.close()
         made.close()
@@ -108,7 +111,7 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
     """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine."""
     now, memory, node = rounds.first(), rounds.memory, rounds.node
     stop = StopRequest.of_process()
-    stop.trains = True
+    leaves = memory is not None and not request.plan.rarely
     began, logs = time.time(), rounds.run.log(0).parent
     shown, results = listener.tick, list[dict[str, Any]]()
 
@@ -118,7 +121,7 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
 
     listener.tick = tick
     while now is not None:
-        plan, stop.waits = Plan.parse(now.plan), now.number > 0
+        plan = Plan.parse(now.plan)
         here = node.index if node is not None else 0
         output.begin(now.ranks_of(here))
         listener.hung = partial(nccl.ask_for_records, logs, now.ranks_of(here))
@@ -129,10 +132,11 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
             _trained, replace(request, plan=plan), output.run, memory.path if memory is not None else None, now
         )
         try:
-            results = fork.run(
-                target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
-                devices=now.devices[here],
-            )  # fmt: skip
+            with stop.training():
+                results = fork.run(
+                    target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
+                    devices=now.devices[here], leaves=leaves,
+                )  # fmt: skip
         except PlaitError as error:
             results, now = [], rounds.after_loss(nccl.named(error, logs, began))
         else:

@@ -1,8 +1,14 @@
 """Reading the samples of each step, here or in loader processes: the iteration behind `data/batch.py`'s rules."""
 
+import atexit
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +26,9 @@ from plait.launch.descriptors import own_offsets
 from plait.launch.failure_report import LoaderError, described
 from plait.randomness.keyed import first_draws, seed_host
 from plait.tensors.torch_private import tree_map_only
+
+PATIENCE = 0.5
+"""Seconds in which loader processes may end by themselves."""
 
 
 def batches(
@@ -50,10 +59,19 @@ def batches(
             yield from stream
             return
         loaded = DataLoader(_CaughtStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
-    for item in loaded:
-        if isinstance(item, _Failed):
-            raise item.error()
-        yield item
+    others = multiprocessing.active_children()
+    source = iter(loaded)
+    processes = [process for process in multiprocessing.active_children() if process not in others]
+    kill = atexit.register(partial(_kill, processes))  # Python would end them by SIGTERM, which they ignore, and wait for them
+    try:
+        for item in source:
+            if isinstance(item, _Failed):
+                raise item.error()
+            yield item
+    finally:
+        with _shutdown_deadline(processes):
+            del source
+        atexit.unregister(kill)
 
 
 def reader(data: MapStyle, seed: int, reads: Callable[[], None]) -> "Callable[[StepSamples], Batch]":
@@ -240,12 +258,37 @@ class _Streamed(IterableDataset):
         return reader
 
 
+def _kill(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    for process in workers:
+        process.kill()
+
+
+@contextmanager
+def _shutdown_deadline(workers: Sequence[multiprocessing.process.BaseProcess]) -> Iterator[None]:
+    """Inside, torch shuts these loader processes down, and waits five seconds for each. Those that still read after `PATIENCE` are
+    killed, and torch's handler of SIGCHLD does not raise for them."""
+    late = threading.Timer(PATIENCE, _kill, (workers,))
+    heard = signal.getsignal(signal.SIGCHLD) if threading.current_thread() is threading.main_thread() else None
+    if heard is not None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        late.start()
+    try:
+        yield
+    finally:
+        if heard is not None:
+            late.cancel()
+            late.join()
+            signal.signal(signal.SIGCHLD, heard)
+
+
 def _settle(worker: int) -> None:
     """Loader workers end with their rank, also when it is killed, leave signals to it, and read files at offsets of their own."""
     from plait.launch.child import die_with_parent
+    from plait.launch.stopping import REQUESTS
 
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the launcher's group only
-
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     own_offsets()
     die_with_parent()

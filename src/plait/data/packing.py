@@ -12,6 +12,9 @@ The loss and the gradients of a row are then those of its documents one by one, 
 (`Job.weight`). What the model counts by row, such as a learned position beyond the longest document, has no meaning here.
 """
 
+import math
+import sys
+import time
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +25,10 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import LABELS, MapStyle, in_tensors, pair_of
 
+MOST = 100_000_000
+"""Documents that are read to count their tokens."""
+PATIENCE = 10.0
+"""Seconds after which it is said that they are."""
 IGNORED = -100
 """The target of what is not to be predicted, as in `torch.nn.functional.cross_entropy`."""
 Piece = tuple[int, int, int]
@@ -90,13 +97,27 @@ class PackedRows:
         if type(tokens) is not int or tokens < 1:
             raise _wrong(f"packed(tokens={tokens!r}) is not a whole number ≥ 1")
         self.data, self.tokens, self.shifted, self.pad = data, tokens, shifted, pad
-        found = [len(self._document(i)[0]) for i in range(len(data))] if lengths is None else [int(n) for n in lengths]
+        found = self._counted(len(data)) if lengths is None else [int(n) for n in lengths]
         if len(found) != len(data) or not found or min(found) < 0:
             raise _wrong(f"packed(lengths) has {len(found)} lengths, and the data {len(data)} documents")
         self.lengths = np.array(found)
         pieces = [(i, at, min(tokens, n - at)) for i, n in enumerate(found) for at in range(0, n, tokens)]
         rows = best_fit([count for _, _, count in pieces], tokens)
         self.rows: list[list[Piece]] = [[pieces[k] for k in row] for row in rows]
+
+    def _counted(self, documents: int) -> list[int]:
+        """The tokens of each document, which are all read."""
+        if documents > MOST:
+            why = f"packed() reads every document to count its tokens, and at most {MOST:,} of them"
+            raise _wrong(f"the data of packed() says that it has {documents:,} documents", why, ("packed(lengths=…)    the tokens of each",))
+        found, said = list[int](), time.monotonic() + PATIENCE
+        for i in range(documents):
+            found.append(len(self._document(i)[0]))
+            if time.monotonic() > said:
+                said = math.inf
+                note = f"note  packed() reads {documents:,} documents to count their tokens, {i + 1:,} so far: packed(lengths=…) saves that"
+                print(note, file=sys.stderr, flush=True)
+        return found
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -142,5 +163,5 @@ def _parts(sample: object) -> tuple[Tensor, Tensor, bool]:
     return torch.as_tensor(pair[0]), torch.as_tensor(pair[1]), False
 
 
-def _wrong(what: str, why: str = "") -> PlaitError:
-    return PlaitError(Problem("J029", what, why=why, where="plait.packed(…)"))
+def _wrong(what: str, why: str = "", fix: tuple[str, ...] = ()) -> PlaitError:
+    return PlaitError(Problem("J029", what, why=why, where="plait.packed(…)", fix=fix))

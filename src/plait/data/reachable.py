@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from plait.config.job import LIBRARIES, Job
+from plait.config.job import Job
+from plait.config.library import is_library
 
 LOOKED_AT = 20_000
 """Objects, at most."""
@@ -141,4 +142,4 @@ def _of_instance(value: object) -> Iterator[tuple[str, Any]]:
 def of_library(module: str | None) -> bool:
     """Whether a module is not the user's own."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return (file is None and module != "__main__") or str(file or "").startswith(LIBRARIES)
+    return (file is None and module != "__main__") or is_library(str(file or ""))

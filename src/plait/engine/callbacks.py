@@ -9,6 +9,7 @@ messages anyway, ranks ask each other. Without callbacks nothing is sent.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +19,11 @@ from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.training import Training, exchange_json
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import user_line
+from plait.config.plan import Plan
 from plait.engine.step import Step
 from plait.launch.failure_report import described
+from plait.tensors.torch_private import FakeTensor, TorchDispatchMode
+from plait.tensors.trees import flat
 
 
 class RunningEngine(Training, Protocol):
@@ -134,7 +138,8 @@ class Callbacks:
 
     def _call(self, hook: str, *values: Any) -> None:
         for name, callback in self.named.items():
-            _of_user(f"{name}.{hook}", getattr(callback, hook), *values)
+            with _RejectPlaceholders() if values[0].plan.pp > 1 else nullcontext():
+                _of_user(f"{name}.{hook}", getattr(callback, hook), *values, plan=values[0].plan)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the state of each callback that has one, and whether the run is at its end, or about to be."""
@@ -161,6 +166,16 @@ class Callbacks:
         ]
 
 
+class _RejectPlaceholders(TorchDispatchMode):
+    """Rejects operators that mix tensors with weights of other stages, which are fake here: torch drops what such an operator writes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        fake = [isinstance(t, FakeTensor) for t in flat((args, kwargs or {})) if t.dim()]
+        if any(fake) and not all(fake):
+            raise RuntimeError(f"{func} mixes a tensor with a weight of another pipeline stage, which has no data on this rank")
+        return func(*args, **(kwargs or {}))
+
+
 def checked(callbacks: object, where: str) -> Sequence[Callback]:
     """The callbacks, if they are a list of them. U011."""
     fix = ("return [plait.EarlyStopping(…), MyCallback()]    instances of plait.Callback, in a list",)
@@ -175,8 +190,9 @@ def checked(callbacks: object, where: str) -> Sequence[Callback]:
     return callbacks
 
 
-def _of_user(name: str, method: Callable[..., Any], *values: Any) -> Any:
-    """What a callback's method returns. U013 when it raises, which names it; the end of another rank goes on as it is."""
+def _of_user(name: str, method: Callable[..., Any], *values: Any, plan: Plan | None = None) -> Any:
+    """What a callback's method returns. U013 when it raises, which names it; the end of another rank goes on as it is. `plan`: where
+    the method may look at weights."""
     try:
         return method(*values)
     except PlaitError:
@@ -185,4 +201,7 @@ def _of_user(name: str, method: Callable[..., Any], *values: Any) -> Any:
         if described(error)["sort"] == "peer":
             raise
         what = f"the callback {name} raised {in_a_line(error)}"
-        raise PlaitError(Problem("U013", what, where=user_line(error)), FAILED) from error
+        cuts = plan.weight_sharding if plan is not None and isinstance(error, RuntimeError) else []  # torch's, of tensors that do not fit
+        why = f"under {cuts[0]} `engine.model` has a rank's part of the weights, which fits no tensor of whole weights" if cuts else ""
+        fix = ("plait.EMA in Job.ema averages the weights under every plan", "a plan of dp alone") if cuts else ()
+        raise PlaitError(Problem("U013", what, why=why, where=user_line(error), fix=fix), FAILED) from error

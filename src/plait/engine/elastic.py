@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,11 @@ from plait.checkpoint.training import exchange_json
 from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
 from plait.engine.pieces import PIECES, Neighbours, Pieces
+from plait.launch import limits
 from plait.launch.failure_report import described
 from plait.launch.failures import BETWEEN
 from plait.launch.place import cores
+from plait.launch.scratch import Scratch
 from plait.launch.stopping import WARNINGS
 
 SHARE = 0.02
@@ -50,15 +51,19 @@ class Memory:
 
     def __init__(self) -> None:
         shared = Path("/dev/shm")
-        base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        self.path = base / f"plait-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.path.mkdir(mode=0o700)
-        self._held = _remove_after(self.path)
+        self._scratch = Scratch("memory", shared if os.access(shared, os.W_OK) else None)
+        self.path = self._scratch.path
+        try:
+            with limits.forking("the process that frees snapshots"):
+                self._held = _remove_after(self.path)
+        except BaseException:
+            self._scratch.close()
+            raise
 
     def close(self) -> None:
         """Free it."""
         os.close(self._held)
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._scratch.close()
 
     def begin(self) -> None:
         """Ranks are about to start: what survivors of the round before wrote has been used."""
@@ -170,7 +175,8 @@ class Keeper:
         """The step after which a snapshot is taken; the first one after the first step."""
         self.began = time.monotonic()
         self.steps, self.taken, self.cost = 0, 0, 0.0
-        self.listed = False
+        self.listed: bool | None = None
+        """Whether the names of the tensors are written down; None before that."""
         self.notes: list[str] = []
         """What there is to say: how often a snapshot is taken, or why none is."""
         if engine.plan.rarely:
@@ -188,13 +194,13 @@ class Keeper:
         engine, self.steps = self.engine, self.steps + 1
         if engine.memory is None:
             return
-        if not self.listed:
-            self._list()
+        if self.listed is None:
+            self.listed = self._list()
         if not self.due:
             return
         began = time.monotonic()
         each = max((began - self.began - self.cost) / self.steps, 1e-6)
-        said = exchange_json(engine, {"cost": self.cost + self._written(), "each": each, "room": self._room()})
+        said = exchange_json(engine, {"cost": self.cost + self._written(), "each": each, "room": self.listed and self._room()})
         if not all(word["room"] for word in said):
             self._stop("there is no room for them")
             return
@@ -214,13 +220,16 @@ class Keeper:
         self.engine.memory = None
         self.notes.append(f"note  no snapshots in memory, in {self.folder.parent}: {why}")
 
-    def _list(self) -> None:
-        """Write down which tensors there are, on all ranks together, once the optimizer has made its own."""
-        self.listed = True
+    def _list(self) -> bool:
+        """Write down which tensors there are, on all ranks together, once the optimizer has made its own. Whether there was room for it."""
         said = exchange_json(self.engine, {"names": list(state.parts_of(self.engine))})
         beside = self.folder / f"{TENSORS}-{os.getpid()}"
-        beside.write_text(json.dumps(sorted({name for word in said for name in word["names"]})))
-        os.replace(beside, self.folder / TENSORS)  # all ranks of a machine write the same
+        try:
+            beside.write_text(json.dumps(sorted({name for word in said for name in word["names"]})))
+            os.replace(beside, self.folder / TENSORS)  # all ranks of a machine write the same
+        except OSError:
+            return False
+        return True
 
     def goes_on(self) -> tuple[Path | None, str]:
         """Load the newest state that is whole, in memory or on the disk; (where it was, in words). All ranks call it."""

@@ -55,10 +55,10 @@ from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.strategy import numbers_of_step_row
-from plait.parallel.fsdp.runtime import total_norm
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.tensors.collectives import host_or
 from plait.tensors.finite import Rule
+from plait.tensors.norm import total_norm
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import HostCopy
 
@@ -179,6 +179,7 @@ class Engine:
         )
         if read_apart(data, self.share):
             source = self._merged(source)
+        source = self.place.waiting_for(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
             padding = Padding(data, self.built.inside)
@@ -338,9 +339,7 @@ class Engine:
         """The norm of the gradients that `backward` left, over all ranks: a float64 scalar on the device."""
         built = self.built
         gradients = [p.grad for p in built.own.values() if p.grad is not None]
-        return (
-            total_norm(gradients, built.device) if built.reducer is None else built.reducer.norm(gradients)
-        ).double()
+        return total_norm(gradients, built.device) if built.reducer is None else built.reducer.norm(gradients)
 
     def update(self, batch: Batch, step_row: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock.

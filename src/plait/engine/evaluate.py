@@ -66,7 +66,7 @@ def evaluate(built: Built) -> dict[str, float]:
             shares = held_out.padded(job.batch, Padding(data, built.group))
         else:
             shares = held_out.in_order(size, built.group)
-        for pair, count in shares:
+        for pair, count in place.waiting_for(shares):
             place.within("evaluate")
             if not count and not together:
                 continue

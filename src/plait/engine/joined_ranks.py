@@ -28,6 +28,7 @@ from plait.launch.failures import Failure
 from plait.launch.nodes import Node
 from plait.launch.place import Place
 from plait.launch.progress import ProgressBoard
+from plait.launch.stopping import Stopped, StopRequest
 from plait.tensors.collectives import exchange
 
 TOKEN = ".seen-by-all"
@@ -156,8 +157,13 @@ def _apart(facts: dict[str, Any], blind: list[int]) -> PlaitError:
 @contextlib.contextmanager
 def telling(place: Place, log: Callable[[], Path | None]) -> Iterator[None]:
     """Whatever a rank raises inside becomes an error with its rank, its step and the user's line; its log gets the traceback."""
-    words = ProgressBoard(range(1))
-    place.beat = lambda step, phase: words.write(0, step, phase)
+    words, begun = ProgressBoard(range(1)), place.beat
+
+    def beat(step: int, phase: str) -> None:
+        begun(step, phase)
+        words.write(0, step, phase)
+
+    place.beat = beat
     place.within = lambda phase: words.within(0, phase)
     try:
         yield
@@ -169,4 +175,7 @@ def telling(place: Place, log: Callable[[], Path | None]) -> Iterator[None]:
             with contextlib.suppress(OSError), open(file, "a", encoding="utf-8", errors="backslashreplace") as out:
                 out.write(trace)
         failure = Failure.raised(place.rank, words.read(0), described(error))
+        request = StopRequest.of_process()
+        if failure.victim and request.number and words.read(0).step < 2:  # others had no step to save, and have ended
+            raise Stopped(request.number).error() from error
         raise failure.error() from error

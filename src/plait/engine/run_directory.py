@@ -95,10 +95,12 @@ class RunDirectory:
 
     @staticmethod
     def all(job: str, root: Path) -> list[Path]:
-        """The directories of this job's runs, the newest first."""
+        """The directories of this job's runs, the newest first; none where the folder cannot be looked into."""
         name = job_name(job)
-        found = (p for p in root.glob(f"{glob.escape(name)}-*") if _number(p.name, name))
-        return sorted(found, key=lambda p: -_number(p.name, name))
+        with suppress(OSError):
+            found = [p for p in root.glob(f"{glob.escape(name)}-*") if _number(p.name, name)]
+            return sorted(found, key=lambda p: -_number(p.name, name))
+        return []
 
     def describe(self, job: str, plan: Plan, arguments: dict[str, str]) -> None:
         """Write down what is known before the start; a resumed run does it again, its plan may be another."""

@@ -20,13 +20,15 @@ one_device        what the job's code sees of torch.distributed: nothing
 attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
 said_once         what all of torchrun's ranks would say is said by one
 interfaces        which network interface leads to another machine
+scratch           folders that do not outlive their process
 secret            the key of a job, which all its machines share
 channel           connections that outlive the death of a process at another's end
 gate              lets only those who know the key into a job's store
+loopback          only processes of the same user reach what others listen at here, or torch's store
 rendezvous        how processes of several machines meet
 round             one start of a run's ranks: machines, devices, plan
 nodes             launchers of several machines, which tell each other what they see
-stopping          SIGTERM and SIGUSR1: requests to stop
+stopping          SIGTERM, SIGUSR1 and Ctrl-C: requests to stop, and how a process hears them while it waits
 child             the life of a process that is forked
 fresh             a fresh process that starts ranks where this one cannot be forked
 companion         a process beside a rank, which neither holds it up nor ends it

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from plait.launch.gate import GREETING, KNOCKING, NONCE, PROOF, Stranger, proof_of
+from plait.launch.loopback import same_user
 
 HEADER = struct.Struct("!10q")
 NUMBERS = 8
@@ -188,7 +189,10 @@ class Hub:
         assert self.listening is not None
         with contextlib.suppress(OSError):
             link, _ = self.listening.accept()
-            self._added(link, guest=False)
+            if same_user(link):
+                self._added(link, guest=False)
+            else:
+                link.close()
 
     def _read(self, peer: Peer) -> list[tuple[Peer, Packet | None]]:
         try:

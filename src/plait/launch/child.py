@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from plait.launch.stopping import WARNINGS
+from plait.launch.stopping import REQUESTS
 
 
 def live(work: Callable[[], int], parent: int) -> NoReturn:
@@ -17,7 +17,7 @@ def live(work: Callable[[], int], parent: int) -> NoReturn:
     status = 1
     with contextlib.suppress(BaseException):
         if os.getppid() == parent:
-            for number in (signal.SIGINT, *WARNINGS):
+            for number in REQUESTS:
                 signal.signal(number, signal.SIG_IGN)
             status = work()
     for stream in (sys.stdout, sys.stderr):

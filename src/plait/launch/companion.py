@@ -9,6 +9,7 @@ closes its standard input, which the system does for a rank that dies.
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import IO
+
+from plait.launch.stopping import REQUESTS
 
 LAST = 600.0
 """Seconds that a companion has, once the rank is done with it, before it is ended."""
@@ -107,6 +110,8 @@ def live() -> None:
     """The process of a companion, from its first line to its last."""
     _, module, writing, *arguments = sys.argv
     os.set_inheritable(int(writing), False)
+    for number in REQUESTS:  # its rank says when it is to end
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_late, daemon=True).start()
     with os.fdopen(int(writing), "wb", buffering=0) as out, os.fdopen(0, "rb", buffering=0) as source:
         until = Until(source)

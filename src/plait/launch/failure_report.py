@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from plait.config.errors import FAILED, PlaitError, Problem
-from plait.config.job import LIBRARIES, user_line
+from plait.config.errors import FAILED, PlaitError, Problem, text_of
+from plait.config.job import user_line
+from plait.config.library import PLAIT
 
 SHOWN = 400
 """Characters of an exception's text that a message shows."""
@@ -42,6 +43,11 @@ NETWORKS = ("gloo", "NCCL", "nccl")
 """Who says so: shards are gathered inside the user's forward, so a line of the user's proves nothing."""
 MEMORY = ("can't allocate memory", "Cannot allocate memory")
 FILES = ("Too many open files",)
+THREAD = "can't start new thread"
+FORKS, LOCKS = ("multiprocessing.popen_fork", "subprocess"), ("multiprocessing.synchronize",)
+"""Modules that start processes, and that make locks, which are in shared memory."""
+NO_SEMAPHORES = (errno.ENOSPC, errno.EROFS, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSYS)
+"""What the system says when /dev/shm is full, cannot be written, or is missing."""
 SHARED = (
     "unable to write to file </torch_",
     "unable to resize file </torch_",
@@ -109,14 +115,6 @@ def located(message: dict[str, Any]) -> str:
     return place if message["where"] else f"{place}; -v shows the traceback".removeprefix("; ")
 
 
-def text_of(error: BaseException) -> str:
-    """`str(error)`, also where asking for it raises."""
-    try:
-        return str(error)
-    except BaseException as another:
-        return f"(its text cannot be read: {type(another).__name__} in its __str__)"
-
-
 def trace_of(error: BaseException) -> str:
     """Its whole traceback."""
     if isinstance(error, LoaderError):
@@ -158,7 +156,7 @@ def printable(text: str) -> str:
 
 
 def sort_of(error: BaseException, text: str, where: str) -> str:
-    """What kind of failure an exception is: memory, files, shared, loader, peer, or an empty string."""
+    """What kind of failure an exception is: memory, files, shared, processes, loader, peer, or an empty string."""
     if text.startswith("DataLoader worker (pid"):
         return "shared" if "Bus error" in text else "loader"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -167,18 +165,19 @@ def sort_of(error: BaseException, text: str, where: str) -> str:
         return "memory"
     if not isinstance(error, (OSError, RuntimeError)):
         return ""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename and _in_semaphores(error):
+    if isinstance(error, OSError) and error.errno in NO_SEMAPHORES and not error.filename and _raised_in(error, *LOCKS):
         return "shared"
+    if THREAD in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN and _raised_in(error, *FORKS)):
+        return "processes"
     if any(sign in text for sign in PEER) and (not where or any(name in text for name in NETWORKS)):
         return "peer"
     said = (("files", FILES), ("shared", SHARED), ("memory", MEMORY))
     return next((name for name, signs in said if any(sign in text for sign in signs)), "")
 
 
-def _in_semaphores(error: BaseException) -> bool:
-    """Whether it was raised where multiprocessing makes a lock, which lives in shared memory."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == "multiprocessing.synchronize" for frame, _ in frames)
+def _raised_in(error: BaseException, *modules: str) -> bool:
+    """Whether an exception passed through code of one of these modules."""
+    return any(frame.f_globals.get("__name__") in modules for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def module_of(trace: TracebackType | None) -> str:
@@ -199,11 +198,10 @@ def module_of(trace: TracebackType | None) -> str:
 
 def called(trace: TracebackType | None) -> str:
     """`nll_loss (torch/nn/functional.py:3035)`: what plait called when a library raised that knows no code of the user's."""
-    own = f"{LIBRARIES[0]}{os.sep}"
     place = ""
     before = True
     for frame, line in traceback.walk_tb(trace):
-        mine = frame.f_code.co_filename.startswith(own)
+        mine = frame.f_code.co_filename.startswith(PLAIT)
         if before and not mine and not frame.f_code.co_filename.startswith("<"):
             place = f"{frame.f_code.co_qualname} ({_library(frame.f_code.co_filename)}:{line})"
         before = mine

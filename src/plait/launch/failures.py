@@ -8,14 +8,14 @@ from typing import Any
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.launch.failure_report import located, titled
 from plait.launch.hangs import Hang, moment
-from plait.launch.limits import no_shared_memory, too_many_files
+from plait.launch.limits import no_shared_memory, too_many_files, too_many_processes
 from plait.launch.progress import Progress
 
 LOST = ("C001", "C003", "C004", "C005", "C008")
 """Codes of a rank that is lost: it hangs, was killed, lost its connection, raised, or its loader died. Starting again may mend it."""
 SAMPLE = "C014"
 """Code of what the job's data raises for a sample: every rank still holds the state of the last step."""
-BETWEEN = (SAMPLE, "J007")
+BETWEEN = (SAMPLE, "J007", "C011")
 """Codes of what a rank raises between two steps."""
 OWN = ("C001", "C005", SAMPLE)
 """Those that in a job's first step are most likely its own code's, which starting again does not mend."""
@@ -61,8 +61,9 @@ class Failure:
         return Failure(row["rank"], order, problems=problems, victim=row["victim"], exit_code=row["exit_code"])
 
     @staticmethod
-    def raised(rank: int, progress: Progress, message: dict[str, Any]) -> "Failure":
-        """The rank raised an exception, told in `message` (see `described`)."""
+    def raised(rank: int, progress: Progress, message: dict[str, Any], name: str = "") -> "Failure":
+        """The rank raised an exception, told in `message` (see `described`). `name`: of a process that is no rank of the plan."""
+        who = name or f"rank {rank}"
         trace, why = message["trace"], moment(progress)
         if message["problems"]:
             problems = list(map(problem_of, message["problems"]))
@@ -70,12 +71,12 @@ class Failure:
         if "worker" in message:
             why += f", in loader worker {message['worker']}"
         if message["sort"] == "peer":
-            problem = Problem("C004", f"rank {rank} lost its connection {why}", why=titled(message))
+            problem = Problem("C004", f"{who} lost its connection {why}", why=titled(message))
             return Failure(rank, (4, rank), problem, victim=True, trace=trace)
         known = _limits(rank, why, message)
         if known is not None:
             return Failure(rank, (1, rank), known, trace=trace)
-        what = f"rank {rank} raised {titled(message)}"
+        what = f"{who} raised {titled(message)}"
         return Failure(rank, (2, rank), Problem("C005", what, why=why, where=located(message)), trace=trace)
 
 
@@ -87,6 +88,8 @@ def _limits(rank: int, when: str, message: dict[str, Any]) -> Problem | None:
         return Problem("M002", f"out of memory on rank {rank} {when}", why=text, where=where, fix=fix)
     if message["sort"] == "files":
         return too_many_files(f"rank {rank} {when}: {text}", where)
+    if message["sort"] == "processes":
+        return too_many_processes(f"rank {rank} could not start one {when}", text, ("fewer --workers",), where)
     if message["sort"] == "shared":
         return no_shared_memory(f"rank {rank} has no room in shared memory {when}", text, where)
     if message["sort"] == "loader":

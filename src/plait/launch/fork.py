@@ -13,11 +13,11 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from plait.config.errors import PlaitError
@@ -26,14 +26,14 @@ from plait.launch.child import live
 from plait.launch.descriptors import own_offsets
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import described, pieces, trace_of, unforkable
-from plait.launch.gate import store_at
-from plait.launch.interfaces import LOOPBACK, Interface
+from plait.launch.interfaces import LOOPBACK
+from plait.launch.loopback import LocalStore
 from plait.launch.nodes import Node
 from plait.launch.place import AROUND, Place, threads
 from plait.launch.progress import ProgressBoard
 from plait.launch.rendezvous import Meeting
 from plait.launch.stacks import Stacks
-from plait.launch.stopping import WARNINGS, StopRequest
+from plait.launch.stopping import REQUESTS, RankSignals, StopRequest, signal_pipe
 from plait.launch.supervise import Listener, Spare, Supervisor, Worker, end, kill
 
 Target = Callable[[Place], dict[str, Any] | None]
@@ -43,7 +43,7 @@ OMP_PAUSE_HARD = 2
 
 def run(
     target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True,
-    node: Node | None = None, handing: float = 0.0, devices: Sequence[int] | None = None, spare: Spare | None = None,
+    node: Node | None = None, handing: float = 0.0, devices: Sequence[int] | None = None, spare: Spare | None = None, leaves: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run `target(place)` in `world` forked processes and return what each returned (JSON values only).
 
@@ -52,40 +52,40 @@ def run(
     `handing`: seconds that ranks which lose another are given to put away what they hold.
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
     `spare`: ranks that the run can go on without; then ranks find each other by themselves, and have no store.
+    `leaves`: ranks that wait for samples leave the step where somebody asks to stop, for what they hold is kept (`cli/rank.py`).
     `devices`: numbers of the devices of this machine that the ranks forked here use, in their order; None: from 0 on.
 
-    Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM and SIGUSR1
-    ask the workers to stop (`Place.stopping`); a second Ctrl-C kills them.
+    Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM and SIGUSR1,
+    to this process or to a rank, ask the workers to stop (`Place.stopping`); a second Ctrl-C kills them.
     """
     _warm_up()
     ranks = range(world) if node is None else node.ranks
-    limits.check_files(len(ranks))
-    listening = limits.listening() if world > 1 and node is None and spare is None else None
-    meeting = node.meeting if node is not None else None
-    devices = range(len(ranks)) if devices is None else devices
-    group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, meeting, devices)
-    workers, stores, supervisor = list[Worker](), list[object](), None
+    alone = world > 1 and node is None and spare is None
+    limits.check(len(ranks), alone)
+    store = LocalStore() if alone else None
+    meeting, requests = node.meeting if node is not None else None, signal_pipe()
+    group = _Group(target, world, ProgressBoard(ranks), Stacks(), store, meeting, devices or range(len(ranks)), requests[1])
+    workers, supervisor = list[Worker](), None
     try:
         with _frozen():
             for rank in ranks:
-                with limits.forking(rank, world):
+                with limits.forking(f"rank {rank} of {world}", f"--nproc {max(1, rank)}"):
                     workers.append(_fork(group, rank, workers))
-        stores += [store_at(listening)] if listening is not None else []
         if spare is not None:
             spare = replace(spare, fork=lambda rank: _fork(group, rank, workers))
         supervisor = Supervisor(
             workers, group.board, group.stacks, listener or Listener(), patience, alike,
-            node=node, handing=handing, spare=spare,
+            node=node, handing=handing, spare=spare, leaves=leaves,
         )  # fmt: skip
-        with _stop_signals(group.board, workers):
-            return supervisor.wait()
+        with _stop_signals(group.board, workers) as asked:
+            return supervisor.wait(requests[0], asked)
     finally:
-        stores.clear()  # ends it, also where an exception that somebody keeps keeps this frame
         if supervisor is not None:
             supervisor.selector.close()
-        if listening is not None:
-            listening.close()
+        if store is not None:
+            store.close()
         end(workers)
+        list(map(os.close, requests))
         group.stacks.close()
         for worker in workers:
             worker.close(worker.reports)
@@ -100,18 +100,14 @@ class _Group:
     world: int
     board: ProgressBoard
     stacks: Stacks
-    listening: socket.socket | None
-    """Of the store, where all ranks are on this machine."""
+    store: LocalStore | None
+    """Where the ranks find each other, where all are on this machine."""
     meeting: Meeting | None
     """Where they are not."""
     devices: Sequence[int]
     """Of each of them, in order."""
-
-    def met(self) -> Meeting | None:
-        """Where the ranks find each other; None for one that is alone."""
-        if self.listening is None:
-            return self.meeting
-        return Meeting(self.listening.getsockname()[1], Interface(LOOPBACK, "127.0.0.1"))
+    requests: int
+    """The pipe into which ranks write the numbers of signals that they get."""
 
 
 @contextlib.contextmanager
@@ -129,6 +125,7 @@ def stay_forkable() -> None:
     torch with CUDA counts devices from the first fake tensor on, also where there is none: so the first pass is now."""
     import torch
 
+    forkable.answer_by_forks()
     if kind_of("auto") == "cpu":
         torch.ones(1, requires_grad=True).backward()
 
@@ -200,8 +197,11 @@ def _work(group: _Group, rank: int, channel: int) -> int:
     import torch
 
     own_offsets()
+    _die_first()
     group.stacks.answer()
     lock, board = threading.Lock(), group.board
+    signals = RankSignals(board, group.requests)
+    signals.listen()
 
     def report(message: dict[str, Any]) -> None:
         data = (json.dumps(message, default=str) + "\n").encode()
@@ -209,22 +209,23 @@ def _work(group: _Group, rank: int, channel: int) -> int:
             while data:
                 data = data[os.write(channel, data) :]
 
-    meeting, first = group.met(), board.ranks.start
-    if meeting is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface.name
+    first, store = board.ranks.start, None
+    if group.store is not None:
+        os.environ["GLOO_SOCKET_IFNAME"], store = LOOPBACK, group.store.open
+    elif group.meeting is not None:
+        os.environ["GLOO_SOCKET_IFNAME"], store = group.meeting.interface.name, group.meeting.store
     torch.set_num_threads(threads(len(board.ranks)))
-    if group.listening is not None:
-        group.listening.close()
     place = Place(
         rank,
         group.world,
         group.devices[rank - first],
-        meeting.store if meeting is not None else None,
+        store,
         report,
         lambda step, phase: board.write(rank, step, phase),
         lambda phase: board.within(rank, phase),
         lambda: board.reads(rank),
         board.stopping,
+        signals.leaving,
     )
     try:
         result = group.target(AROUND.get()(place))
@@ -234,6 +235,13 @@ def _work(group: _Group, rank: int, channel: int) -> int:
     except BaseException as error:
         _tell(error, report)
         return 1
+
+
+def _die_first() -> None:
+    """Where memory runs out, have the system end a rank (Linux) and not the launcher, which can say so."""
+    with contextlib.suppress(OSError, ValueError):
+        score = Path("/proc/self/oom_score_adj")
+        score.write_text(f"{min(1000, int(score.read_text()) + 200)}")
 
 
 def _tell(error: BaseException, report: Callable[[dict[str, Any]], None]) -> None:
@@ -247,29 +255,29 @@ def _tell(error: BaseException, report: Callable[[dict[str, Any]], None]) -> Non
 
 
 @contextlib.contextmanager
-def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]:
+def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[Callable[[int], None]]:
+    """Meanwhile signals to this process ask its ranks to stop. Yields what does so for a signal that a rank got."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda number: board.stop()
         return
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *WARNINGS)}
+    before, request = {number: signal.getsignal(number) for number in REQUESTS}, StopRequest.of_process(waits=True)
+
+    def asked(number: int) -> None:
+        board.stop()
+        request.beside(board, number)
 
     def stop(number: int, frame: object) -> None:
         if board.asked() and number == signal.SIGINT:
             kill(workers)
             raise KeyboardInterrupt
-        board.stop()
-        heard = before[number]
-        if isinstance(heard, StopRequest):
-            heard.beside(board, number)
+        asked(number)
 
     try:
         for number in before:
             signal.signal(number, stop)
-        for heard in before.values():
-            if isinstance(heard, StopRequest):
-                heard.before(board)
-        yield
+        request.before(board)
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

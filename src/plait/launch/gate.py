@@ -1,9 +1,9 @@
-"""The gate before a job's store: torch's store lets in anyone who connects, so it listens on loopback only, and this stands before it.
+"""The gate before a job's store: torch's store lets in anyone who connects, so nobody connects to it but this.
 
-On the machine of number 0 the gate listens on one interface, asks whoever comes for a proof that it knows the job's key, and
-then passes bytes on to the store. On every other machine a tunnel listens on loopback, and passes what comes through the gate.
-Both sides prove it: who has taken the port of another job's gate is found out too. Each is a process of its own, which ends
-with the one that made it.
+On the machine of number 0 the gate listens on one interface, and asks whoever comes for a proof that it knows the job's key. On loopback,
+where the processes of the job come to the store, it asks the system who they are: only this user's are let in. On every other machine a
+tunnel listens on loopback, with the same question, and passes what comes through the gate. Gate and guest both prove it: who has taken the
+port of another job's gate is found out too. Gate and tunnel are processes of their own, which end with the one that made them.
 
 The proof is HMAC-SHA256 over numbers that both sides drew: nothing that was listened to can be used again.
 """
@@ -15,61 +15,85 @@ import hmac
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
 
 from plait.launch import limits
 from plait.launch.child import live
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from plait.launch.loopback import GuardedStore, same_user
 
 GREETING = b"plait-gate-1\n"
 NONCE = PROOF = 32
 KNOCKING = 5.0
 """Seconds in which who has connected must have proved that it knows the key."""
 UNHEARD = 20.0
-"""Seconds after which a connection is broken on which nothing that is sent is acknowledged."""
+"""Seconds after which a connection is broken on which nothing that is sent is acknowledged; and for which a tunnel tries a gate."""
 WAITING = 256
-"""Connections that have not yet proved it; a further one is closed at once."""
+"""Connections that have not yet proved it. For a further one the oldest goes, of the address that has most."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Way = Callable[[Streams], Awaitable[Streams | None]]
-"""Opens the other half of a connection; None: it is refused."""
+Way = Callable[[Streams], AbstractAsyncContextManager[Streams]]
+"""Opens the other half of a connection, and closes it. Raises `Stranger` when the connection is refused."""
 
 
 class Stranger(Exception):
-    """The other side does not know the job's key, or is no gate."""
+    """The other side does not know the job's key, is no gate, or is another user."""
 
 
-def store_at(listening: socket.socket) -> "TCPStore":
-    """torch's store, on a loopback socket that listens already."""
-    from torch.distributed import TCPStore
+@dataclass(frozen=True)
+class _Door:
+    """Where connections come from, and where they lead."""
 
-    port = listening.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    listening: socket.socket
+    way: Way
 
 
 def stand(listening: socket.socket, key: bytes) -> int:
     """Start a store, and the gate that leads to it; returns the store's port on this machine. Closes `listening` here."""
-    inner = limits.listening()
-    port = int(inner.getsockname()[1])
+    local = limits.listening()
 
-    async def inwards(streams: Streams) -> Streams | None:
-        await asyncio.wait_for(_admit(streams, key), KNOCKING)
-        return await asyncio.open_connection("127.0.0.1", port)
+    def doors() -> list[_Door]:
+        store = GuardedStore()
 
-    _start(listening, inwards, lambda: store_at(inner))
-    inner.close()
-    return port
+        @contextlib.asynccontextmanager
+        async def to_store() -> AsyncIterator[Streams]:
+            with store.connected() as link:
+                yield await asyncio.open_connection(sock=link)
+
+        @contextlib.asynccontextmanager
+        async def proven(streams: Streams) -> AsyncIterator[Streams]:
+            await asyncio.wait_for(_admit(streams, key), KNOCKING)
+            async with to_store() as other:
+                yield other
+
+        @contextlib.asynccontextmanager
+        async def own(streams: Streams) -> AsyncIterator[Streams]:
+            _check_user(streams)
+            async with to_store() as other:
+                yield other
+
+        return [_Door(listening, proven), _Door(local, own)]
+
+    return _start(doors, local, listening)
 
 
 def tunnel(host: str, port: int, key: bytes) -> int:
     """Start a tunnel to a gate, and return the port on which this machine's processes find it."""
-    listening = limits.listening()
-    here = int(listening.getsockname()[1])
-    _start(listening, lambda streams: through(host, port, key))
-    return here
+    local = limits.listening()
+
+    @contextlib.asynccontextmanager
+    async def outwards(streams: Streams) -> AsyncIterator[Streams]:
+        _check_user(streams)
+        other = await _patiently(host, port, key)
+        try:
+            yield other
+        finally:
+            other[1].close()
+
+    return _start(lambda: [_Door(local, outwards)], local)
 
 
 async def through(host: str, port: int, key: bytes) -> Streams:
@@ -79,8 +103,22 @@ async def through(host: str, port: int, key: bytes) -> Streams:
         await asyncio.wait_for(_prove((reader, writer), key), KNOCKING)
     except (Stranger, OSError, asyncio.IncompleteReadError, TimeoutError) as error:
         writer.close()
+        if isinstance(error, ConnectionError):
+            raise
         raise Stranger(f"{type(error).__name__}: {error}") from error
     return reader, writer
+
+
+async def _patiently(host: str, port: int, key: bytes) -> Streams:
+    """The same, again and again where the gate has no room."""
+    end = asyncio.get_running_loop().time() + UNHEARD
+    while True:
+        try:
+            return await through(host, port, key)
+        except ConnectionError:
+            if asyncio.get_running_loop().time() > end:
+                raise
+        await asyncio.sleep(0.1)
 
 
 async def _admit(streams: Streams, key: bytes) -> None:
@@ -97,7 +135,12 @@ async def _admit(streams: Streams, key: bytes) -> None:
 
 async def _prove(streams: Streams, key: bytes) -> None:
     reader, writer = streams
-    greeting = await reader.readexactly(len(GREETING))
+    try:
+        greeting = await reader.readexactly(len(GREETING))
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise
+        raise ConnectionResetError("it closed the connection before it greeted") from None
     if greeting != GREETING:
         raise Stranger("something else listens there")
     theirs, mine = await reader.readexactly(NONCE), secrets.token_bytes(NONCE)
@@ -115,44 +158,71 @@ def proof_of(key: bytes, who: bytes, nonces: bytes) -> bytes:
     return hmac.new(key, who + nonces, hashlib.sha256).digest()
 
 
-def _start(listening: socket.socket, way: Way, serve: Callable[[], object] = lambda: None) -> None:
-    """Pass connections on in a process of its own, in which what `serve` makes lives too."""
-    parent = os.getpid()
+def _check_user(streams: Streams) -> None:
+    if not same_user(streams[1].get_extra_info("socket")):
+        raise Stranger("it is another user's")
+
+
+def _start(doors: Callable[[], list[_Door]], local: socket.socket, *others: socket.socket) -> int:
+    """Pass connections on in a process of its own, in which the doors are made. Returns the port of `local`; closes all here."""
+    parent, port = os.getpid(), int(local.getsockname()[1])
 
     def work() -> int:
-        served = serve()
-        asyncio.run(_serve(listening, way))
-        del served
+        asyncio.run(_serve(doors()))
         return 0
 
-    if os.fork() == 0:
+    with limits.forking("the process that passes connections on"):
+        child = os.fork()
+    if child == 0:
         live(work, parent)
-    listening.close()
+    for one in (local, *others):
+        one.close()
+    return port
 
 
-async def _serve(listening: socket.socket, way: Way) -> None:
-    unproven = 0
+async def _serve(doors: list[_Door]) -> None:
+    servers = [await asyncio.start_server(_passing(door.way), sock=door.listening, backlog=1024) for door in doors]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal unproven
-        if unproven >= WAITING:
-            writer.close()
-            return
-        unproven += 1
-        other: Streams | None = None
+
+def _passing(way: Way) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """What is done with each connection of a door."""
+    waiting = dict[asyncio.Task[None], str]()
+
+    async def pass_on(streams: Streams) -> None:
+        task = asyncio.current_task()
         try:
-            other = await way((reader, writer))
+            async with way(streams) as other:
+                waiting.pop(task, None)  # pyrefly: ignore
+                for _, writer in (streams, other):
+                    _patient(writer)
+                await _either(_pass(streams[0], other[1]), _pass(other[0], streams[1]))
         except (Stranger, OSError, asyncio.IncompleteReadError, TimeoutError):
-            writer.close()
+            pass
         finally:
-            unproven -= 1
-        if other is not None:
-            _patient(writer)
-            _patient(other[1])
-            await asyncio.gather(_pass(reader, other[1]), _pass(other[0], writer))
+            waiting.pop(task, None)  # pyrefly: ignore
+            streams[1].close()
 
-    server = await asyncio.start_server(connected, sock=listening)
-    await server.serve_forever()
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while len(waiting) >= WAITING:
+            crowded = Counter(waiting.values()).most_common(1)[0][0]
+            oldest = next(task for task, address in waiting.items() if address == crowded)
+            del waiting[oldest]
+            oldest.cancel()
+        peer = writer.get_extra_info("peername")
+        waiting[asyncio.ensure_future(pass_on((reader, writer)))] = peer[0] if peer else ""
+
+    return connected
+
+
+async def _either(*ways: Coroutine[Any, Any, None]) -> None:
+    """Until one of them ends; then the others end too."""
+    tasks = [asyncio.ensure_future(way) for way in ways]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _patient(writer: asyncio.StreamWriter) -> None:
@@ -167,5 +237,3 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
-    with contextlib.suppress(OSError):
-        writer.close()

@@ -4,8 +4,8 @@ A rank that is slow must not be ended, and one that is dead must be found. Silen
 the launcher looks closer at a rank that has been silent: does its process tree use processor, disk or network, where is
 its Python stack, and do the others wait for it? From that it does two things at two times.
 
-It *names* such a rank soon (`NAMED`): which step and phase, the user's line, whether it computes or sleeps, who waits
-for it; its stack goes to its log. Nothing is ended by that.
+It *names* such a rank after a while (`NAMED`; of one that computes its processor time counts, for a busy machine makes any rank slow):
+which step and phase, the user's line, whether it computes or sleeps, who waits for it; its stack goes to its log. Nothing is ended by that.
 
 It *ends* the run late, and the sooner the surer it is (`limit`). All others wait in a collective that this rank has not
 entered, in a phase that took the others next to no time: a few seconds. It reads, saves or compiles, which may take
@@ -19,7 +19,7 @@ whose host is elsewhere; but nothing is ended for it before the time that a rank
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from plait.launch.activity import Activity, activity, stopped
@@ -28,12 +28,12 @@ from plait.launch.stacks import Stack, Stacks
 
 STOPPED = 2.0
 """Seconds a process may be in the stopped state (SIGSTOP, a debugger) before the run is ended."""
-LOOK, NAMED = 3.0, 8.0
-"""Seconds of silence after which the launcher looks at a rank, and after which it names it."""
+LOOK, STACK, NAMED = 3.0, 8.0, 30.0
+"""Seconds of silence after which the launcher looks at what a rank uses, and at its stack, and after which it names it."""
 AGAIN = 4.0
 """A rank is named again once it has been silent this many times as long; and first, this many times the slowest seen."""
 AWAITED, AWAITED_BUSY = 10.0, 12.0
-"""Seconds for which all others may wait for a rank that uses nothing, and for one that computes."""
+"""Seconds for which all others may wait for a rank that uses nothing, and for one that computes: if it has had a processor for as long."""
 IDLE, BUSY, FIRST = 120.0, 300.0, 3600.0
 """Seconds without progress where nobody is known to wait: using nothing; computing; computing in the build or the first
 step, where torch and libraries compile and fetch."""
@@ -56,6 +56,8 @@ class Look:
     stack: Stack = field(default_factory=Stack)
     waited: float = 0.0
     """Seconds for which it has used nothing."""
+    worked: float = 0.0
+    """Seconds of processor time that it has used while it said nothing."""
 
     @property
     def waits(self) -> bool:
@@ -63,6 +65,16 @@ class Look:
         if self.busy or self.stack.awaits_device:
             return self.stack.awaits_device
         return self.stack.communicates or (self.progress.phase == "reduce" and not self.stack.frames)
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """What a silent rank had used at the first look and at the last one."""
+
+    first: Activity
+    last: Activity
+    idle_from: float
+    """Since when it uses nothing (`time.monotonic`)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience:
     passed, allowed = suspect.silent, (FIRST if building or suspect.progress.step < 1 else BUSY) if busy else IDLE
     if suspect.stack.compiles or phase in READING or phase == "checkpoint":
         allowed = READS_BUSY if busy else READS
-    elif awaited and (alike or building) and not (building and busy):
+    elif awaited and (alike or building) and (not busy or (not building and suspect.worked >= AWAITED_BUSY)):
         passed = min(passed, *(look.waited for look in waiting))
         seen = max(seen, *(look.silent - look.waited for look in waiting))
         allowed = AWAITED_BUSY if busy else AWAITED
@@ -110,8 +122,8 @@ class HangDetector:
         self.slowest: dict[str, float] = {}
         """By phase, the longest that a rank said nothing in it and then went on."""
         self.last: dict[int, Progress] = {}
-        self.used: dict[int, tuple[Activity, float]] = {}
-        """Of silent ranks, what they had used at the last look, and since when they use nothing."""
+        self.used: dict[int, _Usage] = {}
+        """Of silent ranks."""
         self.looks: list[Look] = []
         self.named: dict[int, float] = {}
         self.checked = self.looked = self.awake = 0.0
@@ -145,7 +157,8 @@ class HangDetector:
         for look in looks:
             seen = self.slowest.get(look.progress.phase, 0.0)
             due = self.named.get(look.rank, max(self._scale(NAMED), AGAIN * seen))
-            if look.silent >= due and (not look.waits or together):
+            passed = min(look.silent, look.worked) if look.busy and not together else look.silent
+            if passed >= due and (not look.waits or together):
                 self.named[look.rank] = AGAIN * look.silent
                 where = (look.progress.step, look.progress.phase, look.busy, look.stack.where)
                 key = ("all",) if together else where
@@ -187,22 +200,22 @@ class HangDetector:
             if look.silent < self._scale(LOOK):
                 look.busy = True
             else:
-                look.busy, idle_from = self._used(rank, since)
-                look.waited = 0.0 if look.busy else now - idle_from
-                if look.silent >= self._scale(NAMED):
+                look.busy, used = self._updated_usage(rank, since)
+                look.waited = 0.0 if look.busy else now - used.idle_from
+                look.worked = used.last.seconds - used.first.seconds
+                if look.silent >= self._scale(STACK):
                     look.stack = self.stacks.ask(self.pids[rank])
             yield look
 
-    def _used(self, rank: int, since: float) -> tuple[bool, float]:
-        """(whether a silent rank does anything, since when it does nothing)."""
+    def _updated_usage(self, rank: int, since: float) -> "tuple[bool, _Usage]":
+        """(whether a silent rank does anything, its usage until now)."""
         found, before = activity(self.pids[rank]), self.used.get(rank)
+        busy = before is None or found.busy_since(before.last)  # one look shows no movement
         if before is None:
-            self.used[rank] = (found, since)
-            return True, 0.0  # one look shows no movement
-        busy = found.busy_since(before[0])
-        idle_from = found.at if busy else before[1]
-        self.used[rank] = (found, idle_from)
-        return busy, idle_from
+            self.used[rank] = _Usage(found, found, since)
+        else:
+            self.used[rank] = _Usage(before.first, found, found.at if busy else before.idle_from)
+        return busy, self.used[rank]
 
     def _judged(self) -> Hang | None:
         """The rank that has been silent for longer than it may."""
@@ -248,11 +261,14 @@ def _guilt(look: Look) -> tuple[bool, int, float]:
     return (not look.stack.asked_by_user, look.progress.step, -look.silent)
 
 
-def told(group: list[Look], waiting: list[Look]) -> str:
-    """One line on ranks that have been silent in the same place, for the console."""
+def told(group: list[Look], waiting: list[Look], names: Mapping[int, str], logs: bool) -> str:
+    """One line on ranks that have been silent in the same place, for the console. `names`: of processes that are no ranks of the plan;
+    `logs`: ranks have logs."""
     look = group[0]
     on_devices = [one.stack.awaits_device for one in group]
-    who = ranks_in_words(sorted(one.rank for one in group))
+    ranks = sorted(one.rank for one in group)
+    who = names.get(ranks[0], "") if len(ranks) == 1 else ""
+    who = who or ranks_in_words(ranks)
     verb = "has" if len(group) == 1 else "have"
     if look.stack.compiles:
         does = "torch.compile is at work"
@@ -269,11 +285,8 @@ def told(group: list[Look], waiting: list[Look]) -> str:
     waits = (
         f"; {ranks_in_words([one.rank for one in waiting])} wait{'s' * (len(waiting) == 1)} for it" if waiting else ""
     )
-    log = f"logs/rank{look.rank}.log"
-    return (
-        f"note  {who} {verb} made no progress for {look.silent:.0f} s {moment(look.progress)}, {does}{at}{waits}"
-        f" (stack in {log})"
-    )
+    log = f" (stack in logs/rank{look.rank}.log)" if logs else ""
+    return f"note  {who} {verb} made no progress for {look.silent:.0f} s {moment(look.progress)}, {does}{at}{waits}{log}"
 
 
 def moment(progress: Progress) -> str:

@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 
 from plait.config.errors import FAILED, PlaitError, Problem
@@ -18,7 +19,15 @@ CONNECT = 2.0
 """Seconds a connection of this machine with itself may take."""
 
 
-def check_files(ranks: int) -> None:
+def check(ranks: int, loopback: bool) -> None:
+    """H006, H016 when the launcher of so many ranks cannot run here; H007 when they meet on `loopback`, which does not answer."""
+    _check_proc()
+    _check_files(ranks)
+    if loopback:
+        listening().close()
+
+
+def _check_files(ranks: int) -> None:
     """H006 when the launcher of so many ranks could not open what it needs. Raises the soft limit where it is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
@@ -37,6 +46,19 @@ def check_files(ranks: int) -> None:
             os.close(descriptor)
 
 
+def _check_proc() -> None:
+    """H016 on Linux where /proc is missing, or is that of other processes: memory, hangs and connections are read there."""
+    if sys.platform != "linux":
+        return
+    found = ""
+    with contextlib.suppress(OSError):
+        found = os.readlink("/proc/self")
+    if found != f"{os.getpid()}":
+        why = f"/proc/self is process {found}, and this one is {os.getpid()}" if found else "there is no /proc/self"
+        problem = Problem("H016", "/proc does not show this process", why=why, fix=("mount -t proc proc /proc    (as root)",))
+        raise PlaitError(problem, FAILED)
+
+
 def too_many_files(why: str, where: str) -> Problem:
     """H006, of open files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -45,24 +67,32 @@ def too_many_files(why: str, where: str) -> Problem:
 
 
 def refused(error: OSError) -> Problem | None:
-    """H006 when an error of the operating system says that one of its limits is reached."""
+    """H006 when an error of the operating system says that one of its limits is reached; R006 when nothing temporary can be written."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return too_many_files(str(error), "")
+    if "No usable temporary directory" in str(error):  # Python's own words
+        fix = ("export TMPDIR=/a/folder/with/room", "ulimit -f    how much a file may have")
+        return Problem("R006", "no folder for temporary files can be written", why=str(error), fix=fix)
     return None
 
 
+def too_many_processes(what: str, why: str, fewer: tuple[str, ...], where: str = "") -> Problem:
+    """H006, of processes and threads."""
+    count = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limit = f"; ulimit -u is {count}" if count != resource.RLIM_INFINITY else ""
+    fix = ("ulimit -u    (in a container: --pids-limit)", *fewer)
+    return Problem("H006", f"the system starts no more processes: {what}", why=f"{why}{limit}", where=where, fix=fix)
+
+
 @contextlib.contextmanager
-def forking(rank: int, ranks: int) -> Iterator[None]:
-    """H006 when the system has no room for another process."""
+def forking(what: str, fewer: str = "") -> Iterator[None]:
+    """H006 when the system has no room for another process: `what` it is. `fewer`: an option that asks for fewer."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.ENOMEM):
             raise
-        count = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        limit = f"; ulimit -u is {count}" if count != resource.RLIM_INFINITY else ""
-        what = f"the system starts no more processes: rank {rank} of {ranks} could not be started"
-        problem = Problem("H006", what, why=f"{error.strerror}{limit}", fix=("ulimit -u", f"--nproc {max(1, rank)}"))
+        problem = too_many_processes(f"{what} could not be started", error.strerror or "", (fewer,) if fewer else ())
         raise PlaitError(problem, FAILED) from error
 
 

@@ -16,6 +16,7 @@ the machine where it began.
 """
 
 import contextlib
+import hmac
 import json
 import secrets
 import socket
@@ -25,13 +26,15 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
+from plait.config.errors import FAILED, PlaitError, Problem, in_a_line, shown
 from plait.launch import rendezvous
 from plait.launch.failures import Failure
+from plait.launch.gate import PROOF, proof_of
 from plait.launch.hangs import ranks_in_words
 from plait.launch.launchers.membership import Membership
 from plait.launch.rendezvous import ABSENT, Meeting
 from plait.launch.round import Round
+from plait.launch.stopping import ending_waits
 
 OFTEN = 0.25
 """Seconds between two looks at the other machines."""
@@ -53,7 +56,8 @@ class Node:
     def __init__(self, member: Membership, meeting: Meeting, each: int):
         self.index, self.count, self.each = member.index, member.count, each
         self.least, self._patient = member.least or 1, member.least is None
-        self.store = meeting.store()
+        with ending_waits():
+            self.store = meeting.store()
         self.store.set_timeout(timedelta(seconds=WORD))
         self.round: Round | None = None
         self.cut_off = False
@@ -106,19 +110,20 @@ class Node:
 
     def give(self, name: str, value: object) -> None:
         """Tell all machines something, those that come later too."""
-        self.store.set(f"word/{name}", json.dumps(value))
+        self._set(f"word/{name}", value)
 
     def take(self, name: str, patience: float = ABSENT) -> Any:
         """What a machine gives; waits for it. C009 when it does not come, or when the machine that has the store is gone."""
         end = time.monotonic() + patience
-        while not self._reached(lambda: self.store.check([f"word/{name}"])):
+        key = f"word/{name}"
+        while not self._reached(lambda: self.store.check([key])):
             if time.monotonic() > end:
                 what = f"another machine did not come within {patience:.0f} s"
                 raise PlaitError(
                     Problem("C009", what, why=f"machine {self.index} waits for {name}", fix=_START), FAILED
                 )
             self.beat()
-        return json.loads(self._reached(lambda: self.store.get(f"word/{name}")))
+        return self._get(key)
 
     # While ranks run
 
@@ -133,7 +138,7 @@ class Node:
         try:
             self._exchange(now)
         except Exception as error:  # torch has many for a store that is gone
-            return self._gone(f"its store does not answer: {type(error).__name__}")
+            return self._gone(error, "its store does not answer: ")
         others = (k for k in self._lives if k != self.index)
         return next((f for k in others if (f := self._failure(k, BROKEN if broken else LOST)) is not None), None)
 
@@ -206,7 +211,7 @@ class Node:
             if k == self.index or k in newcomers or k in self._lives
         }
         self._reached(
-            lambda: self.store.set(_ROUND, json.dumps({**following.to_json(), "lives": {str(k): v for k, v in self._lives.items()}}))
+            lambda: self._set(_ROUND, {**following.to_json(), "lives": {str(k): v for k, v in self._lives.items()}})
         )
         return self._enter(following)
 
@@ -221,7 +226,7 @@ class Node:
             if order and order["to"] == self.index and self._row.get("served") != order["number"]:
                 self._say(served=order["number"], answer=serve(order))
             if self._reached(lambda: self.store.check([_ROUND])):
-                word = json.loads(self._reached(lambda: self.store.get(_ROUND)))
+                word = self._get(_ROUND)
                 found = Round.of_json(word)
                 if found.number > self._number and word["lives"].get(str(self.index)) == self._row["life"]:
                     self._lives = {int(k): life for k, life in word["lives"].items()}
@@ -275,11 +280,14 @@ class Node:
         with contextlib.suppress(Exception):  # nobody is there to read it
             self._say(state="over", over=over)
             while self.index == 0 and time.monotonic() - began < WORD:
-                self._exchange(time.monotonic())
+                time.sleep(0.05)
+                try:
+                    self._exchange(time.monotonic())
+                except PlaitError:  # L009: nobody is heard, and they can still read
+                    continue
                 now = time.monotonic()
                 if not any(o.row and o.row["state"] != "over" and now - o.heard < BROKEN for o in self._others.values()):
                     break
-                time.sleep(0.05)
 
     def _failure(self, k: int, patience: float) -> Failure | None:
         """What has failed on a machine of this round."""
@@ -313,7 +321,7 @@ class Node:
         there = [k for k, other in self._others.items() if other.row or self.store.check([_key(k)])]
         rows = self.store.multi_get([_key(k) for k in there]) if there else []
         for k, row in zip(there, rows, strict=True):
-            self._others[k].read(json.loads(row), now)
+            self._others[k].read(self._read(_key(k), row), now)
         if suspended:  # this launcher did not run: its clock says nothing of others
             for other in self._others.values():
                 other.heard = now
@@ -325,17 +333,43 @@ class Node:
 
     def _write(self) -> None:
         self._row["beat"] += 1
-        self.store.set(_key(self.index), json.dumps(self._row))
+        self._set(_key(self.index), self._row)
+
+    def _set(self, key: str, value: object) -> None:
+        """Write a value, with what proves that a launcher of the run wrote it."""
+        text = json.dumps(value)
+        self.store.set(key, self._proof(key, text) + text)
+
+    def _proof(self, key: str, text: str) -> str:
+        return proof_of(self._meeting.key, key.encode(), text.encode()).hex()
+
+    def _get(self, key: str) -> Any:
+        return self._read(key, self._reached(lambda: self.store.get(key)))
+
+    def _read(self, key: str, value: bytes) -> Any:
+        """What a launcher wrote. L009 when it was somebody else."""
+        said = value.decode(errors="replace")
+        proof, text = said[: 2 * PROOF], said[2 * PROOF :]
+        if proof.isascii() and hmac.compare_digest(proof, self._proof(key, text)):
+            return json.loads(text)
+        what = "another program has written into this run's store: it holds what no launcher of the run wrote"
+        fix = ("end that program", "--resume    on all machines, with another --master port")
+        why = f"{key} is {shown(said[:80])}"
+        raise PlaitError(Problem("L009", what, why=why, fix=fix), FAILED)
 
     def _reached(self, ask: Callable[[], Any]) -> Any:
         try:
-            return ask()
+            with ending_waits():
+                return ask()
         except Exception as error:  # torch has many for a store that is gone
-            raise self._gone(f"{type(error).__name__}").error() from error
+            raise self._gone(error).error() from error
 
-    def _gone(self, why: str) -> Failure:
+    def _gone(self, error: Exception, what: str = "") -> Failure:
+        """What an error of the store means: the store is out of reach, or says what no launcher wrote."""
+        if isinstance(error, PlaitError):
+            return Failure(-1, (0, self.index), error.problems[0])
         self.cut_off = True
-        return _lost(self.machine(0), 0, why)
+        return _lost(self.machine(0), 0, f"{what}{type(error).__name__}")
 
 
 _START = ("start the same command on all machines", "--nnodes    the number of machines")

@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.config.errors import PlaitError, Problem, in_a_line
-from plait.config.job import LIBRARIES, user_line
+from plait.config.job import user_line
+from plait.config.library import is_library
 
 HIDDEN = (
     "is_initialized", "get_rank", "get_world_size", "get_backend", "init_process_group", "new_group", "barrier", "monitored_barrier",
@@ -50,7 +51,7 @@ def hide() -> None:
     known = {id(own): name for name, own in functions.items()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and not file.startswith(LIBRARIES) and _root(getattr(module, "__name__", "")) not in ("torch", "plait"):
+        if file and not is_library(file) and _root(getattr(module, "__name__", "")) not in ("torch", "plait"):
             for name, value in list(vars(module).items()):
                 if id(value) in known:
                     setattr(module, name, getattr(dist, known[id(value)]))
@@ -118,7 +119,7 @@ def _line() -> str:
     frame = _caller()
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(("<", *LIBRARIES)) and _root(frame.f_globals.get("__name__", "")) != "plait":
+        if not (code.co_filename.startswith("<") or is_library(code.co_filename)) and _root(frame.f_globals.get("__name__", "")) != "plait":
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""

@@ -4,29 +4,30 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.config.errors import PlaitError
-from plait.launch import attempts, gate, nccl, rendezvous
+from plait.launch import attempts, nccl, rendezvous
 from plait.launch.child import die_with_parent
 from plait.launch.interfaces import LOOPBACK
 from plait.launch.launchers.find import LAUNCHERS, find, mismatch
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
+from plait.launch.loopback import LocalStore
 from plait.launch.rendezvous import Meeting
 from plait.launch.stopping import StopRequest
 
 if TYPE_CHECKING:
-    import socket
-
     import torch
     from torch.distributed import ProcessGroup, Store
 
+T = TypeVar("T")
 SAVED: ContextVar[Callable[[Path], None]] = ContextVar("SAVED", default=lambda path: None)
 """What a program that calls plait in each rank wants to be told of checkpoints (see `Place.saved`)."""
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
@@ -49,6 +50,8 @@ class Place:
     reads: Callable[[], None] = field(default=lambda: None)
     """Called before each sample is read, also in loader processes."""
     stopping: Callable[[], bool] = field(default=lambda: False)
+    leaving: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
+    """Around what can be left between two steps: raises `Stopped` there, where the launcher asks for it."""
     joined: bool = False
     """Started by another launcher (torchrun, ...)."""
     unsaid: bool = False
@@ -63,6 +66,16 @@ class Place:
     """The process group was there before: who made it leaves it."""
     _beside: "tuple[ProcessGroup, ProcessGroup] | None" = None
     """A group that was there already, and the one that is used."""
+
+    def waiting_for(self, samples: Iterable[T]) -> Iterator[T]:
+        """The same samples. `Stopped` instead of those that the launcher asks this rank to wait for no longer."""
+        source, end = iter(samples), object()
+        while True:
+            with self.leaving():
+                found = next(source, end)
+            if found is end:
+                return
+            yield found  # pyrefly: ignore
 
     def connect(self, device: "torch.device", single_messages: bool = False) -> "ProcessGroup | None":
         """The process group of all ranks, or None when there is one process. Uses a group the user already made.
@@ -129,19 +142,10 @@ class Place:
         return world
 
 
-def among(place: Place, rank: int, world: int, listening: "socket.socket | None") -> Place:
-    """The place of a process among some ranks of this machine alone. The first of them opens their store, on `listening`."""
+def among(place: Place, rank: int, world: int, store: LocalStore | None) -> Place:
+    """The place of a process among some ranks of this machine alone; `store`: theirs, where there are several."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-
-    def store() -> "Store":
-        from torch.distributed import TCPStore
-
-        assert listening is not None
-        if rank == 0:
-            return gate.store_at(listening)
-        return TCPStore("127.0.0.1", listening.getsockname()[1], is_master=False)
-
-    return replace(place, rank=rank, world=world, store=store)
+    return replace(place, rank=rank, world=world, store=store.open if store is not None else None)
 
 
 AROUND: ContextVar[Callable[[Place], Place]] = ContextVar("AROUND", default=lambda place: place)
@@ -157,13 +161,14 @@ def current() -> Place:
     member = joined()
     if member is None:
         return Place()
-    flag = StopRequest(waits=True)
+    flag = StopRequest.of_process(waits=True)
     flag.listen()
     if threading.current_thread() is threading.main_thread() and member.master is not None and member.agent:
         die_with_parent(signal.SIGTERM)  # torchrun leaves its ranks behind when it is killed: they save, and end
     rank, local = member.index, member.local_rank
+    beat = lambda step, phase: flag.begun(step)  # noqa: E731
     if member.agent:
-        words = {"saved": SAVED.get(), "joined": True, "unsaid": local is None}
+        words = {"saved": SAVED.get(), "joined": True, "unsaid": local is None, "beat": beat}
         place = Place(rank, member.count, local or 0, stopping=flag.is_set, **words)
         place.meet = lambda: attempts.choose_interface(member)
         if attempts.shared(member):
@@ -175,7 +180,7 @@ def current() -> Place:
         return _meeting(member)
 
     return Place(
-        rank, member.count, local or 0, lambda: meeting().store(), stopping=flag.is_set, joined=True,
+        rank, member.count, local or 0, lambda: meeting().store(), beat=beat, stopping=flag.is_set, joined=True,
         unsaid=local is None and member.count > 1, only=member.local_count == 1 < member.count, meet=meeting,
     )  # fmt: skip
 

@@ -15,7 +15,8 @@ PHASES = (
 )  # fmt: skip
 READING = ("data", "evaluation data")
 """Phases in which a rank reads samples."""
-BETWEEN = ("evaluate", "evaluation data", "checkpoint")
+EVALUATING = ("evaluate", "evaluation data")
+BETWEEN = (*EVALUATING, "checkpoint")
 """Phases between two steps."""
 _ROW = struct.Struct("qqd")
 _READ = struct.Struct("d")
@@ -71,9 +72,8 @@ class ProgressBoard:
         return Progress(step, PHASES[phase], when)
 
     def begun(self) -> bool:
-        """Whether there may be a step to save: all ranks are built, or some made one (replica groups do not wait for each other)."""
-        steps = [self._row(rank).step for rank in self.ranks]
-        return min(steps) >= 0 or max(steps) > 0
+        """Whether there may be a step to save: a rank has made one, or goes on from some (replica groups do not wait for each other)."""
+        return max(self._row(rank).step for rank in self.ranks) > 0
 
     def stop(self, asked: bool = True) -> None:
         """Ask all ranks to stop after their step. `asked`: somebody wants the run to end; else to go on with others."""
@@ -86,3 +86,16 @@ class ProgressBoard:
     def asked(self) -> bool:
         """Whether somebody wants the run to end."""
         return self.memory[0] == 1
+
+    def leave(self) -> None:
+        """Ask ranks that wait for samples to give them up, and with them the step."""
+        self.memory[1] = 1
+
+    def leaves(self) -> bool:
+        """Whether they are to."""
+        return self.memory[1] != 0
+
+    def delays(self, rank: int, seconds: float) -> bool:
+        """Whether a rank has waited so long for the samples of a step, or evaluates: what can be left between two steps."""
+        row = self._row(rank)
+        return row.phase in EVALUATING or (row.phase == "data" and time.monotonic() - row.since > seconds)

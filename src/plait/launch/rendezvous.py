@@ -17,12 +17,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.launch import gate, interfaces, secret
+from plait.launch import gate, interfaces, loopback, secret
 from plait.launch.interfaces import Interface
 from plait.launch.launchers.membership import Membership
 
@@ -50,6 +50,8 @@ class Meeting:
     port: int
     """Where processes of this machine reach the store, on 127.0.0.1."""
     interface: Interface
+    key: bytes = field(repr=False)
+    """Of the job: who knows it belongs to the run."""
     prefix: str = ""
     """Of the names that are used in it."""
 
@@ -69,20 +71,22 @@ def meet(member: Membership, say: Callable[[str], None]) -> Meeting:
     if member.master is None:
         raise _nowhere(member)
     key, ports = secret.key(member.job), _ports(member)
+    if not loopback.guards():
+        say("note  this system cannot keep other users out of loopback ports: every user of this machine can reach the run's store")
     if member.index == 0:
         return _open(member, key, ports)
     address = _resolved(member.master, say)
     interface = interfaces.towards(address)
     interfaces.use(interface)
     port = _knock(member, address, ports, key, interface, say)
-    return Meeting(gate.tunnel(address, port, key), interface)
+    return Meeting(gate.tunnel(address, port, key), interface, key)
 
 
 def _open(member: Membership, key: bytes, ports: list[int]) -> Meeting:
     """The store, and the gate before it on the interface that others come to."""
     interface = _listens_at(member)
     interfaces.use(interface)
-    return Meeting(gate.stand(_bound(interface, ports, member), key), interface)
+    return Meeting(gate.stand(_bound(interface, ports, member), key), interface, key)
 
 
 def _listens_at(member: Membership) -> Interface:
@@ -139,7 +143,7 @@ def _knock(
                 return port
             except gate.Stranger as error:
                 answered, stranger = True, f"{error}".partition(": ")[2]
-            except ConnectionRefusedError:
+            except ConnectionError:
                 answered = True
             except (OSError, TimeoutError) as error:
                 silent = f"{error.strerror if isinstance(error, OSError) and error.strerror else 'no answer'}"

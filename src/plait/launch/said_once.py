@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 
-STORE = timedelta(seconds=5)
+STORE = timedelta(seconds=1.5)
 """How long the store of torchrun's agent may take to answer."""
 
 

@@ -13,8 +13,9 @@ import stat
 from pathlib import Path
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.files import read_plain
 
-SHORTEST = 16
+SHORTEST, LONGEST = 16, 4096
 """Characters of a secret."""
 
 
@@ -53,7 +54,7 @@ def _kept(path: Path) -> str:
                 os.link(draft, path)
             draft.unlink()
         facts = path.stat()
-        text = path.read_text("utf-8").strip()
+        text = read_plain(path, LONGEST).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         what = f"the secret that keeps strangers out of a job cannot be kept in {path}"
         raise PlaitError(

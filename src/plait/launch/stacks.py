@@ -1,6 +1,6 @@
 """Where a process is: its Python stack, asked for by a signal.
 
-A process is asked twice. SIGUSR1 is answered by Python itself, between two of its instructions, when it sleeps, waits for a
+A process is asked twice. One signal is answered by Python itself, between two of its instructions, when it sleeps, waits for a
 lock or loops. Who stands in compiled code does not come to that, and is asked by a second signal, which `faulthandler`
 answers at once. It reads the stack as it lies in memory: safe while Python stands still, and not while it runs, when it
 crashed a healthy rank now and then.
@@ -21,12 +21,12 @@ from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
-from plait.config.job import LIBRARIES
+from plait.config.library import PLAIT, STANDARD, is_library
 
 _STANDING = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""The signal for those in compiled code: one that programs do not use, where the system has any."""
+_RUNNING = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+"""The signals for those in compiled code, and for those in Python: some that programs do not use, where the system has any."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
-_STDLIB, _PLAIT = LIBRARIES[1:3], LIBRARIES[0]
 _LAUNCHER = str(Path(__file__).with_name("fork.py"))
 _COMPILING = (
     "_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/codecache.py", "_inductor/async_compile.py",
@@ -51,15 +51,15 @@ class StackFrame:
     @property
     def owner(self) -> str:
         """Whose code it is: `user`, `plait`, `torch.distributed`, `python`, or `library`."""
-        if self.file.startswith(_PLAIT + os.sep):
+        if self.file.startswith(PLAIT):
             return "plait"
         if f"torch{os.sep}distributed{os.sep}" in self.file:
             return "torch.distributed"
         if "site-packages" in self.file or "dist-packages" in self.file:
             return "library"
-        if self.file.startswith("<") or self.file.startswith(tuple(folder + os.sep for folder in _STDLIB)):
+        if self.file.startswith(("<", *STANDARD)):
             return "python"
-        return "user"
+        return "library" if is_library(self.file) else "user"
 
     @property
     def awaits_device(self) -> bool:
@@ -122,8 +122,8 @@ class Stacks:
 
         Only that of the main thread: reading the stack of a thread that runs on may crash.
         """
-        signal.signal(signal.SIGUSR1, self._tell)
-        signal.siginterrupt(signal.SIGUSR1, False)  # compiled code need not know that its read was interrupted
+        signal.signal(_RUNNING, self._tell)
+        signal.siginterrupt(_RUNNING, False)  # compiled code need not know that its read was interrupted
         faulthandler.register(_STANDING, file=self._end, all_threads=False)
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
@@ -136,7 +136,7 @@ class Stacks:
     def ask(self, pid: int, patience: float = 0.5) -> Stack:
         """The stack of a process. Empty when it does not catch the signals, or cannot run."""
         os.ftruncate(self._end, 0)
-        text = self._answered(pid, signal.SIGUSR1, patience)
+        text = self._answered(pid, _RUNNING, patience)
         return parse(text or self._answered(pid, _STANDING, patience))
 
     def _answered(self, pid: int, number: int, patience: float) -> str:

@@ -7,16 +7,17 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.errors import PlaitError
+from plait.config.errors import PlaitError, shown
 from plait.launch.failures import BETWEEN, Failure, Watch, hung
 from plait.launch.hangs import HangDetector, told
 from plait.launch.nodes import WORD, Node
 from plait.launch.progress import ProgressBoard
 from plait.launch.stacks import Stacks
+from plait.launch.stopping import HEARD, REQUESTS
 
 SAYING = 2.0
 """Seconds that ranks are given to say what happened to them while only victims are known."""
@@ -33,8 +34,12 @@ class Listener:
     message: Callable[[int, dict[str, Any]], None] = field(default=lambda rank, message: None)
     text: Callable[[int, bytes], None] = field(default=lambda rank, text: None)
     tick: Callable[[], None] = field(default=lambda: None)
-    note: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+    note: Callable[[str], None] = field(default=lambda text: print(shown(text), file=sys.stderr, flush=True))
     """A line of the launcher's own, such as that a rank makes no progress."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of processes that are no ranks of a plan."""
+    logs: bool = False
+    """Each rank has a log, which `message` writes."""
     hung: Callable[[], object] = field(default=lambda: None)
     """A rank hangs, and the run is about to be ended for it."""
     reached: int = -1
@@ -84,9 +89,13 @@ class Supervisor:
 
     def __init__(
         self, workers: list[Worker], board: ProgressBoard, stacks: Stacks, listener: Listener, patience: float | None = None,
-        alike: bool = True, *, node: Node | None = None, handing: float = 0.0, spare: Spare | None = None,
+        alike: bool = True, *, node: Node | None = None, handing: float = 0.0, spare: Spare | None = None, leaves: bool = False,
     ):  # fmt: skip
-        self.spare = spare
+        self.spare, self.leaves = spare, leaves
+        self.asked: float | None = None
+        """When somebody asked all ranks to stop."""
+        self.left = set[int]()
+        """Ranks that have been asked to leave what they wait for."""
         self.workers, self.board, self.listener, self.node, self.handing = workers, board, listener, node, handing
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
@@ -103,13 +112,17 @@ class Supervisor:
         self.selector.register(worker.reports, selectors.EVENT_READ, (worker, True))
         self.selector.register(worker.output, selectors.EVENT_READ, (worker, False))
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait(self, pipe: int, request: Callable[[int], None]) -> list[dict[str, Any]]:
+        """What each rank returned, once all have ended. `request` is called with each signal of `REQUESTS` that a rank received, which it
+        writes into the pipe."""
+        self.selector.register(pipe, selectors.EVENT_READ, request)
         while not all(w.status is not None for w in self.workers):
-            self._read(0.05 if self.selector.get_map() else 0.002)  # whoever has closed its pipes is about to end
+            self._read(0.05 if any(w.opened for w in self.workers) else 0.002)  # whoever has closed its pipes is about to end
             self._reap()
             self.listener.tick()
             self._ask()
             if not self.failures:
+                self._leave()
                 self._look()
             if self.failures:
                 self._settle()
@@ -122,6 +135,11 @@ class Supervisor:
 
     def _read(self, timeout: float) -> None:
         for key, _ in self.selector.select(timeout):
+            if callable(key.data):
+                for number in os.read(key.fd, 1 << 10):
+                    if number in REQUESTS:
+                        key.data(number)
+                continue
             worker, is_report = key.data
             try:
                 data = os.read(key.fd, 1 << 16)
@@ -144,7 +162,7 @@ class Supervisor:
             self.results[worker.rank] = message["value"] or {}
         elif message["kind"] == "failed":
             progress = self.board.read(worker.rank)
-            self.failures[worker.rank] = Failure.raised(worker.rank, progress, message)
+            self.failures[worker.rank] = Failure.raised(worker.rank, progress, message, self.listener.names.get(worker.rank, ""))
             worker.telling = True
         else:
             self.listener.message(worker.rank, message)
@@ -178,8 +196,22 @@ class Supervisor:
             self._hear(fresh)
 
     def _drain(self) -> None:
-        while self.selector.get_map() and self.selector.select(0):
+        while self.selector.select(0):
             self._read(0)
+
+    def _leave(self) -> None:
+        """Some time after a request to stop, have ranks leave the samples that they wait for: the others wait for them."""
+        if not self.board.asked():
+            return
+        if self.asked is None:
+            self.asked = time.monotonic()
+            self.listener.note("note  asked to stop: the ranks finish their step")
+        for worker in self.workers if self.leaves else ():
+            late = time.monotonic() - self.asked > HEARD and self.board.delays(worker.rank, HEARD)
+            if late and worker.status is None and worker.rank not in self.left:
+                self.left.add(worker.rank)
+                self.board.leave()
+                os.kill(worker.pid, signal.SIGTERM)
 
     def _look(self) -> None:
         """Name the ranks that make no progress, with their stacks in their logs; hold one guilty when it is time."""
@@ -187,7 +219,7 @@ class Supervisor:
         for group, waiting in self.hangs.names():
             for look in group:
                 self._log(look.rank, look.stack.text)
-            self.listener.note(told(group, waiting))
+            self.listener.note(told(group, waiting, self.listener.names, self.listener.logs))
         if hang is not None:
             self._log(hang.look.rank, hang.look.stack.text)
             self.listener.hung()
@@ -231,7 +263,7 @@ class Supervisor:
             if not any(w.telling for w in self.workers) and (said or waited > patience):
                 break
             self._ask()
-            self._read(0.05 if self.selector.get_map() else 0.002)
+            self._read(0.05 if any(w.opened for w in self.workers) else 0.002)
             self._reap()
         end(self.workers)
         self._drain()

@@ -12,6 +12,7 @@ import torch
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch import limits
+from plait.launch.loopback import LocalStore
 from plait.parallel.server.dealing import Rules
 
 
@@ -21,13 +22,13 @@ class Doors:
 
     key: bytes
     listening: tuple[socket.socket, ...]
-    store: socket.socket | None
+    store: LocalStore | None
     """Of the process group among servers, where there are several."""
 
     @staticmethod
     def open(servers: int) -> "Doors":
         """Doors for so many servers."""
-        store = limits.listening() if servers > 1 else None
+        store = LocalStore() if servers > 1 else None
         return Doors(secrets.token_bytes(32), tuple(limits.listening() for _ in range(servers)), store)
 
     @property
@@ -36,9 +37,10 @@ class Doors:
 
     def close(self) -> None:
         """Close them in this process."""
-        for door in (*self.listening, self.store):
-            if door is not None:
-                door.close()
+        for door in self.listening:
+            door.close()
+        if self.store is not None:
+            self.store.close()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from plait.launch.channel import Hub, Peer
 from plait.launch.place import Place, among
 from plait.parallel.server.layout import Layout, shared_out, weighted
 from plait.parallel.server.nesterov import DelayedNesterov
+from plait.tensors.norm import total_norm
 
 CPU = torch.device("cpu")
 
@@ -128,7 +129,7 @@ class Server:
     def _norm(self, gradients: list[Tensor]) -> float:
         """Over all servers. How far a save is travels with it."""
         checkpoints, servers = self.engine.checkpoints, self.setting.plan.servers
-        mine = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        mine = float(total_norm(gradients))
         row = torch.tensor([mine**2, checkpoints.word(servers)], dtype=torch.float64)
         if servers > 1:
             dist.all_reduce(row, group=self.engine.built.group)
