@@ -78,13 +78,13 @@ def _rewritten(file: Path, content: bytes) -> None:
 def _flip(scene: Scene, path: Path) -> None:
     file = _largest(path)
     content = bytearray(file.read_bytes())
-    content[scene.draw.randrange(len(content) // 2, len(content))] ^= 1 << scene.draw.randrange(8)
+    content[scene.chosen("byte", range(len(content) // 2, len(content)))] ^= 1 << scene.chosen("bit", range(8))
     _rewritten(file, bytes(content))
 
 
 def _flip_manifest(scene: Scene, path: Path) -> None:
     content = bytearray((path / MANIFEST).read_bytes())
-    content[scene.draw.randrange(len(content))] ^= 1 << scene.draw.randrange(8)
+    content[scene.chosen("byte", range(len(content)))] ^= 1 << scene.chosen("bit", range(8))
     _rewritten(path / MANIFEST, bytes(content))
 
 

@@ -15,7 +15,7 @@ from plait.chaos.damage import laid_out
 from plait.chaos.fault import Fault
 from plait.chaos.outcome import Outcome
 from plait.chaos.ranks import undisturbed
-from plait.chaos.scene import UNHURRIED, Scene
+from plait.chaos.scene import SHARED, UNHURRIED, Scene
 from plait.chaos.strike import Strike, marks
 from plait.chaos.watched import Watched
 from plait.config.errors import RESUMABLE
@@ -59,10 +59,16 @@ def _runs(pid: int) -> bool:
 
 
 def _everything(scene: Scene) -> Outcome:
-    """As when the machine loses its power: launcher and ranks at once, and what was being saved is torn."""
+    """As when the machine loses its power, or a scheduler ends all that a job has: also the process that waits to free its memory. What
+    was being saved is torn."""
     run = scene.start()
     run.reaches(scene.a_step())
+    for process in psutil.Process().children(recursive=True):
+        if process.pid not in scene.helpers:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
     run.end()
+    scene.expect(bool(scene.kept()) or not SHARED.is_dir(), "it had nothing in shared memory")
     scene.resume(lost=scene.since_checkpoint)
     return scene.measured
 
@@ -218,7 +224,8 @@ FAULTS = (
           "no rank outlives it by 2 s; --resume goes on", lambda scene: _lost(scene, signal.SIGKILL)),
     Fault("launcher-hangup", "SIGHUP of the launcher, whose terminal is closed",
           "the same", lambda scene: _lost(scene, signal.SIGHUP)),
-    Fault("power", "kill -9 of launcher and ranks at once", "what was saved is whole; --resume goes on", _everything),
+    Fault("power", "kill -9 of all processes of a run at once",
+          "checkpoints are complete; --resume continues, and deletes the snapshots in memory", _everything),
     Fault("two-launchers", "a second launcher resumes the run that is going on",
           "the second is refused (R001), the first one undisturbed", _second),
     Fault("sigterm-start", "SIGTERM while ranks are built",

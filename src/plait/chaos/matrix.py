@@ -5,7 +5,6 @@ import math
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from plait.chaos.scene import Scene, Setting
 from plait.chaos.watched import NotInTime, adopt
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.launch import fork
+from plait.launch.scratch import Scratch
 from plait.model.fake_model import sketched
 
 FAULTS = (
@@ -31,12 +31,13 @@ PATIENT = 2.5
 """`--patience` is at least so many times what the undisturbed run took to its first step."""
 
 
-def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) -> list[Row]:
-    """Try these faults. R008 when the job does not train undisturbed."""
+def run(
+    setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None], began: Callable[[float], None] = lambda seconds: None
+) -> list[Row]:
+    """Try these faults. R008 when the job does not train undisturbed. `began`: is told how long the undisturbed run took."""
     faults = list(faults)
     with _interruptible(), contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="plait-chaos-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(Scratch("chaos"))
         adopt()
         _warm(setting)
         setting = replace(setting, mounts=own_mounts())
@@ -44,7 +45,7 @@ def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) 
             with contextlib.suppress(OSError):
                 setting.hosts, remove = two_hosts()
                 stack.callback(remove)
-        _undisturbed(setting, folder)
+        began(_undisturbed(setting, folder))
         rows = list[Row]()
         for fault in faults:
             rows.append(_tried(setting, fault, folder / fault.name))
@@ -64,8 +65,8 @@ def _warm(setting: Setting) -> None:
         sketched(setting.job)
 
 
-def _undisturbed(setting: Setting, folder: Path) -> None:
-    """The run that all others are held against."""
+def _undisturbed(setting: Setting, folder: Path) -> float:
+    """The run that all others are held against; returns the seconds that it took."""
     scene = Scene(setting, "undisturbed", folder / "undisturbed")
     try:
         run = scene.start()
@@ -77,6 +78,7 @@ def _undisturbed(setting: Setting, folder: Path) -> None:
         setting.reference = Record.of(setting.run)
         begun = next((when - run.began for when, _ in run.steps), 0.0)
         setting.patience = max(setting.patience, math.ceil(PATIENT * begun))
+        return time.monotonic() - run.began
     except NotInTime as error:
         raise PlaitError(Problem("R008", f"the job does not train undisturbed: {error}"), FAILED) from None
     finally:

@@ -21,6 +21,8 @@ class Outcome:
     """Steps that were complete and had to be made again."""
     equal: str = ""
     """Whether losses, samples and weights are those of the undisturbed run."""
+    drawn: list[str] = field(default_factory=list)
+    """What chance chose: ranks, steps, bytes of a file."""
     short: list[str] = field(default_factory=list)
     """Where plait fell short of its promise."""
     said: str = ""

@@ -128,13 +128,14 @@ def _first_step(scene: Scene) -> Outcome:
 def hangs(
     act: str, phase: str, within: float = 0.0, says: str = "stopped making progress"
 ) -> Callable[[Scene], Outcome]:
-    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--patience` is."""
+    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--patience` is,
+    and in a pipeline too, where it is minutes: what one stage does says nothing of another."""
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
         strike = Strike(act, phase, scene.a_step(), scene.a_rank())
         words = (f"rank {strike.rank} {says}", "going on from step")
-        if within:
+        if within and scene.setting.plan.pp == 1:
             return scene.survives(strike, says=words, within=within)
         return scene.survives(strike, says=words, flags=scene.patient, within=_hanging(scene))
 

@@ -74,11 +74,17 @@ class Scene:
 
     def a_rank(self) -> int:
         """One of them."""
-        return self.draw.randrange(self.world)
+        return self.chosen("rank", range(self.world))
 
     def a_step(self) -> int:
         """The number of steps that are done when the fault comes: after a checkpoint, and before the next."""
-        return self.draw.randrange(self.setting.every + 1, 2 * self.setting.every)
+        return self.chosen("step", range(self.setting.every + 1, 2 * self.setting.every))
+
+    def chosen(self, what: str, among: range) -> int:
+        """A number by chance, which the row tells."""
+        number = self.draw.choice(among)
+        self.measured.drawn.append(f"{what} {number}")
+        return number
 
     def needs(self, missing: str, there: bool) -> None:
         """What the fault cannot be posed without; `missing` says why, if it is not there."""
@@ -144,15 +150,17 @@ class Scene:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        left = orphans()
-        if SHARED.is_dir():
-            left += [p.name for run in self.watched for p in SHARED.glob(f"plait-{os.getuid()}-{run.pid}-*")]
+        left = orphans() + self.kept()
         if left:
             self.fell(f"left behind: {', '.join(left)}")
         if self.measured.short:
             self.measured.output = "\n".join(run.output for run in self.watched)[-4000:]
         while self.undo:
             self.undo.pop()()
+
+    def kept(self) -> list[str]:
+        """What its runs have in shared memory."""
+        return [p.name for run in self.watched for p in SHARED.glob(f"plait-*-{run.pid}-*")] if SHARED.is_dir() else []
 
     # — the judgement —
 

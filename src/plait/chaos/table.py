@@ -31,14 +31,24 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
     return _seconds(found.detected), _seconds(found.again, found.resumed), lost, found.equal
 
 
+def _drawn(row: Row) -> str:
+    return f" ({', '.join(row.measured.drawn)})" if row.measured.drawn else ""
+
+
 def line(row: Row) -> str:
     """One fault on a terminal."""
     seen, again, lost, equal = _cells(row)
     why = f": {row.why}" if row.why else ""
-    text = f"{row.fault.name:<20} {seen:>6} {again:>6} {lost:>4} {equal:<8} {row.verdict}{why}"
+    text = f"{row.fault.name:<20} {seen:>6} {again:>6} {lost:>4} {equal:<8} {row.verdict}{why}{_drawn(row)}"
     if row.verdict != SHORT:
         return text.rstrip()
     return f"{text}\n{'':<20} {row.fault.done}; promised: {row.fault.promise}"
+
+
+def expected(faults: int, undisturbed: float) -> str:
+    """How long they will take: a fault took 1.7 to 1.9 times what the undisturbed run took, on two jobs (`docs/log.md`)."""
+    low, high = (f"{max(1, round(faults * times * undisturbed / 60))}" for times in (1.5, 2.5))
+    return f"the undisturbed run took {undisturbed:.1f} s: {faults} faults take about {low} to {high} min"
 
 
 def summary(rows: Iterable[Row], seconds: float) -> str:
@@ -84,7 +94,7 @@ def page(setting: Setting, job: str, rows: Iterable[Row], seconds: float) -> str
     for row in rows:
         why = f": {row.why}" if row.why else ""
         told = f"**{row.verdict}**{why}" if row.verdict == SHORT else f"{row.verdict}{why}"
-        cells = (f"`{row.fault.name}`", row.fault.done, row.fault.promise, *_cells(row), told.replace("|", "\\|"))
+        cells = (f"`{row.fault.name}`", row.fault.done + _drawn(row), row.fault.promise, *_cells(row), told.replace("|", "\\|"))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *_limits(rows)]) + "\n"
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.report import curve_drawing, drawing
-from plait.report.summary import check_run, json_rows, summary, text
+from plait.report.rows import metrics
+from plait.report.summary import check_run, summary, text
 from plait.report.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ class Run:
         return TimelinePicture(timeline(self.path, step))
 
     def _rows(self) -> list[dict[str, Any]]:
-        file = self.path / "metrics.jsonl"
-        return list(json_rows(file.read_bytes().splitlines())) if file.exists() else []
+        return metrics(self.path / "metrics.jsonl")
 
     def _job_of_file(self) -> Job:
         told = json.loads((self.path / "job.json").read_text(encoding="utf-8"))

@@ -2,14 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory
-from plait.report.summary import check_run, json_rows
+from plait.report.rows import events
+from plait.report.summary import check_run
 
 WARM_UP, KEPT = 3, 200
 """The first steps are not typical, and the last ones tell enough."""
@@ -59,7 +59,7 @@ def read(run: RunDirectory, step: int | None) -> tuple[Plan, list[Measured], Mea
     """(the run's plan, typical steps, the one to show). R003 when there is no run, R004 when it has no such events."""
     check_run(run.path, "plait report {} --timeline")
     plan = Plan.load(run.path / "plan.toml").fill(None)
-    rows = [_rows(run.events(rank), step) for rank in range(plan.world)]
+    rows = [events(run.events(rank), step, KEPT) for rank in range(plan.world)]
     common = sorted(set(rows[0]).intersection(*rows[1:]))
     if step is not None and step not in common:
         have = f"steps {common[0]} to {common[-1]} are there" if common else "no step was recorded by every rank"
@@ -74,13 +74,6 @@ def read(run: RunDirectory, step: int | None) -> tuple[Plan, list[Measured], Mea
     middle = median_low(m.seconds for m in typical)
     shown = next(m for m in typical if m.seconds == middle) if step is None else steps[step]
     return plan, [m for m in typical if m.microbatches == shown.microbatches] or [shown], shown
-
-
-def _rows(path: Path, step: int | None) -> dict[int, dict[str, Any]]:
-    """The last rows of an events file, and that of `step`."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    wanted = [line for line in lines[:-KEPT] if step is not None and line.startswith(b'{"step": %d,' % step)]
-    return {row["step"]: row for row in json_rows((*wanted, *lines[-KEPT:])) if isinstance(row.get("step"), int)}
 
 
 def _measured(step: int, rows: list[dict[str, Any]]) -> Measured:

@@ -1,8 +1,7 @@
 """A run in a few lines of text: how far it came, its loss as a curve, how fast it was, evaluations and checkpoints."""
 
-import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem
 from plait.engine.memory_use import MemoryUse, fullest
 from plait.engine.run_directory import RunDirectory
+from plait.report.rows import NUMBER, metrics
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -26,22 +26,10 @@ def check_run(folder: Path, command: str) -> None:
         raise PlaitError(Problem("R003", f"there is no run in {folder}", fix=fix))
 
 
-def json_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The objects on the lines of a JSON file; a line torn by a kill is left out."""
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
-
-
 def summary(folder: Path) -> dict[str, Any]:
-    """What a run's files say. R003 when there is no run, R004 when it has made no step."""
+    """What a run's files say. R003 when there is no run, R004 when it has made no step, R009 for rows that are damaged."""
     check_run(folder, "plait report {}")
-    metrics = folder / "metrics.jsonl"
-    rows = list(json_rows(metrics.read_bytes().splitlines() if metrics.exists() else ()))
+    rows = metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     if not steps:
         what, fix = f"{folder} has no metrics", ("train for a step or more",)
@@ -53,7 +41,7 @@ def summary(folder: Path) -> dict[str, Any]:
         "run": str(folder), "steps": steps[-1]["step"], "samples": steps[-1]["samples"],
         "loss": {"first": losses[0], "last": losses[-1], "lowest": min(losses)} if losses else None,
         "curve": losses, "unit": "tok/s" if rate == "tokens_per_s" else "samples/s",
-        "rate": median(row[rate] for row in typical), "seconds": sum(row["seconds"] for row in steps),
+        "rate": median(row[rate] for row in typical if isinstance(row.get(rate), NUMBER)), "seconds": sum(row["seconds"] for row in steps),
         "skipped": sum(bool(row.get("skipped")) for row in steps),
         "evaluations": [{"step": row["step"], **row["evaluation"]} for row in rows if "evaluation" in row],
         "memory": _memory(folder),
