@@ -1,5 +1,6 @@
 """Does plait compute the right numbers on a device: environment, `plait verify`, a process group, and several ranks on one GPU."""
 
+import ctypes
 import importlib.metadata
 import json
 import mmap
@@ -8,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +26,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import detect, fork, forkable
+from plait.launch import detect, devices, fork, forkable
 from plait.launch.place import Place
 from plait.parallel.data import strategy as data_parallel
 from plait.proof.probes import TOLERANCE
@@ -65,14 +68,17 @@ def gpt(**more: Any) -> Job:
     return whole_batches(load_job(GPT, {name: str(value) for name, value in {**SMALL, **more}.items()}))
 
 
+def left_open() -> Job:
+    """With an AdamW that says nothing of its kernel: plait fuses it, and an offloaded one is the host's."""
+    return replace(gpt(), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+
+
 def llama(size: str = "tiny", **more: Any) -> Job:
     return whole_batches(load_job(LLAMA, {name: str(value) for name, value in {"size": size, **more}.items()}))
 
 
 def mixture(length: int = 32) -> Job:
     """The llama's text, with a mixture of four experts in every layer."""
-    from dataclasses import replace
-
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -92,7 +98,7 @@ def environment(setting: Setting) -> dict[str, Look]:
         "forks": partial(forks, setting),
     }
     if setting.gpu:
-        looks |= {"device": device, "a fork after CUDA": late_fork}
+        looks |= {"device": device, "a fork after CUDA": late_fork, "a fork after the driver": partial(late_fork, started)}
     if shutil.which("nvidia-smi"):
         looks["driver"] = smi
     return looks | {"plait train": partial(command_line, setting)}
@@ -169,15 +175,24 @@ def forks(setting: Setting) -> Row:
     return {"saw": "this process has not touched the device; a rank forked from it computes there"}
 
 
-def late_fork() -> Row:
-    """What plait says where the order is wrong."""
+def used() -> None:
     torch.ones(1, device="cuda")
+
+
+def started() -> None:
+    """As libraries beside torch do."""
+    assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+
+
+def late_fork(before: Callable[[], None] = used) -> Row:
+    """What plait says where the order is wrong."""
+    before()
     try:
-        fork.run(lambda place: {}, 1)
+        devices.check("cuda", 1)
     except PlaitError as error:
         assert "H011" in error.codes, error
         return {"saw": "refused with H011"}
-    raise AssertionError("a process that had used CUDA was forked")
+    raise AssertionError("a process whose copies cannot use CUDA was forked")
 
 
 def command_line(setting: Setting) -> Row:
@@ -194,7 +209,7 @@ def command_line(setting: Setting) -> Row:
 
 def equal(make: Any, plan: str, kind: str) -> Row:
     """`plait verify`; under compile=true a graph must have been compiled."""
-    job, seen = make(), mmap.mmap(-1, 1)  # shared with the processes that verify forks
+    seen = mmap.mmap(-1, 1)  # shared with the processes that verify forks
 
     def compiles(graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -202,8 +217,8 @@ def equal(make: Any, plan: str, kind: str) -> Row:
         seen[0] = 1
         return compile_fx(graph, inputs)
 
-    with patch.object(torch, "compile", partial(torch.compile, backend=compiles)):
-        verdict = verify(job, Plan.parse(plan), device=kind)
+    with patch.object(torch, "compile", partial(torch.compile, backend=compiles)), forkable.answered_by_forks():
+        verdict = verify(make(), Plan.parse(plan), device=kind)
     assert verdict.equal, f"{verdict.first_wrong}: {verdict.cause}"
     assert bool(seen[0]) == ("compile=true" in plan), "nothing was compiled"
     worst = max(probe.worst for probe in verdict.probes if probe.tolerance <= TOLERANCE)
@@ -224,6 +239,7 @@ def one_device(setting: Setting) -> dict[str, Look]:
     plans = [plan for plan in ONE if setting.gpu or "tf32" not in plan]
     plans += ["precision=fp8"] if has("torchao") and setting.gpu else []
     looks: dict[str, Look] = {f"gpt, {plan}": partial(equal, gpt, plan, setting.kind) for plan in plans}
+    looks |= {f"gpt, AdamW left open, {plan}": partial(equal, left_open, plan, setting.kind) for plan in ("dp=1", "offload=optimizer")}
     looks["cnn, dp=1"] = partial(equal, partial(load_job, CNN), "dp=1", setting.kind)
     if has("transformers"):
         tiny = partial(llama, length=32, batch=8)
@@ -246,6 +262,7 @@ def shared(make: Any, plan: str, kind: str) -> Row:
 def two_ranks(setting: Setting) -> dict[str, Look]:
     """Two ranks on one device, and what they send carried by the host: NCCL refuses a device that has a rank already."""
     looks: dict[str, Look] = {f"gpt, {plan}": partial(shared, gpt, plan, setting.kind) for plan in AXES}
+    looks["gpt, AdamW left open, fsdp=2"] = partial(shared, left_open, "fsdp=2", setting.kind)
     looks["cnn, dp=2"] = partial(shared, partial(load_job, CNN), "dp=2", setting.kind)
     if has("transformers"):
         looks["llama, tp=2"] = partial(shared, partial(llama, length=32, batch=8), "tp=2", setting.kind)

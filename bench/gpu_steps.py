@@ -54,13 +54,13 @@ class Waits:
 
 @contextmanager
 def watched(kind: str) -> Iterator[Waits]:
-    """Counts what waits: operators by torch's debug mode, which says nothing of events and streams, and these by their methods."""
+    """Counts what waits: operators and streams by torch's debug mode, which says nothing of events and devices, and these by their methods."""
     waits, cuda = Waits(), torch.cuda
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
         warnings.showwarning = waits.warned
-        for holder, name in ((cuda.Event, "synchronize"), (cuda.Stream, "synchronize"), (cuda, "synchronize")):
+        for holder, name in ((cuda.Event, "synchronize"), (cuda, "synchronize")):
             plain = getattr(holder, name)
 
             def waiting(*args: Any, plain: Any = plain, what: str = f"{holder.__name__}.{name}", **options: Any) -> Any:
