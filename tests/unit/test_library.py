@@ -1,5 +1,7 @@
 """Code of a library, wherever it lies, is told from the user's own: by where errors point, and by what a run's fingerprint reads."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +66,36 @@ def test_a_job_beside_installed_packages_is_the_user_s_own(tmp_path: Path, monke
     loss = execute(tmp_path / "job.py").loss
     assert not is_library(str(tmp_path / "job.py")) and is_library(str(tmp_path / "vendored" / "__init__.py"))
     assert fingerprint.code(loss)["code"] != fingerprint.code(lambda a, b: a)["code"]
+
+
+NOISY = """
+import logging
+def asked():
+    logging.getLogger(__name__).warning("you called it")
+    logging.getLogger("torch.noisy").warning("torch says so")
+logging.getLogger(__name__).error("it is broken")
+logging.getLogger(__name__).warning("a kernel is missing")
+logging.getLogger("torch.noisy").warning("an enum is deprecated")
+asked()
+"""
+
+
+def test_what_libraries_log_while_they_are_imported_is_not_shown(tmp_path: Path) -> None:
+    put(tmp_path / "opt", "noisy").write_text(NOISY)
+    (tmp_path / "own.py").write_text("import logging, noisy\nlogging.getLogger('mine').warning('mine')\n")
+    (tmp_path / "calls.py").write_text("import noisy\nnoisy.asked()\n")
+    (tmp_path / "late.py").write_text("def job():\n    import noisy\n    noisy.asked()\n")
+    (tmp_path / "asks.py").write_text("import logging\nlogging.basicConfig()\nimport noisy\n")
+
+    def said(job: str, then: str = "") -> list[str]:
+        program = f"from pathlib import Path; from plait.config.job import execute; module = execute(Path('{tmp_path}/{job}.py')){then}"
+        environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{tmp_path / 'opt'}"}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True, check=True)
+        return [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
+
+    assert said("own") == ["it is broken", "mine"]
+    assert said("calls") == said("late", ".job()") == ["it is broken", "you called it", "torch says so"]
+    assert said("asks") == ["ERROR:noisy:it is broken", "WARNING:noisy:a kernel is missing", "WARNING:noisy:you called it"]
 
 
 def told(value: object) -> dict[str, object]:

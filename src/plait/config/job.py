@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, cast, get_args, get_origin
 
 from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
-from plait.config.library import is_library, is_user_module
+from plait.config.library import hush_imports, is_library, is_user_module
 from plait.config.phases import JointLoss, JointOptimizer, Phase, joint
 
 SLICES = ("column", "row", "vocabulary", "whole")
@@ -298,6 +298,7 @@ def execute(file: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     vars(module)["folder_is_ours"] = _enter(str(file.parent))
     sys.modules[module_name] = module
+    hush_imports()
     try:
         with _no_silent_exit():
             spec.loader.exec_module(module)

@@ -1,10 +1,12 @@
 """Which code is of a library, and which the user's own."""
 
 import functools
+import logging
 import os
 import site
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 
 PLAIT = str(Path(__file__).parents[1]) + os.sep
@@ -31,6 +33,27 @@ def is_user_module(name: str) -> bool:
 
 def _is_installed(folder: str, file: str) -> bool:
     return os.path.basename(folder) in _NAMED_FOR_IT or file.partition(os.sep)[0] in _distributed(folder)
+
+
+def hush_imports() -> None:
+    """From now on warnings that libraries log while they are imported are not shown above plait's answers. Errors are, and so is all of it
+    where the job configures logging."""
+    import torch  # which hands out its log by a handler of its own
+
+    for handler in (logging.lastResort, *logging.getLogger(torch.__name__).handlers):
+        if handler is not None:
+            handler.addFilter(_is_shown)  # once, however often
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """False for a warning that comes from an import, with no line of the user's own in between."""
+    for frame, _ in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return record.levelno > logging.WARNING
+        if not file.startswith("<") and not is_library(file):
+            break
+    return True
 
 
 @functools.cache
