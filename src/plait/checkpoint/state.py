@@ -62,7 +62,7 @@ def _evaluated(training: Training, model: dict[str, Part]) -> dict[str, Part]:
 def _compressed(training: Training, model: dict[str, Part]) -> Iterator[tuple[str, str, Part]]:
     """(name in a checkpoint, name in `Compressor.state`, part) of what compressed sums keep on this rank."""
     built = training.built
-    place = built.at["dp" if built.rare is None else "replica_groups"]
+    place = built.mesh.at["dp" if built.rare is None else "replica_groups"]
     for key, tensor in (built.compressor.state() if built.compressor is not None else {}).items():
         kind, _, parameter = key.partition("/")
         if kind == RESIDUAL:

@@ -16,7 +16,7 @@ from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
+from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.data import batch as data_module
 from plait.data import ready, sampling
@@ -39,7 +39,7 @@ from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_sums import CrossGroupSums
-from plait.parallel.mesh import group_of
+from plait.parallel.mesh import EXPERT_REPLICAS, Mesh
 from plait.parallel.order import CUTTING, ORDER
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
@@ -140,8 +140,9 @@ def build(
     share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
     made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known[0]
     built = start_build(job, plan, place, (device, cast), made)
-    built.group = group
-    _meet(built)
+    built.mesh = Mesh(plan, place.rank, group)
+    built.mesh.connect_axes()
+    built.sharers = BatchPeers([*built.mesh.ranks(*OTHER_SAMPLES)] if group is not None else None, plan.microbatches)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
         with state_kept(made.model.modules()), OutsideWrites():
@@ -222,12 +223,12 @@ def start_build(
     example = sampling.example(job, samples)
     with host_kept():
         ready.check(job, samples, example[0])
-    built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
+    built = Built(job, plan, place, how[0], Mesh(plan, place.rank), made.model, samples, Sketch(()), cast=how[1])
     built.on_host = made.on_host
     pairs = lambda n: move(data_module.first_samples(example, n), built.model_device, how[1])  # noqa: E731
     once = call if plan.pp == 1 and built.cast is None else partial(_as_trained, built)
     built.inputs = DeviceCopies(how[0])
-    built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
+    built.own, built.shares = dict(made.model.named_parameters()), made.shares
     built.attributes = {n: ParameterAttributes.of(p) for n, p in built.own.items()}
     built.hooks = {n: hooks for n, p in built.own.items() if (hooks := ParameterHooks.taken(p))}
     built.trial_call, built.pairs = once, pairs
@@ -265,21 +266,6 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     found = context.stretched(built) if context.wanted(plan) else found
     needs = optimizer_check.needs(job, plan, found)
     return replace(found, whole_update=needs.whole, single_steps=needs.singly)
-
-
-def _meet(built: Built) -> None:
-    """The groups of ranks that this one has to do with. All ranks make all groups, in the same order."""
-    plan, rank = built.plan, built.place.rank
-    built.at, built.peers, built.inside = plan.at(rank), built.group, built.group
-    if plan.rarely:
-        built.inside = group_of(plan, WITHIN)
-    if plan.across:
-        built.groups = {axis: group_of(plan, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
-        built.peers = group_of(plan, OTHER_SAMPLES)
-    if plan.along(SAME_PARTS) > 1 and plan.processes != "one":
-        built.copies = built.group if plan.world == plan.dp else group_of(plan, SAME_PARTS)
-    ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
-    built.sharers = BatchPeers(ranks, plan.microbatches)
 
 
 def _sketched(built: Built, made: BuiltModel) -> Sketch:
@@ -351,7 +337,8 @@ def check_copies(built: Built, step: int) -> None:
     if built.average is not None:
         named += built.average.tensors.items()
     names, apart = list[str](), list[Tensor]()
-    for group, shared in ((built.copies, False), (built.alike, True)):
+    for axes, shared in ((SAME_PARTS, False), (EXPERT_REPLICAS, True)):
+        group = built.mesh.group_or_none(*axes)
         mine = [(name, t) for name, t in named if (name in built.experts) is shared]
         if group is not None and mine:
             more, row = differences(mine, group, built.device)

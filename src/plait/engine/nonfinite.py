@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.training import Training
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.keys import WITHIN
 from plait.data.batch import Batch, Micro
 from plait.engine.passes import Passes
 from plait.model.make import call
@@ -296,4 +297,4 @@ def _some(ids: list[int]) -> str:
 
 
 def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:
-    return exchange(json.dumps(value).encode(), engine.built.inside, engine.built.device)
+    return exchange(json.dumps(value).encode(), engine.built.mesh.group_or_none(*WITHIN), engine.built.device)

@@ -77,6 +77,10 @@ class Sketch:
     """(name, shape, dtype) of every parameter that is trained, tied ones once."""
     frozen: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
     """The same of every parameter that is not."""
+    order: tuple[str, ...] = ()
+    """Names of both, in the model's order."""
+    buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    """The same of every buffer."""
     attributes: Mapping[str, ParameterAttributes] = field(default_factory=dict, compare=False)
     """What code has put on parameters, of those that have any."""
     places: dict[str, int | None] = field(default_factory=dict)
@@ -191,6 +195,8 @@ def sketch(
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
+        tuple(name for name, _ in model.named_parameters()),
+        tuple((n, tuple(b.shape), b.dtype) for n, b in model.named_buffers()),
         attributes={n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
         places=places,
         drawn=drawn,

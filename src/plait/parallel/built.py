@@ -19,6 +19,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.loss_scale import LossScale
+from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.replicas import Replicas
 from plait.parallel.shares.balance import Balance
@@ -154,7 +155,7 @@ class Built:
     plan: Plan
     place: Place
     device: torch.device
-    group: ProcessGroup | None
+    mesh: Mesh
     model: nn.Module
     data: Any
     sketch: Sketch
@@ -195,32 +196,18 @@ class Built:
     """What makes the sums of copies under `compress`, and holds the residuals."""
     shards: FsdpRuntime | None = None
     """What runs the parts of a sharded model, if it is one."""
-    peers: ProcessGroup | None = None
-    """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
     pipe: PipelineRuntime | None = None
     """This rank's part of the pipeline, if there is one."""
     in_fp8: tuple[str, ...] = ()
     """Linear layers that compute in fp8 under `precision=fp8`."""
     elsewhere: tuple[str, ...] = ()
     """Units of other stages: their buffers are not this rank's."""
-    copies: ProcessGroup | None = None
-    """The group of ranks that hold copies of this rank's parts."""
-    at: dict[str, int] = field(default_factory=dict)
-    """This rank's place on every axis of the mesh."""
-    inside: ProcessGroup | None = None
-    """The ranks of this one's replica group: all ranks, where there is only one."""
     rare: "RareSync | None" = None
     """What this rank synchronises with its replica group's like in other groups."""
-    groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
     cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
     """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
     experts: set[str] = field(default_factory=set)
     """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
-    alike: ProcessGroup | None = None
-    """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
-    apart: ProcessGroup | None = None
-    """The group of ranks that keep parts of the same experts, if they are kept as parts."""
     sharers: BatchPeers = field(default_factory=BatchPeers)
     """The ranks with other samples, while a step's passes run."""
     holders: dict[str, int] = field(default_factory=dict)
@@ -261,6 +248,11 @@ class Built:
     """What of the model uses the batch in eval mode (`engine/batch_dependence.py`)."""
     unlike: tuple[str, ...] = ()
     """What differs from rank to rank in what an iterable gives."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group of all ranks; None where there is one process."""
+        return self.mesh.everyone
 
     @property
     def model_device(self) -> torch.device:

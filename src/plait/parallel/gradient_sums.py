@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.config.keys import SAME_SLICES
+from plait.config.keys import SAME_SLICES, WITHIN
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
@@ -30,7 +30,7 @@ class CrossGroupSums:
     """
 
     def __init__(self, names: list[str], built: Built):
-        self.names, self.own, self.everybody = names, built.own, built.inside
+        self.names, self.own, self.everybody = names, built.own, built.mesh.group_or_none(*WITHIN)
         self.inner, self.shards = built.reducer, built.shards
         self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan

@@ -19,7 +19,9 @@ After Liu et al. 2025, Muon is Scalable for LLM Training, section 2.3, for any o
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, product
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides, shard_of
-from plait.parallel.mesh import group_of
+from plait.parallel.spec import ShardPlan
 from plait.parallel.tensor.wiring import layout_of
 from plait.tensors.collectives import host_or
 from plait.tensors.part import Part, everything
@@ -36,9 +38,10 @@ from plait.tensors.part import Part, everything
 
 def apply(built: Built) -> None:
     """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
-    group = group_of(built.plan, ("fsdp", "tp"))
-    whole = WholeTensors(built, group)
-    if not whole.names:
+    built.mesh.connect("fsdp", "tp")
+    group = built.mesh.group_or_none("fsdp", "tp")
+    whole = None if group is None else WholeTensors(built, group)
+    if whole is None or not whole.names:
         return
     built.masters = {**built.own, **whole.placeholders, **whole.owned}
     built.updated_elsewhere = set(whole.placeholders)
@@ -47,6 +50,20 @@ def apply(built: Built) -> None:
     built.copy_back.append(whole.scatter_weights)
     built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
     built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+
+
+def specs(table: ShardPlan) -> ShardPlan:
+    """The owner of each tensor that ranks have parts of: of each stage the largest first, to the rank that has least to update."""
+    plan, found = table.plan, dict(table.specs)
+    places = [{"fsdp": fsdp, "tp": tp} for fsdp, tp in product(range(plan.fsdp), range(plan.tp))]
+    for stage in range(plan.pp):
+        here = [s for s in found.values() if s.trainable and s.is_here({"pp": stage})]
+        parted, load = [s for s in here if any(s.ranges(at) != everything(s.shape) for at in places)], [0] * len(places)
+        for spec in sorted(parted, key=lambda s: (-prod(s.shape), s.name)):
+            owner = load.index(min(load))
+            load[owner] += prod(spec.shape)
+            found[spec.name] = replace(found[spec.name], owners=(*found[spec.name].owners, (stage, owner)))
+    return replace(table, specs=found)
 
 
 class WholeTensors:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from plait.config.plan import Plan
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import ShardGroup, along, divides
+from plait.parallel.mesh import EXPERT_REPLICAS
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
 
@@ -32,16 +33,17 @@ def known() -> bool:
 
 def lying(built: Built) -> dict[str, ShardGroup]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
-    if built.apart is None:
+    if (shards := built.mesh.group_or_none("efsdp")) is None:
         return {}
+    replicas = built.mesh.group_or_none(*EXPERT_REPLICAS)
     shapes = {n: tuple(built.own[n].shape) for n in built.own if n in built.experts and divides(built.own[n].shape)}
-    return {n: ShardGroup(built.apart, built.alike, along(s, built.apart.size())) for n, s in shapes.items()}
+    return {n: ShardGroup(shards, replicas, along(s, shards.size())) for n, s in shapes.items()}
 
 
 def placement(built: Built, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
-    if not where or built.apart is None:
+    if not where:
         return None
-    mesh = FSDPMeshInfo(DeviceMesh.from_group(built.apart, device.type), shard_mesh_dim=0)
+    mesh = FSDPMeshInfo(DeviceMesh.from_group(built.mesh.group("efsdp"), device.type), shard_mesh_dim=0)
     dims = {id(built.own[n]): one.dim for n, one in where.items()}
     return lambda p: ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None

@@ -47,7 +47,7 @@ class RareSynchroniser:
 
     def __init__(self, built: Built):
         self.built, self.plan = built, built.plan
-        self.group, self.count = built.groups["replica_groups"], built.plan.replica_groups
+        self.group, self.count = built.mesh.group("replica_groups"), built.plan.replica_groups
         self.outer = built.plan.sync == "diloco"
         parts = built.parts()
         trained = {n for n, p in built.own.items() if p.requires_grad}
