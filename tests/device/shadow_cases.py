@@ -62,7 +62,9 @@ def trained(
         )
         if resume:
             engine.resume()
-        alike = [p for n, p in engine.built.own.items() if engine.built.holders.get(n, 1) > 1 and n not in engine.built.cuts]
+        specs = engine.built.table.specs
+        sliced = {n for n, spec in specs.items() if spec.expert or any(split.axis == "tp" for split in spec.splits)}
+        alike = [p for n, p in engine.built.own.items() if n not in sliced and engine.plan.tp > 1]
         for p in alike if apart else ():
             p.register_hook(lambda grad: grad * (1 + apart * place.rank))
         most = torch.cuda.max_memory_allocated() if device == "cuda" else 0

@@ -20,7 +20,7 @@ from torch import nn
 import plait
 from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
+from plait.config.keys import OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
 from plait.engine.build import build
 from plait.launch.place import Place
@@ -32,12 +32,9 @@ from plait.parallel.data.buckets import Reducer
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.partition import StageLayout
-from plait.parallel.tensor import strategy as tensor
-from plait.parallel.whole_tensors import layouts
 from plait.planner.dryrun.dry_run import CPU, known
 from plait.planner.dryrun.pretend import Pretending, process_group
 from plait.planner.dryrun.rank_kinds import RankKinds
-from plait.proof.notes import PartLayout
 from plait.tensors.torch_private import FakeTensorMode
 
 Facts = dict[str, Any]
@@ -107,23 +104,18 @@ def real(built: Built) -> Facts:
             found = [("sum", ranks_of(shards.same_slices if plan.across else shards.everybody))]
         elif id(parameter) in in_buckets:
             found = [("sum", ranks_of(inner.group))]
-        mine = [group for names, group in built.partial if name in names]
-        found += [("mean" if built.averaged.get(name) is group else "sum", ranks_of(group)) for group in mine]
+        mine = [one for one in outer.late if name in one.names] if isinstance(outer, CrossGroupSums) else []
+        found += [("mean" if name in one.means else "sum", ranks_of(one.group)) for one in mine]
         return [one for one in found if one[1] is not None]
 
-    parts = {n: (p.shape, p.ranges, tuple(p.tensor.shape)) for n, p in built.parts().items()}
     trained = {n: p for n, p in built.own.items() if p.requires_grad}
-    before = {n: PartLayout.of(built, n, p) for n, p in built.own.items()}
+    scattered = {n: shards.where(n) for n in sharded} if shards is not None else {}
+    masters = {n: p for n, p in (built.masters or {}).items() if built.whole.whole_update and p is not built.own.get(n)}
     return {
         "own": {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in built.own.items()},
-        "parts": {n: part for n, part in parts.items() if n in built.own},
-        "buffers": {n: part for n, part in parts.items() if n not in built.own},
-        "gradients before their sum": {n: (p.shape, p.ranges, p.dim, p.parts, p.mine) for n, p in before.items()},
+        "shards": {n: (where.dim, where.group.size(), where.group.rank()) for n, where in scattered.items()},
         "sums": {n: sums(n, p) for n, p in trained.items()},
-        "norm": {n: outer._copies(n) for n in trained} if isinstance(outer, CrossGroupSums) else {},
-        "absent": sorted(built.elsewhere),
-        "owned": (built.updated_whole, built.updated_elsewhere),
-        "layouts": [{n: part.ranges for n, part in row.items()} for row in layouts(built)] if plan.ep == 1 else [],
+        "owned": tuple({n for n, p in masters.items() if p.is_meta is kind} for kind in (False, True)),
         "sketch": outline(built.sketch),
         "groups": {axes: ranks_of(built.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
     }  # fmt: skip
@@ -133,33 +125,25 @@ def told(table: spec.ShardPlan, rank: int, built: Built) -> Facts:
     """The same by the table."""
     plan, mesh = table.plan, Mesh(table.plan, rank)
     at, here = mesh.at, table.here(mesh.at)
-    own, buffers = ({n: s for n, s in here.items() if s.buffer is kind} for kind in (False, True))
+    own = {n: s for n, s in here.items() if not s.buffer}
     among = lambda axes, only=(): r if len(r := mesh.ranks(*axes, only=only)) > 1 else None  # noqa: E731
-    part = lambda s: (s.shape, s.ranges(at), spec.sizes(s.ranges(at)))  # noqa: E731
-    shard = lambda s: (f[1], f[0].ranks, at[f[0].axis]) if (f := s.shard(at)) else (0, 1, 0)  # noqa: E731
+    shards = {n: (found[1], found[0].ranks, at[found[0].axis]) for n, s in own.items() if (found := s.shard(at))}
 
     def sums(one: spec.ParamSpec) -> list[Any]:
         found, as_it_is = list[Any](), one.shard(at) is None  # what is not sharded is summed with its replicas in one message
         for reduce in one.grad:
             if reduce.op == "scatter":
                 both = ("sum", among((*reduce.axes, *SAME_PARTS)))
-                found.append(both if as_it_is else ("scatter", among(reduce.axes), shard(one)[0]))
+                found.append(both if as_it_is else ("scatter", among(reduce.axes), shards[one.name][0]))
             elif not (as_it_is and one.grad[0].op == "scatter" and reduce is one.grad[1]):
                 found.append((reduce.op, among(reduce.axes, reduce.only(at))))
         return [row for row in found if row[1] is not None]
 
-    owner, me = {n: dict(s.owners).get(at["pp"]) for n, s in own.items()}, at["fsdp"] * plan.tp + at["tp"]
-    places = [{**at, "fsdp": f, "tp": t} for f in range(plan.fsdp) for t in range(plan.tp)] if plan.ep == 1 else []
     trained = {n: s for n, s in own.items() if s.trainable}
     return {
-        "own": {n: (part(s)[2], s.dtype, s.trainable) for n, s in own.items()},
-        "parts": {n: part(s) for n, s in own.items()}, "buffers": {n: part(s) for n, s in buffers.items()},
-        "gradients before their sum": {n: (s.shape, s.ranges(at, at_rest=False), *shard(s)) for n, s in own.items()},
+        "own": {n: (spec.sizes(s.ranges(at)), s.dtype, s.trainable) for n, s in own.items()}, "shards": shards,
         "sums": {n: sums(s) for n, s in trained.items()},
-        "norm": {n: table.replicas(n, at) for n in trained} if isinstance(built.reducer, CrossGroupSums) else {},
-        "absent": table.absent(at),
-        "owned": ({n for n, o in owner.items() if o == me}, {n for n, o in owner.items() if o not in (None, me)}),
-        "layouts": [{n: s.ranges(place) for n, s in own.items()} for place in places],
+        "owned": (table.owned(at), table.owned_by_others(at)),
         "sketch": outline(local_sketch(built.job, plan, built.whole, at)),
         "groups": {axes: among(axes) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
     }  # fmt: skip
@@ -185,7 +169,7 @@ def ranks(name: str, plan: Plan, gpu: bool) -> Iterator[tuple[int, Facts, Facts]
 
     for rank in range(plan.world):
         model = make(job, CPU, None, None, None).model
-        directly = patch.object(tensor, "directly", lambda device: not gpu)  # the one place where sums depend on the device
+        directly = patch("plait.engine.build.directly", lambda device: not gpu)  # the one place where sums depend on the device
         with directly, process_group(rank, plan.world), Pretending(FakeTensorMode(allow_non_fake_inputs=True), real=True):
             built = build(job, plan, Place(rank, plan.world), CPU, known=(BuiltModel(model, model), sketch))
             yield rank, real(built) | {"kind": local(kinds.like(rank))}, told(table, rank, built) | {"kind": local(rank)}
@@ -211,8 +195,9 @@ def test_ranks_have_what_the_table_says(name: str, plan: str) -> None:
 
 GPT = (
     "dp=2,fsdp=2,fsdp=2 zero=1,dp=2 fsdp=2,tp=2,tp=4,fsdp=2 tp=2,pp=2 microbatches=2,pp=4 microbatches=4,pp=2 tp=2 microbatches=2,cp=2,fsdp=2 cp=2,"
-    "pp=2 cp=2 microbatches=2,pp=2 dp=2 tp=2 microbatches=2,pp=2 stages_per_rank=2 schedule=interleaved microbatches=2,pp=2 fsdp=2 tp=2 microbatches=2,"
-    "tp=2 cp=2,replica_groups=2 tp=2 every=4,replica_groups=2 dp=2 every=2,dp=2 offload=optimizer,fsdp=2 offload=all,tp=2 GPU,dp=2 tp=2 GPU"
+    "pp=2 cp=2 microbatches=2,pp=2 dp=2 tp=2 microbatches=2,pp=2 stages_per_rank=2 schedule=interleaved microbatches=2,"
+    "pp=2 fsdp=2 tp=2 microbatches=2,tp=2 cp=2,replica_groups=2 tp=2 every=4,replica_groups=2 dp=2 every=2,"
+    "dp=2 offload=optimizer,fsdp=2 offload=all,tp=2 GPU,dp=2 tp=2 GPU"
 )
 MOE = "ep=2,dp=4 ep=2,fsdp=4 ep=2,pp=2 ep=2 microbatches=2,fsdp=2 ep=2 cp=2,fsdp=4 ep=2 cp=2,dp=2 tp=2 GPU"
 MUON = "fsdp=2,dp=2 fsdp=2,tp=2,fsdp=2 tp=2,pp=2 tp=2 microbatches=2,fsdp=2 cp=2"

@@ -18,6 +18,7 @@ console           what a person sees while a run goes on
 inline            the live line of a run in a notebook
 plan              plait plan
 tensor_table      plait plan --show tensor
+parameter_table   plait plan --show parameters
 check             plait check
 sketch            plait sketch
 submit            plait submit

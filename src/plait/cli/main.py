@@ -311,7 +311,10 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         help="which way to synchronise is fastest, by link speed and spread; --out map.svg draws it",
     )
     add("--try", type=int, default=0, dest="tries", metavar="K", help="run the first K for a few steps, here")
-    add("--show", choices=("tensor",), help="of --plan: which layers tp cuts, how, what stays whole and why")
+    add(
+        "--show", choices=("tensor", "parameters"),
+        help="of --plan: which layers tp cuts, how, what stays whole and why; or what each rank has of each parameter",
+    )  # fmt: skip
     add("--dry-run", action="store_true", help="make a step of --plan, of one rank of each kind, without processes")
     parser.set_defaults(run=_elsewhere("plait.cli.plan"))
 

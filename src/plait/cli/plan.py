@@ -34,9 +34,9 @@ UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1
 def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.show:
-        from plait.cli import tensor_table
+        from plait.cli import parameter_table, tensor_table
 
-        return tensor_table.run(options)
+        return {"tensor": tensor_table, "parameters": parameter_table}[options.show].run(options)
     memory = size(options.memory)
     if options.dry_run:
         from plait.planner.dryrun import dry_run

@@ -40,14 +40,14 @@ from plait.parallel.fsdp import optimizer_check
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.mesh import EXPERT_REPLICAS, Mesh
-from plait.parallel.order import CUTTING, ORDER
+from plait.parallel.order import CUTTING, ORDER, shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness, host_kept
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
-from plait.tensors.collectives import differences
+from plait.tensors.collectives import differences, directly
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import format_in, loss_kept, state_kept
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
@@ -141,7 +141,6 @@ def build(
     made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known[0]
     built = start_build(job, plan, place, (device, cast), made)
     built.mesh = Mesh(plan, place.rank, group)
-    built.mesh.connect_axes()
     built.sharers = BatchPeers([*built.mesh.ranks(*OTHER_SAMPLES)] if group is not None else None, plan.microbatches)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
@@ -150,6 +149,8 @@ def build(
             try_metrics.metrics(built, _on_host(made), ready)
             built.coupled_in_eval = batch_dependence.reason(built, _on_host(made), ready)
     model, sketched = built.model, built.whole
+    built.table = shard_plan(job, plan, sketched, directly(device))
+    built.mesh.connect_all(built.table.late_views())
     for strategy in ORDER:
         if strategy not in CUTTING:
             _settle(built)
@@ -165,19 +166,24 @@ def build(
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random or fused)
         if built.rules:
             built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
-    everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
-    built.optimizer, built.names = make_optimizer(job, everything)
-    if sketched.single_steps:
+    _make_optimizer(built)
+    place.wait(device, going=False)
+    return built
+
+
+def _make_optimizer(built: Built) -> None:
+    """The job's optimizer, of what this rank updates, and what strategies do with it."""
+    everything = {n: (built.masters or built.own).get(n, p) for n, p in built.model.named_parameters()}
+    built.optimizer, built.names = make_optimizer(built.job, everything)
+    if built.whole.single_steps:
         single_steps.step_singly(built.optimizer)
-    fused_optimizer.choose(built.optimizer, device)
+    fused_optimizer.choose(built.optimizer, built.device)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
     gradient_hooks.apply(built, everything)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
     for prepare in (*built.prepared, optimizer_state.watched):
         prepare(built.optimizer)
-    place.wait(device, going=False)
-    return built
 
 
 def _room(plan: Plan, device: torch.device) -> float:
@@ -336,10 +342,10 @@ def check_copies(built: Built, step: int) -> None:
     named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
     if built.average is not None:
         named += built.average.tensors.items()
-    names, apart = list[str](), list[Tensor]()
+    names, apart, experts = list[str](), list[Tensor](), built.experts()
     for axes, shared in ((SAME_PARTS, False), (EXPERT_REPLICAS, True)):
         group = built.mesh.group_or_none(*axes)
-        mine = [(name, t) for name, t in named if (name in built.experts) is shared]
+        mine = [(name, t) for name, t in named if (name in experts) is shared]
         if group is not None and mine:
             more, row = differences(mine, group, built.device)
             names, apart = [*names, *more], [*apart, row]

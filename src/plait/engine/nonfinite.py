@@ -200,8 +200,9 @@ class Search:
         built.run = call  # hooks would compile it anew
         models = [built.model] if built.replicas is None else built.replicas.models
         sharded = {} if shards is None else shards.sharded
+        absent = built.table.absent(built.mesh.at)
         for model in models:
-            for name in (unit.name for unit in built.sketch.units if unit.name not in built.elsewhere):
+            for name in (unit.name for unit in built.sketch.units if unit.name not in absent):
                 hook = partial(self._unit, name)
                 self.handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for name, parameter in built.own.items():

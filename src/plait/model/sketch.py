@@ -193,11 +193,7 @@ def sketch(
     small = [pair[0] for pair in rounds]
     places, drawn, coupled = places_of(rounds, PROBES, host_random or decides)
     return Sketch(
-        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
-        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
-        tuple(name for name, _ in model.named_parameters()),
-        tuple((n, tuple(b.shape), b.dtype) for n, b in model.named_buffers()),
-        attributes={n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
+        **_tensors(model),
         places=places,
         drawn=drawn,
         unkeyed=_unique(name for run in small for name in run.unkeyed),
@@ -219,6 +215,18 @@ def sketch(
         unmeasured_at=probe.unmeasured_at,
         **_measures(model, probe.chosen, rounds),
     )
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    """The fields of a sketch that say which parameters and buffers there are."""
+    row = lambda name, t: (name, tuple(t.shape), t.dtype)  # noqa: E731
+    return {
+        "parameters": tuple(row(n, p) for n, p in model.named_parameters() if p.requires_grad),
+        "frozen": tuple(row(n, p) for n, p in model.named_parameters() if not p.requires_grad),
+        "order": tuple(name for name, _ in model.named_parameters()),
+        "buffers": tuple(row(n, b) for n, b in model.named_buffers()),
+        "attributes": {n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
+    }
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

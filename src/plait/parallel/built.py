@@ -23,11 +23,12 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.replicas import Replicas
 from plait.parallel.shares.balance import Balance
+from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.moving_average import MovingAverage
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
-from plait.tensors.part import Part, Ranges, whole
+from plait.tensors.part import Part, whole
 
 
 class RareSync(Protocol):
@@ -161,6 +162,8 @@ class Built:
     sketch: Sketch
     whole: Sketch = field(init=False)
     """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
+    table: ShardPlan = field(init=False)
+    """Which rank has which part of which tensor, and how each gradient is summed."""
     cast: torch.dtype | None = None
     trial_call: Call = call
     """Runs the model in training's format, for those who look at it before it is split."""
@@ -186,8 +189,6 @@ class Built:
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
     """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
-    averaged: dict[str, ProcessGroup] = field(default_factory=dict)
-    """Parameters whose gradients are the same on all ranks of a group in `partial`, and that group: their mean is taken over it."""
     by_phase: dict[str, GradientReducer] = field(default_factory=dict)
     """The same of each phase's gradients, in a job that has phases; `reducer` is that of the phase whose turn it is."""
     turn: str = ""
@@ -200,26 +201,12 @@ class Built:
     """This rank's part of the pipeline, if there is one."""
     in_fp8: tuple[str, ...] = ()
     """Linear layers that compute in fp8 under `precision=fp8`."""
-    elsewhere: tuple[str, ...] = ()
-    """Units of other stages: their buffers are not this rank's."""
     rare: "RareSync | None" = None
     """What this rank synchronises with its replica group's like in other groups."""
-    cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
-    """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
-    experts: set[str] = field(default_factory=set)
-    """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
     sharers: BatchPeers = field(default_factory=BatchPeers)
     """The ranks with other samples, while a step's passes run."""
-    holders: dict[str, int] = field(default_factory=dict)
-    """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
-    partial: list[tuple[tuple[str, ...], ProcessGroup]] = field(default_factory=list)
-    """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
     masters: dict[str, nn.Parameter] | None = None
     """What the optimizer updates when it is not `own`: copies in host memory, or whole tensors."""
-    updated_whole: set[str] = field(default_factory=set)
-    """Parameters of which this rank has a part and updates the whole (`parallel/whole_tensors.py`)."""
-    updated_elsewhere: set[str] = field(default_factory=set)
-    """Parameters of which this rank has a part and another updates the whole."""
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     """Called when the parts were written from outside."""
     copy_back: list[Callable[[], None]] = field(default_factory=list)
@@ -261,12 +248,14 @@ class Built:
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
-        found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
-        return found if self.shards is None else found | self.shards.parts()
+        at, specs = self.mesh.at, self.table.specs
+        found = {n: Part(p.detach(), specs[n].shape, specs[n].ranges(at)) for n, p in self.own.items()}
+        here = {n: b for n, b in self.model.named_buffers() if n not in specs or specs[n].is_here(at)}
+        return found | {n: whole(b.detach()) for n, b in here.items()}
 
-    def _elsewhere(self, name: str) -> bool:
-        return any(name.startswith(unit + ".") for unit in self.elsewhere)
+    def experts(self) -> set[str]:
+        """Parameters of experts that this rank has: replicas and shards of the rest of the model leave them."""
+        return {name for name in self.own if self.table.specs[name].expert}
 
     def refresh(self) -> None:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""

@@ -5,6 +5,7 @@ dp × fsdp is edp × efsdp × ep there. `ep` ranks share the experts out, `efsdp
 replicas of what those keep.
 """
 
+from collections.abc import Iterable
 from functools import cached_property
 
 from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ class Mesh:
         >>> Mesh(Plan.parse("dp=4 ep=2"), 3).at["edp"], Mesh(Plan.parse("dp=4 ep=2"), 3).at["ep"]
         (1, 1)
         """
-        return self._at(self.rank)
+        return self.place(self.rank)
 
     def ranks(self, *axes: str, only: Only = ()) -> tuple[int, ...]:
         """The ranks that differ from this one on `axes` alone, itself among them. Of an axis with `only`: those at these coordinates.
@@ -54,22 +55,26 @@ class Mesh:
             return
         self._groups[axes, only] = self.everyone if self._is_everyone(axes) and not only else None
         for ranks in self._lots(axes, only) if self._groups[axes, only] is None else ():
-            made = groups.new_group([*ranks]) if len(ranks) > 1 else None
+            made = groups.new_group([*ranks])
             if isinstance(made, ProcessGroup):
                 self._groups[axes, only] = made
 
-    def connect_axes(self) -> None:
-        """Make the groups that the plan needs whatever the model. All ranks call it."""
+    def connect_all(self, more: Iterable[tuple[tuple[str, ...], Only]] = ()) -> None:
+        """Make the groups that the plan needs whatever the model, and `more`. All ranks call it."""
         plan = self.plan
         views = [WITHIN, OTHER_SAMPLES, SAME_PARTS, *((axis,) for axis in AXES)]
         views += [SAME_SLICES] if plan.cp > 1 and plan.fsdp > 1 else []
         views += [("ep",), ("efsdp",), EXPERT_REPLICAS, SAME_EXPERTS] if plan.ep > 1 else []
         for axes in views if plan.processes != "one" else ():
-            if len(self.ranks(*axes)) > 1 and (plan.across or axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)):
+            many, of_samples = len(self.ranks(*axes)) > 1, axes in (WITHIN, OTHER_SAMPLES)
+            if of_samples or (many and (plan.across or axes == SAME_PARTS)):
                 self.connect(*axes)
+        for axes, only in more:
+            self.connect(*axes, only=only)
 
     def group_or_none(self, *axes: str, only: Only = ()) -> ProcessGroup | None:
-        """The group of the ranks that differ from this one on `axes` alone; None where there are no others."""
+        """The group of the ranks that differ from this one on `axes` alone. None where there are no others; but of the ranks of a replica
+        group, and of those with other samples, there is one of this rank alone, because for torch None is the group of all ranks."""
         if self.everyone is None or (self.plan.ep == 1 and not {*axes} <= {*AXES}):
             return None
         if (axes, only) not in self._groups:
@@ -88,7 +93,8 @@ class Mesh:
         plan = self.plan
         return plan.world == plan.along(axes) if axes == WITHIN or not plan.across else False
 
-    def _at(self, rank: int) -> dict[str, int]:
+    def place(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate on every axis, of both views."""
         plan, share = self.plan, self.plan.share(rank)
         group, part = divmod(share, plan.ep)
         copy, shard = divmod(group, plan.expert_shards)
@@ -99,7 +105,7 @@ class Mesh:
         fixed = [axis for axis in (AXES if {*axes} <= {*AXES} else EXPERT_AXES) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.plan.devices):
-            at = self._at(rank)
+            at = self.place(rank)
             if not only or at[axes[0]] in only:
                 found.setdefault(tuple(at[axis] for axis in fixed), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]

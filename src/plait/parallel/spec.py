@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from plait.config.keys import AXES
+from plait.config.keys import AXES, SAME_PARTS
 from plait.config.plan import Plan
-from plait.parallel.mesh import EXPERT_AXES, Only
+from plait.parallel.mesh import EXPERT_AXES, EXPERT_REPLICAS, Only
 from plait.tensors.part import Ranges, everything, within
 from plait.tensors.rows import chunk
 
@@ -87,6 +87,11 @@ class Reduce:
     why: str
     sets: tuple[Only, ...] = ()
     """Coordinates on the one axis that sum together, where not all of them do."""
+
+    @property
+    def late(self) -> bool:
+        """Made after backward (`parallel/gradient_sums.py`), and not in its course by what sums over replicas and shards."""
+        return self.op != "scatter" and self.axes not in (SAME_PARTS, EXPERT_REPLICAS)
 
     def only(self, at: At) -> Only:
         """The set of a rank; empty where there are no sets."""
@@ -187,10 +192,25 @@ class ShardPlan:
         away = {name for name, (axis, places) in self.homes.items() if at[axis] not in places}
         return sorted(name for name in away if not any(name.startswith(f"{other}.") for other in away))
 
-    def views(self) -> list[tuple[tuple[str, ...], Only]]:
-        """The groups of ranks that sums of gradients need, in an order that is the same on all ranks."""
-        sums = [one for spec in self.specs.values() for one in spec.grad]
+    def late_views(self) -> list[tuple[tuple[str, ...], Only]]:
+        """The groups of ranks for the sums that follow those of replicas and shards, in an order that is the same on all ranks."""
+        sums = [one for spec in self.specs.values() for one in spec.grad if one.late]
         return sorted({(one.axes, only) for one in sums for only in one.sets or ((),)})
+
+    def owned(self, at: At) -> set[str]:
+        """Parameters of which a rank has a part and updates the whole."""
+        return {name for name, owner in self._owners(at).items() if owner == self._place(at)}
+
+    def owned_by_others(self, at: At) -> set[str]:
+        """Parameters of which a rank has a part and another updates the whole."""
+        return {name for name, owner in self._owners(at).items() if owner != self._place(at)}
+
+    def _owners(self, at: At) -> dict[str, int]:
+        here = {name: dict(spec.owners) for name, spec in self.here(at).items() if spec.owners}
+        return {name: owners[at["pp"]] for name, owners in here.items() if at["pp"] in owners}
+
+    def _place(self, at: At) -> int:
+        return at["fsdp"] * self.plan.tp + at["tp"]
 
     def bytes(self, at: At) -> int:
         """Of a rank's parameters, between steps."""

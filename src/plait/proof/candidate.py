@@ -212,7 +212,8 @@ def _in_own_formats(
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, built.names or {})
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
-    wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in built.updated_whole}
+    owned = built.table.owned(built.mesh.at)
+    wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {
         "parts": _ranges(built) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
         "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
@@ -223,7 +224,7 @@ def _in_own_formats(
 def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
     """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
     built, samples = engine.built, tuple(n for n, _ in sizes)
-    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
+    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts()))  # one rank may have one more
     sent = [tuple(p.shape) for p in built.own.values()] if built.rare is not None else []  # parts, which may be uneven
     return {
         "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts, str(sent)],

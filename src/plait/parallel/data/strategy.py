@@ -82,7 +82,8 @@ def apply(built: Built) -> None:
     copies = built.mesh.group_or_none(*SAME_PARTS)
     batch_norm.synchronise(built.model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
     step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)
-    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
+    experts = built.experts()
+    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in experts}
     if built.compressor is not None:
         built.reducer = CompressedReducer(own, copies, built.compressor)
         return

@@ -72,7 +72,6 @@ from plait.parallel.mesh import EXPERT_REPLICAS, SAME_EXPERTS
 from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import hollow
-from plait.tensors.part import everything
 from plait.tensors.rows import Rows
 
 AXIS = "ep"
@@ -135,24 +134,13 @@ def apply(built: Built) -> None:
     plan, model = built.plan, built.model
     sharing = built.mesh.group("ep")
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
-    frozen = {name for name, p in built.own.items() if not p.requires_grad}
     for mixture in here:
         mine = mixture.mine(plan.ep, built.mesh.at["ep"])
-        shapes = {name: shape for rows in mixture.parameters for name, shape, _ in rows}
         (_stacked if mixture.stacked else _listed)(built, mixture, ExpertPlacement(sharing, mixture.experts))
         held = {name for name, _, _ in mixture.held(mine)}
         for name in mixture.names:
             built.own.pop(name)
         built.own |= {name: p for name, p in model.named_parameters() if name in held}
-        if mixture.stacked:
-            rows = ((mine.start, len(mine)),)
-            built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
-        built.experts |= held
-    trained = {n: tuple(p.shape) for n, p in built.own.items() if n in built.experts - frozen}
-    whole = [n for n, shape in trained.items() if not expert_shards.parted(plan, shape)]
-    holding = built.mesh.group_or_none(*SAME_EXPERTS)
-    if holding is not None and whole:
-        built.partial.append((tuple(whole), holding))
     built.sketch = _without(built.sketch, plan)
 
 
@@ -168,7 +156,6 @@ def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     modules = [built.model.get_submodule(name) for name in mixture.modules]
     gone = [number for number in range(mixture.experts) if number not in way.mine]
     hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
-    built.elsewhere += tuple(mixture.modules[number] for number in gone)
     layer = built.model.get_submodule(mixture.name)
     listed = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
     listed.width = mixture.width[0]

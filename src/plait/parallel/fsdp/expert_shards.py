@@ -36,7 +36,8 @@ def lying(built: Built) -> dict[str, ShardGroup]:
     if (shards := built.mesh.group_or_none("efsdp")) is None:
         return {}
     replicas = built.mesh.group_or_none(*EXPERT_REPLICAS)
-    shapes = {n: tuple(built.own[n].shape) for n in built.own if n in built.experts and divides(built.own[n].shape)}
+    experts = built.experts()
+    shapes = {n: tuple(built.own[n].shape) for n in built.own if n in experts and divides(built.own[n].shape)}
     return {n: ShardGroup(shards, replicas, along(s, shards.size())) for n, s in shapes.items()}
 
 

@@ -22,7 +22,7 @@ from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
 from plait.tensors.norm import square_sum
 from plait.tensors.parameters import ParameterAttributes
-from plait.tensors.part import Part, Ranges, everything, within
+from plait.tensors.part import Ranges, everything, within
 from plait.tensors.rows import chunk
 from plait.tensors.torch_private import (
     end_backward,
@@ -88,16 +88,14 @@ class FsdpRuntime:
         *,
         usual: ShardGroup,
         apart: Mapping[str, ShardGroup],
-        cuts: Mapping[str, tuple[tuple[int, ...], tuple[Ranges, ...]]],
     ):
-        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest.
-        `cuts`: parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
+        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest."""
         self.model, self.zero, self.scatter = model, plan.zero, scatter
         self.everybody: ProcessGroup | None = None
         """The group of all ranks, where it is not torch's own."""
         self.same_slices: ProcessGroup | None = None
         """The ranks over which `settle` sums the gradients of tensors that are not sharded."""
-        self.usual, self.apart, self.cuts = usual, apart, cuts
+        self.usual, self.apart = usual, apart
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in attributes}
@@ -176,16 +174,6 @@ class FsdpRuntime:
         """Elements of the largest part of a parameter."""
         where = self.where(name)
         return padded(self.sharded[name].shape, where.group.size(), where.dim)
-
-    def parts(self) -> dict[str, Part]:
-        """This rank's part of every parameter that is cut."""
-        found = {}
-        for name, parameter in self.sharded.items():
-            shape, ranges = self.cuts.get(name) or (tuple(parameter.shape), everything(tuple(parameter.shape)))
-            at = self.where(name)
-            mine = shard_of(ranges, at.dim, at.group.size(), at.group.rank())
-            found[name] = Part(self.own[name].detach(), shape, mine)
-        return found
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step."""

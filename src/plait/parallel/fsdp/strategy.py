@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -114,8 +115,8 @@ def apply(built: Built) -> None:
     mesh = _mesh(plan, device)
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
-    half = plan_format(plan) if built.cast is None else None
-    mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in built.experts or n in where}
+    experts = built.experts()
+    mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in experts or n in where}
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},
@@ -123,6 +124,7 @@ def apply(built: Built) -> None:
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
+    half = plan_format(plan) if built.cast is None else None
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     gathered = list[FSDPModule]()
     for modules in (*units, [model]):
@@ -134,26 +136,34 @@ def apply(built: Built) -> None:
         assert isinstance(modules[0], FSDPModule)
         gathered.append(modules[0])
     _gather_ahead(built, units, gathered)
-    scatter = (Scatter if directly(device) else DeviceScatter)(copies)
-    scatter.others = {one.group.group_name: one.copies for one in where.values()}
-    for module in gathered:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        sum_unused(module)
-        exchange_by(module, scatter, Gather() if directly(device) else None)
-        if isinstance(scatter, DeviceScatter) and (copies is not None or scatter.others):
-            sum_after(module, scatter.sum_over_copies)
+    scatter = _scattering(gathered, copies, {one.group.group_name: one.copies for one in where.values()}, directly(device))
     if built.shares:
         materialise(model, device)
     usual = ShardGroup(mesh["fsdp"].get_group(), copies)
-    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, cuts=built.cuts)
+    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where)
     shards.everybody = built.mesh.group_or_none(*WITHIN)
-    shards.same_slices = built.mesh.group(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
+    shards.same_slices = built.mesh.group_or_none(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
     built.reducer = built.shards = shards
     built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
-    for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
-        built.own[name].data.copy_(part)
+    for name in built.shares.keys() & built.own.keys():
+        built.own[name].data.copy_(built.shares[name])
     built.shares = {}
+
+
+def _scattering(
+    modules: list[FSDPModule], copies: ProcessGroup | None, others: dict[str, ProcessGroup | None], direct: bool
+) -> Scatter:  # fmt: skip
+    """What sums these modules' gradients into shards, and then over replicas: those in `others` for groups of other ranks, by their name."""
+    scatter = (Scatter if direct else DeviceScatter)(copies)
+    scatter.others = others
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        sum_unused(module)
+        exchange_by(module, scatter, Gather() if direct else None)
+        if isinstance(scatter, DeviceScatter) and (copies is not None or others):
+            sum_after(module, scatter.sum_over_copies)
+    return scatter
 
 
 def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:

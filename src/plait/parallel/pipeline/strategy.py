@@ -119,14 +119,7 @@ def apply(built: Built) -> None:
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
     pipe = built.pipe = PipelineRuntime(stages, built.mesh.group("pp"), lru_cache(partial(table_of, plan)))
-    mine = layout.units(index)
     built.sketch = layout.part(index)
-    built.holders = {name: len(homes[name]) for name in built.own}
-    for alike in sorted({ranks for ranks in homes.values() if len(ranks) > 1}):
-        built.mesh.connect("pp", only=alike)
-        if (group := built.mesh.group_or_none("pp", only=alike)) is not None:
-            built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
-    built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 
     def finish(_: object) -> None:
         stages.skip = _passed(built, sketch)

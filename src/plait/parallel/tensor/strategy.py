@@ -60,14 +60,12 @@ from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.model.slices import ParameterSlice, holding_alike
 from plait.parallel.built import Built
 from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.async_tp import check_peers
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
-from plait.parallel.tensor.wiring import SlicedDraws, layout_of, wire
-from plait.tensors.collectives import directly
+from plait.parallel.tensor.wiring import SlicedDraws, wire
 
 AXIS = "tp"
 EXACT = True
@@ -113,8 +111,7 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
 
 
 def apply(built: Built) -> None:
-    rank, shapes = built.mesh.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
-    cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
+    rank = built.mesh.at["tp"]
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
     model, units, slices = built.model, [unit.name for unit in built.sketch.units], built.sketch.slices
     stretches = tuple(one for one in slices.stretches if one.unit in units)
@@ -126,31 +123,7 @@ def apply(built: Built) -> None:
     regions, own = wire(model, built.sketch, built.own, built.mesh.group("tp"), parallel_units, built.plan.async_tp)
     parallel_units.wrap()
     built.own |= own
-    for name in built.own:
-        cut = cuts.get(name)
-        holders = built.plan.tp if cut is None else cut.ranges.count(cut.ranges[rank])
-        built.holders[name] = built.holders.get(name, 1) * holders
-        if cut is not None:
-            built.cuts[name] = layout_of(shapes[name], cut, rank)
-    _sums(built, cuts)
     built.rules.append(parallel_units)
     built.prepared.append(lambda _: parallel_units.install(units, heads))
     built.rules.append(SlicedDraws(regions, rank, built.plan.tp))
     built.sketch = built.sketch.local(rank)
-
-
-def _sums(built: Built, cuts: dict[str, ParameterSlice]) -> None:
-    """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice.
-
-    A parameter that every rank holds whole has the same gradient on all of them. Kernels of GPUs may add it up in another order on
-    each, and copies would drift apart unseen; so it travels with the others there, and is averaged.
-    """
-    shares = [n for n in built.sketch.shares if n in built.own]
-    if not directly(built.device):
-        others = {n for n, p in built.own.items() if p.requires_grad} - {*shares, *cuts, *built.experts}
-        built.averaged = dict.fromkeys((n for n in built.own if n in others), built.mesh.group("tp"))
-    built.partial.append(((*shares, *built.averaged), built.mesh.group("tp")))
-    for alike in holding_alike(built.sketch.cuts):
-        built.mesh.connect("tp", only=alike)
-        if (group := built.mesh.group_or_none("tp", only=alike)) is not None:
-            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), group))
