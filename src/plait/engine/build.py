@@ -182,7 +182,7 @@ def _make_optimizer(built: Built) -> None:
         built.optimizer.state.pop(everything[name], None)
     gradient_hooks.apply(built, everything)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
-    for prepare in (*built.prepared, optimizer_state.watched):
+    for prepare in (*built.moments.optimizer_created, optimizer_state.watched):
         prepare(built.optimizer)
 
 
@@ -213,12 +213,12 @@ def _settle(built: Built) -> None:
 
 def _sum_across(built: Built, names: list[str]) -> None:
     """What sums the gradients of ranks that are not all alike; of each phase its own. `names`: of all trained parameters."""
-    inner, of_all = built.by_phase, built.reducer
-    built.by_phase = {}
-    for phase in built.job.phases or ():
-        built.reducer = inner.get(phase.name, of_all)
-        built.by_phase[phase.name] = CrossGroupSums([n for n in names if phase.has(n)], built)
-    built.reducer = of_all if built.by_phase else CrossGroupSums(names, built)
+    if not built.job.phases:
+        built.reducer = CrossGroupSums(names, built.reducer, built)
+        return
+    for phase in built.job.phases:
+        inner = built.by_phase.get(phase.name, built.reducer)
+        built.by_phase[phase.name] = CrossGroupSums([n for n in names if phase.has(n)], inner, built)
 
 
 def start_build(
@@ -236,7 +236,7 @@ def start_build(
     built.inputs = DeviceCopies(how[0])
     built.own, built.shares = dict(made.model.named_parameters()), made.shares
     built.attributes = {n: ParameterAttributes.of(p) for n, p in built.own.items()}
-    built.hooks = {n: hooks for n, p in built.own.items() if (hooks := ParameterHooks.taken(p))}
+    built.parameter_hooks = {n: hooks for n, p in built.own.items() if (hooks := ParameterHooks.taken(p))}
     built.trial_call, built.pairs = once, pairs
     built.structure, built.in_fp8 = (
         structure(made.model),
@@ -268,7 +268,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         found = choose.sliced(found, _on_host(made), built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
-    gradient_hooks.check(plan, found, built.hooks)
+    gradient_hooks.check(plan, found, built.parameter_hooks)
     found = context.stretched(built) if context.wanted(plan) else found
     needs = optimizer_check.needs(job, plan, found)
     return replace(found, whole_update=needs.whole, single_steps=needs.singly)

@@ -123,8 +123,8 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
         self.carried.close()
-        while self.built.closing:
-            self.built.closing.pop()()
+        while self.built.moments.close:
+            self.built.moments.close.pop()()
         if self.built.rare is not None:
             self.built.rare.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():

@@ -148,6 +148,20 @@ class RunsHooks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Moments:
+    """What is called later than a rank is built, each in the order in which it was added. Strategies add to it."""
+
+    optimizer_created: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
+    """With the optimizer, once it is made."""
+    state_loaded: list[Callable[[], None]] = field(default_factory=list)
+    """When the parts were written from outside (a checkpoint was loaded)."""
+    masters_written: list[Callable[[], None]] = field(default_factory=list)
+    """When `masters` were written outside of a step: they are copied into `own`. All ranks call it."""
+    close: list[Callable[[], None]] = field(default_factory=list)
+    """When the engine is closed, the last first: settings of this process become what they were."""
+
+
 @dataclass
 class Built:
     """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
@@ -181,7 +195,7 @@ class Built:
     """This rank's part of every parameter, by the model's name; tied ones once."""
     attributes: dict[str, ParameterAttributes] = field(default_factory=dict)
     """What code has put on the job's parameters, by the model's names."""
-    hooks: dict[str, ParameterHooks] = field(default_factory=dict)
+    parameter_hooks: dict[str, ParameterHooks] = field(default_factory=dict)
     """The job's hooks on gradients of parameters, taken off them."""
     gradient_hooks: "RunsHooks | None" = None
     """What calls them."""
@@ -207,14 +221,7 @@ class Built:
     """The ranks with other samples, while a step's passes run."""
     masters: dict[str, nn.Parameter] | None = None
     """What the optimizer updates when it is not `own`: copies in host memory, or whole tensors."""
-    reloaded: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the parts were written from outside."""
-    copy_back: list[Callable[[], None]] = field(default_factory=list)
-    """Called when `masters` were written outside of a step: copies them into `own`. All ranks call it."""
-    closing: list[Callable[[], None]] = field(default_factory=list)
-    """What puts settings of this process back as they were, when the engine is closed."""
-    prepared: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
-    """Called with the optimizer once it is made."""
+    moments: Moments = field(default_factory=Moments)
     rules: list[Rule] = field(default_factory=list)
     """What this rank holds of tensors that are drawn at random: the first that says something is right."""
     replicas: Replicas | None = None
@@ -261,5 +268,5 @@ class Built:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
         if self.shards is not None:
             self.shards.reshard()
-        for reload in self.reloaded:
-            reload()
+        for loaded in self.moments.state_loaded:
+            loaded()

@@ -60,10 +60,10 @@ def apply(built: Built, given: Mapping[str, nn.Parameter]) -> None:
     """Have the hooks called, those too that the job's optimizer has put on the parameters it was `given`. After all strategies."""
     for name, parameter in given.items():
         if found := ParameterHooks.of_job(parameter, take=True):
-            known = built.hooks.get(name, ParameterHooks())
-            built.hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
-    check(built.plan, built.whole, built.hooks)
-    if built.hooks:
+            known = built.parameter_hooks.get(name, ParameterHooks())
+            built.parameter_hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
+    check(built.plan, built.whole, built.parameter_hooks)
+    if built.parameter_hooks:
         built.gradient_hooks = GradientHooks(built)
 
 
@@ -72,8 +72,8 @@ class GradientHooks:
 
     def __init__(self, built: Built):
         self.built, plan = built, built.plan
-        names = [n for n, _ in built.model.named_parameters() if n in built.hooks and n in built.own]
-        self.hooks = {n: built.hooks[n] for n in reversed(names)}
+        names = [n for n, _ in built.model.named_parameters() if n in built.parameter_hooks and n in built.own]
+        self.hooks = {n: built.parameter_hooks[n] for n in reversed(names)}
         self.alone = plan.devices == 1 and plan.microbatches == 1
         if plan.fsdp * plan.tp > 1:
             built.mesh.connect("fsdp", "tp")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.config.keys import WITHIN
-from plait.parallel.built import Built
+from plait.parallel.built import Built, GradientReducer
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
 from plait.parallel.mesh import Mesh
@@ -52,10 +52,10 @@ class CrossGroupSums:
     What is summed after replicas and shards, and how many ranks have the same part of a parameter, is in the table (`parallel/spec.py`).
     """
 
-    def __init__(self, names: list[str], built: Built):
+    def __init__(self, names: list[str], inner: GradientReducer | None, built: Built):
         self.names, self.own, self.everybody = names, built.own, built.mesh.group_or_none(*WITHIN)
-        self.inner, self.shards = built.reducer, built.shards
-        self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
+        self.inner, self.shards = inner, built.shards
+        self.copies = inner if isinstance(inner, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
         self.late = late_sums(built.table, built.mesh, set(names))
         self.table, self.at = built.table, built.mesh.at

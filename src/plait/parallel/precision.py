@@ -80,7 +80,7 @@ def apply(built: Built) -> None:
         fp8.check_device(built.device)
         fp8.convert(built.model, built.in_fp8, built.plan.fp8_recipe, built.device.type == "cpu")
     if built.plan.precision == "tf32" and built.cast is None:
-        built.closing.append(multiply_in_tf32())
+        built.moments.close.append(multiply_in_tf32())
 
 
 def multiply_in_tf32() -> Callable[[], None]:

@@ -42,10 +42,10 @@ def apply(built: Built) -> None:
     if whole is None or not whole.names:
         return
     built.masters = {**built.own, **whole.placeholders, **whole.owned}
-    built.reloaded.append(whole.reload)
-    built.copy_back.append(whole.scatter_weights)
-    built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
-    built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+    built.moments.state_loaded.append(whole.reload)
+    built.moments.masters_written.append(whole.scatter_weights)
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
 
 
 def specs(table: ShardPlan) -> ShardPlan:

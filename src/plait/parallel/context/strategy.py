@@ -157,7 +157,7 @@ def apply(built: Built) -> None:
         return HeldRows(now.cut, now.rank, drawn)(place, dim, whole, local)
 
     built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
-    built.prepared.append(lambda _: parallel_units.install())
+    built.moments.optimizer_created.append(lambda _: parallel_units.install())
 
 
 def layout(plan: Plan) -> Layout:

@@ -126,7 +126,7 @@ def apply(built: Built) -> None:
         stages.install()
         pipe.randomness, pipe.peers = built.randomness, built.sharers
 
-    built.prepared.append(finish)
+    built.moments.optimizer_created.append(finish)
 
 
 def _passed(built: Built, sketch: Sketch) -> Callable[[str], None]:

@@ -69,7 +69,7 @@ class RareSynchroniser:
         """Parameters that had a gradient in some step."""
         self._writing = self._read = False
         """Weights are being written from here; the global ones are read from a checkpoint themselves."""
-        built.reloaded.append(self._reloaded)
+        built.moments.state_loaded.append(self._reloaded)
 
     def sums(self, step: int) -> bool:
         """Whether gradients of this step (counted from 1) are summed over all groups, as copies do."""

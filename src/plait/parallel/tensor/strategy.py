@@ -124,6 +124,6 @@ def apply(built: Built) -> None:
     parallel_units.wrap()
     built.own |= own
     built.rules.append(parallel_units)
-    built.prepared.append(lambda _: parallel_units.install(units, heads))
+    built.moments.optimizer_created.append(lambda _: parallel_units.install(units, heads))
     built.rules.append(SlicedDraws(regions, rank, built.plan.tp))
     built.sketch = built.sketch.local(rank)
