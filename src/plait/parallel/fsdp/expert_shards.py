@@ -16,14 +16,15 @@ from torch.distributed.tensor import Shard
 
 from plait.config.plan import Plan
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import ShardGroup, along, divides
+from plait.parallel.fsdp.runtime import ShardGroup
 from plait.parallel.mesh import EXPERT_REPLICAS
+from plait.parallel.spec import is_divisible
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
 
 def parted(plan: Plan, shape: tuple[int, ...]) -> bool:
     """Whether ranks that hold an expert's tensor of this shape keep parts of it. A scalar stays whole."""
-    return plan.ep > 1 and plan.expert_shards > 1 and divides(shape)
+    return plan.ep > 1 and plan.expert_shards > 1 and is_divisible(shape)
 
 
 def known() -> bool:
@@ -36,9 +37,8 @@ def lying(built: Built) -> dict[str, ShardGroup]:
     if (shards := built.mesh.group_or_none("efsdp")) is None:
         return {}
     replicas = built.mesh.group_or_none(*EXPERT_REPLICAS)
-    experts = built.experts()
-    shapes = {n: tuple(built.own[n].shape) for n in built.own if n in experts and divides(built.own[n].shape)}
-    return {n: ShardGroup(shards, replicas, along(s, shards.size())) for n, s in shapes.items()}
+    found = {name: built.table.specs[name].shard(built.mesh.at) for name in built.experts()}
+    return {name: ShardGroup(shards, replicas, shard[1]) for name, shard in found.items() if shard is not None}
 
 
 def placement(built: Built, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:

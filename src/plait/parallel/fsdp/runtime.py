@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.spec import is_divisible
 from plait.tensors.norm import square_sum
 from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.part import Ranges, everything, within
@@ -37,22 +38,9 @@ from plait.tensors.torch_private import (
 from plait.tensors.transfers import any_has, upload
 
 
-def divides(shape: Sequence[int]) -> bool:
-    """Whether a tensor is cut into parts: a scalar and one without elements stay whole."""
-    return bool(shape) and 0 not in shape
-
-
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     """Elements of the largest part of a tensor cut along a dim."""
     return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
-
-
-def along(shape: Sequence[int], ranks: int) -> int:
-    """The dim of an expert's tensor that is cut: the first that divides, else the first, with parts of unequal size.
-
-    One rank's share of stacked experts [experts, …] may be fewer experts than there are ranks to share them.
-    """
-    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tuple[Ranges, ...]:
@@ -99,8 +87,8 @@ class FsdpRuntime:
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in attributes}
-        self.sharded = {n: p for n, p in named.items() if divides(p.shape)}
-        self.scalars = [p for p in named.values() if not divides(p.shape) and p.requires_grad]
+        self.sharded = {n: p for n, p in named.items() if is_divisible(p.shape)}
+        self.scalars = [p for p in named.values() if not is_divisible(p.shape) and p.requires_grad]
         self.attributes = {n: own for n, own in attributes.items() if own and n in self.sharded}
         self.own = {n: self._part(n, p) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]

@@ -54,10 +54,10 @@ from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
-from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, divides, keep_arguments, without_views
+from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
-from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, Split
+from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, Split, is_divisible
 from plait.tensors.collectives import directly
 from plait.tensors.modules import materialise
 from plait.tensors.parameters import ParameterAttributes
@@ -119,7 +119,7 @@ def apply(built: Built) -> None:
     mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in experts or n in where}
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},
+        "ignored_params": {p for n, p in model.named_parameters() if not is_divisible(p.shape) or n not in mine},
         "shard_placement_fn": expert_shards.placement(built, where, device),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
