@@ -4,11 +4,11 @@ Parameters of the same form in sister blocks that a plan treats alike are one li
 (`parallel/spec.py`); no process is started for it.
 """
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
+from plait.config.command_options import PlanOptions
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
@@ -52,7 +52,7 @@ class ParametersShown:
     emptiest: int
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """`plait plan JOB --plan P --show parameters`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
     found = shown(load_job(options.job, options.arguments), plan)

@@ -4,7 +4,6 @@ Layers of the same form in sister blocks are one line with a count. Found as for
 any size: see `parallel/tensor/find/finder.py`.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
@@ -92,7 +92,7 @@ class Shown:
         return asdict(self)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """`plait plan JOB --plan P --show tensor`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
     if plan.tp == 1:

@@ -7,7 +7,6 @@ wait for each other as their table says, played with the times of their actions;
 cores, a step takes at least all of their time over the cores. What waking up takes is not in it.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -34,7 +34,7 @@ STEPS, WARM = 9, 3
 """Steps of a try, and those at its beginning that do not count."""
 
 
-def measure(options: argparse.Namespace, plan: Plan) -> float | str:
+def measure(options: PlanOptions, plan: Plan) -> float | str:
     """Seconds of a step of the job under a plan in a run of its own: the median after a warm-up; or why it failed."""
     arguments = [word for name, value in options.arguments.items() for word in (f"--job.{name}", value)]
     with Scratch("try") as folder:
