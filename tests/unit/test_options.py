@@ -12,7 +12,7 @@ from plait import api
 from plait.cli.main import COMMANDS, parsed
 from plait.config.command_options import SCHEDULERS, BenchOptions, TrainOptions
 from plait.config.errors import PlaitError
-from plait.config.option import REQUIRED, CommandOptions, Option, options_of, out_of_range
+from plait.config.option import REQUIRED, CommandOptions, Option, options_of, out_of_range, words_of
 from plait.submit.kinds import KINDS
 
 EVERY = [(name, option) for name, command in COMMANDS.items() for option in options_of(command.options).values()]
@@ -28,7 +28,7 @@ def value_of(option: Option) -> Any:
     return (text, text) if option.many else option.kind(text)
 
 
-def words_of(option: Option) -> list[str]:
+def words(option: Option) -> list[str]:
     """The words that give it this value."""
     value = value_of(option)
     if option.by_place:
@@ -43,12 +43,13 @@ def required(command: str) -> dict[str, Option]:
 @pytest.mark.parametrize("name, option", EVERY, ids=[f"{name} {option.name}" for name, option in EVERY])
 def test_the_command_line_gives_every_field_its_value(name: str, option: Option) -> None:
     needed = required(name)
-    words = [word for each in needed.values() for word in words_of(each)]
+    given = [word for each in needed.values() for word in words(each)]
     least = COMMANDS[name].options(**{key: value_of(each) for key, each in needed.items()})
-    assert parsed([name, *words])[1] == least, "what is left out has its default"
+    assert parsed([name, *given])[1] == least, "what is left out has its default"
     if option.name not in needed and (name, option.name) != ("bench", "job"):
-        _, found = parsed([name, *words, *words_of(option), "--job.lr=3"])
+        _, found = parsed([name, *given, *words(option), "--job.lr=3"])
         assert found == replace(least, **{option.name: value_of(option)}, arguments={"lr": "3"})
+        assert parsed([name, *words_of(found)])[1] == found
 
 
 def test_words_without_dashes_are_known_by_their_place() -> None:

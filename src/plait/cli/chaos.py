@@ -9,7 +9,7 @@ from plait.chaos.fault import SHORT
 from plait.chaos.scene import Setting
 from plait.cli.main import main
 from plait.cli.plan_and_job import both
-from plait.config.command_options import ChaosOptions
+from plait.config.command_options import ChaosOptions, TrainOptions
 from plait.config.errors import DIFFERENT, PlaitError, Problem, did_you_mean, shown
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -29,14 +29,13 @@ def run(options: ChaosOptions) -> int:
         text = "\n".join(f"{fault.name:<20} {fault.done}\n{'':<20}   {fault.promise}" for fault in faults)
         print(json.dumps(rows) if options.json else text)
         return 0
-    words, steps, every = _words(options, plan, job)
-    setting = Setting(main, words, job, plan, steps, every, options.seed, False)
+    setting = Setting(main, _train(options, plan, job), job, plan, options.seed, False)
     began, out = time.monotonic(), sys.stderr if options.json else sys.stdout
 
     def say(text: str) -> None:
         print(text, file=out, flush=True)
 
-    say(shown(f"{len(faults)} faults · {options.job} · {plan} · {steps} steps"))
+    say(shown(f"{len(faults)} faults · {options.job} · {plan} · {options.steps} steps"))
     undisturbed = lambda seconds: say(f"{table.expected(len(faults), seconds)}\n{table.KEY}\n{table.HEAD}")  # noqa: E731
     rows = matrix.run(setting, faults, lambda row: say(table.line(row)), undisturbed)
     took = time.monotonic() - began
@@ -60,14 +59,12 @@ def _chosen(only: tuple[str, ...], known: list[str]) -> list[str]:
     return [name for name in known if name in only or name.startswith(begun)]
 
 
-def _words(options: ChaosOptions, plan: Plan, job: Job) -> tuple[list[str], int, int]:
-    """The words of `plait train`, its steps, and the steps between two checkpoints."""
+def _train(options: ChaosOptions, plan: Plan, job: Job) -> TrainOptions:
+    """What each run is asked for: three checkpoints, and few samples in a step."""
     if joining():
         what = "plait chaos starts its own processes, and was itself started as one of several"
         raise PlaitError(Problem("U002", what, fix=("start it once, outside of torchrun, srun or mpirun",)))
-    batch = options.batch or min(job.batch, EACH * plan.shares * plan.microbatches)
-    every = options.steps // 3
-    words = [options.job, "--plan", str(plan), "--device", options.device, "--steps", str(options.steps)]
-    words += ["--batch", str(batch), "--save-every", str(every), "--check", "none"]
-    words += [word for name, value in options.arguments.items() for word in (f"--job.{name}={value}",)]
-    return words, options.steps, every
+    return TrainOptions(
+        job=options.job, arguments=options.arguments, plan=str(plan), device=options.device, steps=options.steps, check="none",
+        batch=options.batch or min(job.batch, EACH * plan.shares * plan.microbatches), save_every=options.steps // 3,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from plait.cli.train_options import problems
 from plait.config.command_options import SubmitOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, shown, too_small
-from plait.config.option import options_of, out_of_range
+from plait.config.option import options_of, out_of_range, words_of
 from plait.config.plan import Plan
 from plait.submit.kinds import scheduler
 
@@ -62,7 +62,7 @@ def _submission(options: SubmitOptions) -> "Submission":
     plan, nodes, each = laid_out(_plan(options.plan), nodes, each, f"--plan {options.plan}" if options.plan else "")
     name = options.name if options.name is not None else slug(options.job)
     check_name(name)
-    words = (*_words(options), *(f"--job.{key}={value}" for key, value in options.arguments.items()))
+    words = tuple(words_of(options, (each for each in options_of(TrainOptions).values() if each.handed_on)))
     texts = {f"--{key}": getattr(options, key) for key in (*OWN, "job", "runs", "resume") if getattr(options, key)}
     check_text(
         {key: " ".join(value) if isinstance(value, tuple) else str(value) for key, value in texts.items()}
@@ -76,17 +76,6 @@ def _submission(options: SubmitOptions) -> "Submission":
         master=options.master, secret=options.secret or "plait", plait=tuple(split(options.call or "plait")),
         options=tuple(_option(text) for text in options.option), least=_counted(options)[1],
     )  # fmt: skip
-
-
-def _words(options: SubmitOptions) -> list[str]:
-    """Options of `plait train` that differ from what they are when left out."""
-    words: list[str] = []
-    for name, each in options_of(TrainOptions).items():
-        value = getattr(options, name)
-        if each.handed_on and value != each.default:
-            values = value if each.many else (value,)
-            words += [each.flag if value is True else f"{each.flag}={one}" for one in values]
-    return words
 
 
 def _plan(said: str | None) -> Plan:

@@ -4,6 +4,7 @@ A command's options are one frozen dataclass (`command_options.py`). From its fi
 (`cli/options.py`), the keyword arguments in Python (`api.py`), and the words that `plait submit` hands on (`cli/submit.py`).
 """
 
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import NoneType
@@ -75,6 +76,17 @@ def _of(source: Field[Any]) -> Option:
     """The option that a field is: `int | None` takes a number, `tuple[str, ...]` many texts."""
     kind, *_ = [kind for kind in get_args(source.type) if kind is not NoneType] or [source.type]
     return Option(source.name, kind, get_origin(source.type) is tuple, source.default, **source.metadata)
+
+
+def words_of(given: CommandOptions, options: Iterable[Option] | None = None) -> list[str]:
+    """The words of a command line that give its options these values; `options`: these alone. What has its default is left out."""
+    words = list[str]()
+    for each in options_of(type(given)).values() if options is None else options:
+        value = getattr(given, each.name)
+        if value != each.default:
+            named = "" if each.by_place else f"{each.flag}="
+            words += [each.flag] if value is True else [f"{named}{one}" for one in (value if each.many else (value,))]
+    return [*words, *(f"--job.{name}={value}" for name, value in given.arguments.items())]
 
 
 def check_range(given: CommandOptions) -> None:
