@@ -38,7 +38,7 @@ class JobOptions(CommandOptions):
 
     job: str = option(
         REQUIRED, "path/to/job.py or path/to/job.py:function; its arguments are --job.name value",
-        words=("job",), metavar="JOB", **SHELL,
+        by_place=True, metavar="JOB", **SHELL,
     )  # fmt: skip
     json: bool = json_option()
     verbose: bool = verbose_option()
@@ -210,7 +210,7 @@ class PlanOptions(JobOptions):
 class SchedulerOptions(CommandOptions):
     """Who starts the run."""
 
-    kind: str = option(REQUIRED, "who starts it", words=("kind",), choices=SCHEDULERS)
+    kind: str = option(REQUIRED, "who starts it", by_place=True, choices=SCHEDULERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +241,8 @@ class SubmitOptions(TrainOptions, SchedulerOptions):
 class BenchOptions(CommandOptions):
     """Of `plait bench`."""
 
-    what: str = option("all", None, words=("what",), choices=("compute", "comm", "data", "all"))
-    job: str | None = option(None, "the job whose data is read (data, all)", words=("job",), metavar="JOB")
+    what: str = option("all", None, by_place=True, choices=("compute", "comm", "data", "all"))
+    job: str | None = option(None, "the job whose data is read (data, all)", by_place=True, metavar="JOB")
     out: Path = option(Path("machine.toml"), "file to write (machine.toml)")
     nproc: int | None = option(None, "processes that measure at once (one per device or core)", least=1)
     device: str = device_option()
@@ -254,7 +254,7 @@ class BenchOptions(CommandOptions):
 class ReportOptions(CommandOptions):
     """Of `plait report`."""
 
-    path: str = option("runs/latest", "a run directory (runs/latest)", words=("path",), metavar="RUN")
+    path: str = option("runs/latest", "a run directory (runs/latest)", by_place=True, metavar="RUN")
     timeline: bool = option(False, "write RUN/timeline.html and RUN/trace.json, for Perfetto")
     memory: bool = option(False, "what the fullest rank's memory was used for, beside the plan's bill")
     step: int | None = option(None, "which step to draw (one that took the median time)", metavar="N")
@@ -267,8 +267,8 @@ class ReportOptions(CommandOptions):
 class CheckpointOptions(CommandOptions):
     """Of `plait checkpoint`."""
 
-    action: str = option(REQUIRED, None, words=("action",), choices=("list", "info", "verify", "export"))
-    path: str = option(REQUIRED, "a run directory, its checkpoints, or one checkpoint", words=("path",), metavar="PATH")
+    action: str = option(REQUIRED, None, by_place=True, choices=("list", "info", "verify", "export"))
+    path: str = option(REQUIRED, "a run directory, its checkpoints, or one checkpoint", by_place=True, metavar="PATH")
     step: int | None = option(None, "the checkpoint of this step, instead of all or the newest")
     to: str | None = option(None, "export: a folder, or a file that ends in .safetensors", metavar="PATH")
     shard: str = option("5GB", "export: largest file in a folder (5GB)", metavar="SIZE")
@@ -285,5 +285,5 @@ class CheckpointOptions(CommandOptions):
 class HelpOptions(CommandOptions):
     """Of `plait help`."""
 
-    word: str | None = option(None, None, words=("word",), metavar="CODE | KEY | COMMAND")
+    word: str | None = option(None, None, by_place=True, metavar="CODE | KEY | COMMAND")
     json: bool = option(False, None)

@@ -1,7 +1,7 @@
 """An option of a command, as a field of a dataclass: its name, its help, its values, and where it can be given.
 
 A command's options are one frozen dataclass (`command_options.py`). From its fields come the parser of the command line
-(`cli/options.py`), the keyword arguments in Python (`api.py`), and the words that `plait submit` hands on (`cli/submit.py`).
+(`cli/main.py`), the keyword arguments in Python (`api.py`), the words that `plait submit` hands on, and what is out of range.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,9 @@ class Option:
     least: int | None = None
     """The smallest number that it takes."""
     words: tuple[str, ...] = ()
-    """On the command line, if these are not --name; without dashes: it is known by its place."""
+    """On the command line, if these are not --name."""
+    by_place: bool = False
+    """No word stands before its value on the command line."""
     bare: str | None = None
     """Its value when it is given without one, if it can be."""
     listed: bool = False
@@ -46,11 +48,6 @@ class Option:
     def flag(self) -> str:
         """Its word on the command line, such as --save-every."""
         return self.words[-1] if self.words else f"--{self.name.replace('_', '-')}"
-
-    @property
-    def by_place(self) -> bool:
-        """Whether its value stands on the command line without a word before it."""
-        return not self.flag.startswith("-")
 
 
 @dataclass(frozen=True, kw_only=True)
