@@ -15,7 +15,7 @@ from launched import TEST_JOB, Command, alive, rows
 from tracked import Told, read_back
 
 from plait.config.errors import PlaitError
-from plait.engine.trackers import packages
+from plait.integrations.trackers import packages
 from plait.launch.companion import Companion
 
 (
@@ -115,12 +115,12 @@ def test_a_companion_says_lines_and_ends_with_a_word(tmp_path: Path) -> None:
 
 
 def test_what_to_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages.chosen(["wandb,mlflow", "wandb"]) == ("wandb", "mlflow")
+    assert packages.installed(["wandb,mlflow", "wandb"]) == ("wandb", "mlflow")
     (problem,) = packages.unknown(["wandb,aim"])
     assert problem.code == "U002" and "aim" in problem.what and "tensorboard, wandb, mlflow, trackio" in problem.why
     monkeypatch.setitem(packages.TRACKERS, "wandb", (packages.WeightsAndBiases, "no_such_module", "wandb"))
     with pytest.raises(PlaitError) as caught:
-        packages.chosen(["wandb"])
+        packages.installed(["wandb"])
     assert caught.value.codes == ["H004"] and caught.value.problems[0].fix == ("pip install wandb",)
 
 

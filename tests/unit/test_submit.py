@@ -12,10 +12,10 @@ import yaml
 from submitted import asked, faults, sbatch
 
 from plait.cli.main import main
-from plait.cli.submit import seconds
 from plait.config.errors import PlaitError
-from plait.submit.kinds import KINDS
-from plait.submit.submission import slug
+from plait.integrations.submit.command import seconds
+from plait.integrations.submit.kinds import KINDS
+from plait.integrations.submit.submission import slug
 
 BARE = {
     "slurm": (), "ray": (), "ssh": ("--hosts", "a,b"), "skypilot": ("--gpu", "H100"), "jobset": ("--image", "r/t:1"),

@@ -20,7 +20,6 @@ plan              plait plan
 tensor_table      plait plan --show tensor
 check             plait check
 sketch            plait sketch
-submit            plait submit
 bench             plait bench
 chaos             plait chaos
 checkpoint        plait checkpoint

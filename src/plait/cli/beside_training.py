@@ -2,9 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.plan import Plan
+
+if TYPE_CHECKING:
+    from plait.engine.metrics import MetricsFollower
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +25,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     """U002 for values that they cannot have."""
     found = []
     if options.to:
-        from plait.engine.trackers.packages import unknown
+        from plait.integrations.trackers.packages import unknown
 
         found += unknown(options.to)
     every = options.export_every
@@ -46,8 +50,8 @@ def refuse(options: argparse.Namespace, plan: Plan) -> None:
         raise PlaitError(Problem("H020", f"{given[0]} does not work with sync=async", why=why, fix=fix))
 
 
-def trackers(options: argparse.Namespace) -> tuple[str, ...]:
+def trackers(options: argparse.Namespace) -> "tuple[MetricsFollower, ...]":
     """Those of `--to`. H004."""
-    from plait.engine.trackers.packages import chosen
+    from plait.integrations.trackers.beside import chosen
 
     return chosen(options.to)

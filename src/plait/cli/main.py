@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn, TextIO
 
-from plait.cli import chaos, plan_keys, submit, train_options
+from plait.cli import chaos, plan_keys, train_options
 from plait.cli.options import both, common_options, job_options, output_options
 from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import (
@@ -230,9 +230,11 @@ def _elsewhere(module: str) -> Callable[[Any], int]:
 
 
 def _submit_options(parser: argparse.ArgumentParser) -> None:
-    submit.kind(parser)
+    from plait.integrations.submit import command
+
+    command.kind(parser)
     train_options.add_options(parser)
-    submit.options(parser, getattr(parser, "added", ()))
+    command.options(parser, getattr(parser, "added", ()))
     parser.set_defaults(run=_submit)
 
 
@@ -376,7 +378,9 @@ def _submit(options: argparse.Namespace) -> int:
     problems = train_options.out_of_range(options)
     if problems:
         raise PlaitError(problems)
-    return submit.run(options)
+    from plait.integrations.submit import command
+
+    return command.run(options)
 
 
 def _verify(options: argparse.Namespace) -> int:

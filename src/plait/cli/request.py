@@ -9,6 +9,7 @@ from plait.config.job import Job, optimized
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
 from plait.engine.callbacks import Callback
+from plait.engine.metrics import MetricsFollower
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Request:
     workers: int = 0
     save_every: int = 100
     keep: int = 3
-    trackers: tuple[str, ...] = ()
-    """Experiment trackers that also get the metrics (see `engine/trackers/`)."""
+    trackers: tuple[MetricsFollower, ...] = ()
+    """Experiment trackers, which also get the metrics (see `integrations/trackers/`)."""
     shown: tuple[int, ...] = (0,)
     verbose: bool = False
     notes: tuple[str, ...] = ()

@@ -126,8 +126,8 @@ def _made(
     from plait.config.errors import in_a_line
     from plait.config.job import user_line
     from plait.engine.callbacks import checked
-    from plait.engine.export_weights import ExportWeights
     from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
+    from plait.integrations.export_weights import ExportWeights
 
     made: list[Callback] = []
     if function is not None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plait.config.plan import Plan
+from plait import Plan
 from plait.engine.run_directory import RunDirectory, job_name
-from plait.engine.trackers.packages import TRACKERS, Row, TrackedRun, numbers
+from plait.integrations.trackers.packages import TRACKERS, Row, TrackedRun, numbers
 from plait.launch.companion import Until
 
 EVERY = 0.5

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from plait.adapters import instances, loaders, optimizers, own_losses, schedulers
-from plait.config.errors import PlaitError, Problem
-from plait.config.job import Evaluate, Job
+from plait import Evaluate, Job, PlaitError
+from plait.config.errors import Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
+from plait.integrations.adapters import instances, loaders, optimizers, own_losses, schedulers
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.submission import Submission
 
 
 @dataclass(frozen=True)

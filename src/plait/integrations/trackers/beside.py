@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.engine.trackers.packages import QUIET
+from plait.integrations.trackers.packages import QUIET, installed
 from plait.launch.companion import Companion
 
 PATIENCE = 30.0
@@ -16,20 +16,19 @@ PATIENCE = 30.0
 
 
 class Beside:
-    """The processes of a run's trackers.
+    """The trackers of a run by their names in `--to`: a `MetricsFollower` that starts a process for each."""
 
-    `step`: those that are done. `note` says a line to the run's user; `alive` is called while trackers are waited for.
-    """
+    def __init__(self, names: tuple[str, ...]):
+        self.names = names
 
-    def __init__(
-        self, names: tuple[str, ...], run: Path, step: int, note: Callable[[str], None], alive: Callable[[], None]
-    ):
-        self._note, self._alive, self._looked = note, alive, 0.0
+    def start(self, run: Path, step: int, note: Callable[[str], None]) -> None:
+        """Start the processes. `step`: the last step of the run that is made; `note` says a line to the run's user."""
+        self._note, self._looked = note, 0.0
         self._running: dict[str, Companion] = {}
-        for name in names:
+        for name in self.names:
             words, log = [name, str(run.resolve()), str(step)], run / "logs" / f"{name}.log"
             try:
-                self._running[name] = Companion("plait.engine.trackers.follow", words, log, QUIET[name])
+                self._running[name] = Companion("plait.integrations.trackers.follow", words, log, QUIET[name])
             except OSError as error:
                 note(f"note  {name} does not get the metrics: its process cannot be started ({error})")
 
@@ -51,15 +50,21 @@ class Beside:
                 process.close()
                 del self._running[name]
 
-    def close(self, done: bool) -> None:
-        """Nothing follows. `done`: the run has ended as it should, or was asked to stop."""
+    def close(self, done: bool, alive: Callable[[], None]) -> None:
+        """Nothing follows. `done`: the run has ended as it should, or was asked to stop. `alive` is called while trackers are waited for."""
         for process in self._running.values():
             process.done("done" if done else "failed")
         end = time.monotonic() + PATIENCE
         while self._running and time.monotonic() < end:
             next(iter(self._running.values())).wait(0.2)
             self._hear()
-            self._alive()
+            alive()
         for name, process in self._running.items():
             self._note(f"note  {name} has not taken all metrics yet: process {process.number} goes on with that")
             process.close()
+
+
+def chosen(words: list[str]) -> tuple[Beside, ...]:
+    """What follows the metrics for the trackers of `--to`. H004 if the package of one is missing."""
+    names = installed(words)
+    return (Beside(names),) if names else ()

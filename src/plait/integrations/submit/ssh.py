@@ -7,10 +7,11 @@ run is saved.
 
 import re
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import SECRET, comment, line
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import SECRET, comment, line
+from plait.integrations.submit.submission import Submission
 
 HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)")
 """A name or an address, of a user there or not; nothing that ssh could take for an option."""

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.submit.scheduler import Scheduler
+    from plait.integrations.submit.scheduler import Scheduler
 
 KINDS = ("slurm", "trainjob", "jobset", "skypilot", "ray", "ssh")
 
 
 def scheduler(kind: str) -> "Scheduler":
     """The `SCHEDULER` of a file."""
-    return import_module(f"plait.submit.{kind}").SCHEDULER
+    return import_module(f"plait.integrations.submit.{kind}").SCHEDULER

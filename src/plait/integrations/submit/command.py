@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.config.errors import PlaitError, Problem, shown, too_small
-from plait.config.plan import Plan
-from plait.submit.kinds import KINDS, scheduler
+from plait import PlaitError, Plan
+from plait.config.errors import Problem, shown, too_small
+from plait.integrations.submit.kinds import KINDS, scheduler
 
 if TYPE_CHECKING:
-    from plait.submit.submission import Submission
+    from plait.integrations.submit.submission import Submission
 
 HERE = ("help", "plan", "nproc", "nnodes", "node_rank", "master", "runs", "resume", "json", "verbose")
 """Options of `plait train` that are not passed on as they are."""
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from shlex import quote
 
     from plait.config.files import check_writable, write
-    from plait.submit.scheduler import OWN, check
+    from plait.integrations.submit.scheduler import OWN, check
 
     chosen = scheduler(options.kind)
     given = {name for name in OWN if getattr(options, name) not in (None, [])}
@@ -77,8 +77,8 @@ def _submission(options: argparse.Namespace) -> "Submission":
     """What was asked for. Everything that is wrong with it is raised."""
     from shlex import split
 
-    from plait.submit.scheduler import OWN
-    from plait.submit.submission import Submission, check_name, check_text, laid_out, slug
+    from plait.integrations.submit.scheduler import OWN
+    from plait.integrations.submit.submission import Submission, check_name, check_text, laid_out, slug
 
     if options.node_rank is not None:
         why = "the scheduler numbers the machines"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from plait.config.errors import PlaitError, Problem
+from plait import PlaitError
+from plait.config.errors import Problem
 from plait.launch.companion import variables
 
 Row = tuple[int, dict[str, float]]
@@ -229,8 +230,8 @@ def unknown(words: list[str]) -> list[Problem]:
     ]
 
 
-def chosen(words: list[str]) -> tuple[str, ...]:
-    """The trackers of `--to`. H004 where a package is missing."""
+def installed(words: list[str]) -> tuple[str, ...]:
+    """The names in `--to`. H004 if the package of one is missing."""
     names = listed(words)
     missing = [(name, TRACKERS[name][2]) for name in names if find_spec(TRACKERS[name][1]) is None]
     if missing:

@@ -10,10 +10,11 @@ its environment.
 
 import re
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import SECRET, comment, line
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import SECRET, comment, line
+from plait.integrations.submit.submission import Submission
 
 WARNING = 120
 """Seconds before the end of its time in which a run is saved."""

@@ -1,5 +1,6 @@
 """The file that a scheduler wants, written from a plan: one file for each kind of scheduler.
 
+command       the command: its options, and what is wrong with them
 submission    what is to be started: job, plan, machines, and the words of `plait train`
 scheduler     how a scheduler is described: what it takes, what it cannot
 shell         words as a shell reads them
