@@ -52,6 +52,6 @@ def refuse(options: argparse.Namespace, plan: Plan) -> None:
 
 def trackers(options: argparse.Namespace) -> "tuple[MetricsFollower, ...]":
     """Those of `--to`. H004."""
-    from plait.integrations.trackers.beside import chosen
+    from plait.integrations.trackers.follow import chosen
 
     return chosen(options.to)

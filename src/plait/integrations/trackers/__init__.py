@@ -1,6 +1,5 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio get the numbers of `metrics.jsonl`.
 
-beside     a process for each, beside rank 0
-follow     what that process does: follow `metrics.jsonl`
-packages   the trackers themselves
+follow     the process of a tracker, which follows `metrics.jsonl`, and what rank 0 does for it
+packages   the trackers: how each package is given a run and its numbers
 """
