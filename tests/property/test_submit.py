@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from submitted import Programs, asked, expanded, sbatch
 
 from plait.config.errors import PlaitError
-from plait.integrations.submit.kinds import scheduler
+from plait.integrations.submit.scheduler import scheduler
 from plait.integrations.submit.shell import line
 from plait.integrations.submit.submission import Submission
 from plait.integrations.submit.yaml import dump

@@ -14,7 +14,7 @@ from submitted import asked, faults, sbatch
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.integrations.submit.command import seconds
-from plait.integrations.submit.kinds import KINDS
+from plait.integrations.submit.scheduler import KINDS
 from plait.integrations.submit.submission import slug
 
 BARE = {

@@ -5,14 +5,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shlex import quote, split
 
 from plait import PlaitError, Plan
 from plait.config.errors import Problem, shown, too_small
-from plait.integrations.submit.kinds import KINDS, scheduler
-
-if TYPE_CHECKING:
-    from plait.integrations.submit.submission import Submission
+from plait.config.files import check_writable, write
+from plait.integrations.submit.scheduler import KINDS, OWN, check, scheduler
+from plait.integrations.submit.submission import Submission, check_name, check_text, laid_out, slug
+from plait.launch.launchers.launcher import Reading
 
 HERE = ("help", "plan", "nproc", "nnodes", "node_rank", "master", "runs", "resume", "json", "verbose")
 """Options of `plait train` that are not passed on as they are."""
@@ -48,11 +48,6 @@ def options(parser: argparse.ArgumentParser, train: tuple[argparse.Action, ...])
 
 def run(options: argparse.Namespace) -> int:
     """The command."""
-    from shlex import quote
-
-    from plait.config.files import check_writable, write
-    from plait.integrations.submit.scheduler import OWN, check
-
     chosen = scheduler(options.kind)
     given = {name for name in OWN if getattr(options, name) not in (None, [])}
     if options.out:
@@ -73,13 +68,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _submission(options: argparse.Namespace) -> "Submission":
+def _submission(options: argparse.Namespace) -> Submission:
     """What was asked for. Everything that is wrong with it is raised."""
-    from shlex import split
-
-    from plait.integrations.submit.scheduler import OWN
-    from plait.integrations.submit.submission import Submission, check_name, check_text, laid_out, slug
-
     if options.node_rank is not None:
         why = "the scheduler numbers the machines"
         raise PlaitError(Problem("S002", "plait submit takes no --node-rank", why=why, fix=("leave it out",)))
@@ -144,8 +134,6 @@ def _machines(options: argparse.Namespace, hosts: int | None) -> tuple[int | Non
 
 def _counted(options: argparse.Namespace) -> tuple[int | None, int | None]:
     """--nnodes 2, or 1:2: machines, and the least of them with which the run goes on."""
-    from plait.launch.launchers.launcher import Reading
-
     try:
         return Reading("--nnodes", {"--nnodes": options.nnodes or ""}).counted("--nnodes")
     except PlaitError:

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 from plait import PlaitError
 from plait.config.errors import Problem
 from plait.integrations.submit.submission import Submission
+
+KINDS = ("slurm", "trainjob", "jobset", "skypilot", "ray", "ssh")
+"""The names that `plait submit` takes: each is that of a file with a `SCHEDULER`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ INSTEAD = {
 }
 """What to say where a scheduler has no such option."""
 EXAMPLE = {"image": "--image registry/team/train:1", "hosts": "--hosts node1,node2", "gpu": "--gpu H100"}
+
+
+def scheduler(kind: str) -> Scheduler:
+    """The scheduler of this name."""
+    return import_module(f"plait.integrations.submit.{kind}").SCHEDULER
 
 
 def check(kind: str, scheduler: Scheduler, given: set[str], gpus: bool) -> None:
