@@ -126,6 +126,7 @@ def test_what_to_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(400)
 def test_nobody_is_called_without_an_account(tmp_path: Path) -> None:
     """Under strace, the trackers' processes connect to nothing but sockets of this machine."""
     trace = tmp_path / "trace"
