@@ -31,7 +31,7 @@ def test_collections_of_garbage_leave_out_what_was_built(tmp_path: Path) -> None
     run, noting = RunDirectory(tmp_path), Frozen()
     for path in (run.path, run.checkpoints, run.events(0).parent):
         path.mkdir(parents=True, exist_ok=True)
-    request = Request("mlp", jobs.mlp(), Plan.parse("dp=1"), {}, device="cpu", callbacks=lambda: [noting])
+    request = Request("mlp", jobs.mlp(), Plan.parse("dp=1"), device="cpu", callbacks=lambda: [noting])
 
     def rank(place: Place) -> dict[str, Any]:
         train(request, run, place)

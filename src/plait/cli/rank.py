@@ -113,7 +113,7 @@ def _going(engine: Engine, recorder: Recorder, note: Note) -> None:
 
 def _unsaved(engine: Engine, note: Note) -> None:
     """Name what modules keep that no checkpoint will hold: of each stage once."""
-    if not any(place for axis, place in engine.built.at.items() if axis != "pp"):
+    if not any(place for axis, place in engine.built.mesh.at.items() if axis != "pp"):
         for name, kind in engine.carried.take().unsaved.items():
             note(f"note  checkpoints cannot hold {name} ({kind}), which steps change: a resumed run begins it anew")
 
@@ -230,7 +230,7 @@ def _compiled(engine: Engine, note: Note) -> None:
 def _inexact(engine: Engine, note: Note, named: set[str]) -> None:
     """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
     built = engine.built
-    first = not any(place for axis, place in built.at.items() if axis != "pp")
+    first = not any(place for axis, place in built.mesh.at.items() if axis != "pp")
     for line in inexact(built) if engine.place.rank == 0 else built.sharers.inexact if first else ():
         if line not in named:
             note(f"note  not exact: {line}")

@@ -29,6 +29,7 @@ from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
+from plait.config.keys import OTHER_SAMPLES, WITHIN
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map, opened, weigh, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
@@ -122,8 +123,8 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
         self.carried.close()
-        while self.built.closing:
-            self.built.closing.pop()()
+        while self.built.moments.close:
+            self.built.moments.close.pop()()
         if self.built.rare is not None:
             self.built.rare.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():
@@ -163,7 +164,7 @@ class Engine:
     @property
     def share(self) -> BatchShare:
         plan, balance = self.plan, self.built.balance
-        share = BatchShare.of(plan, plan.share(self.place.rank), self.built.at["replica_groups"])
+        share = BatchShare.of(plan, plan.share(self.place.rank), self.built.mesh.at["replica_groups"])
         return share if balance is None else replace(share, course=balance.course)
 
     def batches(self) -> Iterator[Batch]:
@@ -182,7 +183,7 @@ class Engine:
         source = self.place.waiting_for(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
-            padding = Padding(data, self.built.inside)
+            padding = Padding(data, self.built.mesh.group_or_none(*WITHIN))
         self.trained.begin()
         self.callbacks.start(self)
         self.trained.check(self.position.step)
@@ -215,7 +216,7 @@ class Engine:
         """What ranks read of an iterable is the same; what only some of it is has a name."""
         if not batch.seen or self.place.world == 1:
             return
-        if not agree(batch.size, batch.seen, self.built.inside, "Job(data=…)"):
+        if not agree(batch.size, batch.seen, self.built.mesh.group_or_none(*WITHIN), "Job(data=…)"):
             self.built.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
 
     def step(self, batch: Batch) -> Step:
@@ -253,7 +254,7 @@ class Engine:
         self.updater.within = not self.turns.first
         rare, reducer = built.rare, built.reducer
         if rare is not None and isinstance(reducer, CrossGroupSums):
-            reducer.everywhere = built.groups["replica_groups"] if rare.sums(batch.after.step) else None
+            reducer.everywhere = built.mesh.group("replica_groups") if rare.sums(batch.after.step) else None
         pieces = self.passes.pieces(batch, {i: weights[i] / (total or 1.0) for i in self.runs(batch, weights)})
         with self.meter.watching():
             step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
@@ -302,8 +303,9 @@ class Engine:
             return batch.size / (self.plan.replica_groups if apart else 1) if size else 0.0
         total = torch.tensor(sum(weights), dtype=torch.float64)
         if self.plan.ranks > 1:
-            total = total.to(host_or(self.built.device, self.built.peers))
-            dist.all_reduce(total, group=self.built.peers)
+            peers = self.built.mesh.group(*OTHER_SAMPLES)
+            total = total.to(host_or(self.built.device, peers))
+            dist.all_reduce(total, group=peers)
         if apart:
             return float(total) * batch.size / (self.plan.replica_groups * size) if size else 0.0
         if rare is not None:
@@ -376,7 +378,7 @@ class Engine:
         built, done, known = self.built, unread.batch.after.step, self.passes.logged
         numbers = unread.numbers
         if unread.news:
-            numbers.logged |= known.agreed(unread.logged, built.inside)
+            numbers.logged |= known.agreed(unread.logged, built.mesh.group_or_none(*WITHIN))
             if isinstance(built.reducer, Reducer):
                 built.reducer.widen(numbers_of_step_row(self.plan) + 2 * len(known.names))
         if built.rare is None:

@@ -1,8 +1,8 @@
 """The file that a scheduler wants, written from a plan: one file for each kind of scheduler.
 
-command       the command: its options, and what is wrong with them
+command       the command
 submission    what is to be started: job, plan, machines, and the words of `plait train`
-scheduler     the schedulers by name, and how one is described: what it takes, what it cannot
+scheduler     how a scheduler is described: what it takes, what it cannot
 shell         scripts as templates, and words as a shell reads them
 yaml          values as YAML that a person can read
 slurm         a script for sbatch

@@ -8,9 +8,6 @@ from plait import PlaitError
 from plait.config.errors import Problem
 from plait.integrations.submit.submission import Submission
 
-KINDS = ("slurm", "trainjob", "jobset", "skypilot", "ray", "ssh")
-"""The names that `plait submit` takes: each is that of a file with a `SCHEDULER`."""
-
 
 @dataclass(frozen=True)
 class Scheduler:
@@ -42,7 +39,7 @@ EXAMPLE = {"image": "--image registry/team/train:1", "hosts": "--hosts node1,nod
 
 
 def scheduler(kind: str) -> Scheduler:
-    """The scheduler of this name."""
+    """The scheduler of this name, one of `SCHEDULERS`: that of its file."""
     return import_module(f"plait.integrations.submit.{kind}").SCHEDULER
 
 
