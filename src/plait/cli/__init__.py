@@ -20,7 +20,6 @@ parameter_table   plait plan --show parameters
 check             plait check
 verify            plait verify
 sketch            plait sketch
-submit            plait submit
 bench             plait bench
 chaos             plait chaos
 checkpoint        plait checkpoint
