@@ -9,7 +9,7 @@ group_norms       gradient norms of parameter groups
 passes            forward and backward passes of a step
 trained           which parameters a run trains, and that it stays so
 step              what a step did
-step_row          the numbers of a step that all ranks must know
+pending_stats     a step whose numbers are on their way to the host
 update            the end of a step: clipping, the optimizer's step, when its numbers are read
 device_update     an update that the host queues without knowing whether it will be made
 spans             what took time in a step

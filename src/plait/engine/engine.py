@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes
+from plait.engine.pending_stats import PendingStats
 from plait.engine.spans import Spans
-from plait.engine.speed import SpeedMeter
+from plait.engine.speed import SpeedMeter, room_of_share
 from plait.engine.step import Step, tokens, told
-from plait.engine.step_row import RankNumbers, Unread, row_of
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
 from plait.engine.update import Updater
@@ -54,8 +54,8 @@ from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
 from plait.parallel.data.buckets import Reducer
-from plait.parallel.data.strategy import numbers_of_step_row
 from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.collectives import host_or
 from plait.tensors.finite import Rule
 from plait.tensors.norm import total_norm
@@ -241,7 +241,7 @@ class Engine:
         self.callbacks.logged[name] = float(value)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `step_row.py`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/step_stats.py`)."""
         built = self.built
         self.carried.begin_step()
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
@@ -321,19 +321,28 @@ class Engine:
         return step_row
 
     def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        meter = self.meter
-        own = RankNumbers(meter.busy, self._spans.waited, meter.room, self._saving(), bool(self.callbacks.wish))
-        return row_of(self.built, self.place, batch, losses, self.passes.logged, own)
+        """What this rank adds to the sums of the step, on its device."""
+        plan, meter, device = self.plan, self.meter, self.built.device
+        stats = StepStats.zeros(plan)
+        stats.add_losses(losses, plan, device)
+        stats.add_rank(
+            self.place.rank, plan, samples=batch.count, busy=meter.busy, waited=self._spans.waited, room=meter.room
+        )
+        stats.signals = self._signals()
+        stats.new_names, stats.logged = float(self.passes.logged.has_new_names), self.passes.logged.send()
+        return stats.pack(device)
 
-    def _saving(self) -> list[float]:
-        """How far this rank is with what it saves: to the disk, and to memory."""
-        world = self.place.world
-        return [self.checkpoints.word(world), 0.0 if self.memory is None else self.memory.word(world)]
+    def _signals(self) -> RunSignals:
+        world, memory = self.place.world, self.memory
+        return RunSignals(
+            stop=float(self.place.stopping()), disk_save=self.checkpoints.word(world),
+            memory_save=0.0 if memory is None else memory.word(world), end=float(bool(self.callbacks.wish)),
+        )  # fmt: skip
 
-    def norm(self, step_row: Tensor) -> tuple[float, list[float]]:
-        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its row. Waits for the device."""
+    def norm(self, step_row: Tensor) -> tuple[float, StepStats]:
+        """The norm of the gradients that `backward` left, over all ranks, and the totals in its row. Waits for the device."""
         norm, *row = HostCopy(torch.cat([self.total_norm().reshape(1), step_row.double()])).read()
-        return norm, row
+        return norm, StepStats.unpack(row, self.plan)
 
     def total_norm(self) -> Tensor:
         """The norm of the gradients that `backward` left, over all ranks: a float64 scalar on the device."""
@@ -371,35 +380,37 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate
 
-    def tell(self, unread: Unread) -> None:
+    def tell(self, pending: PendingStats) -> None:
         """Do what goes by the numbers of a step: all ranks have the same, and do it after the same step."""
-        built, done, known = self.built, unread.batch.after.step, self.passes.logged
-        numbers = unread.numbers
-        if unread.news:
-            numbers.logged |= known.agreed(unread.logged, built.inside)
+        built, done, known = self.built, pending.batch.after.step, self.passes.logged
+        numbers, totals = pending.numbers, pending.totals
+        if totals.new_names:
+            numbers.logged |= known.agreed(pending.logged, built.inside)
             if isinstance(built.reducer, Reducer):
-                built.reducer.widen(numbers_of_step_row(self.plan) + 2 * len(known.names))
+                built.reducer.widen(StepStats.width(self.plan, len(known.names)))
         if built.rare is None:
-            self._heard(*unread.words)
+            self._heard(totals.signals)
         else:
-            for sent, word in built.rare.after(done, unread.words):
+            for sent, word in built.rare.after(done, list(astuple(totals.signals))):
                 if sent > self._saved:  # else it tells of how far saves were before the last news of them
                     stage = self.checkpoints.stage
-                    self._heard(*word)
+                    self._heard(RunSignals(*word))
                     self._saved = self._saved if self.checkpoints.stage == stage else done
-        self.meter.read(numbers.spans, unread.batch.count)
-        samples, busy, _, room = unread.by_share
+        self.meter.read(numbers.spans, pending.batch.count)
         if built.balance is not None:
-            numbers.note = built.balance.heard(done, (samples, busy, room), ahead(self.workers))
+            samples, busy = zip(*numbers.by_rank)
+            numbers.note = built.balance.heard(
+                done, (samples, busy, room_of_share(self.plan, totals.room)), ahead(self.workers)
+            )
 
-    def _heard(self, stop: float, saved: float, kept: float, wish: float = 0.0) -> None:
+    def _heard(self, signals: RunSignals) -> None:
         """What all ranks said together: the wish to stop, how far they are with what they save, and the wish to end."""
-        self._stop = stop > 0
-        self.callbacks.asked = wish > 0
-        self.checkpoints.heard(self, saved)
+        self._stop = signals.stop > 0
+        self.callbacks.asked = signals.end > 0
+        self.checkpoints.heard(self, signals.disk_save)
         if self.memory is not None:
             try:
-                self.memory.heard(self, kept)
+                self.memory.heard(self, signals.memory_save)
             except PlaitError:  # on all ranks: there is no room, and training goes on without snapshots
                 self.memory = None
 

@@ -22,11 +22,12 @@ from plait.data.batch import Batch
 from plait.engine import device_update
 from plait.engine.group_norms import group_names, group_norms
 from plait.engine.nonfinite import Guard, Repeatable
+from plait.engine.pending_stats import PendingStats
 from plait.engine.spans import Spans
-from plait.engine.step_row import Unread
 from plait.engine.turns import Turns
 from plait.parallel.average import in_eval_mode
 from plait.parallel.loss_scale import DeviceLossScale
+from plait.parallel.step_stats import StepStats
 from plait.tensors.torch_private import scale_
 from plait.tensors.transfers import HostCopy
 
@@ -45,7 +46,7 @@ class Updated(Repeatable, Protocol):
         """The norm of the gradients, a float64 scalar on the device."""
         ...
 
-    def tell(self, unread: Unread) -> None:
+    def tell(self, pending: PendingStats) -> None:
         """Do what goes by the numbers of a step, which are on the host."""
         ...
 
@@ -66,7 +67,7 @@ class Updater:
         """The optimizer has made its state."""
         self.within = False
         """Weights may be half of one step and half of the next."""
-        self.unread: Unread | None = None
+        self.unread: PendingStats | None = None
         """The last step, as long as not all that goes by its numbers is done."""
 
     @property
@@ -74,14 +75,14 @@ class Updater:
         """Whether the last step is one to skip, and nothing was done about it yet. Waits for its numbers."""
         return self.unread is not None and not self.unread.judged and bool(self._wrong(self.unread))
 
-    def update(self, batch: Batch, step_row: Tensor) -> Unread:
+    def update(self, batch: Batch, step_row: Tensor) -> PendingStats:
         """Clip, take the optimizer's step, and forget the gradients that `backward` left."""
         training, ahead = self.training, self.runs_ahead and self.begun
         if self.unread is not None and (ahead or not self.unread.judged) and self.settle(within_next=True):
             step_row = training.backward(batch)
         self.spans.begin("optimizer")
-        row = self._row(step_row, norm := training.total_norm())
-        unread = self._unread(batch, len(step_row))
+        unread = self._unread(batch)
+        row = self._row(unread, step_row, norm := training.total_norm())
         unread.to_average = training.built.average is not None and training.turns.last
         if ahead:
             self._queue(step_row, norm)
@@ -98,29 +99,27 @@ class Updater:
         unread.spans, self.unread, self.within = self.spans.taken(), unread, False
         return unread
 
-    def _row(self, step_row: Tensor, norm: Tensor) -> Tensor:
-        """The numbers of the step: the summed row, the norm without the loss scale, that scale, and norms of parameter groups."""
+    def _row(self, unread: PendingStats, step_row: Tensor, norm: Tensor) -> Tensor:
+        """The numbers of the step for the host: a tensor on the device."""
         built = self.training.built
         factor = 1.0 if built.scaler is None else built.scaler.factor
         scale = factor.reshape(1) if isinstance(factor, Tensor) else torch.full_like(norm.reshape(1), factor)
-        alike = [norm.reshape(1) / scale, scale, *([group_norms(built) / scale] if self.norms else [])]
-        return torch.cat([step_row.double(), *alike])
+        return unread.pack(step_row, norm, scale, group_norms(built) if self.norms else None)
 
-    def _unread(self, batch: Batch, width: int) -> Unread:
+    def _unread(self, batch: Batch) -> PendingStats:
         training, built = self.training, self.training.built
         scale = 1.0 if built.scaler is None else built.scaler.value
         summed = built.rare is not None and built.rare.sums(batch.after.step)
-        return Unread(
-            training.plan, batch, width, group_names(built) if self.norms else [], training.passes.logged.sent,
-            training.passes.losses, training.guard.skips_nonfinite, None if isinstance(built.scaler, DeviceLossScale) else scale,
-            built.scaler is not None,
-            training.plan.replica_groups if summed else 1.0,
+        return PendingStats(
+            training.plan, batch, group_names(built) if self.norms else [], training.passes.logged.sent, training.passes.losses,
+            training.guard.skips_nonfinite, factor=None if isinstance(built.scaler, DeviceLossScale) else scale,
+            scaled=built.scaler is not None, loss_factor=training.plan.replica_groups if summed else 1.0,
         )  # fmt: skip
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.training.built.own.values() if p.grad is not None]
 
-    def _make(self, unread: Unread) -> None:
+    def _make(self, unread: PendingStats) -> None:
         """The update, by numbers that the host has read."""
         training, built = self.training, self.training.built
         if unread.finite:
@@ -140,7 +139,7 @@ class Updater:
         training, scaler = self.training, self.training.built.scaler
         finite = norm.isfinite() if scaler is not None or training.guard.skips_nonfinite else None
         if finite is not None and training.guard.skips_nonfinite:
-            finite = finite & step_row[0].isfinite()
+            finite = finite & StepStats.loss_in(step_row).isfinite()
         scale = scaler.factor if isinstance(scaler, DeviceLossScale) else None
         device_update.clip(self._gradients(), norm, training.job.clip, scale)
         self.within = True
@@ -148,7 +147,7 @@ class Updater:
         if isinstance(scaler, DeviceLossScale) and finite is not None:
             scaler.update(finite)
 
-    def average(self, unread: Unread | None = None) -> None:
+    def average(self, unread: PendingStats | None = None) -> None:
         """Have the average of the weights take those of a step, of the last one if none is given: unless it did, or the step was left out."""
         unread, average = unread or self.unread, self.training.built.average
         if average is not None and unread is not None and unread.to_average and unread.finite:
@@ -180,7 +179,7 @@ class Updater:
         unread.told = True
         return found
 
-    def _judge(self, unread: Unread) -> bool:
+    def _judge(self, unread: PendingStats) -> bool:
         """Whether a step is left out because something in it is not finite, after a search for where that began."""
         training, unread.judged = self.training, True
         if what := self._wrong(unread):
@@ -190,7 +189,7 @@ class Updater:
             training.guard.skipped = 0
         return bool(what)
 
-    def _wrong(self, unread: Unread) -> str:
+    def _wrong(self, unread: PendingStats) -> str:
         """What is not finite in a step, as `Guard.wrong` says it: nothing where fp16's loss scale is too large, which is no fault of the
         step. It updates nothing, but its forward passes count."""
         return self.training.guard.wrong(unread.loss, unread.norm, unread.scale if unread.scaled else None)

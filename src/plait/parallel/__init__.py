@@ -4,6 +4,7 @@ order             the strategies, in the order in which they are applied; their 
 built             what strategies make of a job on one rank
 mesh              the groups of ranks of a plan
 gradient_sums     sums between ranks that are not alike; the norm
+step_stats        the numbers of a step that every rank must know, packed into the row that ranks sum
 gradient_hooks    the job's hooks on gradients of parameters
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts
 average           the moving average of the weights (Job.ema)
