@@ -7,8 +7,7 @@ train_options     plait train: its options
 run_callbacks     plait train: its options for callbacks
 beside_training   plait train: options for trackers and exports
 train             plait train: the launcher's side
-rank              plait train: the side of a rank
-out_of_memory     plait train: what is said of a device that is full
+out_of_memory     plait train: the plan's bill for a device that is full
 served            plait train with sync=async: groups and servers
 rounds            what is decided between two starts of the ranks
 other_plans       plans for fewer ranks, found while training goes on

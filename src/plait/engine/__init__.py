@@ -1,7 +1,14 @@
 """A run: the training loop of one rank.
 
+train             the training of one rank: the loop from step to step
+rank_options      what one rank trains, saves and records
+rank_start        where a rank's training begins: its engine, at a checkpoint or given weights
+rank_failures     what a rank keeps when its training ends in an error
+run_schedule      after which steps a run ends and evaluates
+run_notes         what a rank reports to the terminal beside its steps
+out_of_memory     a rank whose device is full
 build             from job and plan to a rank's model and optimizer
-engine            the loop's body: batches, steps, checkpoints
+engine            one rank's training, to be driven step by step: batches, steps, checkpoints
 callbacks         what a job has done beside its steps
 standard_callbacks  early stopping, the best checkpoint, traces of steps
 logged            numbers that a job records while a step runs
