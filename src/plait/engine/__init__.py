@@ -1,6 +1,7 @@
 """A run: the training loop of one rank.
 
 train             the training of one rank: the loop from step to step
+train_step        one step, in the order in which it happens
 rank_options      what one rank trains, saves and records
 rank_start        where a rank's training begins: its engine, at a checkpoint or given weights
 rank_failures     what a rank keeps when its training ends in an error
@@ -17,7 +18,8 @@ passes            forward and backward passes of a step
 trained           which parameters a run trains, and that it stays so
 step              what a step did
 pending_stats     a step whose numbers are on their way to the host
-update            the end of a step: clipping, the optimizer's step, when its numbers are read
+batch_weights     what micro-batches weigh in the loss, and which of them a rank runs
+stats_reader      when the host reads what came of a step, and what follows from it
 device_update     an update that the host queues without knowing whether it will be made
 spans             what took time in a step
 turns             the phases of a step, one after the other

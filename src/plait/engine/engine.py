@@ -9,7 +9,6 @@ of the global batch, so what is optimised is the weighted mean over the batch, h
 """
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -27,15 +26,16 @@ from plait.checkpoint.carried_state import CarriedState
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Batch, BatchShare, Position, is_map, opened, weigh, whole
+from plait.data.batch import Batch, BatchShare, Position, is_map, opened, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
 from plait.data.shares import ahead
+from plait.engine.batch_weights import run_here, weights_of
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate
@@ -45,18 +45,16 @@ from plait.engine.passes import Passes
 from plait.engine.pending_stats import PendingStats
 from plait.engine.spans import Spans
 from plait.engine.speed import SpeedMeter, room_of_share
-from plait.engine.step import Step, tokens, told
+from plait.engine.step import Step
+from plait.engine.train_step import TrainStep
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
-from plait.engine.update import Updater
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
 from plait.parallel.data.buckets import Reducer
-from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.step_stats import RunSignals, StepStats
-from plait.tensors.collectives import host_or
 from plait.tensors.finite import Rule
 from plait.tensors.norm import total_norm
 from plait.tensors.torch_private import leaves
@@ -97,15 +95,13 @@ class Engine:
         self._stop = False
         self._saved = 0
         """The step in which this rank last heard, or began, something of a save."""
-        self._within = False
-        """Whether this is in the passes of a step."""
-        self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
+        self.spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
         self.turns = Turns(self.built)
-        self.passes = Passes(self.built, self._spans, self.turns)
+        self.passes = Passes(self.built, self.spans, self.turns)
         self.trained = TrainedParameters(self.built)
         self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
-        self.updater = Updater(self, self._spans, group_norms)
+        self.steps = TrainStep(self, self.spans, group_norms)
         self.base: Base | None = None
         """Where frozen parameters are that checkpoints do not hold."""
         self.callbacks = Callbacks(callbacks)
@@ -187,7 +183,7 @@ class Engine:
         self.callbacks.start(self)
         self.trained.check(self.position.step)
         while self.position.step < job.steps and not self._stop and not self.callbacks.ended:
-            self._spans.begin("data")
+            self.spans.begin("data")
             batch = next(source)
             self._compare(batch)
             if padding is not None:
@@ -195,7 +191,7 @@ class Engine:
                 if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
                     self.built.unlike = (*self.built.unlike, LOOSE)
             self.built.inputs.begin((micro.inputs, micro.targets) for micro in batch.micro)
-            self._spans.end("data")
+            self.spans.end("data")
             yield batch
         self.settle()
         self.callbacks.end(self)
@@ -221,8 +217,7 @@ class Engine:
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps. On a GPU the work is queued: whoever looks at the
         step's loss waits for it, and `settle` waits on all ranks."""
-        each = [(phase, self.update(batch, self.backward(batch))) for phase in self.turns.of(batch.after.step)]
-        step = told(each)
+        step = self.steps.run(batch)
         self.callbacks.step(self, step)
         self.trained.check(step.step)
         return step
@@ -242,97 +237,30 @@ class Engine:
 
     def backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/step_stats.py`)."""
-        built = self.built
-        self.carried.begin_step()
-        weights = [weigh(self.job.weight, micro) for micro in batch.micro]
-        total = self._total_weight(batch, weights)
-        unread = self.updater.unread
-        self.guard.keep(again=unread is not None and not unread.judged)
-        self._within = True
-        self.trained.begin()
-        self.updater.within = not self.turns.first
-        rare, reducer = built.rare, built.reducer
-        if rare is not None and isinstance(reducer, CrossGroupSums):
-            reducer.everywhere = built.groups["replica_groups"] if rare.sums(batch.after.step) else None
-        pieces = self.passes.pieces(batch, {i: weights[i] / (total or 1.0) for i in self.runs(batch, weights)})
-        with self.meter.watching():
-            step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
-        self._spans.begin("reduce")
-        if built.reducer is not None:
-            step_row = built.reducer.finish()
-        self.turns.forget_others()
-        self.trained.check(batch.after.step)
-        if built.gradient_hooks is not None:
-            built.gradient_hooks.run()
-        if rare is not None:
-            rare.given(total > 0)
-        self._spans.end("reduce")
-        return step_row
+        return self.steps.backward(batch)
 
     def again(self, batch: Batch) -> None:
         """Forward and backward of a step once more, for those who watch: gradients are left, and nothing is told of it."""
-        spans, self._spans.open = self._spans.open, []
+        spans, self.spans.open = self.spans.open, []
         self.norm(self.backward(batch))
-        self._spans.open = spans
+        self.spans.open = spans
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: as many as the rank with most samples, because a forward pass may
         communicate, change buffers or count its calls. A rank without samples for one runs another rank's, with weight zero."""
-        most = batch.most or max(self.share.sizes(batch.size))  # of so many samples, the first parts have one each
-        return [i for i, w in enumerate(weights) if w or i < most]
+        return run_here(self.share, batch, weights)
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
         """Of each micro-batch of a step that this rank runs: its samples (1 for one without samples, which runs on another rank's), and
         the shapes of its tensors."""
-        run = self.runs(batch, [weigh(self.job.weight, micro) for micro in batch.micro])
+        run = self.runs(batch, weights_of(self.job, batch))
         shape = lambda t: list(t.shape) if isinstance(t, Tensor) else ""  # noqa: E731
         found = [batch.micro[i] for i in run]
         counts = [micro.count or 1 for micro in found]
         return [(n, str([shape(t) for t in leaves((m.inputs, m.targets))])) for n, m in zip(counts, found)]
 
-    def _total_weight(self, batch: Batch, weights: list[float]) -> float:
-        """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask.
-
-        For a replica group on its own: what makes the mean of the groups' losses that of the batch, when all samples weigh
-        the same, without asking the others: its own weight × size / (groups × its samples). It is 0 without a sample.
-        """
-        rare, size = self.built.rare, self.share.of_group(batch.size)[1]
-        apart = rare is not None and not rare.sums(batch.after.step)
-        if self.job.weight is None:
-            return batch.size / (self.plan.replica_groups if apart else 1) if size else 0.0
-        total = torch.tensor(sum(weights), dtype=torch.float64)
-        if self.plan.ranks > 1:
-            total = total.to(host_or(self.built.device, self.built.peers))
-            dist.all_reduce(total, group=self.built.peers)
-        if apart:
-            return float(total) * batch.size / (self.plan.replica_groups * size) if size else 0.0
-        if rare is not None:
-            rare.total(total)
-        if not 0 < float(total) < math.inf:
-            raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
-                                     why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
-        return float(total)
-
-    def _armed(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """The row of the step, with the reducer ready to sum it and the gradients of the backward that follows."""
-        step_row = self._step_row(batch, losses)
-        if self.built.reducer is not None:
-            self.built.reducer.arm(step_row)
-        return step_row
-
-    def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """What this rank adds to the sums of the step, on its device."""
-        plan, meter, device = self.plan, self.meter, self.built.device
-        stats = StepStats.zeros(plan)
-        stats.add_losses(losses, plan, device)
-        stats.add_rank(
-            self.place.rank, plan, samples=batch.count, busy=meter.busy, waited=self._spans.waited, room=meter.room
-        )
-        stats.signals = self._signals()
-        stats.new_names, stats.logged = float(self.passes.logged.has_new_names), self.passes.logged.send()
-        return stats.pack(device)
-
-    def _signals(self) -> RunSignals:
+    def signals(self) -> RunSignals:
+        """What this rank tells the others of the run."""
         world, memory = self.place.world, self.memory
         return RunSignals(
             stop=float(self.place.stopping()), disk_save=self.checkpoints.word(world),
@@ -353,32 +281,14 @@ class Engine:
     def update(self, batch: Batch, step_row: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock.
 
-        A step whose loss or norm is not finite changes nothing, on any rank. How the host comes to know them is in `update.py`.
+        A step whose loss or norm is not finite changes nothing, on any rank. When the host reads them is in `stats_reader.py`.
         """
-        self._spans.beat("optimizer")  # a schedule is the job's code, which may hang
-        self._set_rate()
-        lr = self.turns.rate
-        unread = self.updater.update(batch, step_row)
-        if self.turns.last:
-            self.position, self._within = batch.after, False
-            self.carried.end_step()
-        if self.updater.at_once:
-            self.settle()
-        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        after = batch.after
-        return Step(after.step, lr, after.samples, batch.size, tokens(batch), self._stop, unread, lrs)
+        return self.steps.update(batch, step_row)
 
     def settle(self) -> None:
         """Wait until the numbers of the last step are on the host, and do what goes by them. On a GPU that is otherwise done in the
         next step. All ranks call it. N001 to N003 if that step was not finite."""
-        self.updater.settle()
-
-    def _set_rate(self) -> None:
-        if self.job.schedule is None:
-            return
-        rate = float(self.job.schedule(self.position.samples))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * rate
+        self.steps.reader.settle()
 
     def tell(self, pending: PendingStats) -> None:
         """Do what goes by the numbers of a step: all ranks have the same, and do it after the same step."""
@@ -416,18 +326,11 @@ class Engine:
 
     def whole(self) -> bool:
         """Whether this rank holds the state of a step, and not half of an update."""
-        return not self.updater.within
+        return not self.steps.half_updated
 
     def put_back(self) -> None:
         """As it was before the step that has begun, if one has."""
-        within, self._within = self._within, False
-        if within:
-            self.guard.before.put_back()
-        if self.updater.skipped:  # by the device, and the host has not heard of it
-            (self.guard.earlier if within else self.guard.before).put_back()
-        self.updater.average()
-        if self.built.shards is not None:
-            self.built.shards.reshard()
+        self.steps.put_back()
 
     def evaluate(self, again: bool = False) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`). They are those of the
