@@ -1,10 +1,10 @@
-"""The engine: one rank's training loop under a plan, for those who want to own the loop and for `plait train`.
+"""One rank's training under a plan, as an object that a loop drives: that of `plait train` (`train.py`), or your own.
 
 >>> with Engine(job(), Plan.parse("dp=2")) as engine:          # doctest: +SKIP
 ...     for batch in engine.batches():
 ...         step = engine.step(batch)
 
-A step is forward, backward, reduce, clip, update. The loss of each micro-batch enters with its weight over the weight
+A step is forward, backward, reduce, clip, update (`train_step.py`). The loss of each micro-batch enters with its weight over the weight
 of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
 """
 
