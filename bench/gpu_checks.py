@@ -24,11 +24,13 @@ from overhead import EXAMPLES, whole_batches
 
 from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
+from plait.config.keys import OTHER_SAMPLES
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import detect, devices, fork, forkable
 from plait.launch.place import Place
 from plait.parallel.data import strategy as data_parallel
+from plait.parallel.mesh import Mesh
 from plait.proof.probes import TOLERANCE
 from plait.proof.verify import verify
 
@@ -315,7 +317,8 @@ def connected(setting: Setting) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         place, group = _connected(setting, folder)
         alone, ranked = (Engine(load_job(CNN), "dp=1", place=place, device=setting.kind) for _ in range(2))
-        ranked.built.peers = group
+        ranked.built.mesh = Mesh(ranked.plan, 0, group)
+        ranked.built.mesh.connect(*OTHER_SAMPLES)
         data_parallel.apply(ranked.built)
         losses = [[e.step(batch).loss for batch, _ in zip(e.batches(), range(3))] for e in (alone, ranked)]
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0.0)

@@ -291,7 +291,7 @@ def show(s: dict[str, Any]) -> str:
 def first_step(path: str, plan: Plan, check: str, folder: Path) -> float:
     """Seconds of a run of one step, from its start in a warm process to its end, with its job check."""
     job = replace(load_job(path), steps=1, evaluate=None)
-    request = Request(path, job, plan, {}, folder, device="cpu", check=check)
+    request = Request(path, job, plan, runs=folder, device="cpu", check=check)
     began = perf_counter()
     launch(request, StringIO())
     return perf_counter() - began
@@ -315,7 +315,7 @@ def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
 def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> tuple[float, float]:
     """Seconds that the steps of a run took together, without its first ten; and seconds of processors that its ranks took in all."""
     job = replace(load_job(path), steps=STEPS, evaluate=None)
-    request = Request(path, job, plan, {}, folder, device="cpu", check="none", restarts=restarts)
+    request = Request(path, job, plan, runs=folder, device="cpu", check="none", restarts=restarts)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     launch(request, StringIO())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -8,48 +8,56 @@ A process that has used CUDA cannot be forked, nor one in which torch has differ
 (`launch/fresh.py`) starts the ranks.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import faulthandler
 import io
 import json
-import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from plait.cli.asked import Asked, JobLike
+from plait.cli import sketch as sketches
 from plait.cli.console import Console
-from plait.cli.options import both
 from plait.cli.plan import answered, machine_of, pinned
+from plait.cli.plan_and_job import both
 from plait.cli.run_callbacks import together
 from plait.cli.train import launch
 from plait.cli.train_options import requested
-from plait.config.errors import FAILED, NO_ROOM, PlaitError, Problem, disk_full
-from plait.config.job import Job
+from plait.cli.verify import proved, too_few
+from plait.config.command_options import PlanOptions, SketchOptions, TrainOptions, VerifyOptions
+from plait.config.errors import FAILED, NO_ROOM, PlaitError, Problem, did_you_mean, disk_full
+from plait.config.job import Job, load_job, made_by
+from plait.config.option import CommandOptions, Option, check_range, options_of
 from plait.config.plan import Plan
 from plait.engine.callbacks import Callback
 from plait.launch import fork, forkable, fresh, limits
-from plait.launch.devices import kind_of
 from plait.launch.place import Place, joining
 from plait.launch.stopping import StopRequest
-from plait.model.fake_model import sketched
-from plait.model.table import outline, table
 from plait.planner.answer import text
-from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.question import PlanRequest
-from plait.planner.refusals import foresee
 from plait.proof.verdict import Verdict
-from plait.proof.verify import verify as prove
 from plait.randomness.keyed import host_kept
 from plait.report.run import Run
 
+JobLike = Job | Callable[..., Job] | str | Path
+"""A job, a function that returns one, or `path/to/job.py:function`."""
+OPTIONS: dict[str, type[CommandOptions]] = {
+    "train": TrainOptions, "verify": VerifyOptions, "plan": PlanOptions, "sketch": SketchOptions,
+}  # fmt: skip
+"""Of each function."""
+VALUES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"), int: ((int,), "a whole number"), float: ((int, float), "a number"),
+    Path: ((str, PathLike), "a path"), str: ((str, PathLike, Plan), "text"),
+}  # fmt: skip
+"""By the kind of an option: what its value may be in Python."""
 FRESH = "CUDA is in use here, so ranks start from a fresh process"
 PROGRAM = "from plait.api import serve; serve()"
 UNHEARD = "note  this is not the main thread, where Python hears signals: Ctrl-C and SIGTERM do not stop the run"
@@ -76,7 +84,7 @@ def train(
     if isinstance(callbacks, str):
         options, callbacks = options | {"callbacks": callbacks}, ()
     values = {"plan": plan, "nproc": nproc, **options}
-    asked = Asked(job, "train", values, arguments or {}, name, tuple(callbacks))
+    asked = ApiRequest(job, "train", values, arguments or {}, name, tuple(callbacks))
     told, loaded = _done(asked, quiet)
     return Run(Path(told["run"]), told["stopped"], loaded)
 
@@ -89,7 +97,7 @@ def verify(
 
     `job` as in `train`; `options`: steps=4, full=False, device="auto".
     """
-    asked = Asked(job, "verify", {"plan": plan, "nproc": nproc, **options}, arguments or {})
+    asked = ApiRequest(job, "verify", {"plan": plan, "nproc": nproc, **options}, arguments or {})
     return Verdict.of(_done(asked)[0])
 
 
@@ -100,7 +108,7 @@ def plan(
 
     `job` as in `train`; `options`: gpus=8, batch=64, memory="80GiB", pin="precision=bf16", top=5, allow_inexact=False, …
     """
-    return PlanTable(**_looked(Asked(job, "plan", {"machine": machine, **options}, arguments or {}), _planned))
+    return PlanTable(**_looked(ApiRequest(job, "plan", {"machine": machine, **options}, arguments or {}), _planned))
 
 
 def sketch(
@@ -111,7 +119,7 @@ def sketch(
     arguments: Mapping[str, object] | None = None,
 ) -> "SketchTable":
     """What a model costs, unit by unit, without running it, as `plait sketch` shows it; with a plan, also the memory of ranks."""
-    return SketchTable(**_looked(Asked(job, "sketch", {"batch": batch, "plan": plan}, arguments or {}), _sketched))
+    return SketchTable(**_looked(ApiRequest(job, "sketch", {"batch": batch, "plan": plan}, arguments or {}), _sketched))
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,13 +141,101 @@ class PlanTable(SketchTable):
     """The choice; None when nothing fits."""
 
 
+@dataclass(frozen=True)
+class ApiRequest:
+    """What a function was asked for: a job in one of its three forms, and a command's options as values of Python."""
+
+    given: JobLike
+    command: str
+    values: Mapping[str, object]
+    arguments: Mapping[str, object]
+    """Of the job's function."""
+    title: str | None = None
+    callbacks: tuple[Callback, ...] = ()
+    """Those that are given as values."""
+
+    @property
+    def file(self) -> str | None:
+        """The job's name where it lies in a file."""
+        return str(self.given) if isinstance(self.given, (str, Path)) else None
+
+    @property
+    def name(self) -> str:
+        """What the run is named by."""
+        if self.file is not None and self.title is None:
+            return self.file
+        named = self.title or getattr(self.given, "__name__", "")
+        return re.sub(r"\W+", "-", named.replace("<lambda>", "")).strip("-") or "job"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The arguments of the job's function as the command line has them."""
+        return {key: str(value) for key, value in self.arguments.items()}
+
+    def load(self) -> Job:
+        """The job. J001 to J005; U020 for what is none."""
+        if self.file is not None:
+            return load_job(self.file, self.texts)
+        if isinstance(self.given, Job) and not self.arguments:
+            return self.given
+        if callable(self.given):
+            make = self.given
+            return made_by(lambda: make(**self.arguments), self.name)
+        what = f"{type(self.given).__name__} is not a job"
+        if isinstance(self.given, Job):
+            what = f"a Job takes no arguments ({', '.join(self.arguments)}): a function that returns one does"
+        raise PlaitError(Problem("U020", what, fix=("a plait.Job, a function that returns one, or path/to/job.py",)))
+
+    def options(self) -> Any:
+        """As the command line makes them. U020 for an option that does not exist, U002 for a value that one cannot have."""
+        known = {name: option for name, option in options_of(OPTIONS[self.command]).items() if option.python}
+        made, problems = dict[str, Any](), list[Problem]()
+        for key, value in self.values.items():
+            try:
+                made[key] = _converted(known[key], value) if key in known else self._unknown(key, list(known))
+            except PlaitError as error:
+                problems += error.problems
+        if problems:
+            raise PlaitError(problems)
+        return OPTIONS[self.command](**made, arguments=self.texts, job=self.name)  # type: ignore[call-arg]
+
+    def _unknown(self, key: str, known: list[str]) -> NoReturn:
+        if key in {each.name for each in dataclasses.fields(Job)}:
+            what = f"plait.{self.command} has no option {key}: it is a field of the job"
+            raise PlaitError(Problem("U020", what, fix=(f"dataclasses.replace(job, {key}=…)",)))
+        raise PlaitError(Problem("U020", f"plait.{self.command} has no option {key}        {did_you_mean(key, known)}"))
+
+
+def _converted(option: Option, value: object) -> Any:
+    """What the command line would have made of the same words. U002 for a value that the option cannot have."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    if option.many:
+        return tuple(_checked(option, each) for each in (value if several else [value]))
+    if option.listed and not isinstance(value, str):
+        return ",".join(map(str, value if several else [value]))
+    if option.bare is not None and isinstance(value, bool):  # resume=True
+        return option.bare if value else None
+    return None if value is None and option.default is None else option.kind(_checked(option, value))
+
+
+def _checked(option: Option, value: object) -> object:
+    """The value, if it is of the option's kind and choices."""
+    kinds, words = VALUES[option.kind]
+    right = isinstance(value, kinds) and (option.kind is bool or not isinstance(value, bool))
+    if right and option.choices:
+        right, words = value in option.choices, f"one of {', '.join(option.choices)}"
+    if not right:
+        raise PlaitError(Problem("U002", f"{option.name}={value!r} is not {words}"))
+    return value
+
+
 def serve() -> None:
-    """The life of the fresh process: what it was asked for is an `Asked`."""
+    """The life of the fresh process: what it was asked for is an `ApiRequest`."""
     forkable.answer_by_forks()  # a job that is a value imports its libraries when it is read
     fresh.serve(lambda asked: WORK[asked.command](asked, asked.load(), _Relay()))
 
 
-def _done(asked: Asked, quiet: bool = False) -> tuple[dict[str, Any], Job]:
+def _done(asked: ApiRequest, quiet: bool = False) -> tuple[dict[str, Any], Job]:
     """Do what was asked, here, or in a fresh process where ranks cannot be forked: what it came to, and the job."""
     out = io.StringIO() if quiet else None
     with _as_before(), _readable():
@@ -176,7 +272,7 @@ class _Relay(Console):
         fresh.say({"kind": "status", "value": status})
 
 
-def _train(asked: Asked, job: Job, console: Console) -> dict[str, Any]:
+def _train(asked: ApiRequest, job: Job, console: Console) -> dict[str, Any]:
     with StopRequest().heard():
         request = requested(asked.options(), lambda: job)
         made = together(asked.callbacks, request.callbacks, request.plan)
@@ -189,49 +285,43 @@ def _train(asked: Asked, job: Job, console: Console) -> dict[str, Any]:
     return told
 
 
-def _verify(asked: Asked, job: Job, console: Console) -> dict[str, Any]:
+def _verify(asked: ApiRequest, job: Job, console: Console) -> dict[str, Any]:
     options = asked.options()
-    few = Problem("U002", f"steps={options.steps}: at least 3 are compared", fix=("steps=4",))
-    split = both(options, [few] if options.steps < 3 else [], lambda: job)[0]
-    foresee(job, split, kind_of(options.device))
-    verdict = prove(job, split, options.steps, options.device, seconds=math.inf if options.full else None)
+    verdict = proved(options, *both(options, too_few(options, "steps="), lambda: job))
     return dataclasses.asdict(dataclasses.replace(verdict, job=asked.name))
 
 
-WORK: dict[str, Callable[[Asked, Job, Console], dict[str, Any]]] = {"train": _train, "verify": _verify}
+WORK: dict[str, Callable[[ApiRequest, Job, Console], dict[str, Any]]] = {"train": _train, "verify": _verify}
 """What starts ranks."""
 
 
-def _looked(asked: Asked, work: Callable[[str, argparse.Namespace, Job], dict[str, Any]]) -> dict[str, Any]:
+def _looked(asked: ApiRequest, work: Callable[[Any, Job], dict[str, Any]]) -> dict[str, Any]:
     """What a look at the job finds. A process of its own looks, where one can be forked: this one could fork no ranks after it."""
     with _as_before(), _readable():
         options, job = asked.options(), asked.load()
 
         def look(place: Place) -> dict[str, Any]:
             place.beat(-1, "build")
-            return work(asked.name, options, job)
+            return work(options, job)
 
         if torch.cuda.is_initialized() or joining():
             return json.loads(json.dumps(look(Place())))
         return fork.run(look, 1)[0]
 
 
-def _planned(name: str, options: argparse.Namespace, job: Job) -> dict[str, Any]:
-    machine = machine_of(options)
+def _planned(options: PlanOptions, job: Job) -> dict[str, Any]:
     _count("batch", options.batch)
+    check_range(options)
+    machine, tp = machine_of(options), pinned(options).get("tp") != 1
     job = dataclasses.replace(job, batch=job.batch if options.batch is None else options.batch)
-    found = answered(PlanRequest.of(job, name, machine, split=machine.devices > 1, tp=pinned(options).get("tp") != 1), options)
+    found = answered(PlanRequest.of(job, options.job, machine, split=machine.devices > 1, tp=tp), options)
     best = None if found.best is None else str(found.best.candidate.plan)
     return {"text": text(found), "facts": found.to_dict(), "best": best}
 
 
-def _sketched(name: str, options: argparse.Namespace, job: Job) -> dict[str, Any]:
+def _sketched(options: SketchOptions, job: Job) -> dict[str, Any]:
     _count("batch", options.batch)
-    outlined = outline(sketched(job)[1], options.batch)
-    facts, told = outlined.to_dict(), table(outlined, name)
-    if options.plan:
-        memory = memory_table(job, Plan.read(options.plan).fill(None))
-        facts, told = facts | {"memory": memory.to_dict()}, f"{told}\n\n{memory}"
+    facts, told = sketches.shown(options, job, Plan.read(options.plan).fill(None) if options.plan else None)
     return {"text": told, "facts": facts}
 
 

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.cli import main as command_line
+from plait.cli.main import parsed
+from plait.config.command_options import TrainOptions
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of, too_small
+from plait.config.option import options_of
 from plait.config.plan import Plan
 from plait.launch.failures import LOST, OWN
 
@@ -108,8 +110,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(words: list[str]) -> Trained:
     own, rest = _parser().parse_known_args(words)
-    arguments, rest = command_line.job_arguments(["train", *rest])
-    options = command_line.parsed(rest)
+    rest = ["train", *rest]
+    _, options = parsed(rest)
+    assert isinstance(options, TrainOptions)
     if importlib.util.find_spec("ray") is None:
         fix = ("pip install 'plait[ray]'", "pip install 'ray[train]'", "plait train …    starts the ranks itself")
         raise PlaitError(
@@ -117,7 +120,7 @@ def _run(words: list[str]) -> Trained:
         )
     said = next((name for name in OTHERS if getattr(options, name) is not None), None)
     if said is not None:
-        what = f"--{said.replace('_', '-')} is not for plait.ray: Ray places the ranks"
+        what = f"{options_of(TrainOptions)[said].flag} is not for plait.ray: Ray places the ranks"
         raise PlaitError(Problem("U002", what, fix=("--nproc <ranks on all machines together>",)))
     if own.max_failures is not None and own.max_failures < -1:
         raise PlaitError(too_small("--max-failures", own.max_failures, -1))
@@ -130,11 +133,9 @@ def _run(words: list[str]) -> Trained:
     )
     record = storage / "ray" / start
     (record / SAID).unlink(missing_ok=True)
-    told = _before(options, arguments, plan)
-    ranks = [*rest, "--runs", str(storage), "--plan", str(plan), "--check", "none"]
-    ranks += [f"--job.{key}={value}" for key, value in arguments.items()]
+    told = _before(options, plan)
     config = {
-        "words": ranks,
+        "words": [*rest, "--runs", str(storage), "--plan", str(plan), "--check", "none"],
         "folder": os.getcwd(),
         "start": f"{storage} {start}",
         "said": str(record / SAID),
@@ -143,7 +144,7 @@ def _run(words: list[str]) -> Trained:
     return _fit(config, plan.world, options, own, failures=failures)
 
 
-def _before(options: argparse.Namespace, arguments: dict[str, str], plan: Plan) -> list[str]:
+def _before(options: TrainOptions, plan: Plan) -> list[str]:
     """Refuse what can be refused before Ray starts anything; lines for the beginning of the run.
 
     Processes are forked for it, which a process that Ray runs in cannot do.
@@ -153,7 +154,7 @@ def _before(options: argparse.Namespace, arguments: dict[str, str], plan: Plan) 
     from plait.planner.refusals import foresee
     from plait.proof.job import check
 
-    job = load_job(options.job, arguments)
+    job = load_job(options.job, options.arguments)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         why = "Ray runs in this process already, so no process can be forked from it"
@@ -162,14 +163,14 @@ def _before(options: argparse.Namespace, arguments: dict[str, str], plan: Plan) 
             raise PlaitError(found.problems)
         return [] if options.check == "none" else found.lines
     foresee(job, plan, "cuda" if options.device == "cuda" else kind_of(options.device))
-    found = check.check(job, plan, options.check, name=options.job, arguments=arguments, workers=options.workers)
+    found = check.check(job, plan, options.check, name=options.job, arguments=options.arguments, workers=options.workers)
     if found.problems and not options.allow_inexact:
         raise PlaitError(found.problems)
     return found.lines
 
 
 def _fit(
-    config: dict[str, Any], world: int, options: argparse.Namespace, own: argparse.Namespace, *, failures: int
+    config: dict[str, Any], world: int, options: TrainOptions, own: argparse.Namespace, *, failures: int
 ) -> Trained:
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -216,10 +217,8 @@ def _work(config: dict[str, Any]) -> None:
     _begin(said, config["told"])
     token = SAVED.set(_report)
     try:
-        arguments, rest = command_line.job_arguments(config["words"])
-        options = command_line.parsed(rest)
-        options.arguments = arguments
-        options.run(options)
+        command, options = parsed(config["words"])
+        command.run(options)
     except PlaitError as error:
         if error.codes[0] != "C004" and not error.said:  # that is another rank's doing, who says it
             word = {"problems": [vars(problem) for problem in error.problems], "exit_code": error.exit_code}

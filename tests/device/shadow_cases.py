@@ -63,7 +63,9 @@ def trained(
         )
         if resume:
             engine.resume()
-        alike = [p for n, p in engine.built.own.items() if engine.built.holders.get(n, 1) > 1 and n not in engine.built.cuts]
+        specs = engine.built.table.specs
+        sliced = {n for n, spec in specs.items() if spec.expert or any(split.axis == "tp" for split in spec.splits)}
+        alike = [p for n, p in engine.built.own.items() if n not in sliced and engine.plan.tp > 1]
         for p in alike if apart else ():
             p.register_hook(lambda grad: grad * (1 + apart * place.rank))
         most = torch.cuda.max_memory_allocated() if device == "cuda" else 0
@@ -167,7 +169,7 @@ def proved(prove: str, plan: str) -> list[dict[str, Any]]:
 def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3) -> list[dict[str, Any]]:
     """What `plait train` says of a job, and what it leaves behind; `size`: bytes of each device."""
     job, said = replace(shadow_jobs.JOBS[launch](), steps=steps), io.StringIO()
-    request = Request(launch, job, Plan.parse(plan), {}, Path(folder), device="cuda", check="none", save_every=10**6, restarts=0)
+    request = Request(launch, job, Plan.parse(plan), runs=Path(folder), device="cuda", check="none", save_every=10**6, restarts=0)
     whole = Machine.named("h100x2")
     machine = replace(whole, device=replace(whole.device, memory=size or whole.device.memory))
     for index in range(2):

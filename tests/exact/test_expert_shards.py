@@ -19,7 +19,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import padded
-from plait.parallel.mesh import experts_of
+from plait.parallel.mesh import EXPERT_REPLICAS, SAME_EXPERTS, Mesh
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure
 from plait.proof.verify import verify
@@ -111,9 +111,9 @@ def test_who_holds_what() -> None:
     """Ranks 0 2 4 6 have the first half; of them those of one `fsdp` group keep parts, the others the same parts."""
 
     def groups(place: Place) -> list[list[int]]:
-        place.connect(torch.device("cpu"))
-        found = experts_of(Plan.parse("dp=2 fsdp=4 ep=2"))
-        every = (found.sharing, found.holding, found.apart, found.copies)
+        mesh = Mesh(Plan.parse("dp=2 fsdp=4 ep=2"), place.rank, place.connect(torch.device("cpu")))
+        mesh.connect_all()
+        every = [mesh.group(*axes) for axes in (("ep",), SAME_EXPERTS, ("efsdp",), EXPERT_REPLICAS)]
         torch.distributed.barrier()  # nobody leaves while others still connect
         return [torch.distributed.get_process_group_ranks(group) for group in every]
 
@@ -141,7 +141,7 @@ def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
     def run(place: Place) -> dict[str, int]:
         engine = Engine(job, plan, place=place)
         engine.step(next(engine.batches()))
-        own = {n: p for n, p in engine.built.own.items() if n in engine.built.experts}
+        own = {n: p for n, p in engine.built.own.items() if n in engine.built.experts()}
         state = [t for p in own.values() for t in engine.optimizer.state[p].values() if t.dim()]
         return {"own": sum(p.numel() for p in own.values()), "state": sum(t.numel() for t in state)}
 

@@ -16,6 +16,7 @@ from plait.losses import global_batch
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.expert import dispatch, layers
 from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.spec import ShardPlan
 from plait.proof.verify import verify
 from plait.tensors.collectives import linear
 
@@ -43,7 +44,7 @@ def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch:
 
     def backward(self: Engine, batch: Any) -> Any:
         step_row = real(self, batch)
-        for name in self.built.experts:
+        for name in self.built.experts():
             self.built.own[name].grad.mul_(factor)
         return step_row
 
@@ -54,17 +55,16 @@ def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch:
 @pytest.mark.slow
 def test_the_same_experts_go_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """15: ranks that hold the same experts do not add their gradients up."""
-    monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group: None)
+    monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group, means=(): None)
     check(plain(), "dp=4 ep=2", "R", "moe.experts", "V004")
 
 
 @pytest.mark.slow
 def test_experts_counted_by_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: as if every rank held them all."""
-    real = CrossGroupSums._copies
-    monkeypatch.setattr(
-        CrossGroupSums, "_copies", lambda self, name: real(self, name) * (2 if name in self.experts else 1)
-    )
+    real = ShardPlan.replicas
+    twice = lambda self, name, at: real(self, name, at) * (2 if self.specs[name].expert else 1)  # noqa: E731
+    monkeypatch.setattr(ShardPlan, "replicas", twice)
     check(plain(), "ep=2", "U2", "", "V007")
 
 

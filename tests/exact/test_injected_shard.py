@@ -149,7 +149,7 @@ def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> No
                 built.own[name].data.copy_(before[name])
                 before[name] = master.detach().clone()
 
-        built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(stale))
+        built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(stale))
 
     monkeypatch.setattr(offload, "apply", apply)
     check(jobs.groups(), "fsdp=2 offload=optimizer", "U", "0.weight", "V009")

@@ -13,6 +13,7 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.model.slices import ParameterSlice
 from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.spec import ShardPlan
 from plait.parallel.tensor import strategy as tensor
 from plait.parallel.tensor import vocabulary, wiring
 from plait.proof.verify import verify
@@ -117,8 +118,8 @@ def without(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """Gradients of parameters with this word in their name are not added up."""
     real = CrossGroupSums._add_up
 
-    def add_up(self: Any, names: list[str], group: Any) -> None:
-        real(self, [n for n in names if word not in n], group)
+    def add_up(self: Any, names: list[str], group: Any, means: Any = ()) -> None:
+        real(self, [n for n in names if word not in n], group, means)
 
     monkeypatch.setattr(CrossGroupSums, "_add_up", add_up)
 
@@ -165,8 +166,8 @@ def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: norms and biases are on all ranks, and count once."""
-    real = CrossGroupSums._copies
-    monkeypatch.setattr(CrossGroupSums, "_copies", lambda self, name: max(1, real(self, name) // 2))
+    real = ShardPlan.replicas
+    monkeypatch.setattr(ShardPlan, "replicas", lambda self, name, at: max(1, real(self, name, at) // 2))
     sees(job(), "tp=2", "U2", "")
 
 

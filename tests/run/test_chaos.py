@@ -15,6 +15,7 @@ from plait.chaos.fault import KEPT, NOT_RUN, SHORT, Fault
 from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.scene import Scene, Setting
 from plait.chaos.watched import adopt
+from plait.config.command_options import TrainOptions
 from plait.config.job import load_job
 from plait.config.plan import Plan
 
@@ -82,7 +83,7 @@ def test_a_job_that_does_not_train(tmp_path: Path) -> None:
 def _judged(pose: Callable[[Scene], Outcome], main: Callable[[list[str]], int], folder: Path) -> tuple[str, str]:
     """(verdict, why) of a fault; in a process of its own, which takes in what is left behind."""
     job = load_job(TEST_JOB, {})
-    setting = Setting(main, ["train"], job, Plan.parse("dp=2"), 12, 4, 0, False)
+    setting = Setting(main, TrainOptions(job=TEST_JOB, steps=12, save_every=4), job, Plan.parse("dp=2"), 0, False)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

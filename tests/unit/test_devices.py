@@ -78,7 +78,7 @@ def test_devices_of_rocm_are_listed_without_its_tools(
 
 
 def test_the_headline_names_rocm(amd: Path) -> None:
-    request = Request("net.py", training.job(), Plan(dp=2), {}, device="cuda")
+    request = Request("net.py", training.job(), Plan(dp=2), device="cuda")
     assert "dp=2 on 2 ROCm processes (rccl)" in headline(request)
     assert "on 2 CPU processes (gloo)" in headline(replace(request, device="cpu"))
 
@@ -93,7 +93,7 @@ def test_other_kinds_of_devices_are_named(wanted: str) -> None:
 def test_a_kind_that_torch_has_and_plait_has_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.unused() == []
     monkeypatch.setattr(torch.version, "xpu", "20250")
-    request = Request("net.py", training.job(), Plan(), {})
+    request = Request("net.py", training.job(), Plan())
     assert notes_of(request) == ["note  torch can use xpu here, and plait does not yet: these are CPU processes"]
     assert notes_of(replace(request, device="cpu")) == []
     with pytest.raises(PlaitError, match="it has xpu, which plait does not use yet"):

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait import Engine, Evaluate, Job
-from plait.cli.main import EXAMPLES, _parser, job_arguments, parsed
+from plait.cli.main import COMMANDS, parsed
 from plait.config.errors import PlaitError, explain
 from plait.config.job import load_job
 from plait.config.keys import KEYS
@@ -129,8 +129,7 @@ def test_commands_parse(text: str) -> None:
     found = run_by(text, "plait")
     assert len(found) >= 2
     for words in found:
-        _, rest = job_arguments(words)
-        options = parsed(rest)
+        _, options = parsed(words)
         if not hasattr(options, "job"):
             assert explain(getattr(options, "code", "P001"))  # report and checkpoint take no job
             continue
@@ -187,12 +186,14 @@ def test_files_the_source_speaks_of_exist() -> None:
     assert not lost, "\n".join(lost)
 
 
-def test_every_commands_help_ends_with_examples_that_parse() -> None:
-    assert EXAMPLES.keys() == _parser()[1].keys()
-    for name, lines in EXAMPLES.items():
-        for line in lines:
-            assert f"  plait {name} {line}".rstrip() in _parser()[1][name].format_help()
-            options = parsed(job_arguments([name, *shlex.split(line)])[1])
+def test_every_commands_help_ends_with_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in COMMANDS.items():
+        with pytest.raises(SystemExit):
+            parsed([name, "--help"])
+        text = capsys.readouterr().out
+        for line in command.examples:
+            assert f"  plait {name} {line}".rstrip() in text
+            _, options = parsed([name, *shlex.split(line)])
             assert Plan.parse(getattr(options, "plan", None) or "dp=1")
 
 

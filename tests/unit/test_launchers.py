@@ -1,12 +1,14 @@
 """Environments as launchers leave them, recorded or written after their sources, and what plait makes of each."""
 
-import argparse
 import os
 import re
 
 import pytest
+import training
 
-from plait.cli.options import both, common_options
+from plait.cli.main import parsed
+from plait.cli.plan_and_job import both
+from plait.config.command_options import CheckOptions
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch.launchers import find as finder
@@ -259,9 +261,9 @@ AGREED = {
 def _plan(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], typed: list[str]) -> Plan:
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(finder.find, "__defaults__", (environment,))
-    parser = argparse.ArgumentParser()
-    common_options(parser)
-    return both(parser.parse_args(["job.py", *typed]), [], lambda: None)[0]
+    _, options = parsed(["check", "job.py", *typed])
+    assert isinstance(options, CheckOptions)
+    return both(options, load=training.job)[0]
 
 
 @pytest.mark.parametrize("case", LEFT_OVER)

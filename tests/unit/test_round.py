@@ -29,7 +29,7 @@ def test_every_rank_has_a_neighbour_on_the_next_machine() -> None:
 
 
 def test_a_plan_is_found_for_fewer_ranks(tmp_path: Path) -> None:
-    request = Request("job", jobs.mlp(), Plan.parse("dp=4 precision=bf16"), {}, tmp_path, check="none")
+    request = Request("job", jobs.mlp(), Plan.parse("dp=4 precision=bf16"), runs=tmp_path, check="none")
     plans = OtherPlans(request)
     try:
         assert plans.ready(4) and str(plans.of(4, lambda: None)) == "dp=4 precision=bf16"

@@ -12,9 +12,10 @@ from jobs_unlike import Chain
 from torch import nn
 
 from plait.cli.main import main
-from plait.cli.tensor_table import Shown, _form, _label, _sisters, shown, text, way
+from plait.cli.tensor_table import Shown, _sisters, shown, text, way
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
+from plait.model.table import form_of, label
 
 LLAMA = str(Path(__file__).parents[2] / "examples" / "llama" / "job.py")
 
@@ -72,10 +73,10 @@ def test_what_the_job_wants() -> None:
 
 
 def test_names() -> None:
-    assert _label(["a.0.b", "a.1.b", "a.2.b"]) == "a.0-2.b" and _label(["a.0.b", "a.2.b"]) == "a.*.b"
-    assert _label(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*" and _label([""]) == "the model"
+    assert label(["a.0.b", "a.1.b", "a.2.b"]) == "a.0-2.b" and label(["a.0.b", "a.2.b"]) == "a.*.b"
+    assert label(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*" and label([""]) == "the model"
     assert _sisters(["a.0.q", "a.1.q", "a.0.k", "a.1.k"]) == "a.0-1.q, k" and _sisters(["a.0", "a.1"]) == "a.0-1"
-    assert _sisters(["x", "y"]) == "x, y" and _form("a.3 reaches a.4.b, not 2") == "a.* reaches a.*.b, not 2"
+    assert _sisters(["x", "y"]) == "x, y" and form_of("a.3 reaches a.4.b, not 2") == "a.* reaches a.*.b, not 2"
     from plait.model.slices import ParameterSlice
 
     assert way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"

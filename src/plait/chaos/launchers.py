@@ -157,11 +157,8 @@ def _other_seed(scene: Scene) -> Outcome:
 
 def _other_batch(scene: Scene) -> Outcome:
     laid_out(scene)
-    words = scene.setting.words
-    at = words.index("--batch") + 1
-    began = time.monotonic()
-    twice = (*words[:at], str(2 * int(words[at])), *words[at + 1 :])
-    run = scene.start("--resume", train=twice)
+    train, began = scene.setting.train, time.monotonic()
+    run = scene.start("--resume", train=replace(train, batch=2 * (train.batch or scene.setting.job.batch)))
     code = run.wait()
     scene.told(run, began, "changed", within=15.0)
     scene.expect(code == 0, f"exit code {code}")
@@ -174,8 +171,7 @@ def _other_plan(scene: Scene) -> Outcome:
     setting = scene.setting
     laid_out(scene)
     other = Plan.parse("dp=1" if setting.plan.world > 1 else "dp=2")
-    words, at = setting.words, setting.words.index("--plan") + 1
-    run = scene.start("--resume", train=(*words[:at], str(other), *words[at + 1 :]))
+    run = scene.start("--resume", train=replace(setting.train, plan=str(other)))
     code = run.wait()
     scene.measured.resumed, scene.measured.lost = True, 0
     scene.measured.again = next((t - run.began for t, _ in run.steps), None)

@@ -14,9 +14,11 @@ from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.record import Record
 from plait.chaos.strike import Mark, Strike, marks, struck
 from plait.chaos.watched import Beginning, Main, NotInTime, Watched, orphans
+from plait.config.command_options import TrainOptions
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
 from plait.config.keys import SAME_PARTS
+from plait.config.option import words_of
 from plait.config.plan import Plan
 from plait.launch.place import cores, fix_threads, threads
 
@@ -32,13 +34,10 @@ class Setting:
     """What all faults of one command have in common."""
 
     main: Main
-    words: list[str]
-    """Of `plait train`: job, plan, steps."""
+    train: TrainOptions
+    """What `plait train` is asked for: job, plan, steps."""
     job: Job
     plan: Plan
-    steps: int
-    every: int
-    """Steps between checkpoints."""
     seed: int
     mounts: bool
     """File systems can be mounted, for this process alone."""
@@ -50,6 +49,16 @@ class Setting:
     """Its directory."""
     patience: float = 4.0
     """Seconds for `--patience`: more where this machine takes long to begin, for that is no hang."""
+
+    @property
+    def steps(self) -> int:
+        """Of each run."""
+        return self.train.steps or self.job.steps
+
+    @property
+    def every(self) -> int:
+        """Steps between checkpoints."""
+        return self.train.save_every
 
     @property
     def copies(self) -> bool:
@@ -107,11 +116,11 @@ class Scene:
         *more: str,
         strikes: tuple[Strike, ...] = (),
         before: Callable[[], None] = lambda: None,
-        train: tuple[str, ...] = (),
+        train: TrainOptions | None = None,
     ) -> Watched:
-        """`plait train` with these words besides."""
+        """`plait train` with these words besides; `train`: instead of what runs are asked for."""
         strikes = strikes or (UNHURRIED,)
-        words = ["train", *(train or self.setting.words), "--runs", str(self.runs), *more]
+        words = ["train", *words_of(train or self.setting.train), "--runs", str(self.runs), *more]
         known = self.setting.job
 
         def prepare() -> None:

@@ -22,7 +22,7 @@ from plait.tensors.part import Part
 def prefix(training: Training) -> str:
     """How the names of what belongs to this rank's group begin; nothing without groups."""
     built = training.built
-    return "" if built.rare is None else f"groups/{built.at['replica_groups']}/"
+    return "" if built.rare is None else f"groups/{built.mesh.at['replica_groups']}/"
 
 
 def same(training: Training, manifest: Manifest) -> bool:
@@ -58,7 +58,7 @@ def values_of(training: Training) -> dict[str, Any]:
     if built.rare is None:
         return {}
     own = {"scaler": built.scaler.state_dict() if built.scaler else None, **built.rare.own_values()}
-    return {"count": training.plan.replica_groups, "own": {str(built.at["replica_groups"]): own}, **built.rare.values()}
+    return {"count": training.plan.replica_groups, "own": {str(built.mesh.at["replica_groups"]): own}, **built.rare.values()}
 
 
 def merged(said: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def give(training: Training, manifest: Manifest) -> None:
     built = training.built
     if built.rare is None or not same(training, manifest):
         return
-    own = manifest.groups_of["own"][str(built.at["replica_groups"])]
+    own = manifest.groups_of["own"][str(built.mesh.at["replica_groups"])]
     built.rare.resume(own)
     if built.scaler and own.get("scaler"):
         built.scaler.load_state_dict(own["scaler"])

@@ -36,10 +36,10 @@ def parts_of(training: Training) -> dict[str, Part]:
     parts, base = replica_groups.parts_of(training, model), training.base
     for name in base.tensors if base is not None else ():
         parts.pop(f"model/{name}", None)
+    owned = training.built.table.owned(training.built.mesh.at)
     for name, key, value in _state(training):
         if isinstance(value, Tensor) and value.dim():
-            updates_whole = name in training.built.updated_whole
-            part = whole(value) if updates_whole else _state_part(name, key, value, model[name])
+            part = whole(value) if name in owned else _state_part(name, key, value, model[name])
             parts[f"{own}optimizer/{name}/{key}"] = part
     if training.built.average is not None:
         parts |= training.built.average.parts(model)
@@ -51,18 +51,19 @@ def _evaluated(training: Training, model: dict[str, Part]) -> dict[str, Part]:
     """What this rank's optimizer has in eval mode of the parameters that it updates, if it has such a mode. Nothing is sent: a rank
     that has lost another calls it too."""
     built, found = training.built, dict[str, Part]()
+    owned = built.table.owned(built.mesh.at)
     for parameter, tensor in weights_in_eval_mode(built.optimizer):
         name = (built.names or {})[id(parameter)]
         if name not in built.own:
             continue  # a placeholder of what another rank holds
-        found[f"{EVAL}{name}"] = whole(tensor) if name in built.updated_whole else replace(model[name], tensor=tensor)
+        found[f"{EVAL}{name}"] = whole(tensor) if name in owned else replace(model[name], tensor=tensor)
     return found
 
 
 def _compressed(training: Training, model: dict[str, Part]) -> Iterator[tuple[str, str, Part]]:
     """(name in a checkpoint, name in `Compressor.state`, part) of what compressed sums keep on this rank."""
     built = training.built
-    place = built.at["dp" if built.rare is None else "replica_groups"]
+    place = built.mesh.at["dp" if built.rare is None else "replica_groups"]
     for key, tensor in (built.compressor.state() if built.compressor is not None else {}).items():
         kind, _, parameter = key.partition("/")
         if kind == RESIDUAL:
@@ -227,12 +228,13 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     for name in (*(manifest.base.tensors if manifest.base is not None else ()), *manifest.carried.values):
         if f"model/{name}" not in manifest.tensors:
             parts.pop(f"model/{name}", None)
-    elsewhere = training.built.updated_elsewhere
+    elsewhere = training.built.table.owned_by_others(training.built.mesh.at)
+    owned = training.built.table.owned(training.built.mesh.at)
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
         parameter, _ = _split(name)
         if name.startswith(f"{own}optimizer/") and parameter in mine:
-            if parameter in training.built.updated_whole:
+            if parameter in owned:
                 parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
             else:
                 parts[name] = _new_state(name, entry, model[parameter])
@@ -285,7 +287,7 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
         parameter, _, key = name.removeprefix(own).rpartition("/")
-        here = parameter in training.built.own and parameter not in training.built.updated_elsewhere
+        here = parameter in training.built.own and parameter not in training.built.table.owned_by_others(training.built.mesh.at)
         if parameter in index and here:  # another rank's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
     optimizer_state.restore(training.optimizer, state, hyper)

@@ -3,7 +3,6 @@
 Parts that are not measured this time stay as the file has them: `plait bench data job.py` adds to an earlier run.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plait.config.command_options import BenchOptions
 from plait.config.device import Collectives, Loader, Matmuls
-from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.errors import PlaitError, Problem
 from plait.config.files import check_writable, write
 from plait.config.job import load_job
 from plait.config.machine import Machine
 from plait.config.network import Link
+from plait.config.option import check_range
 from plait.launch import detect, fork
 from plait.launch.devices import kind_of
 from plait.launch.place import Place, current, joined, joining
@@ -24,10 +25,9 @@ from plait.launch.place import Place, current, joined, joining
 PARTS = ("compute", "comm", "data")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: BenchOptions) -> int:
     """The command."""
-    if options.nproc is not None and options.nproc < 1:
-        raise PlaitError(too_small("--nproc", options.nproc))
+    check_range(options)
     parts = PARTS if options.what == "all" else (options.what,)
     if options.what == "data" and not options.job:
         raise PlaitError(Problem("U001", "plait bench data needs a job", fix=("plait bench data job.py",)))
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         (measured, *_) = everywhere(lambda place: measure_machine.communicate(place, kind), ranks)
         for group in measured["groups"]:
             machine = with_collectives(machine, group["ranks"], group["points"], kind)
-    if job is not None:
+    if job is not None and options.job is not None:
         rates = everywhere(lambda place: {"rate": measure_machine.load(place, job)}, ranks)
         machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
     if current().rank == 0:

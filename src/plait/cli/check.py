@@ -1,16 +1,16 @@
 """`plait check`: the job check alone, without training."""
 
-import argparse
 import json
 
+from plait.cli.plan_and_job import both
+from plait.config.command_options import CheckOptions
 from plait.config.errors import PlaitError, shown
-from plait.config.job import Job
-from plait.config.plan import Plan
 from plait.proof.job import check
 
 
-def run(options: argparse.Namespace, plan: Plan, job: Job) -> int:
+def run(options: CheckOptions) -> int:
     """Check the job under the plan; raises what was found."""
+    plan, job = both(options)
     found = check.check(job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments)
     if options.json:
         print(json.dumps(found.to_dict()))

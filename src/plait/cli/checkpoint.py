@@ -1,6 +1,5 @@
 """`plait checkpoint list | info | verify | export`: look into checkpoints without the job that wrote them."""
 
-import argparse
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from plait.checkpoint.manifest import EVAL, MANIFEST, Manifest, damaged, read_ma
 from plait.checkpoint.opening import PICKLED
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, Damaged
+from plait.config.command_options import CheckpointOptions
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.tensors.finite import several
 
@@ -23,7 +23,7 @@ OTHERS = (*PICKLED, ".safetensor", ".h5", ".onnx", ".gguf", ".npz", ".npy", ".ms
 FORMATS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F64"}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: CheckpointOptions) -> int:
     """Do what was asked; the exit code."""
     paths = _chosen(Path(options.path), options.step)
     if options.action == "list":
@@ -64,7 +64,7 @@ def _target(text: str) -> Path:
     return path
 
 
-def _say(options: argparse.Namespace, value: object, text: str, code: int) -> int:
+def _say(options: CheckpointOptions, value: object, text: str, code: int) -> int:
     print(json.dumps(value) if options.json else text)
     return code
 
@@ -132,7 +132,7 @@ def _info(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _verify(options: argparse.Namespace, paths: list[Path]) -> int:
+def _verify(options: CheckpointOptions, paths: list[Path]) -> int:
     """Hash everything. 1 when anything is damaged or not finite."""
     lines, rows = [], []
     for path in paths:

@@ -1,6 +1,5 @@
 """`plait plan`: choose a plan for a job on a machine; and `--plan auto` of `plait train`."""
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -8,11 +7,13 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
-from plait.config.errors import PlaitError, Problem, shown, too_small
+from plait.config.command_options import PlanOptions, SplitOptions
+from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
 from plait.config.machine import Machine
+from plait.config.option import check_range
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
@@ -31,12 +32,13 @@ BYTES = 2**20
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """The command."""
+    check_range(options)
     if options.show:
-        from plait.cli import tensor_table
+        from plait.cli import parameter_table, tensor_table
 
-        return tensor_table.run(options)
+        return {"tensor": tensor_table, "parameters": parameter_table}[options.show].run(options)
     memory = size(options.memory)
     if options.dry_run:
         from plait.planner.dryrun import dry_run
@@ -51,8 +53,6 @@ def run(options: argparse.Namespace) -> int:
         from plait.launch import fork
 
         fork.stay_forkable()
-    if options.batch is not None and options.batch < 1:
-        raise PlaitError(too_small("--batch", options.batch))
     job = load_job(options.job, options.arguments)
     job = with_batch(job, options.batch)
     split, tp = machine.devices > 1, pins.get("tp") != 1
@@ -82,7 +82,7 @@ def _progress(text: str) -> None:
     print(f"plan  {text} …", file=sys.stderr, flush=True)
 
 
-def answered(asked: PlanRequest, options: argparse.Namespace) -> Answer:
+def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
     """The best plans for a job that was looked at. P070 when there is none."""
     pins, memory = pinned(options), size(options.memory)
     found = ask(asked, pins, memory, EVERY if options.all else options.top)
@@ -92,7 +92,7 @@ def answered(asked: PlanRequest, options: argparse.Namespace) -> Answer:
     return with_inexact(found) if options.allow_inexact else found
 
 
-def mapped(asked: PlanRequest, pins: dict[str, Any], options: argparse.Namespace) -> int:
+def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> int:
     """--map: one group is a node, or, where there is one node, what the job needs of its devices; inside, the best exact plan."""
     machine, memory = asked.machine, size(options.memory)
     own = {
@@ -165,7 +165,7 @@ def unsearched(found: Answer) -> Iterator[str]:
         yield f"{question.devices // (pp * tp * cp)} copies would share {question.batch} samples"
 
 
-def chosen(job: Job, options: argparse.Namespace) -> Plan:
+def chosen(job: Job, options: SplitOptions) -> Plan:
     """The plan of `--plan auto`: the best of this machine for --nproc processes, with the reason said.
 
     A process of its own searches: it runs parts of the model there and back, after which this one could not fork ranks
@@ -200,7 +200,7 @@ def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     return {"plan": str(best.plan), "of": found.found.counts.get("priced", 0), "why": why}
 
 
-def pinned(options: argparse.Namespace) -> dict[str, Any]:
+def pinned(options: PlanOptions) -> dict[str, Any]:
     """The keys of --pin, and of --plan: what the search must not change."""
     words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
     given = Plan.parse(words) if words else Plan()
@@ -226,10 +226,8 @@ def size(text_: str | None) -> float | None:
     return found
 
 
-def machine_of(options: argparse.Namespace) -> Machine:
+def machine_of(options: PlanOptions) -> Machine:
     """--machine, with as many devices as --gpus says."""
-    if options.gpus is not None and options.gpus < 1:
-        raise PlaitError(too_small("--gpus", options.gpus))
     machine = read_machine(options.machine)
     machine = sized(machine, options.gpus) if options.gpus else machine
     if options.gpus and machine.devices != options.gpus:

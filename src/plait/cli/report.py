@@ -1,12 +1,12 @@
 """`plait report [RUN]`: a summary of a run; with `--timeline` the picture of a step of it, and the same as a trace; with
 `--memory` what a rank's memory was used for, beside the bill of its plan."""
 
-import argparse
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from plait.config.command_options import ReportOptions
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.job import load_job
 from plait.config.plan import Plan
@@ -17,7 +17,7 @@ from plait.report.summary import check_run, summary, text
 from plait.report.timeline import Timeline, timeline, trace
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ReportOptions) -> int:
     """Print the summary, or write the timeline's files and say where they are; the exit code."""
     folder = Path(options.path)
     if folder.is_symlink():  # runs/latest

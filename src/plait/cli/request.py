@@ -1,10 +1,11 @@
 """What `plait train` was asked for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.config.command_options import RunOptions
 from plait.config.job import Job, optimized
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
@@ -12,50 +13,32 @@ from plait.engine.callbacks import Callback
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `plait train` was asked for."""
+class Request(RunOptions):
+    """What `plait train` was asked for: options as they are given, and what others of them name."""
 
     name: str
     """The job's name as given: path/to/job.py:function."""
     job: Job
     plan: Plan
-    arguments: dict[str, str]
-    runs: Path = Path("runs")
-    resume: str | None = None
-    """The run or checkpoint to continue; empty: the job's newest run."""
+    _: KW_ONLY
     device: str = "auto"
-    workers: int = 0
-    save_every: int = 100
-    keep: int = 3
     trackers: tuple[str, ...] = ()
     """Experiment trackers that also get the metrics (see `engine/trackers/`)."""
     shown: tuple[int, ...] = (0,)
+    """Ranks whose output is shown."""
     verbose: bool = False
     notes: tuple[str, ...] = ()
-    allow_changes: bool = False
-    """Continue although the job changed such that its place in the data means something else."""
-    patience: float | None = None
-    """Seconds without progress after which a rank is ended; None: chosen by what it does (see `launch/hangs.py`)."""
-    on_nan: str = "stop"
-    """What to do in a step whose loss or gradient norm is not finite: stop, or skip it."""
-    check: str = "quick"
-    """How the job is checked before the first step: none, quick, full (see `proof/job/check.py`)."""
-    allow_inexact: bool = False
-    """Train although the job check found that the plan makes another training of the job."""
-    restarts: int = 2
-    """How often in a row at one step the ranks are started again when one is lost."""
-    save: str = "trained"
-    """What checkpoints hold of a model with frozen parameters that were read from `Job.weights`: trained ones, or all."""
-    fewer: bool = False
-    """Go on with fewer ranks when one is lost, instead of starting it again."""
     callbacks: Callable[[], list[Callback]] | None = None
     """What makes the callbacks, on each rank."""
     group_norms: bool = False
     """Record the gradient norm of each parameter group."""
-    onward: bool = False
-    """The number of steps is given: go on also after an early end."""
     python: bool = False
     """It was asked for in Python, by `plait.train`: what is said of going on is in its words."""
+
+    @property
+    def onward(self) -> bool:
+        """Whether the number of steps is given: then the run goes on also after an early end."""
+        return self.steps is not None
 
     @property
     def by_file(self) -> bool:

@@ -1,12 +1,12 @@
 """The options of `plait train` for callbacks: the user's own, early stopping, the best checkpoint, traces of steps."""
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.config.command_options import TrainOptions
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.plan import Plan
 
@@ -14,47 +14,29 @@ if TYPE_CHECKING:
     from plait.engine.callbacks import Callback
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add them."""
-    add = parser.add_argument
-    mine = "what is called after steps, evaluations and saves: a function that returns a list of plait.Callback"
-    add("--callbacks", metavar="FILE:FUNCTION", help=mine)
-    kept = "keep the best checkpoint by a metric of the evaluation in RUN/best, such as max:accuracy or min:loss"
-    add("--best", metavar="MODE:METRIC", help=kept)
-    add("--early-stop", type=int, metavar="N", help="end the run after N evaluations without a better --best metric")
-    add("--profile", metavar="FIRST:LAST", help="trace these steps on every rank, into RUN/profile, such as 10:13")
-    add("--group-norms", action="store_true", help="record the gradient norm of each parameter group")
+def wanted(options: TrainOptions) -> "Callable[[], list[Callback]] | None":
+    """What makes the callbacks on a rank; None without any. U011, J003."""
+    function = _function(options.callbacks) if options.callbacks else None
+    if function is None and not (options.best or options.profile or options.export_every):
+        return None
+    return partial(_made, function, options)
 
 
-def wanted(options: argparse.Namespace, problems: list[Problem]) -> "Callable[[], list[Callback]] | None":
-    """What makes the callbacks on a rank; None without any. What is wrong with the options is added to `problems`: U002, U011."""
-    mode, _, metric = (options.best or "").partition(":")
+def problems(options: TrainOptions) -> list[Problem]:
+    """U002 for values that these options cannot have."""
+    found, (mode, _, metric) = list[Problem](), (options.best or "").partition(":")
     if options.best and (mode not in ("min", "max") or not metric):
-        problems.append(
-            Problem("U002", f"--best {options.best} is not a mode and a metric", fix=("--best max:accuracy",))
-        )
+        found.append(Problem("U002", f"--best {options.best} is not a mode and a metric", fix=("--best max:accuracy",)))
     if options.early_stop is not None and options.early_stop < 1:
         what = f"--early-stop {options.early_stop} is not a number of evaluations ≥ 1"
-        problems.append(Problem("U002", what, fix=("--early-stop 5",)))
+        found.append(Problem("U002", what, fix=("--early-stop 5",)))
     if options.early_stop is not None and not options.best:
-        why = "it counts evaluations in which the metric of --best is not better"
-        problems.append(
-            Problem("U002", f"--early-stop {options.early_stop} needs --best", why=why, fix=("--best min:loss",))
-        )
-    steps = _steps(options.profile or "")
-    if options.profile and steps is None:
+        why, fix = "it counts evaluations in which the metric of --best is not better", ("--best min:loss",)
+        found.append(Problem("U002", f"--early-stop {options.early_stop} needs --best", why=why, fix=fix))
+    if options.profile and not _steps(options.profile):
         what = f"--profile {options.profile} is not a first and a last step, counted from 1"
-        problems.append(Problem("U002", what, fix=("--profile 10:13",)))
-    function = None
-    if options.callbacks:
-        try:
-            function = _function(options.callbacks)
-        except PlaitError as error:
-            problems += error.problems
-    if function is None and not options.best and steps is None and options.export_every is None:
-        return None
-    own = (mode, metric, options.early_stop)
-    return partial(_made, function, options.callbacks, own, steps, (options.export_every, options.export_to))
+        found.append(Problem("U002", what, fix=("--profile 10:13",)))
+    return found
 
 
 def together(
@@ -71,7 +53,7 @@ def together(
     return lambda: [*given, *(made() if made is not None else [])]
 
 
-def refuse(options: argparse.Namespace, plan: Plan) -> None:
+def refuse(options: TrainOptions, plan: Plan) -> None:
     """U015 for callbacks where groups send their gradients to a server."""
     named = {
         "--callbacks": options.callbacks,
@@ -90,11 +72,11 @@ def _by_a_server(given: list[str]) -> Problem:
     return Problem("U015", f"{given[0]} does not work with sync=async", why=why, fix=fix)
 
 
-def _steps(text: str) -> tuple[int, int] | None:
+def _steps(text: str) -> tuple[int, ...]:
+    """The first and the last step of 10:13; none of what is no such text."""
     first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        return None
-    return int(first), int(last)
+    right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
+    return (int(first), int(last)) if right else ()
 
 
 def _function(text: str) -> Callable[[], Any]:
@@ -118,18 +100,15 @@ def _function(text: str) -> Callable[[], Any]:
     return function
 
 
-def _made(
-    function: Callable[[], Any] | None, name: str, best: tuple[str, str, int | None], steps: tuple[int, int] | None,
-    export: tuple[int | None, Path | None],
-) -> "list[Callback]":  # fmt: skip
+def _made(function: Callable[[], Any] | None, options: TrainOptions) -> "list[Callback]":
     """The callbacks: the user's first, the best checkpoint last. U011."""
     from plait.config.errors import in_a_line
     from plait.config.job import user_line
-    from plait.engine.callbacks import checked
+    from plait.engine.callbacks import Callback, checked
     from plait.engine.export_weights import ExportWeights
     from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
 
-    made: list[Callback] = []
+    made, name = list[Callback](), options.callbacks
     if function is not None:
         try:
             returned = function()
@@ -139,11 +118,11 @@ def _made(
             what = f"--callbacks {name} raised {in_a_line(error)}"
             raise PlaitError(Problem("U011", what, where=user_line(error))) from error
         made += checked(returned, f"--callbacks {name}")
-    mode, metric, patience = best
-    if steps is not None:
-        made.append(Profile(*steps))
-    if export[0] is not None:
-        made.append(ExportWeights(export[0], export[1]))
-    if patience is not None:
-        made.append(EarlyStopping(metric, patience, mode))
+    mode, _, metric = (options.best or "").partition(":")
+    if options.profile:
+        made.append(Profile(*_steps(options.profile)))
+    if options.export_every is not None:
+        made.append(ExportWeights(options.export_every, options.export_to))
+    if options.early_stop is not None:
+        made.append(EarlyStopping(metric, options.early_stop, mode))
     return [*made, BestCheckpoint(metric, mode)] if metric else made

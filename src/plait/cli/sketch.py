@@ -1,28 +1,31 @@
 """`plait sketch`: what a model costs, unit by unit, and the memory that ranks need under a plan."""
 
-import argparse
 import json
+from typing import Any
 
-from plait.config.errors import PlaitError, too_small
-from plait.config.job import load_job
+from plait.config.command_options import SketchOptions
+from plait.config.job import Job, load_job
+from plait.config.option import check_range
 from plait.config.plan import Plan
 from plait.model.fake_model import sketched
 from plait.model.table import outline, table
+from plait.planner.dryrun.memory_table import memory_table
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: SketchOptions) -> int:
     """The command."""
-    if options.batch < 1:
-        raise PlaitError(too_small("--batch", options.batch))
+    check_range(options)
     plan = Plan.read(options.plan).fill(None) if options.plan else None
-    job = load_job(options.job, options.arguments)
-    found = sketched(job)
-    outlined = outline(found[1], options.batch)
-    facts, text = outlined.to_dict(), table(outlined, options.job)
-    if plan is not None:
-        from plait.planner.dryrun.memory_table import memory_table
-
-        memory = memory_table(job, plan)
-        facts, text = facts | {"memory": memory.to_dict()}, f"{text}\n\n{memory}"
+    facts, text = shown(options, load_job(options.job, options.arguments), plan)
     print(json.dumps(facts) if options.json else text)
     return 0
+
+
+def shown(options: SketchOptions, job: Job, plan: Plan | None) -> tuple[dict[str, Any], str]:
+    """The figures of the job's model, and with a plan of its ranks' memory, as JSON and as a table."""
+    outlined = outline(sketched(job)[1], options.batch)
+    facts, text = outlined.to_dict(), table(outlined, options.job)
+    if plan is not None:
+        memory = memory_table(job, plan)
+        facts, text = facts | {"memory": memory.to_dict()}, f"{text}\n\n{memory}"
+    return facts, text

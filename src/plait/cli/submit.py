@@ -1,60 +1,34 @@
 """`plait submit`: write the file that a scheduler wants, from a plan. It starts nothing, and does not load the job."""
 
-import argparse
 import json
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plait.cli.train_options import problems
+from plait.config.command_options import SubmitOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, shown, too_small
+from plait.config.option import options_of, out_of_range, words_of
 from plait.config.plan import Plan
-from plait.submit.kinds import KINDS, scheduler
+from plait.submit.kinds import scheduler
 
 if TYPE_CHECKING:
     from plait.submit.submission import Submission
 
-HERE = ("help", "plan", "nproc", "nnodes", "node_rank", "master", "runs", "resume", "json", "verbose")
-"""Options of `plait train` that are not passed on as they are."""
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-TRAIN = "passed_on"
-"""Where the parser keeps the options of `plait train`."""
 
 
-def kind(parser: argparse.ArgumentParser) -> None:
-    """Its first word."""
-    parser.add_argument("kind", choices=KINDS, help="who starts it")
-
-
-def options(parser: argparse.ArgumentParser, train: tuple[argparse.Action, ...]) -> None:
-    """Add those of this command to those of `plait train`, which it passes on."""
-    add = parser.add_argument
-    add("--machine", metavar="NAME", help="such as h100x8x2: gives --nnodes and --nproc, as in plait plan")
-    add("--name", help="of the job, and of the folder of its runs (from the job's path)")
-    add("--out", type=Path, metavar="FILE", help="write it there, instead of printing it")
-    add("--cpus", type=int, metavar="N", help="cores of each machine (slurm: the whole machine)")
-    add("--gpu", metavar="KIND", help="what the scheduler calls the GPU: H100, nvidia.com/gpu")
-    add("--time", metavar="TIME", help="how long it may run, such as 24h or 1d12h")
-    add("--image", help="image of the container")
-    add("--volume", action="append", default=[], metavar="NAME:/PATH", help="a volume that all machines see")
-    add("--chdir", metavar="FOLDER", help="where plait is started; the job's path begins there")
-    add("--setup", action="append", default=[], metavar="LINE", help="a line of shell that comes before")
-    add("--hosts", metavar="A,B", help="ssh: the machines, the first is number 0")
-    add("--secret", metavar="NAME", help="Kubernetes: the Secret that the machines share (plait)")
-    add("--call", metavar="WORDS", help='how plait is called there (plait), such as "python -m plait"')
-    add("--option", action="append", default=[], metavar="NAME=VALUE", help="passed on to the scheduler as it is")
-    parser.set_defaults(**{TRAIN: train})
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: SubmitOptions) -> int:
     """The command."""
     from shlex import quote
 
     from plait.config.files import check_writable, write
     from plait.submit.scheduler import OWN, check
 
+    if wrong := [*out_of_range(options), *problems(options)]:
+        raise PlaitError(wrong)
     chosen = scheduler(options.kind)
-    given = {name for name in OWN if getattr(options, name) not in (None, [])}
+    given = {name for name in OWN if getattr(options, name) not in (None, ())}
     if options.out:
         check_writable(options.out)
     check(options.kind, chosen, given, gpus=options.device != "cpu")
@@ -73,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _submission(options: argparse.Namespace) -> "Submission":
+def _submission(options: SubmitOptions) -> "Submission":
     """What was asked for. Everything that is wrong with it is raised."""
     from shlex import split
 
@@ -88,32 +62,20 @@ def _submission(options: argparse.Namespace) -> "Submission":
     plan, nodes, each = laid_out(_plan(options.plan), nodes, each, f"--plan {options.plan}" if options.plan else "")
     name = options.name if options.name is not None else slug(options.job)
     check_name(name)
-    words = (*_words(options), *(f"--job.{key}={value}" for key, value in options.arguments.items()))
+    words = tuple(words_of(options, (each for each in options_of(TrainOptions).values() if each.handed_on)))
     texts = {f"--{key}": getattr(options, key) for key in (*OWN, "job", "runs", "resume") if getattr(options, key)}
     check_text(
-        {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in texts.items()}
+        {key: " ".join(value) if isinstance(value, tuple) else str(value) for key, value in texts.items()}
     )
     check_text({word.partition("=")[0]: word for word in words})
     return Submission(
         options.job, plan, nodes, each, name, words, runs=str(options.runs), resume=options.resume,
-        restarts=options.restarts, gpus=options.device != "cpu", gpu=options.gpu, cpus=_cpus(options.cpus),
+        restarts=options.restarts, gpus=options.device != "cpu", gpu=options.gpu, cpus=options.cpus,
         seconds=seconds(options.time), image=options.image, volumes=tuple(map(_volume, options.volume)),
         folder=options.chdir or (os.getcwd() if options.kind == "ssh" else None), setup=tuple(options.setup), hosts=hosts,
         master=options.master, secret=options.secret or "plait", plait=tuple(split(options.call or "plait")),
         options=tuple(_option(text) for text in options.option), least=_counted(options)[1],
     )  # fmt: skip
-
-
-def _words(options: argparse.Namespace) -> list[str]:
-    """Options of `plait train` that differ from what they are when left out."""
-    words: list[str] = []
-    for action in getattr(options, TRAIN):
-        value, option = getattr(options, action.dest, None), action.option_strings[-1:]
-        if action.dest in HERE or not option or value == action.default:
-            continue
-        values = value if isinstance(value, list) else [value]
-        words += [option[0] if value is True else f"{option[0]}={one}" for one in values]
-    return words
 
 
 def _plan(said: str | None) -> Plan:
@@ -127,13 +89,12 @@ def _plan(said: str | None) -> Plan:
     return plan
 
 
-def _machines(options: argparse.Namespace, hosts: int | None) -> tuple[int | None, int | None]:
+def _machines(options: SubmitOptions, hosts: int | None) -> tuple[int | None, int | None]:
     """Machines, and devices of each, as far as they were said."""
     most = _counted(options)[0]
     nodes, each = most if most is not None else hosts, options.nproc
-    for option, number in (("--nnodes", nodes), ("--nproc", each)):
-        if number is not None and number < 1:
-            raise PlaitError(too_small(option, number))
+    if nodes is not None and nodes < 1:
+        raise PlaitError(too_small("--nnodes", nodes))
     if options.machine is None:
         return nodes, each
     from plait.launch.detect import read_machine
@@ -142,14 +103,15 @@ def _machines(options: argparse.Namespace, hosts: int | None) -> tuple[int | Non
     return machine.nodes if nodes is None else nodes, machine.devices_per_node if each is None else each
 
 
-def _counted(options: argparse.Namespace) -> tuple[int | None, int | None]:
+def _counted(options: SubmitOptions) -> tuple[int | None, int | None]:
     """--nnodes 2, or 1:2: machines, and the least of them with which the run goes on."""
     from plait.launch.launchers.launcher import Reading
 
+    said = options.nnodes or ""
     try:
-        return Reading("--nnodes", {"--nnodes": options.nnodes or ""}).counted("--nnodes")
+        return Reading("--nnodes", {"--nnodes": said}).counted("--nnodes")
     except PlaitError:
-        what = f"--nnodes {options.nnodes[:60]} is no number of machines, and no range"
+        what = f"--nnodes {said[:60]} is no number of machines, and no range"
         raise PlaitError(Problem("U002", what, fix=("--nnodes 2", "--nnodes 1:2"))) from None
 
 
@@ -162,12 +124,6 @@ def seconds(said: str | None) -> int | None:
     if "".join(number + unit for number, unit in parts) != said or not total:
         raise PlaitError(Problem("S002", f"--time {said[:60]} is no time", fix=("--time 24h", "--time 1d12h")))
     return total
-
-
-def _cpus(said: int | None) -> int | None:
-    if said is not None and said < 1:
-        raise PlaitError(too_small("--cpus", said))
-    return said
 
 
 def _volume(said: str) -> tuple[str, str]:

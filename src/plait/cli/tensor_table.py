@@ -4,9 +4,7 @@ Layers of the same form in sister blocks are one line with a count. Found as for
 any size: see `parallel/tensor/find/finder.py`.
 """
 
-import argparse
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
@@ -26,7 +25,7 @@ from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.make import call
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Slices
-from plait.model.table import aligned, short
+from plait.model.table import aligned, form_of, label, short, span_of
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.tensor import choose, vocabulary
 from plait.tensors.rows import Rows
@@ -93,7 +92,7 @@ class Shown:
         return asdict(self)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """`plait plan JOB --plan P --show tensor`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
     if plan.tp == 1:
@@ -132,7 +131,7 @@ def summary(model: nn.Module, found: Slices, ranks: int) -> Shown:
         tables.append(VocabularyTable(name, lengths, sum(sizes[n] for n in own)))
     small = total - sum(sizes[n] for n in cuts) - round(sum(share for _, share, _ in found.whole) * total)
     pairs, rows = _pairs(model, found.groups, sizes), [(unit, 0.0, why) for unit, why in found.unstretched]
-    on = tuple(_label(list(names)) for _, names in groupby((s.unit for s in found.stretches), _form))
+    on = tuple(label(list(names)) for _, names in groupby((s.unit for s in found.stretches), form_of))
     return Shown(ranks, total, held, pairs, tuple(tables), _whole(found.whole), max(0, small) / total, on, _whole(rows))
 
 
@@ -140,9 +139,9 @@ def _pairs(model: nn.Module, groups: Iterable[ColumnRowPair], sizes: dict[str, i
     alike: dict[PairRow, list[PairRow]] = {}
     for group in groups:
         pair = _pair(model, group, sizes)
-        alike.setdefault(replace(pair, block=_form(pair.block)), []).append(pair)
+        alike.setdefault(replace(pair, block=form_of(pair.block)), []).append(pair)
     return tuple(
-        replace(form, block=_label([p.block for p in same]), count=len(same), parameters=form.parameters * len(same))
+        replace(form, block=label([p.block for p in same]), count=len(same), parameters=form.parameters * len(same))
         for form, same in alike.items()
     )
 
@@ -214,7 +213,7 @@ def _whole(layers: Iterable[tuple[str, float, str]]) -> tuple[WholeLayers, ...]:
     """One row for the layers (name, share, reason) of one form that stay whole for reasons of one form."""
     alike: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
     for name, share, reason in layers:
-        alike.setdefault((_form(name.rpartition(".")[0]), _form(reason)), []).append((name, share, reason))
+        alike.setdefault((form_of(name.rpartition(".")[0]), form_of(reason)), []).append((name, share, reason))
     rows = []
     for (_, form), members in alike.items():
         names, shares, reasons = zip(*members)
@@ -230,35 +229,8 @@ def _sisters(names: list[str]) -> str:
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     inner = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     if all(name.isdigit() for name in inner) and len(inner) > 1:
-        inner = [_span(sorted(map(int, inner))) or ", ".join(inner)]
-    return (f"{_label(parents)}." if parents != [""] else "") + ", ".join(inner)
-
-
-def _span(numbers: list[int]) -> str:
-    """`0-3` for consecutive numbers, else nothing."""
-    return f"{numbers[0]}-{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else ""
-
-
-def _form(name: str) -> str:
-    """A name, or a text with names, in which members of lists have no number.
-
-    >>> _form("layers.3.mlp reaches layers.4, not 2")
-    'layers.*.mlp reaches layers.*, not 2'
-    """
-    return re.sub(r"(?<=\.)\d+\b", "*", name)
-
-
-def _label(names: list[str]) -> str:
-    """One name for several of a form: `layers.0-3.mlp` when one number tells them apart, else `layers.*.mlp`."""
-    if len(names) == 1:
-        return names[0] or "the model"
-    split = [re.split(r"(?<=\.)(\d+)\b", name) for name in names]
-    differing = [i for i, parts in enumerate(zip(*split)) if len(set(parts)) > 1]
-    span = _span(sorted(int(parts[differing[0]]) for parts in split)) if len(differing) == 1 else ""
-    if span:
-        split[0][differing[0]] = span
-        return "".join(split[0])
-    return _form(names[0]) or "the model"
+        inner = [span_of(sorted(map(int, inner))) or ", ".join(inner)]
+    return (f"{label(parents)}." if parents != [""] else "") + ", ".join(inner)
 
 
 def text(found: Shown, job: str) -> str:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from plait.checkpoint.training import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
+from plait.config.keys import OTHER_SAMPLES
 from plait.data.batch import Batch, BatchShare, weigh
 from plait.tensors.collectives import host_or
 
@@ -46,8 +47,9 @@ def total_weight(training: SharesBatch, batch: Batch, weights: list[float]) -> f
         return batch.size / (plan.replica_groups if on_its_own else 1) if size else 0.0
     total = torch.tensor(sum(weights), dtype=torch.float64)
     if plan.ranks > 1:
-        total = total.to(host_or(training.built.device, training.built.peers))
-        dist.all_reduce(total, group=training.built.peers)
+        peers = training.built.mesh.group(*OTHER_SAMPLES)
+        total = total.to(host_or(training.built.device, peers))
+        dist.all_reduce(total, group=peers)
     if on_its_own:
         return float(total) * batch.size / (plan.replica_groups * size) if size else 0.0
     if rare is not None:

@@ -16,7 +16,7 @@ from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
+from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.data import batch as data_module
 from plait.data import ready, sampling
@@ -39,15 +39,15 @@ from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_sums import CrossGroupSums
-from plait.parallel.mesh import group_of
-from plait.parallel.order import CUTTING, ORDER
+from plait.parallel.mesh import EXPERT_REPLICAS, Mesh
+from plait.parallel.order import CUTTING, ORDER, shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness, host_kept
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
-from plait.tensors.collectives import differences
+from plait.tensors.collectives import differences, directly
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import format_in, loss_kept, state_kept
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
@@ -140,8 +140,8 @@ def build(
     share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
     made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known[0]
     built = start_build(job, plan, place, (device, cast), made)
-    built.group = group
-    _meet(built)
+    built.mesh = Mesh(plan, place.rank, group)
+    built.sharers = BatchPeers([*built.mesh.ranks(*OTHER_SAMPLES)] if group is not None else None, plan.microbatches)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
         with state_kept(made.model.modules()), OutsideWrites():
@@ -149,6 +149,8 @@ def build(
             try_metrics.metrics(built, _on_host(made), ready)
             built.coupled_in_eval = batch_dependence.reason(built, _on_host(made), ready)
     model, sketched = built.model, built.whole
+    built.table = shard_plan(job, plan, sketched, directly(device))
+    built.mesh.connect_all(built.table.late_views())
     for strategy in ORDER:
         if strategy not in CUTTING:
             _settle(built)
@@ -164,19 +166,24 @@ def build(
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random or fused)
         if built.rules:
             built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
-    everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
-    built.optimizer, built.names = make_optimizer(job, everything)
-    if sketched.single_steps:
+    _make_optimizer(built)
+    place.wait(device, going=False)
+    return built
+
+
+def _make_optimizer(built: Built) -> None:
+    """The job's optimizer, of what this rank updates, and what strategies do with it."""
+    everything = {n: (built.masters or built.own).get(n, p) for n, p in built.model.named_parameters()}
+    built.optimizer, built.names = make_optimizer(built.job, everything)
+    if built.whole.single_steps:
         single_steps.step_singly(built.optimizer)
-    fused_optimizer.choose(built.optimizer, device)
+    fused_optimizer.choose(built.optimizer, built.device)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
     gradient_hooks.apply(built, everything)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
-    for prepare in (*built.prepared, optimizer_state.watched):
+    for prepare in (*built.moments.optimizer_created, optimizer_state.watched):
         prepare(built.optimizer)
-    place.wait(device, going=False)
-    return built
 
 
 def _room(plan: Plan, device: torch.device) -> float:
@@ -206,12 +213,12 @@ def _settle(built: Built) -> None:
 
 def _sum_across(built: Built, names: list[str]) -> None:
     """What sums the gradients of ranks that are not all alike; of each phase its own. `names`: of all trained parameters."""
-    inner, of_all = built.by_phase, built.reducer
-    built.by_phase = {}
-    for phase in built.job.phases or ():
-        built.reducer = inner.get(phase.name, of_all)
-        built.by_phase[phase.name] = CrossGroupSums([n for n in names if phase.has(n)], built)
-    built.reducer = of_all if built.by_phase else CrossGroupSums(names, built)
+    if not built.job.phases:
+        built.reducer = CrossGroupSums(names, built.reducer, built)
+        return
+    for phase in built.job.phases:
+        inner = built.by_phase.get(phase.name, built.reducer)
+        built.by_phase[phase.name] = CrossGroupSums([n for n in names if phase.has(n)], inner, built)
 
 
 def start_build(
@@ -222,14 +229,14 @@ def start_build(
     example = sampling.example(job, samples)
     with host_kept():
         ready.check(job, samples, example[0])
-    built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
+    built = Built(job, plan, place, how[0], Mesh(plan, place.rank), made.model, samples, Sketch(()), cast=how[1])
     built.on_host = made.on_host
     pairs = lambda n: move(data_module.first_samples(example, n), built.model_device, how[1])  # noqa: E731
     once = call if plan.pp == 1 and built.cast is None else partial(_as_trained, built)
     built.inputs = DeviceCopies(how[0])
-    built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
+    built.own, built.shares = dict(made.model.named_parameters()), made.shares
     built.attributes = {n: ParameterAttributes.of(p) for n, p in built.own.items()}
-    built.hooks = {n: hooks for n, p in built.own.items() if (hooks := ParameterHooks.taken(p))}
+    built.parameter_hooks = {n: hooks for n, p in built.own.items() if (hooks := ParameterHooks.taken(p))}
     built.trial_call, built.pairs = once, pairs
     built.structure, built.in_fp8 = (
         structure(made.model),
@@ -261,25 +268,10 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         found = choose.sliced(found, _on_host(made), built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
-    gradient_hooks.check(plan, found, built.hooks)
+    gradient_hooks.check(plan, found, built.parameter_hooks)
     found = context.stretched(built) if context.wanted(plan) else found
     needs = optimizer_check.needs(job, plan, found)
     return replace(found, whole_update=needs.whole, single_steps=needs.singly)
-
-
-def _meet(built: Built) -> None:
-    """The groups of ranks that this one has to do with. All ranks make all groups, in the same order."""
-    plan, rank = built.plan, built.place.rank
-    built.at, built.peers, built.inside = plan.at(rank), built.group, built.group
-    if plan.rarely:
-        built.inside = group_of(plan, WITHIN)
-    if plan.across:
-        built.groups = {axis: group_of(plan, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
-        built.peers = group_of(plan, OTHER_SAMPLES)
-    if plan.along(SAME_PARTS) > 1 and plan.processes != "one":
-        built.copies = built.group if plan.world == plan.dp else group_of(plan, SAME_PARTS)
-    ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
-    built.sharers = BatchPeers(ranks, plan.microbatches)
 
 
 def _sketched(built: Built, made: BuiltModel) -> Sketch:
@@ -350,9 +342,10 @@ def check_copies(built: Built, step: int) -> None:
     named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
     if built.average is not None:
         named += built.average.tensors.items()
-    names, apart = list[str](), list[Tensor]()
-    for group, shared in ((built.copies, False), (built.alike, True)):
-        mine = [(name, t) for name, t in named if (name in built.experts) is shared]
+    names, apart, experts = list[str](), list[Tensor](), built.experts()
+    for axes, shared in ((SAME_PARTS, False), (EXPERT_REPLICAS, True)):
+        group = built.mesh.group_or_none(*axes)
+        mine = [(name, t) for name, t in named if (name in experts) is shared]
         if group is not None and mine:
             more, row = differences(mine, group, built.device)
             names, apart = [*names, *more], [*apart, row]

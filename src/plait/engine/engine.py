@@ -28,6 +28,7 @@ from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError
 from plait.config.job import Job
+from plait.config.keys import WITHIN
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map, opened, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
@@ -118,8 +119,8 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
         self.carried.close()
-        while self.built.closing:
-            self.built.closing.pop()()
+        while self.built.moments.close:
+            self.built.moments.close.pop()()
         if self.built.rare is not None:
             self.built.rare.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():
@@ -159,7 +160,7 @@ class Engine:
     @property
     def share(self) -> BatchShare:
         plan, balance = self.plan, self.built.balance
-        share = BatchShare.of(plan, plan.share(self.place.rank), self.built.at["replica_groups"])
+        share = BatchShare.of(plan, plan.share(self.place.rank), self.built.mesh.at["replica_groups"])
         return share if balance is None else replace(share, course=balance.course)
 
     def batches(self) -> Iterator[Batch]:
@@ -178,7 +179,7 @@ class Engine:
         source = self.place.waiting_for(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
-            padding = Padding(data, self.built.inside)
+            padding = Padding(data, self.built.mesh.group_or_none(*WITHIN))
         self.trained.begin()
         self.callbacks.start(self)
         self.trained.check(self.position.step)
@@ -211,7 +212,7 @@ class Engine:
         """What ranks read of an iterable is the same; what only some of it is has a name."""
         if not batch.seen or self.place.world == 1:
             return
-        if not agree(batch.size, batch.seen, self.built.inside, "Job(data=…)"):
+        if not agree(batch.size, batch.seen, self.built.mesh.group_or_none(*WITHIN), "Job(data=…)"):
             self.built.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
 
     def step(self, batch: Batch) -> Step:
@@ -295,7 +296,7 @@ class Engine:
         built, done, known = self.built, pending.batch.after.step, self.passes.logged
         numbers, totals = pending.numbers, pending.totals
         if totals.new_names:
-            numbers.logged |= known.agreed(pending.logged, built.inside)
+            numbers.logged |= known.agreed(pending.logged, built.mesh.group_or_none(*WITHIN))
             if isinstance(built.reducer, Reducer):
                 built.reducer.widen(StepStats.width(self.plan, len(known.names)))
         if built.rare is None:

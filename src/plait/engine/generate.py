@@ -133,7 +133,7 @@ def _last_logits(built: Built, inputs: object, lengths: list[int]) -> list[np.nd
         raise _wrong("the model's outputs are no logits of the next token", why)
     last = torch.tensor(lengths, device=built.device) - 1
     found = whole(logits[torch.arange(len(lengths), device=built.device), last])
-    first = not any(built.at[axis] for axis in ("cp", "tp"))
+    first = not any(built.mesh.at[axis] for axis in ("cp", "tp"))
     return list(found.double().cpu().numpy()) if first else []
 
 

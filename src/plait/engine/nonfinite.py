@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.training import Training
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.keys import WITHIN
 from plait.data.batch import Batch, Micro
 from plait.engine.passes import Passes
 from plait.model.make import call
@@ -199,8 +200,9 @@ class Search:
         built.run = call  # hooks would compile it anew
         models = [built.model] if built.replicas is None else built.replicas.models
         sharded = {} if shards is None else shards.sharded
+        absent = built.table.absent(built.mesh.at)
         for model in models:
-            for name in (unit.name for unit in built.sketch.units if unit.name not in built.elsewhere):
+            for name in (unit.name for unit in built.sketch.units if unit.name not in absent):
                 hook = partial(self._unit, name)
                 self.handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for name, parameter in built.own.items():
@@ -296,4 +298,4 @@ def _some(ids: list[int]) -> str:
 
 
 def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:
-    return exchange(json.dumps(value).encode(), engine.built.inside, engine.built.device)
+    return exchange(json.dumps(value).encode(), engine.built.mesh.group_or_none(*WITHIN), engine.built.device)

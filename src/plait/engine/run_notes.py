@@ -97,4 +97,4 @@ class StepTally:
 
 def first_of_stage(engine: Engine) -> bool:
     """Whether this rank is the first of its pipeline stage."""
-    return not any(place for axis, place in engine.built.at.items() if axis != "pp")
+    return not any(place for axis, place in engine.built.mesh.at.items() if axis != "pp")

@@ -225,7 +225,7 @@ class TrainStep:
         """With replica groups: whether gradients of this step are summed over all of them."""
         rare, reducer = self.built.rare, self.built.reducer
         if rare is not None and isinstance(reducer, CrossGroupSums):
-            reducer.everywhere = self.built.groups["replica_groups"] if rare.sums(batch.after.step) else None
+            reducer.everywhere = self.built.mesh.group("replica_groups") if rare.sums(batch.after.step) else None
 
     def _arm(self, batch: Batch, losses: list[Tensor]) -> Tensor:
         """The last backward is about to begin: the reducer sends what it fills, and this row. Returns the row."""

@@ -14,7 +14,6 @@ import shlex
 import signal
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -113,20 +112,16 @@ class StopRequest:
             board.stop()
 
 
-def stoppable(work: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
-    """A command during which the signals are requests. Then they do nothing: `plait` says how it ended, which takes a moment under
-    torchrun, and `cli/main.py` puts them back."""
-
-    def heard(options: Namespace) -> int:
-        handled = StopRequest().listen()
-        try:
-            with told():
-                return work(options)
-        finally:
-            for number in handled:
-                signal.signal(number, signal.SIG_IGN)
-
-    return heard
+def stoppable(work: Callable[[], int]) -> int:
+    """Do the work of a command; during it the signals are requests. Then they do nothing: `plait` says how it ended, which takes a
+    moment under torchrun, and `cli/main.py` puts them back."""
+    handled = StopRequest().listen()
+    try:
+        with told():
+            return work()
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def signal_pipe() -> tuple[int, int]:

@@ -77,6 +77,10 @@ class Sketch:
     """(name, shape, dtype) of every parameter that is trained, tied ones once."""
     frozen: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
     """The same of every parameter that is not."""
+    order: tuple[str, ...] = ()
+    """Names of both, in the model's order."""
+    buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    """The same of every buffer."""
     attributes: Mapping[str, ParameterAttributes] = field(default_factory=dict, compare=False)
     """What code has put on parameters, of those that have any."""
     places: dict[str, int | None] = field(default_factory=dict)
@@ -189,9 +193,7 @@ def sketch(
     small = [pair[0] for pair in rounds]
     places, drawn, coupled = places_of(rounds, PROBES, host_random or decides)
     return Sketch(
-        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
-        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
-        attributes={n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
+        **_tensors(model),
         places=places,
         drawn=drawn,
         unkeyed=_unique(name for run in small for name in run.unkeyed),
@@ -213,6 +215,18 @@ def sketch(
         unmeasured_at=probe.unmeasured_at,
         **_measures(model, probe.chosen, rounds),
     )
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    """The fields of a sketch that say which parameters and buffers there are."""
+    row = lambda name, t: (name, tuple(t.shape), t.dtype)  # noqa: E731
+    return {
+        "parameters": tuple(row(n, p) for n, p in model.named_parameters() if p.requires_grad),
+        "frozen": tuple(row(n, p) for n, p in model.named_parameters() if not p.requires_grad),
+        "order": tuple(name for name, _ in model.named_parameters()),
+        "buffers": tuple(row(n, b) for n, b in model.named_buffers()),
+        "attributes": {n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
+    }
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

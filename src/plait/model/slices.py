@@ -5,7 +5,6 @@ q, k, v → o, or gate, up → down. The columns are cut by output features and 
 rank computes a part of the features between them with the block's own code, and a partial sum after them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plait.tensors.part import Ranges
@@ -29,11 +28,6 @@ class ParameterSlice:
         for rank, ranges in enumerate(self.ranges):
             holders.setdefault(ranges, []).append(rank)
         return [tuple(ranks) for ranks in holders.values()]
-
-
-def holding_alike(cuts: Iterable[ParameterSlice]) -> list[tuple[int, ...]]:
-    """Every set of several ranks that hold the same slice of something, in an order that is the same on all of them."""
-    return sorted({ranks for cut in cuts for ranks in cut.alike() if len(ranks) > 1})
 
 
 @dataclass(frozen=True)

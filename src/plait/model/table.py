@@ -187,3 +187,30 @@ def size(number: float) -> str:
         if number >= scale * 0.9995:
             return f"{number / scale:.3g} {unit}" if number < scale * 999.5 else f"{number / scale:.0f} {unit}"
     return f"{number:.0f} B"
+
+
+def span_of(numbers: list[int]) -> str:
+    """`0-3` for consecutive numbers, else nothing."""
+    return f"{numbers[0]}-{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else ""
+
+
+def form_of(name: str) -> str:
+    """A name, or a text with names, in which members of lists have no number.
+
+    >>> form_of("layers.3.mlp reaches layers.4, not 2")
+    'layers.*.mlp reaches layers.*, not 2'
+    """
+    return re.sub(r"(?<=\.)\d+\b", "*", name)
+
+
+def label(names: list[str]) -> str:
+    """One name for several of a form: `layers.0-3.mlp` when one number tells them apart, else `layers.*.mlp`."""
+    if len(names) == 1:
+        return names[0] or "the model"
+    split = [re.split(r"(?<=\.)(\d+)\b", name) for name in names]
+    differing = [i for i, parts in enumerate(zip(*split)) if len(set(parts)) > 1]
+    span = span_of(sorted(int(parts[differing[0]]) for parts in split)) if len(differing) == 1 else ""
+    if span:
+        split[0][differing[0]] = span
+        return "".join(split[0])
+    return form_of(names[0]) or "the model"

@@ -50,7 +50,7 @@ def in_eval_mode(built: Built) -> AbstractContextManager[None]:
     """Inside, the model has the weights of the optimizer's eval mode, if it has one. All ranks call it."""
 
     def written() -> None:
-        for copy in built.copy_back:
+        for copy in built.moments.masters_written:
             copy()
         _forget(built)
 

@@ -19,14 +19,16 @@ from plait.model.sketch import Sketch
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.loss_scale import LossScale
+from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.replicas import Replicas
 from plait.parallel.shares.balance import Balance
+from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.moving_average import MovingAverage
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
-from plait.tensors.part import Part, Ranges, whole
+from plait.tensors.part import Part, whole
 
 
 class RareSync(Protocol):
@@ -146,6 +148,20 @@ class RunsHooks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Moments:
+    """What is called later than a rank is built, each in the order in which it was added. Strategies add to it."""
+
+    optimizer_created: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
+    """With the optimizer, once it is made."""
+    state_loaded: list[Callable[[], None]] = field(default_factory=list)
+    """When the parts were written from outside (a checkpoint was loaded)."""
+    masters_written: list[Callable[[], None]] = field(default_factory=list)
+    """When `masters` were written outside of a step: they are copied into `own`. All ranks call it."""
+    close: list[Callable[[], None]] = field(default_factory=list)
+    """When the engine is closed, the last first: settings of this process become what they were."""
+
+
 @dataclass
 class Built:
     """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
@@ -154,12 +170,14 @@ class Built:
     plan: Plan
     place: Place
     device: torch.device
-    group: ProcessGroup | None
+    mesh: Mesh
     model: nn.Module
     data: Any
     sketch: Sketch
     whole: Sketch = field(init=False)
     """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
+    table: ShardPlan = field(init=False)
+    """Which rank has which part of which tensor, and how each gradient is summed."""
     cast: torch.dtype | None = None
     trial_call: Call = call
     """Runs the model in training's format, for those who look at it before it is split."""
@@ -177,7 +195,7 @@ class Built:
     """This rank's part of every parameter, by the model's name; tied ones once."""
     attributes: dict[str, ParameterAttributes] = field(default_factory=dict)
     """What code has put on the job's parameters, by the model's names."""
-    hooks: dict[str, ParameterHooks] = field(default_factory=dict)
+    parameter_hooks: dict[str, ParameterHooks] = field(default_factory=dict)
     """The job's hooks on gradients of parameters, taken off them."""
     gradient_hooks: "RunsHooks | None" = None
     """What calls them."""
@@ -185,8 +203,6 @@ class Built:
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
     """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
-    averaged: dict[str, ProcessGroup] = field(default_factory=dict)
-    """Parameters whose gradients are the same on all ranks of a group in `partial`, and that group: their mean is taken over it."""
     by_phase: dict[str, GradientReducer] = field(default_factory=dict)
     """The same of each phase's gradients, in a job that has phases; `reducer` is that of the phase whose turn it is."""
     turn: str = ""
@@ -195,52 +211,17 @@ class Built:
     """What makes the sums of copies under `compress`, and holds the residuals."""
     shards: FsdpRuntime | None = None
     """What runs the parts of a sharded model, if it is one."""
-    peers: ProcessGroup | None = None
-    """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
     pipe: PipelineRuntime | None = None
     """This rank's part of the pipeline, if there is one."""
     in_fp8: tuple[str, ...] = ()
     """Linear layers that compute in fp8 under `precision=fp8`."""
-    elsewhere: tuple[str, ...] = ()
-    """Units of other stages: their buffers are not this rank's."""
-    copies: ProcessGroup | None = None
-    """The group of ranks that hold copies of this rank's parts."""
-    at: dict[str, int] = field(default_factory=dict)
-    """This rank's place on every axis of the mesh."""
-    inside: ProcessGroup | None = None
-    """The ranks of this one's replica group: all ranks, where there is only one."""
     rare: "RareSync | None" = None
     """What this rank synchronises with its replica group's like in other groups."""
-    groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
-    cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
-    """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
-    experts: set[str] = field(default_factory=set)
-    """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
-    alike: ProcessGroup | None = None
-    """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
-    apart: ProcessGroup | None = None
-    """The group of ranks that keep parts of the same experts, if they are kept as parts."""
     sharers: BatchPeers = field(default_factory=BatchPeers)
     """The ranks with other samples, while a step's passes run."""
-    holders: dict[str, int] = field(default_factory=dict)
-    """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
-    partial: list[tuple[tuple[str, ...], ProcessGroup]] = field(default_factory=list)
-    """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
     masters: dict[str, nn.Parameter] | None = None
     """What the optimizer updates when it is not `own`: copies in host memory, or whole tensors."""
-    updated_whole: set[str] = field(default_factory=set)
-    """Parameters of which this rank has a part and updates the whole (`parallel/whole_tensors.py`)."""
-    updated_elsewhere: set[str] = field(default_factory=set)
-    """Parameters of which this rank has a part and another updates the whole."""
-    reloaded: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the parts were written from outside."""
-    copy_back: list[Callable[[], None]] = field(default_factory=list)
-    """Called when `masters` were written outside of a step: copies them into `own`. All ranks call it."""
-    closing: list[Callable[[], None]] = field(default_factory=list)
-    """What puts settings of this process back as they were, when the engine is closed."""
-    prepared: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
-    """Called with the optimizer once it is made."""
+    moments: Moments = field(default_factory=Moments)
     rules: list[Rule] = field(default_factory=list)
     """What this rank holds of tensors that are drawn at random: the first that says something is right."""
     replicas: Replicas | None = None
@@ -263,22 +244,29 @@ class Built:
     """What differs from rank to rank in what an iterable gives."""
 
     @property
+    def group(self) -> ProcessGroup | None:
+        """The group of all ranks; None where there is one process."""
+        return self.mesh.everyone
+
+    @property
     def model_device(self) -> torch.device:
         """Where its model is now."""
         return torch.device("cpu") if self.on_host else self.device
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
-        found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
-        return found if self.shards is None else found | self.shards.parts()
+        at, specs = self.mesh.at, self.table.specs
+        found = {n: Part(p.detach(), specs[n].shape, specs[n].ranges(at)) for n, p in self.own.items()}
+        here = {n: b for n, b in self.model.named_buffers() if n not in specs or specs[n].is_here(at)}
+        return found | {n: whole(b.detach()) for n, b in here.items()}
 
-    def _elsewhere(self, name: str) -> bool:
-        return any(name.startswith(unit + ".") for unit in self.elsewhere)
+    def experts(self) -> set[str]:
+        """Parameters of experts that this rank has: replicas and shards of the rest of the model leave them."""
+        return {name for name in self.own if self.table.specs[name].expert}
 
     def refresh(self) -> None:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
         if self.shards is not None:
             self.shards.reshard()
-        for reload in self.reloaded:
-            reload()
+        for loaded in self.moments.state_loaded:
+            loaded()

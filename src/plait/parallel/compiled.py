@@ -87,7 +87,7 @@ def apply(built: Built) -> None:
         for name in names:
             _outside_graphs(built.model.get_submodule(name))
 
-    built.prepared.append(finish)
+    built.moments.optimizer_created.append(finish)
 
 
 def _regions(built: Built) -> tuple[list[str], dict[str, str]]:

@@ -24,7 +24,6 @@ from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.gradient_sums import CrossGroupSums
-from plait.parallel.mesh import group_of
 from plait.parallel.whole_tensors import layouts
 from plait.randomness.keyed import host_state
 from plait.tensors.collectives import host_or
@@ -61,10 +60,10 @@ def apply(built: Built, given: Mapping[str, nn.Parameter]) -> None:
     """Have the hooks called, those too that the job's optimizer has put on the parameters it was `given`. After all strategies."""
     for name, parameter in given.items():
         if found := ParameterHooks.of_job(parameter, take=True):
-            known = built.hooks.get(name, ParameterHooks())
-            built.hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
-    check(built.plan, built.whole, built.hooks)
-    if built.hooks:
+            known = built.parameter_hooks.get(name, ParameterHooks())
+            built.parameter_hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
+    check(built.plan, built.whole, built.parameter_hooks)
+    if built.parameter_hooks:
         built.gradient_hooks = GradientHooks(built)
 
 
@@ -73,10 +72,12 @@ class GradientHooks:
 
     def __init__(self, built: Built):
         self.built, plan = built, built.plan
-        names = [n for n, _ in built.model.named_parameters() if n in built.hooks and n in built.own]
-        self.hooks = {n: built.hooks[n] for n in reversed(names)}
+        names = [n for n, _ in built.model.named_parameters() if n in built.parameter_hooks and n in built.own]
+        self.hooks = {n: built.parameter_hooks[n] for n in reversed(names)}
         self.alone = plan.devices == 1 and plan.microbatches == 1
-        self.group = group_of(plan, ("fsdp", "tp")) if plan.fsdp * plan.tp > 1 else None
+        if plan.fsdp * plan.tp > 1:
+            built.mesh.connect("fsdp", "tp")
+        self.group = built.mesh.group_or_none("fsdp", "tp")
         self.layouts = [] if self.group is None else layouts(built)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.cut = [n for n in self.hooks if not all(row[n].whole for row in self.layouts)]

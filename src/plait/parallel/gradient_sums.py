@@ -6,36 +6,59 @@ the same parameter; the norm, in which every part of every parameter counts once
 ranks must know.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.config.keys import SAME_SLICES
-from plait.parallel.built import Built
+from plait.config.keys import WITHIN
+from plait.parallel.built import Built, GradientReducer
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
+from plait.parallel.mesh import Mesh
+from plait.parallel.spec import ShardPlan
 from plait.tensors.collectives import directly, hosts_talk
 from plait.tensors.norm import square_sum
 from plait.tensors.transfers import any_has, upload
 
 
+@dataclass(frozen=True)
+class LateSum:
+    """Gradients that a group of ranks sums after those of replicas and shards, in as few messages as they have number formats."""
+
+    names: tuple[str, ...]
+    means: frozenset[str]
+    """Those of which all ranks have the same: their mean is taken."""
+    group: ProcessGroup
+
+
+def late_sums(table: ShardPlan, mesh: Mesh, names: Container[str]) -> list[LateSum]:
+    """Those of a rank, in an order that is the same on all ranks. `names`: of the parameters that matter."""
+    found = []
+    for axes, only in table.late_views():
+        group = mesh.group_or_none(*axes, only=only)
+        if group is not None and group.size() > 1 and (not only or mesh.at[axes[0]] in only):
+            sums = {n: r for n, s in table.specs.items() for r in s.grad if r.late and (r.axes, r.only(mesh.at)) == (axes, only) and n in names}
+            found.append(LateSum(tuple(sums), frozenset(n for n, one in sums.items() if one.op == "mean"), group))
+    return found
+
+
 class CrossGroupSums:
     """What the engine calls around a step's passes. `names`: all trained parameters of the model, in its order.
 
-    `partial`: parameters (by name) and the group of ranks whose gradients of them must be added up, in an order that
-    is the same on all of them. `holders`: how many ranks hold the same part of a parameter, copies and shards not counted.
+    What is summed after replicas and shards, and how many ranks have the same part of a parameter, is in the table (`parallel/spec.py`).
     """
 
-    def __init__(self, names: list[str], built: Built):
-        self.names, self.own, self.everybody = names, built.own, built.inside
-        self.inner, self.shards = built.reducer, built.shards
-        self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
+    def __init__(self, names: list[str], inner: GradientReducer | None, built: Built):
+        self.names, self.own, self.everybody = names, built.own, built.mesh.group_or_none(*WITHIN)
+        self.inner, self.shards = inner, built.shards
+        self.copies = inner if isinstance(inner, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
-        self.partial = [(tuple(n for n in some if n in set(names)), group) for some, group in built.partial]
-        self.holders, self.experts, self.averaged = built.holders, built.experts, built.averaged
+        self.late = late_sums(built.table, built.mesh, set(names))
+        self.table, self.at = built.table, built.mesh.at
         self.flagged: list[str] = [] if self.shards is None else names
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
@@ -114,8 +137,8 @@ class CrossGroupSums:
             (self.copies.settle if self.pipelined else self.copies.finish)()
 
     def _partial(self) -> None:
-        for names, group in self.partial:
-            self._add_up(self._trained(names), group)
+        for late in self.late:
+            self._add_up(self._trained(late.names), late.group, late.means)
 
     def _wait(self) -> None:
         """What follows comes after the sum of the row; on a GPU its stream waits, and not the host."""
@@ -129,7 +152,7 @@ class CrossGroupSums:
         for name in names:
             gradient = self.own[name].grad if name in self.own else None
             if gradient is not None:
-                alike.setdefault(self._copies(name), []).append(gradient)
+                alike.setdefault(self.table.replicas(name, self.at), []).append(gradient)
         device = self.step_row.device
         shares = [square_sum(found, device) / count for count, found in alike.items()]
         return torch.stack(shares).sum() if shares else square_sum((), device)
@@ -141,20 +164,14 @@ class CrossGroupSums:
         dist.all_reduce(squares, group=self.everybody)
         self.row[len(self.step_row)] = squares[0]
 
-    def _copies(self, name: str) -> int:
-        plan, cut = self.plan, self.shards is not None and name in self.shards.sharded
-        alike = self.holders.get(name, 1) * plan.along(SAME_SLICES)
-        if name in self.experts:
-            return alike // plan.ep // (plan.expert_shards if cut else 1)
-        return alike // plan.fsdp if cut else alike
-
     def _used(self, name: str) -> bool:
         if self.shards is not None and name in self.shards.sharded:
             return name in self.shards.used or name in self.elsewhere
         return name in self.own and self.own[name].grad is not None
 
-    def _add_up(self, names: list[str], group: ProcessGroup) -> None:
-        """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None.
+    def _add_up(self, names: list[str], group: ProcessGroup, means: Container[str] = ()) -> None:
+        """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None. `means`: those
+        of which the ranks have the same.
 
         Which there are is told behind the gradients, or by the hosts, where that saves them waiting for a device.
         """
@@ -167,7 +184,7 @@ class CrossGroupSums:
                 gradient = self.own[name].grad
                 if gradient is not None:
                     part[: gradient.numel()].copy_(gradient.reshape(-1))
-                    if self.averaged.get(name) is group:
+                    if name in means:
                         part.div_(group.size())
                     flag.fill_(1.0)
             has = torch.tensor([float(self.own[n].grad is not None) for n in mine])

@@ -1,71 +1,111 @@
-"""The ranks of a plan as a mesh: who shares an axis with whom."""
+"""The ranks of a plan as a mesh with named axes, and the process groups that a rank is in.
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+The axes are those of the plan (`AXES`). Experts are distributed over the same ranks in another way, which is a second view of the mesh:
+dp × fsdp is edp × efsdp × ep there. `ep` ranks share the experts out, `efsdp` ranks keep shards of the same experts, `edp` ranks have
+replicas of what those keep.
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
 
 from torch.distributed import ProcessGroup
 
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_SLICES
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES, WITHIN
 from plait.config.plan import Plan
 from plait.launch import groups
 
+EXPERT_AXES = tuple(axis for one in AXES for axis in {"dp": ("edp",), "fsdp": ("efsdp", "ep")}.get(one, (one,)))
+EXPERT_REPLICAS = ("edp", "cp")
+"""Axes along which ranks keep the same shards of the same experts."""
+SAME_EXPERTS = ("edp", "efsdp", "cp")
+"""Axes along which ranks have the same experts, whole or shards of them."""
 
-def group_of(plan: Plan, axes: tuple[str, ...]) -> ProcessGroup:
-    """The process group of the ranks that differ from this one on `axes` alone. Every rank makes every such group."""
-    group = group_at(plan, axes, range(getattr(plan, axes[0])))
-    assert group is not None
-    return group
-
-
-def group_at(plan: Plan, axes: tuple[str, ...], places: Collection[int]) -> ProcessGroup | None:
-    """The same of ranks that stand at some places on the first axis; None for a rank that stands elsewhere.
-
-    Every rank makes every such group, in the same order, as torch demands.
-    """
-    members: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(plan.devices):
-        at = plan.at(rank)
-        if at[axes[0]] in places:
-            members.setdefault(_except(at, axes), []).append(rank)
-    return _group(members.values())
+Only = tuple[int, ...]
+"""The coordinates on one axis that form a group, where not all of them do: stages with a tied parameter, slices that are alike."""
 
 
-def _except(at: dict[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """A rank's place on the other axes."""
-    return tuple(at[axis] for axis in AXES if axis not in axes)
+class Mesh:
+    """Where a rank is among the ranks of a plan. Groups are made by `connect`, which all ranks call in the same order."""
 
+    def __init__(self, plan: Plan, rank: int, everyone: ProcessGroup | None = None):
+        """`everyone`: the group of all ranks; None where there is one process."""
+        self.plan, self.rank, self.everyone = plan, rank, everyone
+        self._groups: dict[tuple[tuple[str, ...], Only], ProcessGroup | None] = {}
 
-def _group(members: Iterable[list[int]]) -> ProcessGroup | None:
-    """Make a group of each of these lists of ranks; the one that this rank is in."""
-    made = [groups.new_group(ranks) for ranks in members]
-    return next((group for group in made if isinstance(group, ProcessGroup)), None)
+    @cached_property
+    def at(self) -> dict[str, int]:
+        """This rank's coordinate on every axis, of both views.
 
+        >>> Mesh(Plan.parse("dp=4 ep=2"), 3).at["edp"], Mesh(Plan.parse("dp=4 ep=2"), 3).at["ep"]
+        (1, 1)
+        """
+        return self.place(self.rank)
 
-@dataclass(frozen=True)
-class Holders:
-    """The ranks that a rank's experts bring it together with, as process groups."""
+    def ranks(self, *axes: str, only: Only = ()) -> tuple[int, ...]:
+        """The ranks that differ from this one on `axes` alone, itself among them. Of an axis with `only`: those at these coordinates.
 
-    sharing: ProcessGroup
-    """Those that share them out: `ep` neighbours among the ranks with other samples."""
-    holding: ProcessGroup
-    """Those that hold the same experts, whole or parts of them."""
-    apart: ProcessGroup | None = None
-    """Those that keep parts of the same experts: neighbours among the holders. None: each of them keeps all."""
-    copies: ProcessGroup | None = None
-    """Those that keep the same parts of the same experts."""
+        >>> Mesh(Plan.parse("dp=2 tp=2"), 1).ranks("dp")
+        (1, 3)
+        """
+        return next((ranks for ranks in self._lots(axes, only) if self.rank in ranks), (self.rank,))
 
+    def connect(self, *axes: str, only: Only = ()) -> None:
+        """Make the groups of the ranks that differ on `axes` alone. All ranks call it, in the same order, as torch demands."""
+        if self.everyone is None or (axes, only) in self._groups:
+            return
+        self._groups[axes, only] = self.everyone if self._is_everyone(axes) and not only else None
+        for ranks in self._lots(axes, only) if self._groups[axes, only] is None else ():
+            made = groups.new_group([*ranks])
+            if isinstance(made, ProcessGroup):
+                self._groups[axes, only] = made
 
-def experts_of(plan: Plan) -> Holders:
-    """Who has to do with the experts of this rank. Every rank makes every group."""
-    shards = plan.expert_shards
-    sets: list[dict[tuple[int, ...], list[int]]] = [{}, {}, {}, {}]
-    for rank in range(plan.world):
-        at, (group, part) = plan.at(rank), divmod(plan.share(rank), plan.ep)
-        copy, shard = divmod(group, shards)
-        here, slices = _except(at, OTHER_SAMPLES), _except(at, SAME_SLICES)
-        keys = (*here, group), (*slices, part), (*here, part, copy), (*slices, part, shard)
-        for members, key in zip(sets, keys):
-            members.setdefault(key, []).append(rank)
-    sharing, holding, *parts = (_group(members.values()) for members in sets[: 4 if shards > 1 else 2])
-    assert sharing is not None and holding is not None
-    return Holders(sharing, holding, *parts)
+    def connect_all(self, more: Iterable[tuple[tuple[str, ...], Only]] = ()) -> None:
+        """Make the groups that the plan needs whatever the model, and `more`. All ranks call it."""
+        plan = self.plan
+        views = [WITHIN, OTHER_SAMPLES, SAME_PARTS, *((axis,) for axis in AXES)]
+        views += [SAME_SLICES] if plan.cp > 1 and plan.fsdp > 1 else []
+        views += [("ep",), ("efsdp",), EXPERT_REPLICAS, SAME_EXPERTS] if plan.ep > 1 else []
+        for axes in views if plan.processes != "one" else ():
+            many, of_samples = len(self.ranks(*axes)) > 1, axes in (WITHIN, OTHER_SAMPLES)
+            if of_samples or (many and (plan.across or axes == SAME_PARTS)):
+                self.connect(*axes)
+        for axes, only in more:
+            self.connect(*axes, only=only)
+
+    def group_or_none(self, *axes: str, only: Only = ()) -> ProcessGroup | None:
+        """The group of the ranks that differ from this one on `axes` alone. None where there are no others; but of the ranks of a replica
+        group, and of those with other samples, there is one of this rank alone, because for torch None is the group of all ranks."""
+        if self.everyone is None or (self.plan.ep == 1 and not {*axes} <= {*AXES}):
+            return None
+        if (axes, only) not in self._groups:
+            assert len(self.ranks(*axes, only=only)) == 1, f"nobody has connected the ranks along {axes}"
+            self._groups[axes, only] = None
+        return self._groups[axes, only]
+
+    def group(self, *axes: str, only: Only = ()) -> ProcessGroup:
+        """The same where there are others."""
+        found = self.group_or_none(*axes, only=only)
+        assert found is not None, f"rank {self.rank} of {self.plan} is alone along {axes}"
+        return found
+
+    def _is_everyone(self, axes: tuple[str, ...]) -> bool:
+        """Whether the group of all ranks serves: of axes that nothing but samples goes along."""
+        plan = self.plan
+        return plan.world == plan.along(axes) if axes == WITHIN or not plan.across else False
+
+    def place(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate on every axis, of both views."""
+        plan, share = self.plan, self.plan.share(rank)
+        group, part = divmod(share, plan.ep)
+        copy, shard = divmod(group, plan.expert_shards)
+        return plan.at(rank) | {"edp": copy, "efsdp": shard, "ep": part}
+
+    def _lots(self, axes: tuple[str, ...], only: Only) -> list[tuple[int, ...]]:
+        """All ranks of the plan in groups of those that differ on `axes` alone."""
+        fixed = [axis for axis in (AXES if {*axes} <= {*AXES} else EXPERT_AXES) if axis not in axes]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.plan.devices):
+            at = self.place(rank)
+            if not only or at[axes[0]] in only:
+                found.setdefault(tuple(at[axis] for axis in fixed), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]

@@ -86,10 +86,10 @@ def apply(built: Built) -> None:
             for name, master in masters.items():
                 master.copy_(built.own[name])
 
-    built.reloaded.append(again)
-    built.copy_back.append(back)
-    built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(out))
-    built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(back))
+    built.moments.state_loaded.append(again)
+    built.moments.masters_written.append(back)
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(out))
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(back))
 
 
 def _copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

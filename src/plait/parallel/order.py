@@ -12,12 +12,14 @@ technique to a newcomer under fixed headings (What it does, Costs, Choose when, 
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from plait.config.errors import Problem
+from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel import accumulate, compiled, offload, precision, recompute, threads
+from plait.parallel import accumulate, compiled, offload, precision, recompute, threads, whole_tensors
 from plait.parallel.built import Built
 from plait.parallel.compression import strategy as compression
 from plait.parallel.context import strategy as context
@@ -28,6 +30,7 @@ from plait.parallel.pipeline import strategy as pipeline
 from plait.parallel.replica_groups import strategy as replica_groups
 from plait.parallel.server import strategy as server
 from plait.parallel.shares import strategy as shares
+from plait.parallel.spec import ParamSpec, ShardPlan
 from plait.parallel.tensor import strategy as tensor
 
 
@@ -63,6 +66,38 @@ class Strategy(Protocol):
     def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         """What cannot equal one device under this plan, by nature: named, never hidden behind a tolerance."""
         ...
+
+
+class Distributing(Protocol):
+    """A strategy that decides which rank has which part of a parameter, and how its gradient is summed."""
+
+    @staticmethod
+    def wanted(plan: Plan) -> bool:
+        """As of every strategy."""
+        ...
+
+    @staticmethod
+    def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+        """The table with what it adds to each parameter. `sketch`: of the whole model."""
+        ...
+
+
+DISTRIBUTING: tuple[Distributing, ...] = (pipeline, expert, tensor, data_parallel, fsdp)
+
+
+def shard_plan(job: Job, plan: Plan, sketch: Sketch, same_kernels: bool = True) -> ShardPlan:
+    """Which rank has which part of which tensor, and how each gradient is summed (`parallel/spec.py`). `sketch`: of the whole model,
+    with what the plan's strategies found in it. `same_kernels`: every rank gets the same bits for the same product."""
+    rows = {name: ParamSpec(name, shape, dtype, True) for name, shape, dtype in sketch.parameters}
+    rows |= {name: ParamSpec(name, shape, dtype, False) for name, shape, dtype in sketch.frozen}
+    table = ShardPlan(plan, {name: rows[name] for name in sketch.order}, same_kernels)
+    for strategy in DISTRIBUTING:
+        if strategy.wanted(plan):
+            table = strategy.specs(job, sketch, table)
+    if sketch.whole_update:
+        table = whole_tensors.specs(table)
+    buffers = {n: ParamSpec(n, shape, dtype, False, True, table.homes_of(n)) for n, shape, dtype in sketch.buffers}
+    return replace(table, specs=table.specs | buffers)
 
 
 ORDER: tuple[Strategy, ...] = (

@@ -47,8 +47,8 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel import fp8
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import divides
 from plait.parallel.loss_scale import LossScale
+from plait.parallel.spec import is_divisible
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
 
@@ -80,7 +80,7 @@ def apply(built: Built) -> None:
         fp8.check_device(built.device)
         fp8.convert(built.model, built.in_fp8, built.plan.fp8_recipe, built.device.type == "cpu")
     if built.plan.precision == "tf32" and built.cast is None:
-        built.closing.append(multiply_in_tf32())
+        built.moments.close.append(multiply_in_tf32())
 
 
 def multiply_in_tf32() -> Callable[[], None]:
@@ -154,7 +154,7 @@ class _Gathered(TorchFunctionMode):
     def __init__(self, model: torch.nn.Module, half: torch.dtype):
         super().__init__()
         self.half = half
-        self.weights = {id(p) for p in model.parameters() if divides(p.shape) and p.is_floating_point()}
+        self.weights = {id(p) for p in model.parameters() if is_divisible(p.shape) and p.is_floating_point()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(Tensor, self._gathered, (args, kwargs or {}))

@@ -19,7 +19,9 @@ After Liu et al. 2025, Muon is Scalable for LLM Training, section 2.3, for any o
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, product
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -27,26 +29,37 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import divides, shard_of
-from plait.parallel.mesh import group_of
-from plait.parallel.tensor.wiring import layout_of
+from plait.parallel.spec import ShardPlan
 from plait.tensors.collectives import host_or
 from plait.tensors.part import Part, everything
 
 
 def apply(built: Built) -> None:
     """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
-    group = group_of(built.plan, ("fsdp", "tp"))
-    whole = WholeTensors(built, group)
-    if not whole.names:
+    built.mesh.connect("fsdp", "tp")
+    group = built.mesh.group_or_none("fsdp", "tp")
+    whole = None if group is None else WholeTensors(built, group)
+    if whole is None or not whole.names:
         return
     built.masters = {**built.own, **whole.placeholders, **whole.owned}
-    built.updated_elsewhere = set(whole.placeholders)
-    built.updated_whole = set(whole.owned)
-    built.reloaded.append(whole.reload)
-    built.copy_back.append(whole.scatter_weights)
-    built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
-    built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+    built.moments.state_loaded.append(whole.reload)
+    built.moments.masters_written.append(whole.scatter_weights)
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+
+
+def specs(table: ShardPlan) -> ShardPlan:
+    """The owner of each tensor that ranks have parts of: of each stage the largest first, to the rank that has least to update."""
+    plan, found = table.plan, dict(table.specs)
+    places = [{"fsdp": fsdp, "tp": tp} for fsdp, tp in product(range(plan.fsdp), range(plan.tp))]
+    for stage in range(plan.pp):
+        here = [s for s in found.values() if s.trainable and s.is_here({"pp": stage})]
+        parted, load = [s for s in here if any(s.ranges(at) != everything(s.shape) for at in places)], [0] * len(places)
+        for spec in sorted(parted, key=lambda s: (-prod(s.shape), s.name)):
+            owner = load.index(min(load))
+            load[owner] += prod(spec.shape)
+            found[spec.name] = replace(found[spec.name], owners=(*found[spec.name].owners, (stage, owner)))
+    return replace(table, specs=found)
 
 
 class WholeTensors:
@@ -58,7 +71,7 @@ class WholeTensors:
         self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in layouts(built)]
         shape = {n: part.shape for n, part in self.layouts[0].items()}
         self.names = sorted(n for n in shape if not all(row[n].whole for row in self.layouts))
-        self.owner = _owners({n: shape[n] for n in self.names}, len(self.layouts))
+        self.owner = {n: dict(built.table.specs[n].owners)[built.mesh.at["pp"]] for n in self.names}
         self.rank, self.ranks = dist.get_rank(group), range(len(self.layouts))
         dressed = lambda n, t: built.attributes[n].parameter(t, True)  # noqa: E731
         empty = lambda n, device: dressed(n, torch.empty(shape[n], dtype=self.own[n].dtype, device=device))  # noqa: E731
@@ -141,28 +154,11 @@ class WholeTensors:
 
 def layouts(built: Built) -> list[dict[str, Part]]:
     """Which part of each of its parameters every rank of a group has, without its numbers: `tp` cuts first, then `fsdp`."""
-    plan, cuts, empty = built.plan, {cut.parameter: cut for cut in built.whole.cuts}, torch.empty(0)
-    shapes = {name: part.shape for name, part in built.parts().items() if name in built.own}
-    found = []
-    for fsdp, tp in product(range(plan.fsdp), range(plan.tp)):
-        row = {}
-        for name, shape in shapes.items():
-            ranges = layout_of(shape, cuts[name], tp)[1] if name in cuts else everything(shape)
-            if plan.fsdp > 1 and divides(shape):
-                ranges = shard_of(ranges, 0, plan.fsdp, fsdp)
-            row[name] = Part(empty, shape, ranges)
-        found.append(row)
-    return found
+    empty, mesh = torch.empty(0), built.mesh
+    here = {n: spec for n, spec in built.table.here(mesh.at).items() if not spec.buffer}
+    places = [mesh.place(rank) for rank in mesh.ranks("fsdp", "tp")]
+    return [{n: Part(empty, spec.shape, spec.ranges(at)) for n, spec in here.items()} for at in places]
 
 
 def _shape(layout: Part) -> tuple[int, ...]:
     return tuple(sum(length for _, length in dim) for dim in layout.ranges)
-
-
-def _owners(shapes: dict[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """The owner of each tensor: the largest first, to the rank that has least."""
-    held, found = [0] * ranks, dict[str, int]()
-    for name in sorted(shapes, key=lambda n: (-torch.Size(shapes[n]).numel(), n)):
-        found[name] = held.index(min(held))
-        held[found[name]] += torch.Size(shapes[name]).numel()
-    return found

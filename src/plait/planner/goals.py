@@ -1,12 +1,12 @@
 """Other questions than "which plan is fastest here": what fewer or more devices do, the cheapest, the largest; a try."""
 
-import argparse
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import ceil, inf
 from typing import Any
 
+from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.machine import Machine
 from plait.launch.devices import kind_of
@@ -74,7 +74,7 @@ class Sizes:
 Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
 
 
-def named(options: argparse.Namespace, again: Callable[[dict[str, str]], PlanRequest]) -> Goal | None:
+def named(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]) -> Goal | None:
     """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: scale(asked, pins, memory, counts(options.scale))
@@ -269,7 +269,7 @@ def _searched(
     return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within)
 
 
-def tried(found: Answer, options: argparse.Namespace) -> Answer:
+def tried(found: Answer, options: PlanOptions) -> Answer:
     """The first plans run for a few steps each, and the answer in the order of what was measured.
 
     A plan that fails is no answer; M014 when all do.

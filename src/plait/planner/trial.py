@@ -7,7 +7,6 @@ wait for each other as their table says, played with the times of their actions;
 cores, a step takes at least all of their time over the cores. What waking up takes is not in it.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -21,8 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plait.config.command_options import PlanOptions, TrainOptions
 from plait.config.errors import PlaitError
 from plait.config.job import Job
+from plait.config.option import words_of
 from plait.config.plan import Plan
 from plait.launch.place import Place, cores
 from plait.launch.scratch import Scratch
@@ -34,15 +35,14 @@ STEPS, WARM = 9, 3
 """Steps of a try, and those at its beginning that do not count."""
 
 
-def measure(options: argparse.Namespace, plan: Plan) -> float | str:
+def measure(options: PlanOptions, plan: Plan) -> float | str:
     """Seconds of a step of the job under a plan in a run of its own: the median after a warm-up; or why it failed."""
-    arguments = [word for name, value in options.arguments.items() for word in (f"--job.{name}", value)]
     with Scratch("try") as folder:
-        command = [
-            sys.executable, "-m", "plait", "train", options.job, "--plan", str(plan), "--steps", str(STEPS), "--runs", str(folder),
-            "--save-every", str(10**6), "--json", *(["--batch", str(options.batch)] if options.batch else []), *arguments,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
+        run = TrainOptions(
+            job=options.job, plan=str(plan), steps=STEPS, runs=Path(folder), save_every=10**6, json=True, batch=options.batch,
+            arguments=options.arguments,
+        )  # fmt: skip
+        done = subprocess.run([sys.executable, "-m", "plait", "train", *words_of(run)], capture_output=True, text=True)
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["it said nothing"])[0]
         rows = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]

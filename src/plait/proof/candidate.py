@@ -65,7 +65,7 @@ class StepNotes:
             ["weight", _held(weights | _averages(engine), parts, _group(engine.built)) | _held_by_all(engine)]
         )
         self.notes.tensors("weight", weights, parts)
-        of = f" of group {i}" if (i := engine.built.at["replica_groups"]) else ""
+        of = f" of group {i}" if (i := engine.built.mesh.at["replica_groups"]) else ""
         row = {f"loss{of}": told.loss, f"norm{of}": told.norm, "lr": told.lr, "samples": told.samples}
         if phase is not None:
             self.row = row = of_phases(engine.job, phase, row, self.row if not engine.turns.first else {})
@@ -123,7 +123,7 @@ def run(
         "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole), "names": names,
-        "stage": built.at["pp"], "reads": not any(_on_other_axes(built)),
+        "stage": built.mesh.at["pp"], "reads": not any(_on_other_axes(built)),
         **_messages(engine, run, noted.traffic),
         "host_random": built.sketch.host_random, "varies": built.sketch.host_random and plan.tp > 1,
         "random": list(built.whole.places) * is_drawing(),
@@ -141,7 +141,7 @@ def _at_the_end(built: Built) -> dict[str, dict[str, Tensor]]:
 
 def _group(built: Built) -> str:
     """How the names begin of what belongs to this rank's replica group; nothing where there is only one."""
-    return f"group {built.at['replica_groups']}: " if built.rare is not None else ""
+    return f"group {built.mesh.at['replica_groups']}: " if built.rare is not None else ""
 
 
 def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]]) -> list[str]:
@@ -212,7 +212,8 @@ def _in_own_formats(
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, built.names or {})
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
-    wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in built.updated_whole}
+    owned = built.table.owned(built.mesh.at)
+    wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {
         "parts": _ranges(built) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
         "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
@@ -223,7 +224,7 @@ def _in_own_formats(
 def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
     """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
     built, samples = engine.built, tuple(n for n, _ in sizes)
-    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
+    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts()))  # one rank may have one more
     sent = [tuple(p.shape) for p in built.own.values()] if built.rare is not None else []  # parts, which may be uneven
     return {
         "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts, str(sent)],
@@ -233,7 +234,7 @@ def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) ->
 
 def _on_other_axes(built: Built) -> list[int]:
     """A rank's place among those with the same samples: the first of them is the one whose samples are counted."""
-    return [built.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
+    return [built.mesh.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
 
 
 def _ranges(built: Built) -> dict[str, list[Any]]:

@@ -34,8 +34,8 @@ from plait.model import fused_optimizer
 from plait.model.parameter_groups import optimizer_of
 from plait.parallel import fp8
 from plait.parallel.fsdp import strategy as fsdp
-from plait.parallel.fsdp.runtime import divides
 from plait.parallel.precision import autocast, multiplying, plan_format
+from plait.parallel.spec import is_divisible
 from plait.proof import reference
 from plait.proof.probes import Probe, Trace, collectives
 from plait.proof.rounding import (
@@ -267,7 +267,7 @@ class Reference:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
         if self.format is None or not fsdp.wanted(self.plan):
             return reference.call(model, inputs)
-        half = {n: p.to(self.format) for n, p in model.named_parameters() if divides(p.shape) and p.is_floating_point()}
+        half = {n: p.to(self.format) for n, p in model.named_parameters() if is_divisible(p.shape) and p.is_floating_point()}
         if isinstance(inputs, dict):
             return functional_call(model, half, (), inputs)
         return functional_call(model, half, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))

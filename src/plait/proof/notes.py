@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from plait.engine.engine import Engine
 from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
+from plait.parallel.gradient_sums import late_sums
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors import scripted
 from plait.tensors.part import Part, Ranges, everything, whole, within
@@ -323,7 +324,8 @@ class Notes(UnitNotes):
         layouts = {name: self.layout(name, p) for name, p in built.own.items()}
         shards = {name: layout.mine for name, layout in layouts.items() if layout.parts > 1}
         given = {name: str(layout.ranges) for name, layout in layouts.items()}
-        partial = [[list(names), dist.get_process_group_ranks(group)] for names, group in built.partial]
+        late = late_sums(built.table, built.mesh, built.own)
+        partial = [[list(one.names), dist.get_process_group_ranks(one.group)] for one in late]
         return {"given": given, "shard": shards, "partial": partial}
 
 
@@ -344,16 +346,14 @@ class PartLayout:
         return PartLayout(tuple(t.shape), everything(tuple(t.shape)))
 
     @staticmethod
-    def of(built: Built, name: str, t: Tensor) -> "PartLayout":
+    def of(built: Built, name: str) -> "PartLayout":
         """As a rank's plan has it."""
-        shards = built.shards
-        cut = shards is not None and name in shards.sharded
-        plain = tuple(shards.sharded[name].shape) if cut else tuple(t.shape)
-        shape, ranges = (shards.cuts.get(name) if cut else built.cuts.get(name)) or (plain, everything(plain))
-        if not cut:
-            return PartLayout(shape, ranges)
-        where = shards.where(name)
-        return PartLayout(shape, ranges, where.dim, where.group.size(), where.group.rank())
+        at, spec = built.mesh.at, built.table.specs[name]
+        shard, ranges = spec.shard(at), spec.ranges(at, at_rest=False)
+        if shard is None:
+            return PartLayout(spec.shape, ranges)
+        split, dim = shard
+        return PartLayout(spec.shape, ranges, dim, split.ranks, at[split.axis])
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -378,7 +378,7 @@ def of_rank(engine: Engine) -> Notes:
     built, plan = engine.built, engine.plan
     hidden = plan.compile or plan.processes == "one"
     notes = Notes(built.model, None if hidden else [unit.name for unit in built.whole.units], lambda: engine.passes.at)
-    notes.layout = lambda name, t: PartLayout.of(built, name, t)
+    notes.layout = lambda name, t: PartLayout.of(built, name)
     notes.gathers = plan.fsdp > 1
     if plan.recompute != "none":
         notes.compare_again()

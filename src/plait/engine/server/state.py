@@ -24,6 +24,7 @@ from plait.engine.server import messages as say
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch.channel import Hub, Peer
 from plait.launch.place import Place, among
+from plait.parallel.mesh import Mesh
 from plait.parallel.server.layout import Layout, shared_out, weighted
 from plait.parallel.server.nesterov import DelayedNesterov
 from plait.tensors.norm import total_norm
@@ -58,9 +59,8 @@ class Server:
         most = 2 * sum(t.nbytes for t in (*built.own.values(), *engine.model.buffers())) + (1 << 24)
         self._share(built.own)
         engine.place, engine.plan = self.place, plan.uncompiled if plan.compile else plan
-        built.group = self.place.connect(CPU)
-        if servers == 1:
-            built.group = None
+        group = self.place.connect(CPU)
+        built.mesh = Mesh(plan.inner, 0, group if servers > 1 else None)
         self.layout, self.buffers = Layout(built.own), dict(engine.model.named_buffers())
         if plan.server_update == "nesterov":
             built.optimizer = DelayedNesterov.of(built.optimizer, plan.replica_groups)

@@ -118,4 +118,4 @@ def apply(built: Built) -> None:
     trained = {name: parameter for name, parameter in built.own.items() if parameter.requires_grad}
     made = Compressor(built.plan.compress, trained, built.job.seed, built.plan.compress_rank)
     built.compressor = made
-    built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: made.commit()))
+    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: made.commit()))

@@ -108,7 +108,7 @@ def stretched(built: Built) -> Sketch:
         worth(sequence_plan, sketch)
     if plan.tp > 1:
         model = copy_module(model)
-        wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
+        wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.mesh.at["tp"]))
     with forwards_kept(model.modules()):
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
@@ -135,7 +135,7 @@ def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found
 
 
 def apply(built: Built) -> None:
-    plan, group, sequence_plan = built.plan, built.groups["cp"], built.sketch.sequence_plan
+    plan, group, sequence_plan = built.plan, built.mesh.group("cp"), built.sketch.sequence_plan
     parallel_units = ContextParallelUnits(built.model, sequence_plan, plan.cp)
     answer = by_ring if plan.context == "ring" else by_ulysses
     parallel_units.answer = answer(lambda: built.randomness, group)
@@ -157,7 +157,7 @@ def apply(built: Built) -> None:
         return HeldRows(now.cut, now.rank, drawn)(place, dim, whole, local)
 
     built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
-    built.prepared.append(lambda _: parallel_units.install())
+    built.moments.optimizer_created.append(lambda _: parallel_units.install())
 
 
 def layout(plan: Plan) -> Layout:

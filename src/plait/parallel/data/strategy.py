@@ -36,9 +36,11 @@ Paper
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from plait.config.errors import Problem
-from plait.config.keys import SAME_PARTS
+from plait.config.job import Job
+from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
@@ -46,6 +48,7 @@ from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
 from plait.parallel.mutations import apart
+from plait.parallel.spec import REPLICAS, Reduce, ShardPlan
 from plait.parallel.step_stats import StepStats
 
 AXIS = "dp"
@@ -69,16 +72,25 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     yield from apart(plan, sketch, plan.along(SAME_PARTS))
 
 
+def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Every rank has all of what the other axes leave. Under `compress` what a rank sends is rounded once, when it has all of it."""
+    copies = Reduce(SAME_PARTS, "sum", REPLICAS)
+    last = table.plan.compress != "none"
+    return replace(table, specs={n: s if s.expert else s.reduced(copies, first=not last) for n, s in table.specs.items()})
+
+
 def apply(built: Built) -> None:
-    batch_norm.synchronise(built.model, built.sketch.batch_norms, built.peers, built.sharers)
+    copies = built.mesh.group_or_none(*SAME_PARTS)
+    batch_norm.synchronise(built.model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
     step_row = 0 if built.plan.across else StepStats.width(built.plan)
-    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
+    experts = built.experts()
+    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in experts}
     if built.compressor is not None:
-        built.reducer = CompressedReducer(own, built.copies, built.compressor)
+        built.reducer = CompressedReducer(own, copies, built.compressor)
         return
     lots = {phase.name: {n: p for n, p in own.items() if phase.has(n)} for phase in built.job.phases or ()} or {"": own}
     each = {
-        k: Reducer(list(lot.values()), built.copies, step_row, _apart(lot, built.sketch)) for k, lot in lots.items()
+        k: Reducer(list(lot.values()), copies, step_row, _apart(lot, built.sketch)) for k, lot in lots.items()
     }
     built.reducer = next(iter(each.values()))
     built.by_phase = {name: reducer for name, reducer in each.items() if name}

@@ -59,6 +59,7 @@ import torch
 from torch import nn
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.experts import MoELayer, cut_stacked
 from plait.model.sketch import Sketch
@@ -67,10 +68,11 @@ from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.gathered import GatheredExperts
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
 from plait.parallel.fsdp import expert_shards
-from plait.parallel.mesh import experts_of
+from plait.parallel.mesh import EXPERT_REPLICAS, SAME_EXPERTS
+from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import hollow
-from plait.tensors.part import everything
+from plait.tensors.rows import Rows
 
 AXIS = "ep"
 EXACT = True
@@ -108,29 +110,37 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
             yield f"experts of {mixture.name} drop tokens when they are full: which ones depends on who shares a batch"
 
 
+def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Each of `ep` ranks has some experts; those with the same ones keep shards of them, where `fsdp` is larger than `ep`."""
+    plan, found, homes = table.plan, dict(table.specs), dict(table.homes)
+    scatter = Reduce(("efsdp",), "scatter", "each keeps a shard of the same experts")
+    replicas = Reduce(EXPERT_REPLICAS, "sum", "replicas of the same shards of experts")
+    all_of_them = Reduce(SAME_EXPERTS, "sum", "they have the same experts, and other samples")
+    for mixture in sketch.mixtures:
+        rank_of = {number: rank for rank in range(plan.ep) for number in mixture.mine(plan.ep, rank)}
+        stacked = Split("ep", plan.ep, 0, Rows.even(mixture.experts, plan.ep).ranks)
+        for number, name in ((i, name) for i, rows in enumerate(mixture.parameters) for name, _, _ in rows):
+            spec = replace(found[name], expert=True)
+            home = ("ep", (rank_of[number],))
+            spec = spec.split(stacked) if mixture.stacked else replace(spec, homes=(*spec.homes, home))
+            if sharded := expert_shards.parted(plan, spec.shape):
+                spec = spec.split(Split("efsdp", plan.expert_shards, None, at_rest=True))
+            found[name] = spec.reduced(scatter, replicas, first=True) if sharded else spec.reduced(all_of_them)
+        homes |= {name: ("ep", (rank_of[number],)) for number, name in enumerate(mixture.modules)}
+    return replace(table, specs=found, homes=homes)
+
+
 def apply(built: Built) -> None:
     plan, model = built.plan, built.model
-    holders = experts_of(plan)
+    sharing = built.mesh.group("ep")
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
-    frozen = {name for name, p in built.own.items() if not p.requires_grad}
     for mixture in here:
-        mine = mixture.mine(plan.ep, holders.sharing.rank())
-        shapes = {name: shape for rows in mixture.parameters for name, shape, _ in rows}
-        (_stacked if mixture.stacked else _listed)(built, mixture, ExpertPlacement(holders.sharing, mixture.experts))
+        mine = mixture.mine(plan.ep, built.mesh.at["ep"])
+        (_stacked if mixture.stacked else _listed)(built, mixture, ExpertPlacement(sharing, mixture.experts))
         held = {name for name, _, _ in mixture.held(mine)}
         for name in mixture.names:
             built.own.pop(name)
         built.own |= {name: p for name, p in model.named_parameters() if name in held}
-        if mixture.stacked:
-            rows = ((mine.start, len(mine)),)
-            built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
-        built.experts |= held
-    trained = {n: tuple(p.shape) for n, p in built.own.items() if n in built.experts - frozen}
-    whole = [n for n, shape in trained.items() if not expert_shards.parted(plan, shape)]
-    if holders.holding.size() > 1 and whole:
-        built.partial.append((tuple(whole), holders.holding))
-    built.apart, alike = holders.apart, holders.copies or holders.holding
-    built.alike = alike if alike.size() > 1 else None
     built.sketch = _without(built.sketch, plan)
 
 
@@ -146,7 +156,6 @@ def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     modules = [built.model.get_submodule(name) for name in mixture.modules]
     gone = [number for number in range(mixture.experts) if number not in way.mine]
     hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
-    built.elsewhere += tuple(mixture.modules[number] for number in gone)
     layer = built.model.get_submodule(mixture.name)
     listed = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
     listed.width = mixture.width[0]

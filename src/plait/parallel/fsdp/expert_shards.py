@@ -16,13 +16,15 @@ from torch.distributed.tensor import Shard
 
 from plait.config.plan import Plan
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import ShardGroup, along, divides
+from plait.parallel.fsdp.runtime import ShardGroup
+from plait.parallel.mesh import EXPERT_REPLICAS
+from plait.parallel.spec import is_divisible
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
 
 def parted(plan: Plan, shape: tuple[int, ...]) -> bool:
     """Whether ranks that hold an expert's tensor of this shape keep parts of it. A scalar stays whole."""
-    return plan.ep > 1 and plan.expert_shards > 1 and divides(shape)
+    return plan.ep > 1 and plan.expert_shards > 1 and is_divisible(shape)
 
 
 def known() -> bool:
@@ -32,16 +34,17 @@ def known() -> bool:
 
 def lying(built: Built) -> dict[str, ShardGroup]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
-    if built.apart is None:
+    if (shards := built.mesh.group_or_none("efsdp")) is None:
         return {}
-    shapes = {n: tuple(built.own[n].shape) for n in built.own if n in built.experts and divides(built.own[n].shape)}
-    return {n: ShardGroup(built.apart, built.alike, along(s, built.apart.size())) for n, s in shapes.items()}
+    replicas = built.mesh.group_or_none(*EXPERT_REPLICAS)
+    found = {name: built.table.specs[name].shard(built.mesh.at) for name in built.experts()}
+    return {name: ShardGroup(shards, replicas, shard[1]) for name, shard in found.items() if shard is not None}
 
 
 def placement(built: Built, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
-    if not where or built.apart is None:
+    if not where:
         return None
-    mesh = FSDPMeshInfo(DeviceMesh.from_group(built.apart, device.type), shard_mesh_dim=0)
+    mesh = FSDPMeshInfo(DeviceMesh.from_group(built.mesh.group("efsdp"), device.type), shard_mesh_dim=0)
     dims = {id(built.own[n]): one.dim for n, one in where.items()}
     return lambda p: ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None

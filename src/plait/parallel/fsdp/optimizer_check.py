@@ -28,7 +28,7 @@ from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
-from plait.parallel.fsdp.runtime import divides
+from plait.parallel.spec import is_divisible
 from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
 from plait.tensors.parameters import ParameterAttributes, with_attributes
@@ -245,7 +245,7 @@ def lots_of(
     mixed = {name: mixture for mixture in mixtures for name in mixture.names} if plan.ep > 1 else {}
     found: dict[str, dict[str, Lot]] = {}
     if plan.fsdp > 1 or plan.offload == "all":
-        shapes = {name: shape for name, shape in trained(sketch).items() if divides(shape)}
+        shapes = {name: shape for name, shape in trained(sketch).items() if is_divisible(shape)}
         found["fsdp"] = {name: 1 if name in mixed and len(shape) > 1 else 0 for name, shape in shapes.items()}
     if plan.tp > 1:
         found["tp"] = dict(cuts)

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.spec import is_divisible
 from plait.tensors.norm import square_sum
 from plait.tensors.parameters import ParameterAttributes
-from plait.tensors.part import Part, Ranges, everything, within
+from plait.tensors.part import Ranges, everything, within
 from plait.tensors.rows import chunk
 from plait.tensors.torch_private import (
     end_backward,
@@ -37,22 +38,9 @@ from plait.tensors.torch_private import (
 from plait.tensors.transfers import any_has, upload
 
 
-def divides(shape: Sequence[int]) -> bool:
-    """Whether a tensor is cut into parts: a scalar and one without elements stay whole."""
-    return bool(shape) and 0 not in shape
-
-
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     """Elements of the largest part of a tensor cut along a dim."""
     return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
-
-
-def along(shape: Sequence[int], ranks: int) -> int:
-    """The dim of an expert's tensor that is cut: the first that divides, else the first, with parts of unequal size.
-
-    One rank's share of stacked experts [experts, …] may be fewer experts than there are ranks to share them.
-    """
-    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tuple[Ranges, ...]:
@@ -88,21 +76,19 @@ class FsdpRuntime:
         *,
         usual: ShardGroup,
         apart: Mapping[str, ShardGroup],
-        cuts: Mapping[str, tuple[tuple[int, ...], tuple[Ranges, ...]]],
     ):
-        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest.
-        `cuts`: parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
+        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest."""
         self.model, self.zero, self.scatter = model, plan.zero, scatter
         self.everybody: ProcessGroup | None = None
         """The group of all ranks, where it is not torch's own."""
         self.same_slices: ProcessGroup | None = None
         """The ranks over which `settle` sums the gradients of tensors that are not sharded."""
-        self.usual, self.apart, self.cuts = usual, apart, cuts
+        self.usual, self.apart = usual, apart
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in attributes}
-        self.sharded = {n: p for n, p in named.items() if divides(p.shape)}
-        self.scalars = [p for p in named.values() if not divides(p.shape) and p.requires_grad]
+        self.sharded = {n: p for n, p in named.items() if is_divisible(p.shape)}
+        self.scalars = [p for p in named.values() if not is_divisible(p.shape) and p.requires_grad]
         self.attributes = {n: own for n, own in attributes.items() if own and n in self.sharded}
         self.own = {n: self._part(n, p) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
@@ -176,16 +162,6 @@ class FsdpRuntime:
         """Elements of the largest part of a parameter."""
         where = self.where(name)
         return padded(self.sharded[name].shape, where.group.size(), where.dim)
-
-    def parts(self) -> dict[str, Part]:
-        """This rank's part of every parameter that is cut."""
-        found = {}
-        for name, parameter in self.sharded.items():
-            shape, ranges = self.cuts.get(name) or (tuple(parameter.shape), everything(tuple(parameter.shape)))
-            at = self.where(name)
-            mine = shard_of(ranges, at.dim, at.group.size(), at.group.rank())
-            found[name] = Part(self.own[name].detach(), shape, mine)
-        return found
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step."""

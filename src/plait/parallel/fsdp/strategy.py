@@ -34,15 +34,18 @@ Paper
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.config.errors import Problem
-from plait.config.keys import AXES, SAME_SLICES
+from plait.config.job import Job
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES, WITHIN
 from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
@@ -51,10 +54,10 @@ from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
-from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, divides, keep_arguments, without_views
-from plait.parallel.mesh import group_of
+from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
+from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, Split, is_divisible
 from plait.tensors.collectives import directly
 from plait.tensors.modules import materialise
 from plait.tensors.parameters import ParameterAttributes
@@ -93,24 +96,35 @@ def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=other)
 
 
+def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """A shard of what the other axes leave. A scalar is not sharded: its gradient is summed over the ranks of all these axes."""
+    plan = table.plan
+    shard = Split("fsdp", plan.fsdp, 0, at_rest=True)
+    sums = Reduce(("fsdp",), "scatter", "each keeps a shard, and has other samples"), Reduce(SAME_PARTS, "sum", REPLICAS)
+    rest = {name: spec for name, spec in table.specs.items() if not spec.expert}
+    return replace(table, specs=table.specs | {n: s.split(shard).reduced(*sums, first=True) for n, s in rest.items()})
+
+
 def apply(built: Built) -> None:
     plan, model, device = built.plan, built.model, built.device
     where = expert_shards.lying(built)
     check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
-    batch_norm.synchronise(model, built.sketch.batch_norms, built.peers, built.sharers)
+    batch_norm.synchronise(model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
+    copies = built.mesh.group_or_none(*SAME_PARTS)
     built.place.alone(device)
     mesh = _mesh(plan, device)
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
-    half = plan_format(plan) if built.cast is None else None
-    mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in built.experts or n in where}
+    experts = built.experts()
+    mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in experts or n in where}
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},
+        "ignored_params": {p for n, p in model.named_parameters() if not is_divisible(p.shape) or n not in mine},
         "shard_placement_fn": expert_shards.placement(built, where, device),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
+    half = plan_format(plan) if built.cast is None else None
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     gathered = list[FSDPModule]()
     for modules in (*units, [model]):
@@ -122,26 +136,34 @@ def apply(built: Built) -> None:
         assert isinstance(modules[0], FSDPModule)
         gathered.append(modules[0])
     _gather_ahead(built, units, gathered)
-    scatter = (Scatter if directly(device) else DeviceScatter)(built.copies)
-    scatter.others = {one.group.group_name: one.copies for one in where.values()}
-    for module in gathered:
+    scatter = _scattering(gathered, copies, {one.group.group_name: one.copies for one in where.values()}, directly(device))
+    if built.shares:
+        materialise(model, device)
+    usual = ShardGroup(mesh["fsdp"].get_group(), copies)
+    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where)
+    shards.everybody = built.mesh.group_or_none(*WITHIN)
+    shards.same_slices = built.mesh.group_or_none(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
+    built.reducer = built.shards = shards
+    built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
+    for name in built.shares.keys() & built.own.keys():
+        built.own[name].data.copy_(built.shares[name])
+    built.shares = {}
+
+
+def _scattering(
+    modules: list[FSDPModule], copies: ProcessGroup | None, others: dict[str, ProcessGroup | None], direct: bool
+) -> Scatter:  # fmt: skip
+    """What sums these modules' gradients into shards, and then over replicas: those in `others` for groups of other ranks, by their name."""
+    scatter = (Scatter if direct else DeviceScatter)(copies)
+    scatter.others = others
+    for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         sum_unused(module)
-        exchange_by(module, scatter, Gather() if directly(device) else None)
-        if isinstance(scatter, DeviceScatter) and (built.copies is not None or scatter.others):
+        exchange_by(module, scatter, Gather() if direct else None)
+        if isinstance(scatter, DeviceScatter) and (copies is not None or others):
             sum_after(module, scatter.sum_over_copies)
-    if built.shares:
-        materialise(model, device)
-    usual = ShardGroup(mesh["fsdp"].get_group(), built.copies)
-    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, cuts=built.cuts)
-    shards.everybody = built.inside
-    shards.same_slices = group_of(plan, SAME_SLICES) if plan.cp > 1 else built.peers
-    built.reducer = built.shards = shards
-    built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
-    for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
-        built.own[name].data.copy_(part)
-    built.shares = {}
+    return scatter
 
 
 def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:

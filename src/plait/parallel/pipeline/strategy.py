@@ -35,19 +35,21 @@ Paper
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
-from plait.parallel.mesh import group_at
 from plait.parallel.pipeline.partition import StageLayout, check, table_of
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedules import SPLIT, problems
 from plait.parallel.pipeline.stage import PipelineStages
+from plait.parallel.spec import Reduce, ShardPlan, Specs
 from plait.randomness.keyed import RepeatableForward
 from plait.tensors.torch_private import recompute_once
 
@@ -86,11 +88,25 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
+def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Each stage has the parameters of its units. What several stages use, they all have, and each has a share of its gradient."""
+    plan, found = table.plan, Specs()
+    layout = StageLayout.of(plan, context.sketch_of(plan, sketch, 0), job.stages)
+    for name, spec in table.specs.items():
+        homes = layout.homes[name]
+        tied = Reduce(("pp",), "sum", "several stages use it, and each has its share", (homes,))
+        spec = replace(spec, homes=(*spec.homes, ("pp", homes)))
+        found[name] = spec.reduced(tied) if len(homes) > 1 else spec
+    units = [layout.units(index) for index in range(plan.pp)]
+    homes = {unit.name: ("pp", tuple(i for i in range(plan.pp) if unit.name in units[i])) for unit in sketch.units}
+    return replace(table, specs=found, homes=table.homes | homes)
+
+
 def apply(built: Built) -> None:
     plan, sketch = built.plan, context.sketch_of(built.plan, built.sketch, built.place.rank)
     layout = StageLayout.of(plan, sketch, built.job.stages)
     check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)
-    index, homes = built.at["pp"], layout.homes
+    index, homes = built.mesh.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
     paths = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0], built.device)
@@ -102,22 +118,15 @@ def apply(built: Built) -> None:
     stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
-    pipe = built.pipe = PipelineRuntime(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
-    mine = layout.units(index)
+    pipe = built.pipe = PipelineRuntime(stages, built.mesh.group("pp"), lru_cache(partial(table_of, plan)))
     built.sketch = layout.part(index)
-    built.holders = {name: len(homes[name]) for name in built.own}
-    for alike in sorted({ranks for ranks in homes.values() if len(ranks) > 1}):
-        group = group_at(plan, ("pp",), alike)
-        if group is not None:
-            built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
-    built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 
     def finish(_: object) -> None:
         stages.skip = _passed(built, sketch)
         stages.install()
         pipe.randomness, pipe.peers = built.randomness, built.sharers
 
-    built.prepared.append(finish)
+    built.moments.optimizer_created.append(finish)
 
 
 def _passed(built: Built, sketch: Sketch) -> Callable[[str], None]:

@@ -121,4 +121,4 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Built) -> None:
     built.rare = rare = RareSynchroniser(built)
-    built.prepared.append(lambda optimizer: rare.begin())
+    built.moments.optimizer_created.append(lambda optimizer: rare.begin())

@@ -47,7 +47,7 @@ class RareSynchroniser:
 
     def __init__(self, built: Built):
         self.built, self.plan = built, built.plan
-        self.group, self.count = built.groups["replica_groups"], built.plan.replica_groups
+        self.group, self.count = built.mesh.group("replica_groups"), built.plan.replica_groups
         self.outer = built.plan.sync == "diloco"
         parts = built.parts()
         trained = {n for n, p in built.own.items() if p.requires_grad}
@@ -69,7 +69,7 @@ class RareSynchroniser:
         """Parameters that had a gradient in some step."""
         self._writing = self._read = False
         """Weights are being written from here; the global ones are read from a checkpoint themselves."""
-        built.reloaded.append(self._reloaded)
+        built.moments.state_loaded.append(self._reloaded)
 
     def sums(self, step: int) -> bool:
         """Whether gradients of this step (counted from 1) are summed over all groups, as copies do."""

@@ -57,16 +57,15 @@ from dataclasses import replace
 import torch
 
 from plait.config.errors import Problem
+from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.model.slices import ParameterSlice, holding_alike
 from plait.parallel.built import Built
-from plait.parallel.mesh import group_at
+from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.async_tp import check_peers
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
-from plait.parallel.tensor.wiring import SlicedDraws, layout_of, wire
-from plait.tensors.collectives import directly
+from plait.parallel.tensor.wiring import SlicedDraws, wire
 
 AXIS = "tp"
 EXACT = True
@@ -92,45 +91,39 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
+def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Slices of layers. What no slice is of has the same gradient on all ranks; kernels of a GPU may add it up in another order on
+    each, and replicas would drift apart unseen, so it is averaged there."""
+    slices, found = {cut.parameter: cut for cut in sketch.cuts}, dict(table.specs)
+    share = Reduce(("tp",), "sum", "used between slices, or on shards of the sequence: each has its share")
+    mean = Reduce(("tp",), "mean", "the same on all, but kernels may round differently")
+    for name, spec in found.items():
+        if name in slices:
+            split = Split("tp", len(slices[name].ranges), slices[name].dim, slices[name].ranges)
+            spec, sets = spec.split(split), tuple(one for one in split.same() if len(one) > 1)
+            same = Reduce(("tp",), "sum", "they have the same slice, and each uses it for its own heads", sets)
+            found[name] = spec.reduced(same) if sets else spec
+        elif name in sketch.shares:
+            found[name] = spec.reduced(share)
+        elif not table.same_kernels and not spec.expert:
+            found[name] = spec.reduced(mean)
+    return replace(table, specs=found)
+
+
 def apply(built: Built) -> None:
-    rank, shapes = built.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
-    cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
+    rank = built.mesh.at["tp"]
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
     model, units, slices = built.model, [unit.name for unit in built.sketch.units], built.sketch.slices
     stretches = tuple(one for one in slices.stretches if one.unit in units)
     slices = replace(slices, stretches=stretches, owed=tuple(name for name in slices.owed if name in units))
     heads = vocabulary.held(model, vocabulary.heads(model, slices), built.own)
-    parallel_units = SequenceParallelUnits(model, slices, built.groups["tp"])
+    parallel_units = SequenceParallelUnits(model, slices, built.mesh.group("tp"))
     if built.plan.async_tp:
         check_peers(built.device, rank, built.plan.tp)
-    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], parallel_units, built.plan.async_tp)
+    regions, own = wire(model, built.sketch, built.own, built.mesh.group("tp"), parallel_units, built.plan.async_tp)
     parallel_units.wrap()
     built.own |= own
-    for name in built.own:
-        cut = cuts.get(name)
-        holders = built.plan.tp if cut is None else cut.ranges.count(cut.ranges[rank])
-        built.holders[name] = built.holders.get(name, 1) * holders
-        if cut is not None:
-            built.cuts[name] = layout_of(shapes[name], cut, rank)
-    _sums(built, cuts)
     built.rules.append(parallel_units)
-    built.prepared.append(lambda _: parallel_units.install(units, heads))
+    built.moments.optimizer_created.append(lambda _: parallel_units.install(units, heads))
     built.rules.append(SlicedDraws(regions, rank, built.plan.tp))
     built.sketch = built.sketch.local(rank)
-
-
-def _sums(built: Built, cuts: dict[str, ParameterSlice]) -> None:
-    """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice.
-
-    A parameter that every rank holds whole has the same gradient on all of them. Kernels of GPUs may add it up in another order on
-    each, and copies would drift apart unseen; so it travels with the others there, and is averaged.
-    """
-    shares = [n for n in built.sketch.shares if n in built.own]
-    if not directly(built.device):
-        others = {n for n, p in built.own.items() if p.requires_grad} - {*shares, *cuts, *built.experts}
-        built.averaged = dict.fromkeys((n for n in built.own if n in others), built.groups["tp"])
-    built.partial.append(((*shares, *built.averaged), built.groups["tp"]))
-    for alike in holding_alike(built.sketch.cuts):
-        made = group_at(built.plan, ("tp",), alike)
-        if made is not None:
-            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))

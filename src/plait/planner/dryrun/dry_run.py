@@ -9,7 +9,6 @@ A model that looks at values in its forward pass runs on real tensors instead. W
 rows come to the experts of a rank, is then what it would be if all other ranks did what this one does.
 """
 
-import argparse
 import json
 import time
 import warnings
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
@@ -108,7 +108,7 @@ def _categories(held: dict[str, int]) -> list[str]:
     return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]
 
 
-def run(options: argparse.Namespace, room: float | None = None) -> int:
+def run(options: PlanOptions, room: float | None = None) -> int:
     """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
     found = dry_run(load_job(options.job, options.arguments), Plan.read(options.plan or "dp=1").fill(None))
     need = found.fullest.peak.total

@@ -11,7 +11,7 @@ from plait.config.plan import Plan
 from plait.data.batch import BatchShare
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
-from plait.parallel.fsdp.runtime import along, divides
+from plait.parallel.spec import dim_of_expert, is_divisible
 from plait.tensors.rows import Rows, chunk
 
 
@@ -70,8 +70,8 @@ def _share(plan: Plan, sketch: Sketch, batch: int) -> Iterable[Any]:
 def _pieces(sketch: Sketch, plan: Plan, part: int, shard: int) -> tuple[int, ...]:
     """Lengths of this shard's parts of a rank's experts, where those are kept as parts."""
     ranks = plan.expert_shards
-    shapes = [s for m in sketch.mixtures for _, s, _ in m.held(m.mine(plan.ep, part)) if divides(s)]
-    return tuple(chunk(s[along(s, ranks)], ranks, shard)[1] for s in shapes if ranks > 1)
+    shapes = [s for m in sketch.mixtures for _, s, _ in m.held(m.mine(plan.ep, part)) if is_divisible(s)]
+    return tuple(chunk(s[dim_of_expert(s, ranks)], ranks, shard)[1] for s in shapes if ranks > 1)
 
 
 def _shapes(plan: Plan, sketch: Sketch) -> Iterable[tuple[Any, tuple[int, ...], int]]:

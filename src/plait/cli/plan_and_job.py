@@ -1,0 +1,55 @@
+"""The plan and the job that a command names."""
+
+from collections.abc import Callable, Sequence
+
+import plait.config.job
+from plait.config.command_options import SplitOptions
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.config.option import out_of_range
+from plait.config.plan import Plan
+from plait.launch.forkable import answer_by_forks
+from plait.launch.launchers.find import mismatch
+from plait.launch.place import joined, world
+
+
+def both(
+    options: SplitOptions, others: Sequence[Problem] = (), load: Callable[[], Job] | None = None
+) -> tuple[Plan, Job]:
+    """The plan and the job, with everything that is wrong with either, and with the options, raised at once.
+
+    `others`: what is wrong with them beside numbers that are too small. `load` gives the job where it does not lie in a file.
+    """
+    answer_by_forks()
+    plan = job = None
+    problems = [*out_of_range(options), *others]
+    asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
+    auto, count = options.plan == "auto", None
+    try:
+        count = world(asked)
+        plan = None if auto else _filled(Plan.read(options.plan or "dp=*"), count)
+    except PlaitError as error:
+        problems += error.problems
+    try:
+        job = load() if load is not None else plait.config.job.load_job(options.job, options.arguments)
+    except PlaitError as error:
+        problems += error.problems
+    if auto and job is not None and not problems:
+        from plait.cli.plan import chosen
+
+        plan = chosen(job, options)
+    if problems or plan is None or job is None:
+        raise PlaitError(problems)
+    return plan, job
+
+
+def _filled(plan: Plan, count: int | None) -> Plan:
+    """The plan for `count` processes. L005 if a launcher started another number of them than the plan needs, else P001."""
+    try:
+        return plan.fill(count)
+    except PlaitError as error:
+        member = joined()
+        if member is None:
+            raise
+        fix = (line for line in error.problems[0].fix if line.startswith("--plan"))
+        raise PlaitError(mismatch(member, f'--plan "{plan}" (processes: {plan.world})', fix)) from error

@@ -1,0 +1,219 @@
+"""Which rank has which part of which tensor, and how each gradient is summed: one table, made from (job, plan, sketch) alone.
+
+No process, device or weight is needed for it. `parallel/order.py` makes it (`shard_plan`): each technique is a pure function, `specs` in its
+`strategy.py`, that is given the table and returns it with its own columns filled in. Whoever asks where a parameter is reads it here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import torch
+
+from plait.config.keys import AXES, SAME_PARTS
+from plait.config.plan import Plan
+from plait.parallel.mesh import EXPERT_AXES, EXPERT_REPLICAS, Only
+from plait.tensors.part import Ranges, everything, within
+from plait.tensors.rows import chunk
+
+REPLICAS = "replicas: other samples (dp), other shards of the sequence (cp)"
+"""Why gradients are summed over `SAME_PARTS`."""
+
+At = Mapping[str, int]
+"""A coordinate on every axis (`Mesh.at`)."""
+
+
+def is_divisible(shape: Iterable[int]) -> bool:
+    """Whether a tensor is sharded at all: a scalar and one without elements stay as they are."""
+    sizes = tuple(shape)
+    return bool(sizes) and 0 not in sizes
+
+
+def sizes(ranges: tuple[Ranges, ...]) -> tuple[int, ...]:
+    """The shape of what lies at these ranges."""
+    return tuple(sum(length for _, length in dim) for dim in ranges)
+
+
+def dim_of_expert(shape: tuple[int, ...], ranks: int) -> int:
+    """The dim along which an expert's tensor is sharded: the first that divides, else the first, with shards of unequal size.
+
+    One rank's share of stacked experts [experts, …] may be fewer experts than there are ranks to share them.
+    """
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a tensor along one axis of the mesh, of what the splits before it left."""
+
+    axis: str
+    ranks: int
+    dim: int | None
+    """None: `dim_of_expert` of what is left, which may differ between ranks of another axis."""
+    ranges: tuple[Ranges, ...] = ()
+    """Of the dim, by coordinate on the axis. Empty: as `torch.chunk` splits."""
+    at_rest: bool = False
+    """Kept so between uses only (fsdp): it is gathered to compute with, and a gradient is whole before it is summed."""
+
+    def dim_in(self, ranges: tuple[Ranges, ...]) -> int | None:
+        """The dim that is split; None for what is not sharded."""
+        left = sizes(ranges)
+        if not self.ranges and not is_divisible(left):
+            return None
+        return dim_of_expert(left, self.ranks) if self.dim is None else self.dim
+
+    def of(self, ranges: tuple[Ranges, ...], coordinate: int) -> tuple[Ranges, ...]:
+        """What a rank has of what lies at these ranges."""
+        dim = self.dim_in(ranges)
+        if dim is None:
+            return ranges
+        rows = self.ranges[coordinate] if self.ranges else within(ranges[dim], *chunk(sizes(ranges)[dim], self.ranks, coordinate))
+        return (*ranges[:dim], rows, *ranges[dim + 1 :])
+
+    def same(self) -> tuple[Only, ...]:
+        """The coordinates in sets that have the same ranges."""
+        return tuple(tuple(i for i, r in enumerate(self.ranges) if r == one) for one in dict.fromkeys(self.ranges))
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """One sum of a gradient: over which ranks, how, and why."""
+
+    axes: tuple[str, ...]
+    op: Literal["sum", "mean", "scatter"]
+    """`scatter`: summed into the shards that ranks keep. `mean`: the ranks have the same, and only rounding may differ."""
+    why: str
+    sets: tuple[Only, ...] = ()
+    """Coordinates on the one axis that sum together, where not all of them do."""
+
+    @property
+    def late(self) -> bool:
+        """Made after backward (`parallel/gradient_sums.py`), and not in its course by what sums over replicas and shards."""
+        return self.op != "scatter" and self.axes not in (SAME_PARTS, EXPERT_REPLICAS)
+
+    def only(self, at: At) -> Only:
+        """The set of a rank; empty where there are no sets."""
+        return next((one for one in self.sets if at[self.axes[0]] in one), (at[self.axes[0]],) if self.sets else ())
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter, or a buffer, under a plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dtype: torch.dtype
+    trainable: bool
+    buffer: bool = False
+    homes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(axis, the coordinates on it that have the tensor), for pp and for experts in a list."""
+    splits: tuple[Split, ...] = ()
+    grad: tuple[Reduce, ...] = ()
+    """In the order in which they are made."""
+    expert: bool = False
+    owners: tuple[tuple[int, int], ...] = ()
+    """(stage, which of its fsdp × tp ranks updates the whole tensor), for optimizers that look at whole tensors."""
+
+    def is_here(self, at: At) -> bool:
+        """Whether a rank has any of it."""
+        return all(at[axis] in places for axis, places in self.homes)
+
+    def ranges(self, at: At, at_rest: bool = True) -> tuple[Ranges, ...]:
+        """The part of a rank. Without `at_rest`: as it is computed with, and as its gradient is before it is summed."""
+        found = everything(self.shape)
+        for split in self.splits:
+            found = split.of(found, at[split.axis]) if at_rest or not split.at_rest else found
+        return found
+
+    def shard(self, at: At) -> tuple[Split, int] | None:
+        """How a rank's gradient is scattered: the split, and its dim. None where it is not."""
+        left = self.ranges(at, at_rest=False)
+        found = ((split, split.dim_in(left)) for split in self.splits if split.at_rest)
+        return next(((split, dim) for split, dim in found if dim is not None), None)
+
+    def split(self, split: Split) -> "ParamSpec":
+        """The same with one more split."""
+        return replace(self, splits=(*self.splits, split))
+
+    def reduced(self, *sums: Reduce, first: bool = False) -> "ParamSpec":
+        """The same with more sums of its gradient, if it has one; `first`: before the others."""
+        return replace(self, grad=(*sums, *self.grad) if first else (*self.grad, *sums)) if self.trainable else self
+
+
+Specs = dict[str, ParamSpec]
+"""By the model's names, tied ones once, in the model's order."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The table of a job's model under a plan."""
+
+    plan: Plan
+    specs: Specs
+    same_kernels: bool
+    """Every rank gets the same bits for the same product: processes on CPUs do, GPUs may not."""
+    homes: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Units, and experts in a list, that some ranks have: the axis, and the coordinates on it."""
+
+    def homes_of(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Where a buffer is, by the units and experts that it belongs to."""
+        return tuple(home for module, home in self.homes.items() if name.startswith(f"{module}."))
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """Ranks along each axis, of both views of the mesh."""
+        plan, shards = self.plan, self.plan.expert_shards
+        experts = {"edp": plan.shares // plan.ep // shards, "efsdp": shards, "ep": plan.ep}
+        return {axis: getattr(plan, axis) for axis in AXES} | experts
+
+    def here(self, at: At) -> Specs:
+        """Those of which a rank has something."""
+        return {name: spec for name, spec in self.specs.items() if spec.is_here(at)}
+
+    def replicas(self, name: str, at: At) -> int:
+        """How many ranks of a replica group keep the same part of a tensor as this one."""
+        spec = self.specs[name]
+        homes, left, count = dict(spec.homes), spec.ranges(at, at_rest=False), 1
+        splits = {split.axis: split for split in spec.splits if split.dim_in(left) is not None}
+        for axis in (EXPERT_AXES if spec.expert else AXES)[1:]:
+            if axis in homes:
+                count *= len(homes[axis])
+            elif axis not in splits:
+                count *= self.axis_sizes[axis]
+            else:
+                count *= next((len(one) for one in splits[axis].same() if at[axis] in one), 1)
+        return count
+
+    def absent(self, at: At) -> list[str]:
+        """Units and experts that a rank does not have, outermost alone."""
+        away = {name for name, (axis, places) in self.homes.items() if at[axis] not in places}
+        return sorted(name for name in away if not any(name.startswith(f"{other}.") for other in away))
+
+    def late_views(self) -> list[tuple[tuple[str, ...], Only]]:
+        """The groups of ranks for the sums that follow those of replicas and shards, in an order that is the same on all ranks."""
+        sums = [one for spec in self.specs.values() for one in spec.grad if one.late]
+        return sorted({(one.axes, only) for one in sums for only in one.sets or ((),)})
+
+    def owned(self, at: At) -> set[str]:
+        """Parameters of which a rank has a part and updates the whole."""
+        return {name for name, owner in self._owners(at).items() if owner == self._place(at)}
+
+    def owned_by_others(self, at: At) -> set[str]:
+        """Parameters of which a rank has a part and another updates the whole."""
+        return {name for name, owner in self._owners(at).items() if owner != self._place(at)}
+
+    def _owners(self, at: At) -> dict[str, int]:
+        here = {name: dict(spec.owners) for name, spec in self.here(at).items() if spec.owners}
+        return {name: owners[at["pp"]] for name, owners in here.items() if at["pp"] in owners}
+
+    def _place(self, at: At) -> int:
+        return at["fsdp"] * self.plan.tp + at["tp"]
+
+    def bytes(self, at: At) -> int:
+        """Of a rank's parameters, between steps."""
+        here = (spec for spec in self.here(at).values() if not spec.buffer)
+        return sum(prod(sizes(spec.ranges(at))) * spec.dtype.itemsize for spec in here)
+

@@ -1,0 +1,220 @@
+"""The table of a plan (`parallel/spec.py`) says of every rank what the rank really has, and which sums its gradients really take.
+
+Every rank is built as a dry run builds it, with groups of ranks that are not there. One thing is not: sums of a GPU, which are patched.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jobs_moe
+import jobs_real
+import jobs_unlike
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plait
+from plait.config.errors import PlaitError
+from plait.config.job import Job, load_job
+from plait.config.keys import OTHER_SAMPLES, SAME_PARTS, WITHIN
+from plait.config.plan import Plan
+from plait.engine.build import build
+from plait.launch.place import Place
+from plait.model.make import BuiltModel, make
+from plait.model.sketch import Sketch
+from plait.parallel import order, spec
+from plait.parallel.built import Built
+from plait.parallel.data.buckets import Reducer
+from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline.partition import StageLayout
+from plait.planner.dryrun.dry_run import CPU, known
+from plait.planner.dryrun.pretend import Pretending, process_group
+from plait.planner.dryrun.rank_kinds import RankKinds
+from plait.tensors.torch_private import FakeTensorMode
+
+Facts = dict[str, Any]
+
+
+class Gain(nn.Module):
+    """A scalar parameter, used on a shard of the sequence under cp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.gain
+
+
+def scalar_gpt() -> Job:
+    plain = jobs_real.gpt()
+
+    def model() -> nn.Module:
+        made = plain.model()
+        for block in made.blocks:
+            block.mlp.append(Gain())
+        return made
+
+    return replace(plain, model=model)
+
+
+def llama() -> Job:
+    return load_job(str(Path(plait.__file__).parents[2] / "examples/llama/job.py"), {"length": "8", "batch": "12"})
+
+
+def muon(job: Job) -> Job:
+    return replace(job, optimizer=lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], 1e-2))
+
+
+JOBS: dict[str, Any] = {
+    "gpt": jobs_real.gpt, "llama": llama, "tied": jobs_real.gpt2, "moe_list": jobs_moe.gpt, "scalar_gpt": scalar_gpt,
+    "moe_stacked": lambda: jobs_moe.gpt(stacked=True), "moe_uneven": lambda: jobs_moe.gpt(stacked=True, experts=5),
+    "gpt_muon": lambda: muon(jobs_real.gpt()), "llama_muon": lambda: muon(llama()), **jobs_unlike.ALL,
+}  # fmt: skip
+
+
+def ranks_of(group: Any) -> tuple[int, ...] | None:
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+    return ranks if len(ranks) > 1 else None
+
+
+def outline(sketch: Sketch) -> tuple[Any, ...]:
+    units = [(u.name, u.parameters, u.weights, u.experts) for u in sketch.units]
+    return sketch.parameters, sketch.frozen, units, sketch.rest, sketch.needs
+
+
+def real(built: Built) -> Facts:
+    """What a rank has, and what its reducers sum."""
+    shards, outer, plan = built.shards, built.reducer, built.plan
+    inner = outer.inner if isinstance(outer, CrossGroupSums) else outer
+    in_buckets = {id(p) for b in inner.buckets for p in b.parameters} if isinstance(inner, Reducer) else set()
+    sharded, scalars = (shards.sharded, {id(p) for p in shards.scalars}) if shards is not None else ({}, set())
+
+    def sums(name: str, parameter: nn.Parameter) -> list[Any]:
+        found: list[Any] = []
+        if shards is not None and name in sharded:
+            where = shards.where(name)
+            found = [("scatter", ranks_of(where.group), where.dim), ("sum", ranks_of(where.copies))]
+        elif shards is not None and id(parameter) in scalars:  # by `settle`, or with the row of the step
+            found = [("sum", ranks_of(shards.same_slices if plan.across else shards.everybody))]
+        elif id(parameter) in in_buckets:
+            found = [("sum", ranks_of(inner.group))]
+        mine = [one for one in outer.late if name in one.names] if isinstance(outer, CrossGroupSums) else []
+        found += [("mean" if name in one.means else "sum", ranks_of(one.group)) for one in mine]
+        return [one for one in found if one[1] is not None]
+
+    trained = {n: p for n, p in built.own.items() if p.requires_grad}
+    scattered = {n: shards.where(n) for n in sharded} if shards is not None else {}
+    masters = {n: p for n, p in (built.masters or {}).items() if built.whole.whole_update and p is not built.own.get(n)}
+    return {
+        "own": {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in built.own.items()},
+        "shards": {n: (where.dim, where.group.size(), where.group.rank()) for n, where in scattered.items()},
+        "sums": {n: sums(n, p) for n, p in trained.items()},
+        "owned": tuple({n for n, p in masters.items() if p.is_meta is kind} for kind in (False, True)),
+        "sketch": outline(built.sketch),
+        "groups": {axes: ranks_of(built.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
+    }  # fmt: skip
+
+
+def told(table: spec.ShardPlan, rank: int, built: Built) -> Facts:
+    """The same by the table."""
+    plan, mesh = table.plan, Mesh(table.plan, rank)
+    at, here = mesh.at, table.here(mesh.at)
+    own = {n: s for n, s in here.items() if not s.buffer}
+    among = lambda axes, only=(): r if len(r := mesh.ranks(*axes, only=only)) > 1 else None  # noqa: E731
+    shards = {n: (found[1], found[0].ranks, at[found[0].axis]) for n, s in own.items() if (found := s.shard(at))}
+
+    def sums(one: spec.ParamSpec) -> list[Any]:
+        found, as_it_is = list[Any](), one.shard(at) is None  # what is not sharded is summed with its replicas in one message
+        for reduce in one.grad:
+            if reduce.op == "scatter":
+                both = ("sum", among((*reduce.axes, *SAME_PARTS)))
+                found.append(both if as_it_is else ("scatter", among(reduce.axes), shards[one.name][0]))
+            elif not (as_it_is and one.grad[0].op == "scatter" and reduce is one.grad[1]):
+                found.append((reduce.op, among(reduce.axes, reduce.only(at))))
+        return [row for row in found if row[1] is not None]
+
+    trained = {n: s for n, s in own.items() if s.trainable}
+    return {
+        "own": {n: (spec.sizes(s.ranges(at)), s.dtype, s.trainable) for n, s in own.items()}, "shards": shards,
+        "sums": {n: sums(s) for n, s in trained.items()},
+        "owned": (table.owned(at), table.owned_by_others(at)),
+        "sketch": outline(local_sketch(built.job, plan, built.whole, at)),
+        "groups": {axes: among(axes) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
+    }  # fmt: skip
+
+
+def local_sketch(job: Job, plan: Plan, sketch: Sketch, at: Any) -> Sketch:
+    """What a rank's sketch is when the strategies that distribute parameters are through."""
+    if plan.pp > 1:
+        sketch = StageLayout.of(plan, order.context.sketch_of(plan, sketch, plan.rank(at)), job.stages).part(at["pp"])
+    sketch = order.expert._without(sketch, plan) if plan.ep > 1 else sketch
+    return sketch.local(at["tp"]) if plan.tp > 1 else sketch
+
+
+def ranks(name: str, plan: Plan, gpu: bool) -> Iterator[tuple[int, Facts, Facts]]:
+    """Each rank of a plan: what it has, and what the table says."""
+    job = JOBS[name]()
+    sketch = known(job, plan)[0]
+    table, kinds = order.shard_plan(job, plan, sketch, not gpu), RankKinds.of(plan, sketch, job.batch)
+
+    def local(rank: int) -> list[tuple[int, ...]]:
+        at = Mesh(plan, rank).at
+        return sorted(spec.sizes(s.ranges(at)) for s in table.here(at).values() if not s.buffer)
+
+    for rank in range(plan.world):
+        model = make(job, CPU, None, None, None).model
+        directly = patch("plait.engine.build.directly", lambda device: not gpu)  # the one place where sums depend on the device
+        with directly, process_group(rank, plan.world), Pretending(FakeTensorMode(allow_non_fake_inputs=True), real=True):
+            built = build(job, plan, Place(rank, plan.world), CPU, known=(BuiltModel(model, model), sketch))
+            yield rank, real(built) | {"kind": local(kinds.like(rank))}, told(table, rank, built) | {"kind": local(rank)}
+
+
+def check(name: str, words: str) -> None:
+    plan = Plan.parse(words.replace("GPU", "").strip()).fill(None)
+    for rank, have, want in ranks(name, plan, "GPU" in words):
+        for fact in have:
+            assert have[fact] == want[fact], f"{fact} of rank {rank}"
+
+
+QUICK = (
+    ("gpt", "dp=2 tp=2"), ("gpt", "pp=2 fsdp=2 microbatches=2"), ("llama", "tp=4"), ("moe_stacked", "fsdp=4 ep=2"), ("moe_list", "dp=2 ep=2"),
+    ("scalar_gpt", "fsdp=2 cp=2"), ("gpt_muon", "fsdp=2 tp=2"), ("tied", "pp=2 microbatches=2"), ("uneven", "fsdp=2"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, plan", QUICK)
+def test_ranks_have_what_the_table_says(name: str, plan: str) -> None:
+    check(name, plan)
+
+
+GPT = (
+    "dp=2,fsdp=2,fsdp=2 zero=1,dp=2 fsdp=2,tp=2,tp=4,fsdp=2 tp=2,pp=2 microbatches=2,pp=4 microbatches=4,pp=2 tp=2 microbatches=2,cp=2,fsdp=2 cp=2,"
+    "pp=2 cp=2 microbatches=2,pp=2 dp=2 tp=2 microbatches=2,pp=2 stages_per_rank=2 schedule=interleaved microbatches=2,"
+    "pp=2 fsdp=2 tp=2 microbatches=2,tp=2 cp=2,replica_groups=2 tp=2 every=4,replica_groups=2 dp=2 every=2,"
+    "dp=2 offload=optimizer,fsdp=2 offload=all,tp=2 GPU,dp=2 tp=2 GPU"
+)
+MOE = "ep=2,dp=4 ep=2,fsdp=4 ep=2,pp=2 ep=2 microbatches=2,fsdp=2 ep=2 cp=2,fsdp=4 ep=2 cp=2,dp=2 tp=2 GPU"
+MUON = "fsdp=2,dp=2 fsdp=2,tp=2,fsdp=2 tp=2,pp=2 tp=2 microbatches=2,fsdp=2 cp=2"
+UNLIKE = "fsdp=2,tp=2,pp=2 microbatches=2"
+EVERY = [
+    *((name, plan) for name in ("gpt", "llama", "tied", "scalar_gpt") for plan in GPT.split(",")),
+    *((name, plan) for name in ("moe_list", "moe_stacked", "moe_uneven") for plan in MOE.split(",")),
+    *((name, plan) for name in ("gpt_muon", "llama_muon") for plan in MUON.split(",")),
+    *((name, plan) for name in jobs_unlike.ALL for plan in UNLIKE.split(",")),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name, plan", [one for one in EVERY if one not in QUICK])
+def test_ranks_of_more_plans_have_what_the_table_says(name: str, plan: str) -> None:
+    """What plait refuses for a model has a code; everything else is as the table says."""
+    try:
+        check(name, plan)
+    except PlaitError as error:
+        assert error.codes[0] in ("P024", "P034", "P040", "P023", "P070"), error
