@@ -22,15 +22,16 @@ import plait
 from device import attention_kernels, nccl, shadow, shadow_jobs
 from plait.cli import out_of_memory
 from plait.cli import train as launcher
-from plait.cli.rank import train
 from plait.cli.request import Request
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine import build
 from plait.engine.engine import Engine
+from plait.engine.rank_options import RankOptions
 from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
+from plait.engine.train import train
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
@@ -122,11 +123,11 @@ def whole(run: str, plan: str, device: str, folder: str, ends: int = 0, looks: b
         path.mkdir(parents=True, exist_ok=True)
     wanted, noting = Plan.parse(plan), [Noting(ends, looks, place.metrics)]
     place.metrics.touch()
-    request = Request(run, shadow_jobs.JOBS[run](), wanted, device=device, group_norms=True, callbacks=lambda: noting,
-                      **{"save_every": 3, **given})  # fmt: skip
+    options = RankOptions(name=run, job=shadow_jobs.JOBS[run](), plan=wanted, arguments={}, device=device, group_norms=True,
+                          callbacks=lambda: noting, **{"save_every": 3, **given})  # fmt: skip
 
     def run_of(rank: Place) -> dict[str, Any]:
-        return {**train(request, place, rank), "recorded": noting[0].recorded}
+        return {**train(options, place, rank), "recorded": noting[0].recorded}
 
     results = fork.run(run_of, wanted.world, fork.Listener(lambda *_: None))
     rows = [json.loads(line) for line in place.metrics.read_text().splitlines()]

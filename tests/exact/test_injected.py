@@ -15,7 +15,8 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import loading, sampling
-from plait.engine import engine, passes
+from plait.engine import batch_weights, engine, passes
+from plait.engine.train_step import TrainStep
 from plait.parallel.data import batch_norm
 from plait.parallel.data import strategy as data_parallel
 from plait.proof.verify import verify
@@ -33,26 +34,23 @@ def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
 
 def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """1: each rank averages over its own tokens."""
-    real = engine.Engine._total_weight
-    monkeypatch.setattr(
-        engine.Engine,
-        "_total_weight",
-        lambda self, batch, weights: real(self, batch, weights) * 0 + sum(weights) * self.plan.dp,
-    )
+    real = batch_weights.total_weight
+    own = lambda training, batch, weights: real(training, batch, weights) * 0 + sum(weights) * training.plan.dp  # noqa: E731
+    monkeypatch.setattr(batch_weights, "total_weight", own)
     check(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
 
 
 def test_micro_batches_of_unequal_size_averaged_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """2: accumulation divides by the number of micro-batches."""
-    monkeypatch.setattr(engine, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
-    monkeypatch.setattr(engine.Engine, "_total_weight", lambda self, batch, weights: 6.0)
+    monkeypatch.setattr(batch_weights, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
+    monkeypatch.setattr(batch_weights, "total_weight", lambda training, batch, weights: 6.0)
     check(jobs.groups(), "dp=2 microbatches=3", "G", "0.weight", "V014")
 
 
 def test_sum_instead_of_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """5: invisible to Adam, and to any loss curve."""
     real = data.weigh
-    monkeypatch.setattr(engine, "weigh", lambda weight, micro: 2 * real(weight, micro))
+    monkeypatch.setattr(batch_weights, "weigh", lambda weight, micro: 2 * real(weight, micro))
     check(jobs.groups(), "dp=2", "G", "0.weight", "V002")
 
 
@@ -146,10 +144,11 @@ def test_schedule_stepped_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
     """27: the learning rate's clock runs twice as fast."""
 
     def set_rate(self: Any) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self.job.schedule(self.position.samples * self.plan.dp)
+        training = self.training
+        for group in training.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * training.job.schedule(training.position.samples * training.plan.dp)
 
-    monkeypatch.setattr(engine.Engine, "_set_rate", set_rate)
+    monkeypatch.setattr(TrainStep, "_set_rate", set_rate)
     check(jobs.groups(), "dp=2", "S", "0.weight", "V008")
 
 

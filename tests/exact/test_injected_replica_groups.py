@@ -19,6 +19,7 @@ import plait
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare
+from plait.engine import batch_weights
 from plait.engine.engine import Engine
 from plait.parallel.replica_groups import synchronise
 from plait.parallel.replica_groups.synchronise import GroupMessage, RareSynchroniser
@@ -128,10 +129,9 @@ def no_nesterov(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's loss is its own mean, whatever part of the batch it has."""
-    real = Engine._total_weight
-    monkeypatch.setattr(
-        Engine, "_total_weight", lambda self, batch, weights: min(real(self, batch, weights), sum(weights) or 0.0)
-    )
+    real = batch_weights.total_weight
+    least = lambda training, batch, weights: min(real(training, batch, weights), sum(weights) or 0.0)  # noqa: E731
+    monkeypatch.setattr(batch_weights, "total_weight", least)
 
 
 def same_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import torch
 import training
 
 from plait import Engine
-from plait.cli import out_of_memory
 from plait.cli.main import main
 from plait.cli.train import _memory as line_of
 from plait.config.plan import Plan
 from plait.engine.memory import measured
 from plait.engine.memory_use import MADE, MemoryUse, by_part, fullest, grown, size
+from plait.engine.out_of_memory import asked
 from plait.engine.run_directory import RunDirectory
 from plait.launch import allocator
 from plait.planner.dryrun.memory_table import memory_table
@@ -69,7 +69,7 @@ def test_the_fullest_rank() -> None:
      ("Tried to allocate 512 bytes", 512), ("NCCL: out of memory", 0)),
 )  # fmt: skip
 def test_what_the_allocator_was_asked_for(text: str, wanted: int) -> None:
-    assert out_of_memory.asked(text) == wanted
+    assert asked(text) == wanted
 
 
 def test_processes_of_the_cpu_are_measured_too() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import jobs
 
 import plait
-from plait.cli.rank import train
-from plait.cli.request import Request
 from plait.config.plan import Plan
+from plait.engine.rank_options import RankOptions
 from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
+from plait.engine.train import train
 from plait.launch import fork
 from plait.launch.place import Place
 
@@ -31,10 +31,12 @@ def test_collections_of_garbage_leave_out_what_was_built(tmp_path: Path) -> None
     run, noting = RunDirectory(tmp_path), Frozen()
     for path in (run.path, run.checkpoints, run.events(0).parent):
         path.mkdir(parents=True, exist_ok=True)
-    request = Request("mlp", jobs.mlp(), Plan.parse("dp=1"), device="cpu", callbacks=lambda: [noting])
+    options = RankOptions(
+        name="mlp", job=jobs.mlp(), plan=Plan.parse("dp=1"), arguments={}, device="cpu", callbacks=lambda: [noting]
+    )
 
     def rank(place: Place) -> dict[str, Any]:
-        train(request, run, place)
+        train(options, run, place)
         return {"counts": noting.counts, "enabled": gc.isenabled(), "threshold": gc.get_threshold()}
 
     (found,) = fork.run(rank, 1, fork.Listener(lambda *_: None))

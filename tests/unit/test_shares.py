@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from plait.checkpoint.manifest import _shares
 from plait.config.plan import Plan
-from plait.engine.speed import by_share
+from plait.engine.speed import room_of_share, slowest_of_share
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.shares import strategy
@@ -143,8 +143,8 @@ def test_what_is_refused(plan: str, device: str, codes: list[str]) -> None:
 
 def test_the_slowest_of_a_share_counts() -> None:
     plan = Plan.parse("dp=2 tp=2 batch_shares=auto")
-    row = [5.0, 3.0, *(0.1, 0.4, 0.2, 0.1), *(0.0, 0.0, 0.5, 0.0), *(8.0, 6.0, 0.0, 9.0)]
-    assert by_share(plan, row) == ([5, 3], [0.4, 0.2], [0.0, 0.0, 0.5, 0.0], [6, 9])
+    assert slowest_of_share(plan, [0.1, 0.4, 0.2, 0.1]) == [0.4, 0.2]
+    assert room_of_share(plan, [8.0, 6.0, 0.0, 9.0]) == [6, 9]
 
 
 def test_waits_inside_passes_do_not_count() -> None:

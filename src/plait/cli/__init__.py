@@ -6,8 +6,7 @@ plan_keys         the help on a key of a plan
 train_options     plait train: what is wrong with its options, and what they ask for
 run_callbacks     plait train: the callbacks that its options ask for
 train             plait train: the launcher's side
-rank              plait train: the side of a rank
-out_of_memory     plait train: what is said of a device that is full
+out_of_memory     plait train: the plan's bill for a device that is full
 served            plait train with sync=async: groups and servers
 rounds            what is decided between two starts of the ranks
 other_plans       plans for fewer ranks, found while training goes on

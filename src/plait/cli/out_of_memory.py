@@ -1,60 +1,26 @@
 """A device that is full: what its memory was used for, what the plan's bill had said, and which plan would fit.
 
-The rank says what its allocator counted (`met`). The launcher then has a process look at the job as a dry run does, and search for a
-plan with as much less room as the bill was wrong (`explained`).
+The rank reports what its allocator counted (`engine/out_of_memory.py`). The launcher then has a process look at the job as a dry run
+does, and search for a plan with as much less room as the bill was wrong (`explained`).
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from plait.cli import served
 from plait.cli.request import Request
-from plait.config.errors import FAILED, PlaitError, Problem
-from plait.engine.engine import Engine
-from plait.engine.memory import measured
+from plait.config.errors import PlaitError
 from plait.engine.memory_use import MemoryUse, grown, size
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.detect import read_machine
 from plait.launch.devices import kind_of
-from plait.launch.failure_report import described, located
 from plait.launch.place import Place
 from plait.planner.answer import ask
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.question import PlanRequest, sized
-
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-WANTED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)")
-"""What CUDA's allocator says of what it could not give."""
-FIXES = ("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")
-
-
-def met(engine: Engine, run: RunDirectory, error: Exception) -> PlaitError | None:
-    """M002 on the rank whose device is full; None: it is another error."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return None
-    said, use, rank = described(error), measured(engine), engine.place.rank
-    wanted = asked(said["text"])
-    run.write_memory(rank, {"step": engine.position.step, "failed": {**use.to_dict(), "wanted": wanted}})
-    held = ", ".join(f"{name} {size(n)}" for name, n in use.by_category().items())
-    device = (
-        f"of {size(use.total)} of {use.device}, tensors had at most {size(use.requested)} ({held}); the allocator kept"
-        f" {size(use.fragmented)} beside them; context, NCCL and others {size(use.beside)}"
-    )
-    step = engine.position.step
-    what = f"out of memory on rank {rank} {f'after step {step}' if step else 'in the first step'}"
-    return PlaitError(Problem("M002", what, why=f"{said['text']}\n{device}", where=located(said), fix=FIXES), FAILED)
-
-
-def asked(text: str) -> int:
-    """Bytes that the allocator could not give, of its own words; 0 where it does not say."""
-    found = WANTED.search(text)
-    return round(float(found[1]) * UNITS[found[2]]) if found else 0
 
 
 def explained(error: PlaitError, request: Request, run: RunDirectory, say: Callable[[str], None]) -> PlaitError:

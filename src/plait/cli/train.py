@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -10,7 +10,6 @@ from typing import IO, Any, TextIO
 from plait.checkpoint.opening import open_weights
 from plait.cli import out_of_memory, served
 from plait.cli.console import Console
-from plait.cli.rank import train
 from plait.cli.request import Request
 from plait.cli.rounds import Rounds
 from plait.config.errors import RESUMABLE, PlaitError, Problem
@@ -23,8 +22,10 @@ from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
 from plait.engine.memory_use import fullest
 from plait.engine.pieces import Neighbours
+from plait.engine.rank_options import RankOptions
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
+from plait.engine.train import train
 from plait.launch import attempts, fork, nccl
 from plait.launch.devices import called, check, cuda_names, kind_of, unused
 from plait.launch.launchers.membership import Membership
@@ -149,7 +150,12 @@ def _trained(request: Request, run: RunDirectory, memory: Path | None, now: Roun
     neighbours = None
     if len(now.devices) > 1:
         neighbours = Neighbours(*now.neighbours_of(place.rank), now.kept_by(now.machine_of(place.rank)))
-    return train(request, run, place, memory, neighbours, again=now.number > 0)
+    return train(rank_options(request), run, place, memory=memory, neighbours=neighbours, again=now.number > 0)
+
+
+def rank_options(request: Request) -> RankOptions:
+    """What of a request each rank needs: its fields of the same names."""
+    return RankOptions(**{one.name: getattr(request, one.name) for one in fields(RankOptions)})
 
 
 class _Output:
@@ -245,7 +251,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
                 place.report = lambda message: (
                     console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
                 )
-            result = train(request, run, place)
+            result = train(rank_options(request), run, place)
     except BaseException as error:
         made.failed(error, console)
         raise

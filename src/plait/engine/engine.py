@@ -1,19 +1,18 @@
-"""The engine: one rank's training loop under a plan, for those who want to own the loop and for `plait train`.
+"""One rank's training under a plan, as an object that a loop drives: that of `plait train` (`train.py`), or your own.
 
 >>> with Engine(job(), Plan.parse("dp=2")) as engine:          # doctest: +SKIP
 ...     for batch in engine.batches():
 ...         step = engine.step(batch)
 
-A step is forward, backward, reduce, clip, update. The loss of each micro-batch enters with its weight over the weight
+A step is forward, backward, reduce, clip, update (`train_step.py`). The loss of each micro-batch enters with its weight over the weight
 of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
 """
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,37 +26,36 @@ from plait.checkpoint.carried_state import CarriedState
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError
 from plait.config.job import Job
-from plait.config.keys import OTHER_SAMPLES, WITHIN
+from plait.config.keys import WITHIN
 from plait.config.plan import Plan
-from plait.data.batch import Batch, BatchShare, Position, is_map, opened, weigh, whole
+from plait.data.batch import Batch, BatchShare, Position, is_map, opened, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
 from plait.data.shares import ahead
+from plait.engine.batch_weights import run_here, weights_of
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes
+from plait.engine.pending_stats import PendingStats
 from plait.engine.spans import Spans
-from plait.engine.speed import SpeedMeter
-from plait.engine.step import Step, tokens, told
-from plait.engine.step_row import RankNumbers, Unread, row_of
+from plait.engine.speed import SpeedMeter, room_of_share
+from plait.engine.step import Step
+from plait.engine.train_step import TrainStep
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
-from plait.engine.update import Updater
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
 from plait.parallel.data.buckets import Reducer
-from plait.parallel.data.strategy import numbers_of_step_row
-from plait.parallel.gradient_sums import CrossGroupSums
-from plait.tensors.collectives import host_or
+from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.finite import Rule
 from plait.tensors.norm import total_norm
 from plait.tensors.torch_private import leaves
@@ -98,15 +96,13 @@ class Engine:
         self._stop = False
         self._saved = 0
         """The step in which this rank last heard, or began, something of a save."""
-        self._within = False
-        """Whether this is in the passes of a step."""
-        self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
+        self.spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
         self.turns = Turns(self.built)
-        self.passes = Passes(self.built, self._spans, self.turns)
+        self.passes = Passes(self.built, self.spans, self.turns)
         self.trained = TrainedParameters(self.built)
         self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
-        self.updater = Updater(self, self._spans, group_norms)
+        self.steps = TrainStep(self, self.spans, group_norms)
         self.base: Base | None = None
         """Where frozen parameters are that checkpoints do not hold."""
         self.callbacks = Callbacks(callbacks)
@@ -188,7 +184,7 @@ class Engine:
         self.callbacks.start(self)
         self.trained.check(self.position.step)
         while self.position.step < job.steps and not self._stop and not self.callbacks.ended:
-            self._spans.begin("data")
+            self.spans.begin("data")
             batch = next(source)
             self._compare(batch)
             if padding is not None:
@@ -196,7 +192,7 @@ class Engine:
                 if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
                     self.built.unlike = (*self.built.unlike, LOOSE)
             self.built.inputs.begin((micro.inputs, micro.targets) for micro in batch.micro)
-            self._spans.end("data")
+            self.spans.end("data")
             yield batch
         self.settle()
         self.callbacks.end(self)
@@ -222,8 +218,7 @@ class Engine:
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps. On a GPU the work is queued: whoever looks at the
         step's loss waits for it, and `settle` waits on all ranks."""
-        each = [(phase, self.update(batch, self.backward(batch))) for phase in self.turns.of(batch.after.step)]
-        step = told(each)
+        step = self.steps.run(batch)
         self.callbacks.step(self, step)
         self.trained.check(step.step)
         return step
@@ -242,100 +237,41 @@ class Engine:
         self.callbacks.logged[name] = float(value)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `step_row.py`)."""
-        built = self.built
-        self.carried.begin_step()
-        weights = [weigh(self.job.weight, micro) for micro in batch.micro]
-        total = self._total_weight(batch, weights)
-        unread = self.updater.unread
-        self.guard.keep(again=unread is not None and not unread.judged)
-        self._within = True
-        self.trained.begin()
-        self.updater.within = not self.turns.first
-        rare, reducer = built.rare, built.reducer
-        if rare is not None and isinstance(reducer, CrossGroupSums):
-            reducer.everywhere = built.mesh.group("replica_groups") if rare.sums(batch.after.step) else None
-        pieces = self.passes.pieces(batch, {i: weights[i] / (total or 1.0) for i in self.runs(batch, weights)})
-        with self.meter.watching():
-            step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
-        self._spans.begin("reduce")
-        if built.reducer is not None:
-            step_row = built.reducer.finish()
-        self.turns.forget_others()
-        self.trained.check(batch.after.step)
-        if built.gradient_hooks is not None:
-            built.gradient_hooks.run()
-        if rare is not None:
-            rare.given(total > 0)
-        self._spans.end("reduce")
-        return step_row
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/step_stats.py`)."""
+        return self.steps.backward(batch)
 
     def again(self, batch: Batch) -> None:
         """Forward and backward of a step once more, for those who watch: gradients are left, and nothing is told of it."""
-        spans, self._spans.open = self._spans.open, []
+        spans, self.spans.open = self.spans.open, []
         self.norm(self.backward(batch))
-        self._spans.open = spans
+        self.spans.open = spans
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: as many as the rank with most samples, because a forward pass may
         communicate, change buffers or count its calls. A rank without samples for one runs another rank's, with weight zero."""
-        most = batch.most or max(self.share.sizes(batch.size))  # of so many samples, the first parts have one each
-        return [i for i, w in enumerate(weights) if w or i < most]
+        return run_here(self.share, batch, weights)
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
         """Of each micro-batch of a step that this rank runs: its samples (1 for one without samples, which runs on another rank's), and
         the shapes of its tensors."""
-        run = self.runs(batch, [weigh(self.job.weight, micro) for micro in batch.micro])
+        run = self.runs(batch, weights_of(self.job, batch))
         shape = lambda t: list(t.shape) if isinstance(t, Tensor) else ""  # noqa: E731
         found = [batch.micro[i] for i in run]
         counts = [micro.count or 1 for micro in found]
         return [(n, str([shape(t) for t in leaves((m.inputs, m.targets))])) for n, m in zip(counts, found)]
 
-    def _total_weight(self, batch: Batch, weights: list[float]) -> float:
-        """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask.
+    def signals(self) -> RunSignals:
+        """What this rank tells the others of the run."""
+        world, memory = self.place.world, self.memory
+        return RunSignals(
+            stop=float(self.place.stopping()), disk_save=self.checkpoints.word(world),
+            memory_save=0.0 if memory is None else memory.word(world), end=float(bool(self.callbacks.wish)),
+        )  # fmt: skip
 
-        For a replica group on its own: what makes the mean of the groups' losses that of the batch, when all samples weigh
-        the same, without asking the others: its own weight × size / (groups × its samples). It is 0 without a sample.
-        """
-        rare, size = self.built.rare, self.share.of_group(batch.size)[1]
-        apart = rare is not None and not rare.sums(batch.after.step)
-        if self.job.weight is None:
-            return batch.size / (self.plan.replica_groups if apart else 1) if size else 0.0
-        total = torch.tensor(sum(weights), dtype=torch.float64)
-        if self.plan.ranks > 1:
-            peers = self.built.mesh.group(*OTHER_SAMPLES)
-            total = total.to(host_or(self.built.device, peers))
-            dist.all_reduce(total, group=peers)
-        if apart:
-            return float(total) * batch.size / (self.plan.replica_groups * size) if size else 0.0
-        if rare is not None:
-            rare.total(total)
-        if not 0 < float(total) < math.inf:
-            raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
-                                     why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
-        return float(total)
-
-    def _armed(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """The row of the step, with the reducer ready to sum it and the gradients of the backward that follows."""
-        step_row = self._step_row(batch, losses)
-        if self.built.reducer is not None:
-            self.built.reducer.arm(step_row)
-        return step_row
-
-    def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        meter = self.meter
-        own = RankNumbers(meter.busy, self._spans.waited, meter.room, self._saving(), bool(self.callbacks.wish))
-        return row_of(self.built, self.place, batch, losses, self.passes.logged, own)
-
-    def _saving(self) -> list[float]:
-        """How far this rank is with what it saves: to the disk, and to memory."""
-        world = self.place.world
-        return [self.checkpoints.word(world), 0.0 if self.memory is None else self.memory.word(world)]
-
-    def norm(self, step_row: Tensor) -> tuple[float, list[float]]:
-        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its row. Waits for the device."""
+    def norm(self, step_row: Tensor) -> tuple[float, StepStats]:
+        """The norm of the gradients that `backward` left, over all ranks, and the totals in its row. Waits for the device."""
         norm, *row = HostCopy(torch.cat([self.total_norm().reshape(1), step_row.double()])).read()
-        return norm, row
+        return norm, StepStats.unpack(row, self.plan)
 
     def total_norm(self) -> Tensor:
         """The norm of the gradients that `backward` left, over all ranks: a float64 scalar on the device."""
@@ -346,79 +282,56 @@ class Engine:
     def update(self, batch: Batch, step_row: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock.
 
-        A step whose loss or norm is not finite changes nothing, on any rank. How the host comes to know them is in `update.py`.
+        A step whose loss or norm is not finite changes nothing, on any rank. When the host reads them is in `stats_reader.py`.
         """
-        self._spans.beat("optimizer")  # a schedule is the job's code, which may hang
-        self._set_rate()
-        lr = self.turns.rate
-        unread = self.updater.update(batch, step_row)
-        if self.turns.last:
-            self.position, self._within = batch.after, False
-            self.carried.end_step()
-        if self.updater.at_once:
-            self.settle()
-        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        after = batch.after
-        return Step(after.step, lr, after.samples, batch.size, tokens(batch), self._stop, unread, lrs)
+        return self.steps.update(batch, step_row)
 
     def settle(self) -> None:
         """Wait until the numbers of the last step are on the host, and do what goes by them. On a GPU that is otherwise done in the
         next step. All ranks call it. N001 to N003 if that step was not finite."""
-        self.updater.settle()
+        self.steps.reader.settle()
 
-    def _set_rate(self) -> None:
-        if self.job.schedule is None:
-            return
-        rate = float(self.job.schedule(self.position.samples))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * rate
-
-    def tell(self, unread: Unread) -> None:
+    def tell(self, pending: PendingStats) -> None:
         """Do what goes by the numbers of a step: all ranks have the same, and do it after the same step."""
-        built, done, known = self.built, unread.batch.after.step, self.passes.logged
-        numbers = unread.numbers
-        if unread.news:
-            numbers.logged |= known.agreed(unread.logged, built.mesh.group_or_none(*WITHIN))
+        built, done, known = self.built, pending.batch.after.step, self.passes.logged
+        numbers, totals = pending.numbers, pending.totals
+        if totals.new_names:
+            numbers.logged |= known.agreed(pending.logged, built.mesh.group_or_none(*WITHIN))
             if isinstance(built.reducer, Reducer):
-                built.reducer.widen(numbers_of_step_row(self.plan) + 2 * len(known.names))
+                built.reducer.widen(StepStats.width(self.plan, len(known.names)))
         if built.rare is None:
-            self._heard(*unread.words)
+            self._heard(totals.signals)
         else:
-            for sent, word in built.rare.after(done, unread.words):
+            for sent, word in built.rare.after(done, list(astuple(totals.signals))):
                 if sent > self._saved:  # else it tells of how far saves were before the last news of them
                     stage = self.checkpoints.stage
-                    self._heard(*word)
+                    self._heard(RunSignals(*word))
                     self._saved = self._saved if self.checkpoints.stage == stage else done
-        self.meter.read(numbers.spans, unread.batch.count)
-        samples, busy, _, room = unread.by_share
+        self.meter.read(numbers.spans, pending.batch.count)
         if built.balance is not None:
-            numbers.note = built.balance.heard(done, (samples, busy, room), ahead(self.workers))
+            samples, busy = zip(*numbers.by_rank)
+            numbers.note = built.balance.heard(
+                done, (samples, busy, room_of_share(self.plan, totals.room)), ahead(self.workers)
+            )
 
-    def _heard(self, stop: float, saved: float, kept: float, wish: float = 0.0) -> None:
+    def _heard(self, signals: RunSignals) -> None:
         """What all ranks said together: the wish to stop, how far they are with what they save, and the wish to end."""
-        self._stop = stop > 0
-        self.callbacks.asked = wish > 0
-        self.checkpoints.heard(self, saved)
+        self._stop = signals.stop > 0
+        self.callbacks.asked = signals.end > 0
+        self.checkpoints.heard(self, signals.disk_save)
         if self.memory is not None:
             try:
-                self.memory.heard(self, kept)
+                self.memory.heard(self, signals.memory_save)
             except PlaitError:  # on all ranks: there is no room, and training goes on without snapshots
                 self.memory = None
 
     def whole(self) -> bool:
         """Whether this rank holds the state of a step, and not half of an update."""
-        return not self.updater.within
+        return not self.steps.half_updated
 
     def put_back(self) -> None:
         """As it was before the step that has begun, if one has."""
-        within, self._within = self._within, False
-        if within:
-            self.guard.before.put_back()
-        if self.updater.skipped:  # by the device, and the host has not heard of it
-            (self.guard.earlier if within else self.guard.before).put_back()
-        self.updater.average()
-        if self.built.shards is not None:
-            self.built.shards.reshard()
+        self.steps.put_back()
 
     def evaluate(self, again: bool = False) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`). They are those of the

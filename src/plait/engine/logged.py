@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.parallel.step_stats import Number, WeightedSum
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import FakeTensor
-
-Number = Tensor | float
 
 RECORDS: ContextVar[Callable[[str, Number], None] | None] = ContextVar("records", default=None)
 """What takes the numbers of the forward pass that runs; None: nothing does."""
@@ -63,23 +62,30 @@ def recording(record: Callable[[str, Number], None] | None) -> Iterator[None]:
         RECORDS.reset(token)
 
 
+NOTHING = WeightedSum(0.0, 0.0)
+
+
+def means(sums: dict[str, WeightedSum]) -> dict[str, float]:
+    """The weighted mean of each name that anybody logged."""
+    return {name: float(each.total) / each.weight for name, each in sums.items() if each.weight}
+
+
 @dataclass(frozen=True)
 class Logged:
     """What one rank's code logged in one step, for when the sums over all ranks are read."""
 
     names: tuple[str, ...]
     """That all ranks knew, in the order of the row."""
-    sums: dict[str, tuple[Number, float]]
-    """Of this rank: the weighted sum, and the weight."""
+    sums: dict[str, WeightedSum]
+    """Of this rank."""
 
-    def known(self, row: list[float]) -> dict[str, float]:
-        """The means of the step of those names, of what all ranks' rows sum to."""
-        pairs = zip(row[1::2], row[2::2])
-        return {name: total / weight for name, (total, weight) in zip(self.names, pairs) if weight}
+    def known(self, totals: list[WeightedSum]) -> dict[str, float]:
+        """The means of the step of those names, from the sums over all ranks."""
+        return means(dict(zip(self.names, totals)))
 
     def new(self) -> dict[str, tuple[float, float]]:
-        """This rank's sums of other names."""
-        return {name: (float(s), w) for name, (s, w) in self.sums.items() if name not in self.names}
+        """This rank's sums of other names, as JSON values."""
+        return {name: (float(each.total), each.weight) for name, each in self.sums.items() if name not in self.names}
 
 
 class StepLog:
@@ -89,8 +95,8 @@ class StepLog:
         self.device = device
         self.names: list[str] = []
         """In the order of the row."""
-        self.sums: dict[str, tuple[Number, float]] = {}
-        """Of this step: the weighted sum, and the weight."""
+        self.sums: dict[str, WeightedSum] = {}
+        """Of this step."""
         self.sent = Logged((), {})
         """What was logged in the step whose row was made last. Ranks may come to know names between its row and its end."""
         self.silent = False
@@ -105,36 +111,40 @@ class StepLog:
         """Around a forward pass, or a loss, of samples with this weight over that of the global batch."""
 
         def record(name: str, value: Number) -> None:
-            total, weights = self.sums.get(name, (0.0, 0.0))
+            before = self.sums.get(name, NOTHING)
             value = value.double().reshape(()).to(self.device) if isinstance(value, Tensor) else value
-            self.sums[name] = total + value * weight, weights + weight
+            self.sums[name] = WeightedSum(before.total + value * weight, before.weight + weight)
 
         with recording(None if self.silent or not weight else record):
             yield
 
-    def row(self) -> list[Number]:
-        """What goes into the row of the step: 1 when there are new names; of each known name the sum and the weight."""
+    @property
+    def has_new_names(self) -> bool:
+        """Whether a name was logged that not all ranks know."""
+        return not self.sums.keys() <= set(self.names)
+
+    def send(self) -> list[WeightedSum]:
+        """This rank's sums of the names that all ranks know: what goes into the row of the step."""
         self.sent = Logged(tuple(self.names), self.sums)
-        mine = [n for name in self.names for n in self.sums.get(name, (0.0, 0.0))]
-        return [float(not self.sums.keys() <= set(self.names)), *mine]
+        return [self.sums.get(name, NOTHING) for name in self.names]
 
     def agreed(self, step: Logged, group: ProcessGroup | None) -> dict[str, float]:
         """The means of a step in which some rank met new names. All ranks exchange them, and know them from here on."""
         pairs = self._agreed(step, group)
         self.names += [name for name in pairs if name not in self.names]
-        return {name: total / weight for name, (total, weight) in pairs.items() if weight}
+        return means(pairs)
 
-    def _agreed(self, step: Logged, group: ProcessGroup | None) -> dict[str, tuple[float, float]]:
+    def _agreed(self, step: Logged, group: ProcessGroup | None) -> dict[str, WeightedSum]:
         """The sums over all ranks of the names that are new, in an order that is the same on all."""
         token = AGREEING.set(True)
         try:
             said = exchange(json.dumps(step.new()).encode(), group, self.device)
         finally:
             AGREEING.reset(token)
-        found: dict[str, tuple[float, float]] = {}
+        found: dict[str, WeightedSum] = {}
         for name, (total, weight) in (pair for text in said for pair in json.loads(text).items()):
-            before = found.get(name, (0.0, 0.0))
-            found[name] = before[0] + total, before[1] + weight
+            before = found.get(name, NOTHING)
+            found[name] = WeightedSum(before.total + total, before.weight + weight)
         return found
 
 

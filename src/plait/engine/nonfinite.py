@@ -1,7 +1,7 @@
 """A step whose loss or gradient norm is not finite: found on all ranks, and nothing is updated.
 
 The loss and the norm are summed over the ranks anyway, so all of them decide alike and nothing is sent for it. On a CPU they
-know it before the update; a GPU skips the update by itself, and the hosts know it one step later (`update.py`). Only then do
+know it before the update; a GPU skips the update by itself, and the hosts know it one step later (`stats_reader.py`). Only then do
 they look for the place: the passes of the step run once more, from the same weights, buffers and random numbers,
 with hooks on units and parameters, and every rank tells the others what it saw. Weights, buffers and the optimizer's
 state are those before the step; the step can be left out, or the run stops.

@@ -61,15 +61,18 @@ def _room(samples: int) -> int:
     return int(samples * (whole - held) / (peak - held)) if samples and peak > held else 0
 
 
-def by_share(plan: Plan, rows: Sequence[float]) -> tuple[list[int], list[float], list[float], list[int]]:
-    """Of the step row's numbers: samples of each share; seconds that its slowest rank computed; seconds that each rank waited for
-    data; how many samples fit into a share's memory, of those that said so."""
-    count, world = plan.ranks, plan.world
-    samples, rest = [int(n) for n in rows[:count]], rows[count:]
-    busy, room = [0.0] * count, [0] * count
-    for rank, seconds in enumerate(rest[:world]):
-        busy[plan.share(rank)] = max(busy[plan.share(rank)], seconds)
-    for rank, fits in enumerate(rest[2 * world :]):
+def slowest_of_share(plan: Plan, busy: Sequence[float]) -> list[float]:
+    """Seconds that the slowest rank of each share computed. `busy`: those of each rank."""
+    slowest = [0.0] * plan.ranks
+    for rank, seconds in enumerate(busy):
+        slowest[plan.share(rank)] = max(slowest[plan.share(rank)], seconds)
+    return slowest
+
+
+def room_of_share(plan: Plan, room: Sequence[float]) -> list[int]:
+    """How many samples fit into the memory of every rank of a share. `room`: into each rank's; 0 if that is unknown."""
+    least = [0] * plan.ranks
+    for rank, fits in enumerate(room):
         share = plan.share(rank)
-        room[share] = min(room[share] or int(fits), int(fits) or room[share])
-    return samples, busy, list(rest[world : 2 * world]), room
+        least[share] = min(least[share] or int(fits), int(fits) or least[share])
+    return least

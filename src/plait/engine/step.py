@@ -102,7 +102,7 @@ class Step:
         return found | self.given if name == "logged" else found
 
 
-def told(steps: list[tuple[Phase | None, Step]]) -> Step:
+def merged(steps: list[tuple[Phase | None, Step]]) -> Step:
     """What a step did, from what each of its turns did. Loss, norm and learning rate are those of the first phase that is due in
     every step, so that they are of one phase throughout a run; those of all are in `phases`."""
     last = steps[-1][1]

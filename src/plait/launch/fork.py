@@ -52,7 +52,7 @@ def run(
     `handing`: seconds that ranks which lose another are given to put away what they hold.
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
     `spare`: ranks that the run can go on without; then ranks find each other by themselves, and have no store.
-    `leaves`: ranks that wait for samples leave the step where somebody asks to stop, for what they hold is kept (`cli/rank.py`).
+    `leaves`: ranks that wait for samples leave the step where somebody asks to stop, for what they hold is kept (`engine/train.py`).
     `devices`: numbers of the devices of this machine that the ranks forked here use, in their order; None: from 0 on.
 
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM and SIGUSR1,

@@ -5,6 +5,7 @@ built             what strategies make of a job on one rank
 spec              which rank has which part of which tensor, and how each gradient is summed: one table
 mesh              the ranks of a plan on named axes, and their groups
 gradient_sums     sums between ranks that are not alike; the norm
+step_stats        the numbers of a step that every rank must know, packed into the row that ranks sum
 gradient_hooks    the job's hooks on gradients of parameters
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts
 average           the moving average of the weights (Job.ema)

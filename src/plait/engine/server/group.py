@@ -62,9 +62,9 @@ class Trainer:
         engine, job = self.engine, self.engine.job
         engine.position = at
         kept = {name: b.clone() for name, b in self.buffers.items()}
-        engine._spans.begin("data")
+        engine.spans.begin("data")
         batch = self._batch(at, size, first, ids)
-        engine._spans.end("data")
+        engine.spans.end("data")
         weights = [weigh(job.weight, micro) for micro in batch.micro]
         total, loss = sum(weights), torch.zeros(())
         if total > 0:
@@ -74,7 +74,7 @@ class Trainer:
         for parameter in engine.built.own.values():
             parameter.grad = None
         mean = float(loss)
-        spent = engine._spans.taken()()
+        spent = engine.spans.taken()()
         waited = sum(took for name, _, took in spent if name == "data")
         computed = sum(took for name, _, took in spent if sort_of(name) in COMPUTES)
         changes = {

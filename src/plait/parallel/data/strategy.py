@@ -49,6 +49,7 @@ from plait.parallel.data.buckets import Reducer
 from plait.parallel.data.compressed import CompressedReducer
 from plait.parallel.mutations import apart
 from plait.parallel.spec import REPLICAS, Reduce, ShardPlan
+from plait.parallel.step_stats import StepStats
 
 AXIS = "dp"
 EXACT = True
@@ -81,7 +82,7 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
 def apply(built: Built) -> None:
     copies = built.mesh.group_or_none(*SAME_PARTS)
     batch_norm.synchronise(built.model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
-    step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)
+    step_row = 0 if built.plan.across else StepStats.width(built.plan)
     experts = built.experts()
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in experts}
     if built.compressor is not None:
@@ -99,10 +100,3 @@ def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
     """Places of the parameters whose slices are larger on some ranks than on others."""
     uneven = {cut.parameter for cut in sketch.cuts if len({sum(n for _, n in held) for held in cut.ranges}) > 1}
     return {i for i, name in enumerate(names) if name in uneven}
-
-
-def numbers_of_step_row(plan: Plan) -> int:
-    """Numbers all ranks must know after a step: loss, wish to stop, how saves go, samples of each share of the batch, each
-    rank's seconds computing and waiting for data, under `batch_shares=auto` how many samples fit into its memory, the wish to end
-    the run, and whether there are new names of what the job logs; of each name it will have two more."""
-    return 6 + plan.ranks + (2 + (plan.batch_shares == "auto")) * plan.world

@@ -159,8 +159,8 @@ def _measured(engine: Engine, points: list[Point]) -> dict[str, Any]:
         loss, norm, gradients = 0.0, 0.0, dict[str, tuple[float, float]]()
         for _ in engine.turns.of(0):
             step_row = engine.backward(batch)
-            of_turn, told = engine.norm(step_row)
-            norm, loss = math.hypot(norm, of_turn), loss + told[0]
+            of_turn, totals = engine.norm(step_row)
+            norm, loss = math.hypot(norm, of_turn), loss + float(totals.loss)
             gradients |= {n: told_by(n, p.grad) for n, p in engine.built.own.items() if p.grad is not None}
             for parameter in engine.built.own.values():
                 parameter.grad = None

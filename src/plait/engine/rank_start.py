@@ -1,0 +1,103 @@
+"""Where a rank's training begins: its engine is made, and put at a checkpoint, at given weights, or at the job's own."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint import hugging_face, optimizer_state
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.data import sampling
+from plait.engine.build import broadcast_text
+from plait.engine.elastic import Keeper
+from plait.engine.engine import Engine
+from plait.engine.rank_options import RankOptions
+from plait.engine.resume import AUTO, writing
+from plait.engine.run_directory import RunDirectory
+from plait.engine.run_notes import RunNotes
+from plait.engine.run_schedule import is_last
+from plait.engine.server.facts import left_out
+from plait.launch import nccl
+from plait.launch.devices import kind_of
+from plait.launch.place import Place
+
+
+def make_engine(options: RankOptions, run: RunDirectory, place: Place) -> Engine:
+    """The engine of the options. What checkpoints will state of the job is computed here, before the first step."""
+    if kind_of(options.device) != "cpu":
+        nccl.settle(run.log(place.rank).parent)
+    engine = Engine(
+        options.job, options.plan, device=options.device, workers=options.workers, place=place, on_nan=options.on_nan,
+        read_weights=False, callbacks=options.callbacks() if options.callbacks is not None else (),
+        group_norms=options.group_norms,
+    )  # fmt: skip
+    engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), options.arguments
+    engine.checkpoints.told = partial(_published, engine)
+    optimizer_state.check(engine)
+    place.beat(engine.position.step, "data")
+    sampling.agreed(engine.job, engine.built.data, engine.built.group)
+    engine.fingerprint.get("data")
+    return engine
+
+
+def _published(engine: Engine, path: Path) -> None:
+    engine.place.saved(path)
+    engine.callbacks.published(path)
+
+
+def restore(engine: Engine, options: RankOptions, run: RunDirectory, notes: RunNotes, keeper: Keeper | None) -> Path | None:
+    """Put the engine where the run begins. Returns the checkpoint, if that is one. All ranks call it.
+
+    `keeper`: a rank was lost, and this goes on from the newest state in memory or on the disk.
+    """
+    checkpoint = None
+    if keeper is not None:
+        checkpoint = _restore_after_loss(engine, keeper, run, notes)
+        if engine.position.step and is_last(engine, engine.position.step):  # lost after the last step, maybe before its checkpoint
+            engine.save(options.keep)
+    elif options.resume is not None:
+        checkpoint = _resume(engine, options, run, notes)
+    if options.job.weights is not None and checkpoint is None:
+        engine.load_weights(options.job.weights)
+    if options.save == "all":
+        engine.base = None
+    if engine.place.rank == 0:
+        with writing(run.path):
+            hugging_face.describe(engine.model, options.job.weights, run.path / hugging_face.FOLDER)
+    return checkpoint
+
+
+def _restore_after_loss(engine: Engine, keeper: Keeper, run: RunDirectory, notes: RunNotes) -> Path | None:
+    """The newest state there is, and the record of the run up to it."""
+    path, where = keeper.goes_on()
+    if engine.place.rank == 0:
+        notes.note(f"note  going on from step {engine.position.step}, {where}")
+    _cut_record(engine, run, keeper.metrics())
+    return path
+
+
+def _resume(engine: Engine, options: RankOptions, run: RunDirectory, notes: RunNotes) -> Path | None:
+    path = engine.resume(missing_ok=options.resume in ("", AUTO), allow_changes=options.allow_changes)
+    if engine.place.rank == 0:
+        for problem in engine.checkpoints.refused:
+            notes.note(f"refused {problem.what}: {problem.why}")
+        resumed = f"resumed from {path} at step {engine.position.step}"
+        notes.note(resumed if path else "nothing saved yet: starting from step 0")
+        for line in engine.checkpoints.changed:
+            notes.note(f"changed  {line}")
+        if path is not None and (line := left_out(path)):
+            notes.note(line)
+        with writing(run.path):
+            run.describe(options.name, options.plan, options.arguments)
+    _cut_record(engine, run)
+    return path
+
+
+def _cut_record(engine: Engine, run: RunDirectory, metrics: dict[str, Any] | None = None) -> None:
+    """Remove what the run recorded of steps that are made again. All ranks call it: none appends before."""
+    if engine.place.rank == 0:
+        with writing(run.path):
+            run.cut(engine.position.step)
+            if metrics is not None:
+                run.remember(metrics)
+    if engine.built.group is not None:
+        broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)

@@ -1,0 +1,274 @@
+"""One optimizer step of one rank, in the order in which it happens.
+
+[Note: Timeline of a step]
+Two of the four micro-batches of a step, on a rank of dp, and what it sends:
+
+    compute   forward 3 │ backward 3 │ forward 4 │ backward 4 ▓▓▓▓▓▓▓▓ │ reduce │ norm │ clip, optimizer │ clock
+    links                                             └►░░└►░░└►░░░░░░░░┘
+                                                      gradients, bucket by bucket; the step row with the last
+
+    forward    the loss of a micro-batch, times its weight over that of the global batch
+    backward   gradients add up in `.grad`; that of the last micro-batch starts the sums over ranks
+    reduce     the sums that are left. Now `.grad` has the gradient of the global batch, and the step row the totals of all ranks
+    read       on a GPU, the numbers of the previous step: if it was skipped, this one is made again from the state before
+    norm       of the gradients of the whole model, over all ranks
+    finite?    whether loss and norm are; all ranks have the same, so all skip the update, or none
+    clip       by the norm
+    update     the optimizer's step
+    clock      the step is made: the next batch is the one behind it
+
+On a CPU the host reads loss and norm before the update; on a GPU it queues the update first, and reads them in the next step: see
+[Note: Reading late] in `stats_reader.py`. A job with phases walks through all of this once for each phase that is due.
+"""
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.data.batch import Batch
+from plait.engine import batch_weights, device_update
+from plait.engine.group_norms import group_names, group_norms
+from plait.engine.pending_stats import PendingStats
+from plait.engine.spans import Spans
+from plait.engine.speed import SpeedMeter
+from plait.engine.stats_reader import ReadTraining, StatsReader
+from plait.engine.step import Step, merged, tokens
+from plait.engine.trained import TrainedParameters
+from plait.engine.turns import Turns
+from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.loss_scale import DeviceLossScale
+from plait.parallel.step_stats import RunSignals, StepStats
+from plait.tensors.torch_private import scale_
+from plait.tensors.transfers import HostCopy
+
+
+class SteppedTraining(ReadTraining, batch_weights.SharesBatch, Protocol):
+    """A training whose steps are made here."""
+
+    turns: Turns
+    trained: TrainedParameters
+    meter: SpeedMeter
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank was asked to stop."""
+        ...
+
+    def signals(self) -> RunSignals:
+        """What this rank tells the others of the run."""
+        ...
+
+    def total_norm(self) -> Tensor:
+        """The norm of the gradients, a float64 scalar on the device."""
+        ...
+
+
+class TrainStep:
+    """Makes the steps of one rank. `norms`: with the gradient norm of each parameter group."""
+
+    def __init__(self, training: SteppedTraining, spans: Spans, norms: bool):
+        self.training, self.built, self.spans, self.norms = training, training.built, spans, norms
+        self.reader = StatsReader(training)
+        built = self.built
+        self.runs_ahead = device_update.may_run_ahead(built, training.guard.skips_nonfinite)
+        """Updates are queued before their numbers are read."""
+        if self.runs_ahead and built.scaler is not None:
+            built.scaler = DeviceLossScale(built.scaler, built.device)
+        self.reads_at_once = not device_update.told_late(built)
+        """What goes by a step's numbers is done in the step."""
+        self.has_state = False
+        """The optimizer has made its state."""
+        self.in_step = False
+        """Passes of a step have begun, and its update is not made: buffers are those of neither step."""
+        self.half_updated = False
+        """Weights may be half of one step and half of the next."""
+
+    def run(self, batch: Batch) -> Step:
+        """Make a step; in a job with phases, one for each phase that is due."""
+        each = []
+        for phase in self.training.turns.of(batch.after.step):  # the model, reducer and optimizer are this phase's meanwhile
+            step_row = self.backward(batch)
+            each.append((phase, self.update(batch, step_row)))
+        return merged(each)
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward, backward, reduce: leaves the gradient of the global batch in every `.grad`. Returns the summed row of the step."""
+        training, built, passes = self.training, self.built, self.training.passes
+        training.carried.begin_step()
+
+        # Each micro-batch's loss counts with its weight over that of the global batch. So the gradients add up to that of the batch's
+        # weighted mean loss, however the batch is split into ranks and micro-batches.
+        weights = batch_weights.weights_of(training.job, batch)
+        total = batch_weights.total_weight(training, batch, weights)
+        runs = {i: weights[i] / (total or 1.0) for i in batch_weights.run_here(training.share, batch, weights)}
+
+        # Forward passes write buffers such as statistics. What they held is kept, because a step that is not finite is undone: of this
+        # step, and of the previous one while the host does not know whether that was finite.
+        training.guard.keep(again=not self.reader.is_judged)
+        self.in_step, self.half_updated = True, not training.turns.first
+        training.trained.begin()
+        self._choose_groups(batch)
+
+        # Forward and backward, micro-batch by micro-batch or by the pipeline's schedule. In the last backward each bucket of gradients is
+        # sent as soon as it is full; the row of the step, which `_arm` packs before it, travels with the last one.
+        with training.meter.watching():
+            step_row = passes.run(passes.pieces(batch, runs), batch.position.step, partial(self._arm, batch))
+
+        # Reduce: what is not sent yet, then wait. The row that comes back is summed over all ranks.
+        self.spans.begin("reduce")
+        if built.reducer is not None:
+            step_row = built.reducer.finish()
+
+        # Gradients of other phases, which travel in the same buckets, are dropped; the job's hooks are called with sums, as on one device.
+        training.turns.forget_others()
+        training.trained.check(batch.after.step)
+        if built.gradient_hooks is not None:
+            built.gradient_hooks.run()
+        if built.rare is not None:
+            built.rare.given(total > 0)
+        self.spans.end("reduce")
+        return step_row
+
+    def update(self, batch: Batch, step_row: Tensor) -> Step:
+        """Read the previous step, then clip and update with the gradients that `backward` left, and advance the clock."""
+        training, turns = self.training, self.training.turns
+
+        # The learning rate goes by the samples seen before this step. A schedule is the job's code, which may hang: hence the beat.
+        self.spans.beat("optimizer")
+        self._set_rate()
+        lr = turns.rate
+
+        # The numbers of the previous step, if the host has not read them. If that step was skipped, the passes just made began from what
+        # it wrote: they are undone, and made again.
+        ahead, last = self.runs_ahead and self.has_state, self.reader.pending
+        if last is not None and (ahead or not last.judged) and self.reader.settle(within_next=True):
+            step_row = self.backward(batch)
+
+        pending = self._clip_and_update(batch, step_row, ahead=ahead)
+
+        # The clock: from here on the run is at the next step, and a checkpoint would say so.
+        if turns.last:
+            training.position, self.in_step = batch.after, False
+            training.carried.end_step()
+        if self.reads_at_once:
+            self.reader.settle()
+        lrs = [float(group["lr"]) for group in training.optimizer.param_groups]
+        after = batch.after
+        return Step(after.step, lr, after.samples, batch.size, tokens(batch), training.stopping, pending, lrs)
+
+    def _clip_and_update(self, batch: Batch, step_row: Tensor, *, ahead: bool) -> PendingStats:
+        """Norm, finite?, clip, optimizer. `ahead`: the update is queued before loss and norm are read."""
+        self.spans.begin("optimizer")
+        norm = self.training.total_norm()
+        pending = self._pending(batch)
+        row = pending.pack(step_row, norm, self._scale(norm), group_norms(self.built) if self.norms else None)
+
+        if ahead:
+            self._queue_update(step_row, norm)
+        else:
+            pending.copy = HostCopy(row)  # read right below: the host waits here
+            self.reader.judge(pending)  # raises, or finds out why the step is skipped
+            self.reader.settle()  # what was left to do of the previous step
+            self._make_update(pending)
+
+        for parameter in self.built.own.values():
+            parameter.grad = None
+        self.spans.end("optimizer")
+        if ahead:
+            pending.copy = HostCopy(row)  # travels behind the update, while the next passes are queued
+        pending.spans, self.reader.pending, self.half_updated = self.spans.taken(), pending, False
+        return pending
+
+    def _make_update(self, pending: PendingStats) -> None:
+        """The update by numbers that the host has read: finite?, clip, optimizer."""
+        training, scaler = self.training, self.built.scaler
+        if pending.finite:
+            factor = clip_factor(pending.norm, training.turns.clip(training.job)) / pending.scale
+            gradients = self._gradients()
+            if gradients and factor != 1.0:
+                scale_(gradients, factor)
+            self.half_updated = self.has_state = True
+            training.optimizer.step()
+            training.turns.updated()
+            self.reader.average(pending)
+        if scaler is not None and pending.trouble is None:
+            scaler.update(pending.finite)
+
+    def _queue_update(self, step_row: Tensor, norm: Tensor) -> None:
+        """The update ahead of its numbers, all on the device: finite?, clip, optimizer, which is skipped where they are not finite."""
+        training, scaler = self.training, self.built.scaler
+        skips = training.guard.skips_nonfinite
+        finite = norm.isfinite() if scaler is not None or skips else None
+        if finite is not None and skips:
+            finite = finite & StepStats.loss_in(step_row).isfinite()
+        scale = scaler.factor if isinstance(scaler, DeviceLossScale) else None
+        device_update.clip(self._gradients(), norm, training.job.clip, scale)
+        self.half_updated = True
+        device_update.step(training.optimizer, finite)
+        if isinstance(scaler, DeviceLossScale) and finite is not None:
+            scaler.update(finite)
+
+    def put_back(self) -> None:
+        """Undo the passes of a step that was not ended, and a step that the device skipped: the state is that of a whole step then."""
+        guard, in_step, self.in_step = self.training.guard, self.in_step, False
+        if in_step:
+            guard.before.put_back()
+        if self.reader.is_skipped:
+            (guard.earlier if in_step else guard.before).put_back()
+        self.reader.average()
+        if self.built.shards is not None:
+            self.built.shards.reshard()
+
+    def _choose_groups(self, batch: Batch) -> None:
+        """With replica groups: whether gradients of this step are summed over all of them."""
+        rare, reducer = self.built.rare, self.built.reducer
+        if rare is not None and isinstance(reducer, CrossGroupSums):
+            reducer.everywhere = self.built.mesh.group("replica_groups") if rare.sums(batch.after.step) else None
+
+    def _arm(self, batch: Batch, losses: list[Tensor]) -> Tensor:
+        """The last backward is about to begin: the reducer sends what it fills, and this row. Returns the row."""
+        training, plan, log = self.training, self.training.plan, self.training.passes.logged
+        stats, meter = StepStats.zeros(plan), training.meter
+        stats.add_losses(losses, plan, self.built.device)
+        waited = self.spans.waited
+        stats.add_rank(training.place.rank, plan, samples=batch.count, busy=meter.busy, waited=waited, room=meter.room)
+        stats.signals = training.signals()
+        stats.new_names, stats.logged = float(log.has_new_names), log.send()
+        step_row = stats.pack(self.built.device)
+        if self.built.reducer is not None:
+            self.built.reducer.arm(step_row)
+        return step_row
+
+    def _pending(self, batch: Batch) -> PendingStats:
+        training, built = self.training, self.built
+        scale = 1.0 if built.scaler is None else built.scaler.value
+        summed = built.rare is not None and built.rare.sums(batch.after.step)
+        return PendingStats(
+            training.plan, batch, group_names(built) if self.norms else [], training.passes.logged.sent, training.passes.losses,
+            training.guard.skips_nonfinite, factor=None if isinstance(built.scaler, DeviceLossScale) else scale,
+            scaled=built.scaler is not None, loss_factor=training.plan.replica_groups if summed else 1.0,
+            to_average=built.average is not None and training.turns.last,
+        )  # fmt: skip
+
+    def _scale(self, norm: Tensor) -> Tensor:
+        """The loss scale, float64 of shape [1] on the device; 1 without one."""
+        factor = 1.0 if self.built.scaler is None else self.built.scaler.factor
+        return factor.reshape(1) if isinstance(factor, Tensor) else torch.full_like(norm.reshape(1), factor)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.built.own.values() if p.grad is not None]
+
+    def _set_rate(self) -> None:
+        """By `Job.schedule`."""
+        schedule, training = self.training.job.schedule, self.training
+        if schedule is not None:
+            rate = float(schedule(training.position.samples))
+            for group in training.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+
+
+def clip_factor(norm: float, most: float | None) -> float:
+    """As `torch.nn.utils.clip_grad_norm_`: most / (norm + 1e-6), at most 1; NaN stays NaN."""
+    return 1.0 if most is None else min(most / (norm + 1e-6), 1.0)
