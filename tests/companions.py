@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from plait.launch.companion import Until
+from plait.launch.companion import EndOfWork
 
 
-def main(until: Until, say: Callable[[str], None], *words: str) -> None:
+def main(end: EndOfWork, say: Callable[[str], None], *words: str) -> None:
     print(" ".join(words), flush=True)
     say(f"said\n{' '.join(words)}")
-    while not until.wait(0.1):
+    while not end.wait(0.1):
         pass
-    print(until.word, flush=True)
+    print(end.word, flush=True)
     say("the end")

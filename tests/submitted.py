@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.plan import Plan
-from plait.submit.submission import Submission
+from plait.integrations.submit.submission import Submission
 
 SCHEMAS = Path(__file__).parent / "schemas"
 KINDS = {

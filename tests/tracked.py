@@ -32,7 +32,7 @@ def tensorboard(run: Path) -> Told:
 
     read = EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
     read.Reload()
-    names = [name for name in read.Tags()["tensors"] if name != "run"]
+    names = [name for name in read.Tags()["tensors"] if name != "run/text_summary"]
     return {name: [[e.step, e.tensor_proto.double_val[0]] for e in read.Tensors(name)] for name in names}
 
 

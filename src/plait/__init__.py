@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING
 from plait.config.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from plait.adapters.keras import from_keras
-    from plait.adapters.lightning import from_lightning
-    from plait.adapters.loop import from_loop
-    from plait.adapters.trainer import from_trainer
     from plait.api import plan, sketch, train, verify
     from plait.config.errors import PlaitError
     from plait.config.job import EMA, Evaluate, Job, TokenBudget
@@ -22,11 +18,15 @@ if TYPE_CHECKING:
     from plait.data.packing import document_mask, packed
     from plait.engine.callbacks import Callback
     from plait.engine.engine import Engine
-    from plait.engine.export_weights import ExportWeights
     from plait.engine.logged import log
     from plait.engine.samples import Generate
     from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
     from plait.engine.step import Step
+    from plait.integrations.adapters.keras import from_keras
+    from plait.integrations.adapters.lightning import from_lightning
+    from plait.integrations.adapters.loop import from_loop
+    from plait.integrations.adapters.trainer import from_trainer
+    from plait.integrations.export_weights import ExportWeights
     from plait.losses.global_batch import global_batch, global_mean
     from plait.losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
     from plait.model.combined_optimizer import CombinedOptimizer
@@ -89,7 +89,7 @@ _HOME = {
     "EarlyStopping": "plait.engine.standard_callbacks",
     "Engine": "plait.engine.engine",
     "Evaluate": "plait.config.job",
-    "ExportWeights": "plait.engine.export_weights",
+    "ExportWeights": "plait.integrations.export_weights",
     "Generate": "plait.engine.samples",
     "Job": "plait.config.job",
     "LinearCrossEntropy": "plait.losses.linear_cross_entropy",
@@ -102,10 +102,10 @@ _HOME = {
     "TokenBudget": "plait.config.job",
     "Verdict": "plait.proof.verdict",
     "document_mask": "plait.data.packing",
-    "from_keras": "plait.adapters.keras",
-    "from_lightning": "plait.adapters.lightning",
-    "from_loop": "plait.adapters.loop",
-    "from_trainer": "plait.adapters.trainer",
+    "from_keras": "plait.integrations.adapters.keras",
+    "from_lightning": "plait.integrations.adapters.lightning",
+    "from_loop": "plait.integrations.adapters.loop",
+    "from_trainer": "plait.integrations.adapters.trainer",
     "global_batch": "plait.losses.global_batch",
     "global_mean": "plait.losses.global_batch",
     "layerwise_rates": "plait.model.parameter_groups",

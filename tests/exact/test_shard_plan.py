@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import jobs_moe
+import jobs_phased
 import jobs_real
 import jobs_unlike
 import pytest
@@ -74,7 +75,8 @@ def muon(job: Job) -> Job:
 JOBS: dict[str, Any] = {
     "gpt": jobs_real.gpt, "llama": llama, "tied": jobs_real.gpt2, "moe_list": jobs_moe.gpt, "scalar_gpt": scalar_gpt,
     "moe_stacked": lambda: jobs_moe.gpt(stacked=True), "moe_uneven": lambda: jobs_moe.gpt(stacked=True, experts=5),
-    "gpt_muon": lambda: muon(jobs_real.gpt()), "llama_muon": lambda: muon(llama()), **jobs_unlike.ALL,
+    "gan": jobs_phased.wgan_gp, "vae_gan": jobs_phased.vae_gan, "gpt_muon": lambda: muon(jobs_real.gpt()),
+    "llama_muon": lambda: muon(llama()), **jobs_unlike.ALL,
 }  # fmt: skip
 
 
@@ -90,9 +92,10 @@ def outline(sketch: Sketch) -> tuple[Any, ...]:
 
 def real(built: Built) -> Facts:
     """What a rank has, and what its reducers sum."""
-    shards, outer, plan = built.shards, built.reducer, built.plan
-    inner = outer.inner if isinstance(outer, CrossGroupSums) else outer
-    in_buckets = {id(p) for b in inner.buckets for p in b.parameters} if isinstance(inner, Reducer) else set()
+    shards, plan = built.shards, built.plan
+    outer = [*(built.by_phase.values() or ([] if built.reducer is None else [built.reducer]))]
+    inner = [one.inner if isinstance(one, CrossGroupSums) else one for one in outer]
+    in_buckets = {id(p): one.group for one in inner if isinstance(one, Reducer) for b in one.buckets for p in b.parameters}
     sharded, scalars = (shards.sharded, {id(p) for p in shards.scalars}) if shards is not None else ({}, set())
 
     def sums(name: str, parameter: nn.Parameter) -> list[Any]:
@@ -103,8 +106,8 @@ def real(built: Built) -> Facts:
         elif shards is not None and id(parameter) in scalars:  # by `settle`, or with the row of the step
             found = [("sum", ranks_of(shards.same_slices if plan.across else shards.everybody))]
         elif id(parameter) in in_buckets:
-            found = [("sum", ranks_of(inner.group))]
-        mine = [one for one in outer.late if name in one.names] if isinstance(outer, CrossGroupSums) else []
+            found = [("sum", ranks_of(in_buckets[id(parameter)]))]
+        mine = [late for one in outer if isinstance(one, CrossGroupSums) for late in one.late if name in late.names]
         found += [("mean" if name in one.means else "sum", ranks_of(one.group)) for one in mine]
         return [one for one in found if one[1] is not None]
 
@@ -201,11 +204,13 @@ GPT = (
 )
 MOE = "ep=2,dp=4 ep=2,fsdp=4 ep=2,pp=2 ep=2 microbatches=2,fsdp=2 ep=2 cp=2,fsdp=4 ep=2 cp=2,dp=2 tp=2 GPU"
 MUON = "fsdp=2,dp=2 fsdp=2,tp=2,fsdp=2 tp=2,pp=2 tp=2 microbatches=2,fsdp=2 cp=2"
+PHASED = "dp=2,fsdp=2,dp=2 fsdp=2,tp=2,dp=2 tp=2"
 UNLIKE = "fsdp=2,tp=2,pp=2 microbatches=2"
 EVERY = [
     *((name, plan) for name in ("gpt", "llama", "tied", "scalar_gpt") for plan in GPT.split(",")),
     *((name, plan) for name in ("moe_list", "moe_stacked", "moe_uneven") for plan in MOE.split(",")),
     *((name, plan) for name in ("gpt_muon", "llama_muon") for plan in MUON.split(",")),
+    *((name, plan) for name in ("gan", "vae_gan") for plan in PHASED.split(",")),
     *((name, plan) for name in jobs_unlike.ALL for plan in UNLIKE.split(",")),
 ]
 

@@ -15,6 +15,7 @@ from launched import TEST_JOB, Command, rows
 
 from plait import ray as plait_ray
 from plait.config.errors import PlaitError, Problem
+from plait.integrations.ray import _mended as mended_by_a_start
 
 HERE = Path(__file__).parents[1]
 
@@ -98,7 +99,7 @@ def test_ray_is_not_installed(
     ),
 )  # fmt: skip
 def test_what_starting_again_mends(code: str, why: str, mended: bool) -> None:
-    assert plait_ray._mended(PlaitError(Problem(code, "what", why=why))) is mended
+    assert mended_by_a_start(PlaitError(Problem(code, "what", why=why))) is mended
 
 
 REAL = pytest.mark.skipif(

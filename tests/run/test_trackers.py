@@ -15,7 +15,7 @@ from launched import TEST_JOB, Command, alive, rows
 from tracked import Told, read_back
 
 from plait.config.errors import PlaitError
-from plait.engine.trackers import packages
+from plait.integrations.trackers import follow, packages
 from plait.launch.companion import Companion
 
 (
@@ -87,7 +87,7 @@ def test_a_companion_ends_when_its_rank_dies(tmp_path: Path) -> None:
     rank = os.fork()
     if rank == 0:
         companion = Companion("companions", ["until", "it", "ends"], tmp_path / "log", {})
-        os.write(writing, str(companion.number).encode())
+        os.write(writing, str(companion.process.pid).encode())
         signal.pause()
     number = int(os.read(reading, 64))
     time.sleep(0.3)
@@ -107,24 +107,26 @@ def test_a_companion_ends_when_its_rank_dies(tmp_path: Path) -> None:
 
 def test_a_companion_says_lines_and_ends_with_a_word(tmp_path: Path) -> None:
     companion, said = Companion("companions", ["a"], tmp_path / "log", {}), list[str]()
-    companion.done("done")
-    assert companion.wait(20) == 0
-    said += companion.said()
+    companion.finish("done")
+    assert companion.process.wait(20) == 0
+    said += companion.read_lines()
     companion.close()
     assert said == ["said a", "the end"] and (tmp_path / "log").read_text().splitlines() == ["a", "b'done'"]
 
 
 def test_what_to_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages.chosen(["wandb,mlflow", "wandb"]) == ("wandb", "mlflow")
+    (processes,) = follow.chosen(["wandb,mlflow", "wandb"])
+    assert processes.names == ("wandb", "mlflow") and follow.chosen([]) == ()
     (problem,) = packages.unknown(["wandb,aim"])
     assert problem.code == "U002" and "aim" in problem.what and "tensorboard, wandb, mlflow, trackio" in problem.why
-    monkeypatch.setitem(packages.TRACKERS, "wandb", (packages.WeightsAndBiases, "no_such_module", "wandb"))
+    monkeypatch.setattr(packages.WeightsAndBiases, "module", "no_such_module")
     with pytest.raises(PlaitError) as caught:
-        packages.chosen(["wandb"])
+        follow.chosen(["wandb"])
     assert caught.value.codes == ["H004"] and caught.value.problems[0].fix == ("pip install wandb",)
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(400)
 def test_nobody_is_called_without_an_account(tmp_path: Path) -> None:
     """Under strace, the trackers' processes connect to nothing but sockets of this machine."""
     trace = tmp_path / "trace"

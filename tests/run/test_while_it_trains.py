@@ -17,7 +17,7 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.engine.export_weights import LINKED, linked
+from plait.integrations.export_weights import LINKED, linked
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.launch.supervise import Listener

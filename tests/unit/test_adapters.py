@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import plait
-from plait.adapters import loaders, optimizers, own_losses, schedulers
+from plait.integrations.adapters import loaders, optimizers, own_losses, schedulers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

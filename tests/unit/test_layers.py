@@ -1,13 +1,17 @@
-"""Which folder may import which, read off the source: five floors, an arrow only down, and no circle of files anywhere.
+"""Which folder may import which, read off the source: six floors, an arrow only down, and no circle of files anywhere.
 
-An import inside a function and one for type checkers count as any other: they are arrows in a reader's head.
+An import inside a function and one for type checkers count as any other: they are arrows in a reader's head. The core imports
+no integration; `cli/` alone loads those that a command or an option names, inside of a function.
 """
 
 import ast
+from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import plait
 
 SOURCE = Path(__file__).parents[2] / "src" / "plait"
 FLOORS = (
@@ -15,14 +19,15 @@ FLOORS = (
     ("model", "losses"),  # what a model is
     ("parallel",),  # how it is split
     ("checkpoint", "engine"),  # a run
-    ("planner", "report", "proof", "submit", "chaos", "cli", "ray", "adapters", "api"),  # who uses one
+    ("planner", "report", "proof", "chaos", "cli", "api"),  # who uses one
+    ("integrations", "ray"),  # what connects it to other software: `ray` is the public name of a file of integrations
 )
 """From the ground up. On a floor a folder may import those before it."""
 ORDER = [folder for floor in FLOORS for folder in floor]
 TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline", "server")
 """Of `parallel`, in the order in which one may import the ones before it."""
 WITHOUT_TORCH = (
-    "config/", "report/", "submit/", "cli/main", "cli/plan_keys", "cli/submit", "parallel/pipeline/schedules",
+    "config/", "report/", "integrations/submit/", "cli/main", "cli/plan_keys", "parallel/pipeline/schedules",
     "parallel/pipeline/simulate",
 )  # fmt: skip
 """What `plait --help`, `plait report` and a plan's words load: no import of torch at the top of these files."""
@@ -37,10 +42,10 @@ def modules() -> dict[str, Path]:
     return dict(zip(names, paths))
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The files that one imports, wherever in it the import stands."""
+def imports(path: Path, known: dict[str, Path], nodes: Callable[[ast.Module], Iterable[ast.AST]] = ast.walk) -> set[str]:
+    """The files that one imports, wherever in it the import stands, or in these nodes of its tree."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "plait":
             full = {f"{node.module}.{a.name}" for a in node.names}
             found |= {name if name in known else str(node.module) for name in full}
@@ -68,8 +73,22 @@ def test_every_folder_stands_on_a_floor() -> None:
 def test_arrows_run_down(name: str) -> None:
     mine = ORDER.index(folder(name))
     wrong = [other for other in ARROWS[name] if folder(other) and ORDER.index(folder(other)) > mine]
+    if folder(name) == "cli":
+        at_top = imports(modules()[name], modules(), lambda tree: tree.body)
+        wrong = [other for other in wrong if folder(other) != "integrations" or other in at_top]
     assert not wrong, f"{name} imports {wrong}, which stand above it"
-    assert "plait" not in ARROWS[name], f"{name} imports the public face"
+    assert "plait" not in ARROWS[name] or folder(name) == "integrations", f"{name} imports the public face"
+
+
+@pytest.mark.parametrize("name", [n for n in ARROWS if folder(n) == "integrations"])
+def test_an_integration_uses_the_public_face_and_no_other_integration(name: str) -> None:
+    part = name.split(".")[2:3]
+    others = {other.split(".")[2] for other in ARROWS[name] if folder(other) == "integrations"} - set(part)
+    assert not others, f"{name} imports {others}, which are other integrations"
+    public = {(module, word) for word, module in vars(plait)["_HOME"].items() if folder(module) != "integrations"}
+    for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
+        named = [a.name for a in node.names if (node.module, a.name) in public] if isinstance(node, ast.ImportFrom) else []
+        assert not named, f"{name} imports {named} from {getattr(node, 'module', '')}: they are public names of plait"
 
 
 @pytest.mark.parametrize(

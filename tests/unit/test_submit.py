@@ -12,10 +12,10 @@ import yaml
 from submitted import asked, faults, sbatch
 
 from plait.cli.main import main
-from plait.cli.submit import seconds
+from plait.config.command_options import SCHEDULERS
 from plait.config.errors import PlaitError
-from plait.submit.kinds import KINDS
-from plait.submit.submission import slug
+from plait.integrations.submit.command import seconds
+from plait.integrations.submit.submission import slug
 
 BARE = {
     "slurm": (), "ray": (), "ssh": ("--hosts", "a,b"), "skypilot": ("--gpu", "H100"), "jobset": ("--image", "r/t:1"),
@@ -116,7 +116,7 @@ def test_exit_codes_say_what_becomes_of_a_jobset() -> None:
     assert "--master=net-node-0-0.net:29500" in words and spec["network"]["subdomain"] == "net"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_secret_is_in_no_file(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLAIT_SECRET", "the-secret-of-this-shell")
     text = written(kind, "--nnodes", "2")
@@ -125,7 +125,7 @@ def test_a_secret_is_in_no_file(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert "PLAIT_SECRET" not in alone
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_options_of_train_are_passed_on(kind: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("[mesh]\ndp = 4\n")
     own = (
@@ -235,4 +235,4 @@ def test_a_job_whose_name_begins_with_a_dash_is_no_option() -> None:
 
 def test_the_page_names_every_scheduler() -> None:
     page = (Path(__file__).parents[2] / "docs" / "many_machines.md").read_text(encoding="utf-8")
-    assert all(f"| `{kind}` |" in page for kind in KINDS) and "plait submit slurm" in page
+    assert all(f"| `{kind}` |" in page for kind in SCHEDULERS) and "plait submit slurm" in page

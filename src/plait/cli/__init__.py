@@ -19,7 +19,6 @@ parameter_table   plait plan --show parameters
 check             plait check
 verify            plait verify
 sketch            plait sketch
-submit            plait submit
 bench             plait bench
 chaos             plait chaos
 checkpoint        plait checkpoint

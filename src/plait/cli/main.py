@@ -271,7 +271,7 @@ COMMANDS = {
         ),
     ),
     "submit": Command(
-        "write what a scheduler wants: Slurm, Kubernetes, SkyPilot, Ray, ssh", of.SubmitOptions, _in("plait.cli.submit"),
+        "write what a scheduler wants: Slurm, Kubernetes, SkyPilot, Ray, ssh", of.SubmitOptions, _in("plait.integrations.submit.command"),
         (
             'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --out job.sbatch',
             "jobset job.py --plan fsdp=16 --machine h100x8x2 --image registry/train:1 --volume shared:/mnt",

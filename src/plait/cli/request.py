@@ -10,6 +10,7 @@ from plait.config.job import Job, optimized
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
 from plait.engine.callbacks import Callback
+from plait.engine.metrics import MetricsFollower
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Request(RunOptions):
     plan: Plan
     _: KW_ONLY
     device: str = "auto"
-    trackers: tuple[str, ...] = ()
-    """Experiment trackers that also get the metrics (see `engine/trackers/`)."""
+    trackers: tuple[MetricsFollower, ...] = ()
+    """Experiment trackers, which also get the metrics (see `integrations/trackers/`)."""
     shown: tuple[int, ...] = (0,)
     """Ranks whose output is shown."""
     verbose: bool = False

@@ -105,8 +105,8 @@ def _made(function: Callable[[], Any] | None, options: TrainOptions) -> "list[Ca
     from plait.config.errors import in_a_line
     from plait.config.job import user_line
     from plait.engine.callbacks import Callback, checked
-    from plait.engine.export_weights import ExportWeights
     from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
+    from plait.integrations.export_weights import ExportWeights
 
     made, name = list[Callback](), options.callbacks
     if function is not None:

@@ -41,7 +41,7 @@ def requested(options: TrainOptions, load: "Callable[[], Job] | None" = None) ->
     """What the options ask for. `load` gives the job where it does not lie in a file."""
     from plait.cli.plan_and_job import both
     from plait.cli.request import Request, scaled
-    from plait.engine.trackers.packages import chosen
+    from plait.integrations.trackers.follow import chosen
 
     wrong, callbacks = problems(options), None
     try:
@@ -72,7 +72,7 @@ def problems(options: TrainOptions) -> list[Problem]:
         what = f"--patience {options.patience} is not a number of seconds > 0"
         found.append(Problem("U002", what, fix=("--patience 600",)))
     if options.to:
-        from plait.engine.trackers.packages import unknown
+        from plait.integrations.trackers.packages import unknown
 
         found += unknown(list(options.to))
     every = options.export_every or 0

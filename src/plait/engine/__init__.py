@@ -29,7 +29,6 @@ speed             how long a rank computes; how many samples fit
 evaluate          metrics over held-out data
 generate          prompts continued by the model in training
 samples           what it makes of some prompts, now and then
-export_weights    the weights for others, while it trains
 try_metrics       the job's metrics, tried before training
 batch_dependence  whether a model in eval mode uses the other samples of a batch
 nonfinite         steps that are not finite
@@ -39,7 +38,6 @@ resume            which run goes on, and where
 elastic           going on when a rank is lost
 pieces            snapshots on several machines
 metrics           metrics, events and status of a rank
-trackers/         experiment trackers that get the metrics
 server/           groups that send gradients to a server
 joined_ranks      ranks that another launcher started agree on a run
 """

@@ -11,8 +11,9 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -24,10 +25,22 @@ from plait.engine.memory_use import MemoryUse
 from plait.engine.run_directory import RunDirectory
 from plait.engine.spans import sort_of
 from plait.engine.step import Step
-from plait.engine.trackers.beside import Beside
 from plait.tensors.finite import number
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
+
+
+class MetricsFollower(Protocol):
+    """Reads `metrics.jsonl` while rank 0 writes it (see `integrations/trackers`). Its methods never raise, and only `close` may wait."""
+
+    def start(self, run: Path, step: int, note: Callable[[str], None]) -> None:
+        """Follow the run at this path, which continues after `step`; `note` prints a line for the user."""
+
+    def look(self) -> None:
+        """A row was written."""
+
+    def close(self, done: bool, alive: Callable[[], None]) -> None:
+        """No row follows. `done`: the run has ended as it should, or was asked to stop; `alive` is called while it waits."""
 
 
 class Recorder:
@@ -38,7 +51,7 @@ class Recorder:
         engine: Engine,
         run: RunDirectory,
         status: Callable[[dict[str, Any]], None],
-        trackers: tuple[str, ...],
+        followers: tuple[MetricsFollower, ...] = (),
         note: Callable[[str], None] = print,
         recorded: Callable[[Step], None] = lambda step: None,
     ):
@@ -51,8 +64,9 @@ class Recorder:
         self.rank, self.world = rank, engine.plan.devices
         self.events = open(run.events(rank), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
-        alive = lambda: engine.place.within("checkpoint")  # noqa: E731
-        self.trackers = Beside(trackers, run.path, engine.position.step, note, alive) if rank == 0 else None
+        self.followers = followers if rank == 0 else ()
+        for follower in self.followers:
+            follower.start(run.path, engine.position.step, note)
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
         self.waits: deque[tuple[list[float], float]] = deque(maxlen=50)
         """Seconds that each rank waited for samples; those that rank 0 waited in its sums for the slowest rank."""
@@ -106,8 +120,8 @@ class Recorder:
         if step.loss_scale is not None:
             row["loss_scale"] = step.loss_scale
         self.metrics.write(_json(row))
-        if self.trackers is not None:
-            self.trackers.look()
+        for follower in self.followers:
+            follower.look()
         if step.note:
             self.note(step.note)
         busy = [seconds for _, seconds in step.by_rank]
@@ -191,8 +205,8 @@ class Recorder:
         for file in (self.events, self.metrics):
             if file is not None:
                 file.close()
-        if self.trackers is not None:
-            self.trackers.close(done)
+        for follower in self.followers:
+            follower.close(done, lambda: self.engine.place.within("checkpoint"))
 
 
 def _json(row: dict[str, Any]) -> str:

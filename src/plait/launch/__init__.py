@@ -31,7 +31,7 @@ nodes             launchers of several machines, which tell each other what they
 stopping          SIGTERM, SIGUSR1 and Ctrl-C: requests to stop, and how a process hears them while it waits
 child             the life of a process that is forked
 fresh             a fresh process that starts ranks where this one cannot be forked
-companion         a process beside a rank, which neither holds it up nor ends it
+companion         a process that a rank starts, which neither delays nor ends it
 devices           which accelerators there are, without a CUDA call
 detect            this machine as a `Machine`
 """

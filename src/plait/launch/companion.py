@@ -1,14 +1,13 @@
-"""A process that a rank starts beside itself, for work that must neither hold training up nor end it.
+"""A process that a rank starts, for work that must neither delay nor end training.
 
-It is a new Python, not a fork: none of the rank's threads, sockets and locks are in it, and whatever it imports stays in it.
-What it and its libraries print goes to a file; what it wants said goes through a pipe, which the rank reads between steps
-without waiting. Its session is its own, so Ctrl-C at the terminal is not its business: it ends some time after the rank
-closes its standard input, which the system does for a rank that dies.
+It is a new Python, not a fork: none of the rank's threads, sockets and locks are in it, and a package that it imports can crash
+it alone. Its output goes to a file; lines for the user go through a pipe, which the rank reads between steps without waiting.
+Its session is its own, so Ctrl-C in the terminal does not reach it. It ends after the rank has closed its standard input, which
+the system does if the rank dies.
 """
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,114 +21,81 @@ from typing import IO
 from plait.launch.stopping import REQUESTS
 
 LAST = 600.0
-"""Seconds that a companion has, once the rank is done with it, before it is ended."""
+"""Seconds after the end of its work in which a companion must exit; then it is killed."""
 
 
 class Companion:
-    """`main(until, say)` of `module`, called with `arguments` in a process of its own that the rank started.
+    """Runs `main(end, say, *arguments)` of a module in a new process; `end` is an `EndOfWork`, and `say` sends a line to the user.
 
-    `log`: the file for what is printed there. `environment`: variables it has besides the rank's.
+    `log`: the file for all other output. `environment`: variables that the process has in addition to the rank's.
     """
 
     def __init__(self, module: str, arguments: list[str], log: Path, environment: Mapping[str, str]):
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        self._said, self._rest = os.fdopen(reading, "rb", buffering=0), b""
         code = f"import sys; sys.path[:] = {sys.path!r}; from plait.launch.companion import live; live()"
-        try:
-            with open(log, "ab") as file:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, module, str(writing), *arguments], stdin=subprocess.PIPE, stdout=file,
-                    stderr=file, pass_fds=(writing,), start_new_session=True, env={**os.environ, **environment},
-                )  # fmt: skip
-        finally:
-            os.close(writing)
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
+                bufsize=0, start_new_session=True, env={**os.environ, **environment},
+            )  # fmt: skip
+        self._input, self._output = _pipe(self.process.stdin), _pipe(self.process.stdout)
+        os.set_blocking(self._output.fileno(), False)
+        self._rest = b""
 
-    @property
-    def number(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    def said(self) -> list[str]:
-        """The lines it has said since the last call. It does not wait for any."""
-        while True:
-            data = self._said.read(65536)
-            if not data:
-                break
+    def read_lines(self) -> list[str]:
+        """The lines for the user since the last call."""
+        while data := self._output.read(65536):
             self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         return [line.decode("utf-8", "replace") for line in lines]
 
-    def done(self, word: str) -> None:
-        """Tell it that nothing follows, and how the run ended."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended already, or been told
-            self._process.stdin.write(word.encode())
-            self._process.stdin.close()
-
-    def wait(self, seconds: float) -> int | None:
-        """Wait for its end: the exit status, or None if it goes on."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def ended(self) -> int | None:
-        """Its exit status, or None while it goes on."""
-        return self._process.poll()
+    def finish(self, word: str) -> None:
+        """End its work; `word` says how the run ended."""
+        with contextlib.suppress(OSError, ValueError):  # it has exited, or was told before
+            self._input.write(word.encode())
+            self._input.close()
 
     def close(self) -> None:
-        """Listen to it no longer; it may go on."""
-        self._said.close()
-        self.done("")
-        if self._process.poll() is None:
-            self._process.returncode = 0  # so that nothing complains that it is left to itself
+        """Leave it to itself."""
+        self._output.close()
+        self.finish("")
+        if self.process.poll() is None:
+            self.process.returncode = 0  # so that subprocess does not warn of a process that is still running
 
 
-class Until:
-    """The end of a companion's work, as its rank says it: by a word, or by dying."""
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
 
-    def __init__(self, source: IO[bytes]):
-        self._source, self.word = source, b""
-        self.over = False
 
-    def wait(self, seconds: float) -> bool:
-        """Whether nothing follows; known after `seconds` at most."""
-        end = time.monotonic() + seconds
-        while not self.over:
-            ready, _, _ = select.select([self._source], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                return False
-            data = os.read(self._source.fileno(), 64)
+class EndOfWork(threading.Event):
+    """Is set once the rank has ended the work, or died. `word`: what the rank gave to `finish`; empty if it died."""
+
+    word = b""
+
+    def listen(self) -> None:
+        """Read standard input to its end. `LAST` seconds later, end this process, whatever a library waits for."""
+        while data := os.read(0, 64):
             self.word += data
-            self.over = not data
-        return True
+        self.set()
+        time.sleep(LAST)
+        os._exit(1)
 
 
 def live() -> None:
     """The process of a companion, from its first line to its last."""
-    _, module, writing, *arguments = sys.argv
-    os.set_inheritable(int(writing), False)
-    for number in REQUESTS:  # its rank says when it is to end
+    for number in REQUESTS:  # its rank decides when it ends
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_late, daemon=True).start()
-    with os.fdopen(int(writing), "wb", buffering=0) as out, os.fdopen(0, "rb", buffering=0) as source:
-        until = Until(source)
+    lines, end = os.dup(1), EndOfWork()
+    os.dup2(2, 1)
+    threading.Thread(target=end.listen, daemon=True).start()
 
-        def say(line: str) -> None:
-            try:
-                out.write((line.replace("\n", " ") + "\n").encode())
-            except OSError:
-                print(line, flush=True)  # the rank is gone; the log is there
+    def say(line: str) -> None:
+        try:
+            os.write(lines, (line.replace("\n", " ") + "\n").encode())
+        except OSError:
+            print(line, flush=True)  # the rank is gone; the log is there
 
-        import_module(module).main(until, say, *arguments)
-
-
-def _end_late() -> None:
-    """Ends this process `LAST` seconds after its rank is done with it, whatever a library of it waits for."""
-    select.select([0], [], [])
-    time.sleep(LAST)
-    os._exit(1)
+    import_module(sys.argv[1]).main(end, say, *sys.argv[2:])
 
 
 def variables(*names: str) -> dict[str, str]:

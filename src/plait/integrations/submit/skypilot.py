@@ -5,11 +5,11 @@ it fails; each start goes on from the newest checkpoint.
 """
 
 from plait.config.errors import RESUMABLE
-from plait.submit.pods import overlaid
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import comment, line
-from plait.submit.submission import Submission
-from plait.submit.yaml import Value, dump
+from plait.integrations.submit.pods import overlaid
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import comment, line
+from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.yaml import Value, dump
 
 
 def write(asked: Submission) -> str:

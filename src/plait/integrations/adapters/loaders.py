@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from plait.config.errors import PlaitError, Problem
+from plait import PlaitError
+from plait.config.errors import Problem
 from plait.data.batch import LABELS, Data, MapStyle, checked, is_map
 from plait.data.orders import drop_last, sequential
 from plait.data.sampling import Order

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait import PlaitError
+from plait.config.errors import Problem, in_a_line
 
 PLAYED = 256
 """Steps that are played at once, so that what cannot be meant is mostly refused before training."""

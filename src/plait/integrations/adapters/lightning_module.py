@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from plait.config.errors import FAILED, PlaitError, Problem
+from plait import PlaitError
+from plait.config.errors import FAILED, Problem
 
 CODE = "J036"
 TRAINING, HELD_OUT = "batch", "held_out"

@@ -1,5 +1,5 @@
 """Values as YAML that a person can read. A string is bare only where no reader can take it for anything else, and quoted as in JSON
-everywhere else; several lines of plain text are a block.
+everywhere else; several lines of plain text are a block. (A template of text would not do: `--option` sets any key of a document.)
 """
 
 import re
@@ -20,31 +20,26 @@ def dump(value: dict[str, Value]) -> str:
     return "".join(f"{row}\n" for row in _rows(value))
 
 
-def _rows(value: Value) -> list[str]:
+def _rows(value: "list[Value] | dict[str, Value]") -> list[str]:
     """The lines of a list or a table that is not empty."""
     rows: list[str] = []
-    if isinstance(value, dict):
-        for key, one in value.items():
-            first, rest = _value(one)
-            rows += [f"{_text(key)}: {first}" if first else f"{_text(key)}:"]
-            rows += rest if isinstance(one, list) else [f"  {row}" if row else "" for row in rest]
-    elif isinstance(value, list):
-        for one in value:
-            first, rest = _value(one)
-            first, *rest = [first, *rest] if first else rest
-            rows += [f"- {first}", *(f"  {row}" if row else "" for row in rest)]
+    heads = [(f"{_text(key)}:", one) for key, one in value.items()] if isinstance(value, dict) else [("-", one) for one in value]
+    for head, one in heads:
+        first, *rest = _value(one)
+        if head == "-" and not first:
+            first, *rest = rest
+        rows += [f"{head} {first}" if first else head]
+        rows += rest if head != "-" and isinstance(one, list) else [f"  {row}" if row else "" for row in rest]
     return rows
 
 
-def _value(value: Value) -> tuple[str, list[str]]:
+def _value(value: Value) -> list[str]:
     """What stands behind a key, and the lines below it."""
     if isinstance(value, (dict, list)):
-        return ("", _rows(value)) if value else (("{}" if isinstance(value, dict) else "[]"), [])
-    if isinstance(value, str) and value.count("\n") > 1 and BLOCK.fullmatch(value):
-        return "|", value.splitlines()
+        return ["", *_rows(value)] if value else ["{}" if isinstance(value, dict) else "[]"]
     if isinstance(value, str):
-        return _text(value), []
-    return ("null" if value is None else str(value).lower()), []
+        return ["|", *value.splitlines()] if value.count("\n") > 1 and BLOCK.fullmatch(value) else [_text(value)]
+    return ["null" if value is None else str(value).lower()]
 
 
 def _text(text: str) -> str:

@@ -8,16 +8,16 @@ compute belong to a plan: a warning names the keys.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from plait.adapters import instances, loaders, optimizers, own_losses, schedulers
-from plait.config.errors import PlaitError, Problem
-from plait.config.job import Evaluate, Job
+from plait import Evaluate, Job, PlaitError
+from plait.config.errors import Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
+from plait.integrations.adapters import instances, loaders, optimizers, own_losses, schedulers
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -65,11 +65,11 @@ def from_trainer(
     else:
         asked = trainer
     _refuse(asked)
-    setting = _setting(asked, world)
+    job = _job(asked, world)
     told = "\n".join([*_plan_keys(asked.args, world), *_left_out(asked)])
     if told:
         warnings.warn(told, stacklevel=2)
-    return setting.job(asked)
+    return job
 
 
 def _refuse(trainer: "Trainer") -> None:
@@ -102,59 +102,40 @@ def _refuse(trainer: "Trainer") -> None:
         raise PlaitError(problems)
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What decides the result: see the fields of `Job`."""
-
-    loaded: loaders.Loaded
-    batch: int
-    steps: int
-    own: own_losses.OwnLoss
-    split: loaders.Split
-
-    def job(self, trainer: "Trainer") -> Job:
-        """The job of these, with the Trainer's own optimizer and scheduler."""
-        args = trainer.args
-        optimizer = trainer.create_optimizer()
-        scheduler = trainer.create_scheduler(self.steps, optimizer)
-        model = trainer.model
-        assert model is not None
-        return Job(
-            model=instances.handed_out(model, CODE), loss=self.own.loss, data=self.loaded.data, batch=self.batch,
-            optimizer=optimizers.made_again(optimizer, model, CODE), steps=self.steps, weight=self.own.weight,
-            schedule=schedulers.factor(scheduler, self.loaded.steps_made(self.batch), CODE),
-            clip=args.max_grad_norm or None, seed=args.seed, evaluate=self._evaluate(trainer), order=self.loaded.order,
-        )  # fmt: skip
-
-    def _evaluate(self, trainer: "Trainer") -> Evaluate | None:
-        """The loss on held-out data, for each label that counts."""
-        args = trainer.args
-        if trainer.eval_dataset is None or self.own.metrics is None or isinstance(trainer.eval_dataset, dict):
-            return None
-        held_out = loaders.read(trainer.get_eval_dataloader(), self.split, CODE, order=sequential)
-        kind, every = str(getattr(args.eval_strategy, "value", args.eval_strategy)), 0
-        if kind == "steps":
-            given = float(args.eval_steps or 0)
-            every = int(given if given >= 1 else given * self.steps)
-        elif kind == "epoch":
-            every = self.loaded.steps(self.batch)
-        return Evaluate(held_out.data, self.own.metrics, every=every)
-
-
-def _setting(trainer: "Trainer", world: int) -> _Setting:
-    args = trainer.args
-    own = _loss(trainer)
+def _job(trainer: "Trainer", world: int) -> Job:
+    """The job, with the Trainer's own optimizer and scheduler."""
+    args, own, model = trainer.args, _loss(trainer), trainer.model
+    assert model is not None
     split = loaders.pair(CODE) if own.apart else loaders.labels_kept(loaders.pair(CODE))
-    one = args.per_device_train_batch_size
-    batch = one * args.gradient_accumulation_steps * world
-    loader, order = trainer.get_train_dataloader(), None
-    kind = args.train_sampling_strategy
-    if kind not in ("random", "sequential"):
-        order = _grouped(trainer, kind, one * args.gradient_accumulation_steps)
-    loaded = loaders.read(loader, split, CODE, world=world, order=order)
-    steps = args.max_steps if args.max_steps > 0 else None
-    epochs = None if steps else args.num_train_epochs
-    return _Setting(loaded, batch, loaded.length_of(batch, steps, epochs, CODE), own, split)
+    together = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    loader, kind = trainer.get_train_dataloader(), args.train_sampling_strategy
+    order = None if kind in ("random", "sequential") else _grouped(trainer, kind, together)
+    loaded, batch = loaders.read(loader, split, CODE, world=world, order=order), together * world
+    length = args.max_steps if args.max_steps > 0 else None
+    steps = loaded.length_of(batch, length, None if length else args.num_train_epochs, CODE)
+    optimizer = trainer.create_optimizer()
+    scheduler = trainer.create_scheduler(steps, optimizer)
+    return Job(
+        model=instances.handed_out(model, CODE), loss=own.loss, data=loaded.data, batch=batch,
+        optimizer=optimizers.made_again(optimizer, model, CODE), steps=steps, weight=own.weight,
+        schedule=schedulers.factor(scheduler, loaded.steps_made(batch), CODE), clip=args.max_grad_norm or None, seed=args.seed,
+        evaluate=_evaluate(trainer, own, steps, loaded.steps(batch)), order=loaded.order,
+    )  # fmt: skip
+
+
+def _evaluate(trainer: "Trainer", own: own_losses.OwnLoss, steps: int, of_an_epoch: int) -> Evaluate | None:
+    """The loss on held-out data, for each label that counts. `steps`, `of_an_epoch`: of the training, and of one epoch."""
+    args = trainer.args
+    if trainer.eval_dataset is None or own.metrics is None or isinstance(trainer.eval_dataset, dict):
+        return None
+    held_out = loaders.read(trainer.get_eval_dataloader(), loaders.pair(CODE), CODE, order=sequential)
+    kind, every = str(getattr(args.eval_strategy, "value", args.eval_strategy)), 0
+    if kind == "steps":
+        given = float(args.eval_steps or 0)
+        every = int(given if given >= 1 else given * steps)
+    elif kind == "epoch":
+        every = of_an_epoch
+    return Evaluate(held_out.data, own.metrics, every=every)
 
 
 def _loss(trainer: "Trainer") -> own_losses.OwnLoss:

@@ -2,10 +2,11 @@
 
 import re
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import comment, line
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import comment, line
+from plait.integrations.submit.submission import Submission
 
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from plait.adapters import instances, loaders, optimizers, own_losses, schedulers
-from plait.config.errors import PlaitError, Problem
-from plait.config.job import Evaluate, Job
+from plait import Evaluate, Job, PlaitError
+from plait.config.errors import Problem
 from plait.data.sampling import Order
+from plait.integrations.adapters import instances, loaders, optimizers, own_losses, schedulers
 
 CODE = "J038"
 
@@ -28,7 +28,7 @@ def from_loop(
     model: a module, whose weights are where training starts. optimizer: a torch optimizer of its parameters that has taken no
     step, or a function from parameters to one. dataloader: its data set, `collate_fn`, `batch_size`, `drop_last` and whether it
     shuffles are used. loss: (outputs, targets) -> the mean over the samples; None: the model computes it when it is given the whole
-    batch, as those of transformers do with labels (see `plait/adapters/own_losses.py`). scheduler: one of torch that steps after
+    batch, as those of transformers do with labels (see `plait/integrations/adapters/own_losses.py`). scheduler: one of torch that steps after
     every optimizer step, or with `per_epoch` after every epoch; or a function from samples seen to a factor.
 
     steps or epochs: how long. accumulation, world: batches that the loop accumulates, and processes it ran on; a step of the job

@@ -3,9 +3,10 @@
 Kubernetes reads $(NAME) in a command as a variable, and $$ as $: so every $ of a user's word is doubled.
 """
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.submission import Submission
-from plait.submit.yaml import Value
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.yaml import Value
 
 GRACE = 120
 """Seconds that a pod has to save before it is removed."""

@@ -1,4 +1,4 @@
-"""The trackers: how each package is given a run and its numbers. These classes live in a process beside training (`follow.py`).
+"""The trackers: how each package is given a run and its numbers. These classes are used in a process of their own (`follow.py`).
 
 Without an account or a server in the environment nothing leaves the machine: W&B writes the files that `wandb sync` uploads
 later, MLflow a store in the run directory, Trackio its local database.
@@ -11,14 +11,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from netrc import netrc
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from plait.config.errors import PlaitError, Problem
+from plait import PlaitError
+from plait.config.errors import Problem
 from plait.launch.companion import variables
 
 Row = tuple[int, dict[str, float]]
@@ -45,6 +45,12 @@ class TrackedRun:
 class Tracker(ABC):
     """A place where the numbers of a run are written a second time. Whatever it raises is told once, and tried again."""
 
+    module: str
+    """The module that it imports."""
+    package: str
+    """The package to install."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that its process has in addition, so that the package reports nothing to its makers."""
     forgets = False
     """It can take back rows of steps that are made again."""
 
@@ -64,51 +70,32 @@ class Tracker(ABC):
 class TensorBoard(Tracker):
     """Event files in `RUN/tensorboard`, scalars as 64-bit floats."""
 
+    module = package = "tensorboard"
     forgets = True
 
     def start(self, run: TrackedRun, known: str | None) -> str:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self.file = EventFileWriter(str(run.path / "tensorboard"))
-        start = _messages("event").SessionLog(
-            status=1
-        )  # from the second on, one takes back what is there of later steps
-        self._add(run.step + 1, session_log=start)
+        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=run.step + 1)
         if known is None:
-            words = f"```\n{json.dumps(run.config, indent=1)}\n```".encode()
-            self._add(0, summary=_summary([_value("run", "text", dtype="DT_STRING", string_val=[words])]))
+            self.writer.add_text("run", f"```\n{json.dumps(run.config, indent=1)}\n```", 0)
         return run.name
 
     def write(self, rows: list[Row]) -> None:
         for step, values in rows:
-            scalars = [_value(name, "scalars", dtype="DT_DOUBLE", double_val=[v]) for name, v in values.items()]
-            self._add(step, summary=_summary(scalars))
-        self.file.flush()
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step, new_style=True, double_precision=True)
+        self.writer.flush()
 
     def close(self, done: bool) -> None:
-        self.file.close()
-
-    def _add(self, step: int, **content: Any) -> None:
-        self.file.add_event(_messages("event").Event(wall_time=time.time(), step=step, **content))
-
-
-def _messages(name: str) -> Any:
-    """The kinds of messages that one of TensorBoard's protocols has. They are made when it is imported: no checker knows them."""
-    return import_module(f"tensorboard.compat.proto.{name}_pb2")
-
-
-def _summary(values: list[Any]) -> Any:
-    return _messages("summary").Summary(value=values)
-
-
-def _value(name: str, plugin: str, **tensor: Any) -> Any:
-    messages = _messages("summary")
-    kind = messages.SummaryMetadata(plugin_data=messages.SummaryMetadata.PluginData(plugin_name=plugin))
-    return messages.Summary.Value(tag=name, tensor=_messages("tensor").TensorProto(**tensor), metadata=kind)
+        self.writer.close()
 
 
 class WeightsAndBiases(Tracker):
     """A run of Weights & Biases: online with a key (WANDB_API_KEY, or `wandb login`), else offline in `RUN/wandb`."""
+
+    module = package = "wandb"
+    environment: ClassVar[Mapping[str, str]] = {"WANDB_ERROR_REPORTING": "false"}
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         import wandb
@@ -141,6 +128,9 @@ def _in_netrc(url: str) -> bool:
 
 class MLflow(Tracker):
     """A run of MLflow: at MLFLOW_TRACKING_URI, else in the run directory, a database where SQLAlchemy is there, else files."""
+
+    module, package = "mlflow", "mlflow-skinny"
+    environment: ClassVar[Mapping[str, str]] = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         from mlflow import MlflowClient
@@ -180,6 +170,8 @@ def _plain(name: str) -> str:
 class Trackio(Tracker):
     """A run of Trackio, in its local database (TRACKIO_DIR) if the environment names no space or server."""
 
+    module = package = "trackio"
+
     def start(self, run: TrackedRun, known: str | None) -> str:
         import trackio
 
@@ -197,21 +189,10 @@ class Trackio(Tracker):
         self.run.finish()
 
 
-TRACKERS: dict[str, tuple[type[Tracker], str, str]] = {
-    "tensorboard": (TensorBoard, "tensorboard", "tensorboard"),
-    "wandb": (WeightsAndBiases, "wandb", "wandb"),
-    "mlflow": (MLflow, "mlflow", "mlflow-skinny"),
-    "trackio": (Trackio, "trackio", "trackio"),
-}
-"""Name in `--to` -> class, the module it imports, the package to install."""
-
-QUIET = {
-    "mlflow": {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"},
-    "wandb": {"WANDB_ERROR_REPORTING": "false"},
-    "trackio": {},
-    "tensorboard": {},
-}
-"""Environment of each tracker's process: no reports of its own to its makers, and MLflow's files where it has no database."""
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
+}  # fmt: skip
+"""By the name in `--to`."""
 
 
 def listed(words: list[str]) -> list[str]:
@@ -229,18 +210,17 @@ def unknown(words: list[str]) -> list[Problem]:
     ]
 
 
-def chosen(words: list[str]) -> tuple[str, ...]:
-    """The trackers of `--to`. H004 where a package is missing."""
-    names = listed(words)
-    missing = [(name, TRACKERS[name][2]) for name in names if find_spec(TRACKERS[name][1]) is None]
+def installed(words: list[str]) -> tuple[str, ...]:
+    """The names in `--to`. H004 if the package of one is missing."""
+    chosen = {name: TRACKERS[name] for name in listed(words)}
+    missing = [
+        Problem("H004", f"--to {name} needs the package {tracker.package}", fix=(f"pip install {tracker.package}",))
+        for name, tracker in chosen.items()
+        if find_spec(tracker.module) is None
+    ]
     if missing:
-        raise PlaitError(
-            [
-                Problem("H004", f"--to {name} needs the package {package}", fix=(f"pip install {package}",))
-                for name, package in missing
-            ]
-        )
-    return tuple(names)
+        raise PlaitError(missing)
+    return tuple(chosen)
 
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

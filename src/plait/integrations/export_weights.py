@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
+from plait import Callback, PlaitError
 from plait.checkpoint.export import Wanted
 from plait.checkpoint.hugging_face import export_folder
 from plait.checkpoint.saving import SaveThread, discard, sync_directory
-from plait.config.errors import PlaitError, Problem, in_a_line
-from plait.engine.callbacks import Callback, RunningEngine
+from plait.config.errors import Problem, in_a_line
+from plait.engine.callbacks import RunningEngine
 from plait.engine.step import Step
 
 LIMIT = 5 * 10**9

@@ -11,13 +11,12 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from plait.adapters import instances, loaders, optimizers, schedulers
-from plait.adapters.lightning_module import CODE, HELD_OUT, TRAINING, as_model
-from plait.config.errors import PlaitError, Problem
-from plait.config.job import Evaluate, Job
+from plait import Evaluate, Job, PlaitError, log
+from plait.config.errors import Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
-from plait.engine.logged import log
+from plait.integrations.adapters import instances, loaders, optimizers, schedulers
+from plait.integrations.adapters.lightning_module import CODE, HELD_OUT, TRAINING, as_model
 
 if TYPE_CHECKING:
     from lightning import LightningModule, Trainer

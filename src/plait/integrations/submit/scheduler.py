@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.submission import Submission
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ INSTEAD = {
 }
 """What to say where a scheduler has no such option."""
 EXAMPLE = {"image": "--image registry/team/train:1", "hosts": "--hosts node1,node2", "gpu": "--gpu H100"}
+
+
+def scheduler(kind: str) -> Scheduler:
+    """The scheduler of this name, one of `SCHEDULERS`: that of its file."""
+    return import_module(f"plait.integrations.submit.{kind}").SCHEDULER
 
 
 def check(kind: str, scheduler: Scheduler, given: set[str], gpus: bool) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from plait.config.errors import PlaitError, Problem, in_a_line
-from plait.config.job import Job
+from plait import Job, PlaitError
+from plait.config.errors import Problem, in_a_line
 
 if TYPE_CHECKING:
     import keras

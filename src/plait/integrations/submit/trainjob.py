@@ -3,11 +3,11 @@
 When it has ended with 75, *saved, run me again*, the same file starts it again where it stopped.
 """
 
-from plait.submit import pods
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import comment
-from plait.submit.submission import Submission
-from plait.submit.yaml import Value, dump
+from plait.integrations.submit import pods
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import comment
+from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.yaml import Value, dump
 
 RUNTIME = "torch-distributed"
 """The runtime that Kubeflow brings along; another: --option spec.runtimeRef.name=NAME."""

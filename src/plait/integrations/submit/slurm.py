@@ -10,10 +10,11 @@ its environment.
 
 import re
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import SECRET, comment, line
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import SECRET, Script, comment, line
+from plait.integrations.submit.submission import Submission
 
 WARNING = 120
 """Seconds before the end of its time in which a run is saved."""
@@ -21,13 +22,30 @@ OPTION = re.compile(r"[a-z][a-z0-9-]*")
 GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
 CORES = ("cpus-per-task", "exclusive", "cpus-per-gpu", "oversubscribe")
 
-START = """\
+SCRIPT = Script("""\
+#!/bin/bash
+@{comment}
+@{options}
+
+@{secret}@{setup}# 75 means: saved, run me again. Of a job that was warned of the end of its time, Slurm is told so.
+warned='' again=''@{left}
+trap 'warned=yes again=yes; scancel --quiet --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'again=yes' TERM
 start() {
-  {srun} &
+  @{srun} &
   step=$!
   while again=''; wait "$step"; code=$?; [ "$again" ]; do :; done
 }
 start
+@{again}if [ "$warned" ] && [ "$code" -eq 75 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+""")
+MEET = f"""\
+# The machines of this job know each other by a secret, which srun passes on.
+export PLAIT_SECRET="${{PLAIT_SECRET:-{SECRET}}}"
+
 """
 AGAIN = """\
 # 1 means that a rank or a machine was lost: the others ended too, and all go on from the newest checkpoint.
@@ -36,46 +54,19 @@ while [ "$code" -eq 1 ] && [ "$left" -gt 0 ] && [ -z "$warned" ]; do
   start
 done
 """
-END = """\
-if [ "$warned" ] && [ "$code" -eq 75 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+"""On many machines, where plait does not start the ranks again itself."""
 
 
 def write(asked: Submission) -> str:
     """The script."""
-    head = [
-        "#!/bin/bash",
-        comment(f"{asked.job}: {asked.told}. Written by plait submit slurm; start it with  sbatch FILE"),
-        *(
-            f"#SBATCH --{name}" + ("" if value is None else f"={_value(name, value)}")
-            for name, value in _options(asked)
-        ),
-        "",
-    ]
-    if asked.together:
-        head += [
-            "# The machines of this job know each other by a secret, which srun passes on.",
-            f'export PLAIT_SECRET="${{PLAIT_SECRET:-{SECRET}}}"',
-            "",
-        ]
-    head += [*asked.setup, ""] if asked.setup else []
-    return "\n".join(head) + "\n" + _body(asked)
-
-
-def _body(asked: Submission) -> str:
-    """Starts the ranks, and waits for them; also again, on many machines, where plait does not do it itself."""
     again = asked.together and asked.restarts > 0 and asked.resume is None
-    rows = [
-        "# 75 means: saved, run me again. Of a job that was warned of the end of its time, Slurm is told so.",
-        "warned='' again=''" + (f" left={asked.restarts}" if again else ""),
-        """trap 'warned=yes again=yes; scancel --quiet --signal=TERM "$SLURM_JOB_ID"' USR1""",
-        "trap 'again=yes' TERM",
-        START.replace("{srun}", _srun(asked)),
-    ]
-    return "\n".join(rows) + (AGAIN if again else "") + END
+    rows = [f"#SBATCH --{name}" + ("" if value is None else f"={_value(name, value)}") for name, value in _options(asked)]
+    return SCRIPT.substitute(
+        comment=comment(f"{asked.job}: {asked.told}. Written by plait submit slurm; start it with  sbatch FILE"),
+        options="\n".join(rows), secret=MEET if asked.together else "",
+        setup="".join(f"{row}\n" for row in (*asked.setup, "")) if asked.setup else "",
+        left=f" left={asked.restarts}" if again else "", srun=_srun(asked), again=AGAIN if again else "",
+    )  # fmt: skip
 
 
 def _srun(asked: Submission) -> str:

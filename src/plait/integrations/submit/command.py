@@ -3,28 +3,23 @@
 import json
 import os
 import re
-from typing import TYPE_CHECKING
+from shlex import quote, split
 
+from plait import PlaitError, Plan
 from plait.cli.train_options import problems
 from plait.config.command_options import SubmitOptions, TrainOptions
-from plait.config.errors import PlaitError, Problem, shown, too_small
+from plait.config.errors import Problem, shown, too_small
+from plait.config.files import check_writable, write
 from plait.config.option import options_of, out_of_range, words_of
-from plait.config.plan import Plan
-from plait.submit.kinds import scheduler
-
-if TYPE_CHECKING:
-    from plait.submit.submission import Submission
+from plait.integrations.submit.scheduler import OWN, check, scheduler
+from plait.integrations.submit.submission import Submission, check_name, check_text, laid_out, slug
+from plait.launch.launchers.launcher import Reading
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def run(options: SubmitOptions) -> int:
     """The command."""
-    from shlex import quote
-
-    from plait.config.files import check_writable, write
-    from plait.submit.scheduler import OWN, check
-
     if wrong := [*out_of_range(options), *problems(options)]:
         raise PlaitError(wrong)
     chosen = scheduler(options.kind)
@@ -47,13 +42,8 @@ def run(options: SubmitOptions) -> int:
     return 0
 
 
-def _submission(options: SubmitOptions) -> "Submission":
+def _submission(options: SubmitOptions) -> Submission:
     """What was asked for. Everything that is wrong with it is raised."""
-    from shlex import split
-
-    from plait.submit.scheduler import OWN
-    from plait.submit.submission import Submission, check_name, check_text, laid_out, slug
-
     if options.node_rank is not None:
         why = "the scheduler numbers the machines"
         raise PlaitError(Problem("S002", "plait submit takes no --node-rank", why=why, fix=("leave it out",)))
@@ -105,8 +95,6 @@ def _machines(options: SubmitOptions, hosts: int | None) -> tuple[int | None, in
 
 def _counted(options: SubmitOptions) -> tuple[int | None, int | None]:
     """--nnodes 2, or 1:2: machines, and the least of them with which the run goes on."""
-    from plait.launch.launchers.launcher import Reading
-
     said = options.nnodes or ""
     try:
         return Reading("--nnodes", {"--nnodes": said}).counted("--nnodes")

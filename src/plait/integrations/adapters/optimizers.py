@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait import PlaitError
+from plait.config.errors import Problem, in_a_line
 from plait.tensors.parameters import like
 
 NOT_SETTINGS = ("params", "param_names", "initial_lr")

@@ -7,55 +7,55 @@ run is saved.
 
 import re
 
-from plait.config.errors import PlaitError, Problem
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import SECRET, comment, line
-from plait.submit.submission import Submission
+from plait import PlaitError
+from plait.config.errors import Problem
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import SECRET, Script, comment, line
+from plait.integrations.submit.submission import Submission
 
 HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)")
 """A name or an address, of a user there or not; nothing that ssh could take for an option."""
 PORT = 29500
 
-START = """\
-# What each command reads ends with Ctrl-C, SIGTERM or this script; then it saves and stops.
+SCRIPT = Script("""\
+#!/bin/bash
+@{comment}
+# When it was stopped (exit code 75), start it again: it goes on from the newest checkpoint.
+
+@{secret}# What each command reads ends with Ctrl-C, SIGTERM or this script; then it saves and stops.
 open=$(mktemp)
 trap 'rm -f "$open"' EXIT
 trap 'again=yes; rm -f "$open"' INT TERM
 steps=()
 start() {
-  ssh {options}-- "$1" "$2" < <({said}while [ -e "$open" ] && kill -0 $$ 2>/dev/null; do sleep 1; done) &
+  ssh @{options}-- "$1" "$2" < <(@{said}while [ -e "$open" ] && kill -0 $$ 2>/dev/null; do sleep 1; done) &
   steps+=($!)
 }
-"""
-WAIT = """\
+
+@{starts}
 
 code=0
-for step in "${steps[@]}"; do
+for step in "${steps[@@]}"; do
   while again=''; wait "$step"; one=$?; [ "$again" ]; do :; done
   [ "$one" -eq 0 ] || code=$one
 done
 exit "$code"
-"""
-SAID = """printf '%s\\n' "$secret"; """
-WATCHED = """exec 3<&0 && { %s 3<&- & step=$!; { cat <&3; kill -TERM "$step"; } >/dev/null 2>&1 & wait "$step"; }"""
+""")
+WATCHED = Script("""exec 3<&0 && { @{command} 3<&- & step=$!; { cat <&3; kill -TERM "$step"; } >/dev/null 2>&1 & wait "$step"; }""")
 READ = "IFS= read -r PLAIT_SECRET && export PLAIT_SECRET && "
 
 
 def write(asked: Submission) -> str:
     """The script."""
     _check(asked)
-    head = [
-        "#!/bin/bash",
-        comment(f"{asked.job}: {asked.told}. Written by plait submit ssh; start it with  bash FILE"),
-        "# When it was stopped (exit code 75), start it again: it goes on from the newest checkpoint.",
-        "",
-    ]
-    options = "".join(f"-o {line([f'{name}={value}'])} " for name, value in asked.options)
-    secret = [f'secret="${{PLAIT_SECRET:-{SECRET}}}"'] if asked.together else []
-    begin = START.replace("{said}", SAID if asked.together else "").replace("{options}", options)
     read = READ if asked.together else ""
-    starts = [f"start {line([host, read + _command(asked, k)])}" for k, host in enumerate(asked.hosts)]
-    return "\n".join([*head, *secret, begin, *starts, WAIT])
+    return SCRIPT.substitute(
+        comment=comment(f"{asked.job}: {asked.told}. Written by plait submit ssh; start it with  bash FILE"),
+        secret=f'secret="${{PLAIT_SECRET:-{SECRET}}}"\n' if asked.together else "",
+        options="".join(f"-o {line([f'{name}={value}'])} " for name, value in asked.options),
+        said="printf '%s\\n' \"$secret\"; " if asked.together else "",
+        starts="\n".join(f"start {line([host, read + _command(asked, k)])}" for k, host in enumerate(asked.hosts)),
+    )
 
 
 def _command(asked: Submission, index: int) -> str:
@@ -65,7 +65,7 @@ def _command(asked: Submission, index: int) -> str:
         words += [f"--node-rank={index}", f"--master={asked.master or _address(asked.hosts[0])}"]
     assert asked.folder is not None
     before = [f"cd -- {line([asked.folder])}", *asked.setup]
-    return " && ".join([*before, WATCHED.replace("%s", line(words))])
+    return " && ".join([*before, WATCHED.substitute(command=line(words))])
 
 
 def _address(host: str) -> str:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.config.errors import PlaitError, Problem
+from plait import PlaitError, Plan
+from plait.config.errors import Problem
 from plait.config.keys import AXES
-from plait.config.plan import Plan
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """What every scheduler takes for a name; Kubernetes makes host names of it."""

@@ -1,10 +1,17 @@
-"""Words as a shell reads them: each comes out as it went in."""
+"""Scripts: a template with fields, and words as a shell reads them, each of which comes out as it went in."""
 
 import shlex
 from collections.abc import Iterable
+from string import Template
 
 SECRET = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 """Draws a secret: 64 hexadecimal digits."""
+
+
+class Script(Template):
+    """A script with fields such as @{name}; each $ is the shell's."""
+
+    delimiter = "@"
 
 
 def line(words: Iterable[str]) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait import PlaitError
+from plait.config.errors import Problem, in_a_line
 from plait.tensors.parameters import copy_module
 
 

@@ -6,11 +6,11 @@ they go on from the newest checkpoint.
 """
 
 from plait.config.errors import RESUMABLE, USAGE
-from plait.submit import pods
-from plait.submit.scheduler import Scheduler
-from plait.submit.shell import comment
-from plait.submit.submission import Submission
-from plait.submit.yaml import Value, dump
+from plait.integrations.submit import pods
+from plait.integrations.submit.scheduler import Scheduler
+from plait.integrations.submit.shell import comment
+from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.yaml import Value, dump
 
 FINAL: list[Value] = ["PodFailurePolicy", "DeadlineExceeded"]
 """Why a Job ended that is not made anew: the command was refused, or its time is over."""
