@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.callbacks import Callback
+from plait.engine.metrics import MetricsFollower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class RankOptions:
     """Makes the callbacks, on each rank."""
     group_norms: bool = False
     """Record the gradient norm of each parameter group."""
-    trackers: tuple[str, ...] = ()
-    """Experiment trackers that also get the metrics."""
+    trackers: tuple[MetricsFollower, ...] = ()
+    """Experiment trackers, which also get the metrics."""
     resume: str | None = None
     """The run or checkpoint to resume; empty or `auto`: the newest, if there is one; None: start anew."""
     allow_changes: bool = False
