@@ -136,7 +136,7 @@ class MetricsFeed:
             row: dict[str, Any] = json.loads(line)
             step = row.pop("step")
             key = step, int("evaluation" in row)
-            if key > self.sent:
+            if key > self.sent or ("memory" in row and self.started and step >= self.sent[0]):  # it has the key of its step's row
                 self.rows.append((key, (step, dict(numbers(row)))))
 
     def _send(self) -> None:
@@ -147,7 +147,7 @@ class MetricsFeed:
         while self.rows:
             some = self.rows[:AT_ONCE]
             self.tracker.write([row for _, row in some])
-            self.sent = some[-1][0]
+            self.sent = max(self.sent, *(key for key, _ in some))
             del self.rows[:AT_ONCE]
             self._remember()
 
