@@ -58,7 +58,7 @@ class CrossGroupSums:
         self.copies = inner if isinstance(inner, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
         self.late = late_sums(built.table, built.mesh, set(names))
-        self.table, self.at = built.table, built.mesh.at
+        self.replicas = {n: built.table.replicas(n, built.mesh.at) for n in names if n in built.own}
         self.flagged: list[str] = [] if self.shards is None else names
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
@@ -152,7 +152,7 @@ class CrossGroupSums:
         for name in names:
             gradient = self.own[name].grad if name in self.own else None
             if gradient is not None:
-                alike.setdefault(self.table.replicas(name, self.at), []).append(gradient)
+                alike.setdefault(self.replicas[name], []).append(gradient)
         device = self.step_row.device
         shares = [square_sum(found, device) / count for count, found in alike.items()]
         return torch.stack(shares).sum() if shares else square_sum((), device)
