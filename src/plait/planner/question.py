@@ -107,9 +107,10 @@ class PlanRequest:
         kind = self._optimizer
         if refused := optimizer_check.without_eval_mode(kind, plan) or optimizer_check.without_whole_weights(kind, plan):
             return refused
-        for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
+        for axis in optimizer_check.axes_of(plan):
             key = axis, plan.ep > 1
             if key not in self._tried:
+                lots = optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures)[axis]
                 self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, self._optimizer)
             found, helps = self._tried[key]
             if found and not (helps and optimizer_check.can_be_whole(plan, axis)):

@@ -235,6 +235,12 @@ def trained(sketch: Sketch) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape, _ in sketch.parameters}
 
 
+def axes_of(plan: Plan) -> list[str]:
+    """The axes of a plan along which ranks have parts of the parameters, or some of them."""
+    used = {"fsdp": plan.fsdp > 1 or plan.offload == "all", "tp": plan.tp > 1, "ep": plan.ep > 1, "pp": plan.pp > 1}
+    return [axis for axis in used if used[axis]]
+
+
 def lots_of(
     plan: Plan, sketch: Sketch, cuts: Mapping[str, int], mixtures: Iterable[MoELayer]
 ) -> dict[str, dict[str, Lot]]:
@@ -243,17 +249,14 @@ def lots_of(
     `cuts`: which dim tp cuts of a parameter.
     """
     mixed = {name: mixture for mixture in mixtures for name in mixture.names} if plan.ep > 1 else {}
-    found: dict[str, dict[str, Lot]] = {}
-    if plan.fsdp > 1 or plan.offload == "all":
-        shapes = {name: shape for name, shape in trained(sketch).items() if is_divisible(shape)}
-        found["fsdp"] = {name: 1 if name in mixed and len(shape) > 1 else 0 for name, shape in shapes.items()}
-    if plan.tp > 1:
-        found["tp"] = dict(cuts)
-    if plan.ep > 1:
-        found["ep"] = {name: 0 if mixture.stacked else ALONE for name, mixture in mixed.items()}
-    if plan.pp > 1:
-        found["pp"] = dict.fromkeys(trained(sketch), ALONE)
-    return found
+    shapes = {name: shape for name, shape in trained(sketch).items() if is_divisible(shape)}
+    of_axis: dict[str, dict[str, Lot]] = {
+        "fsdp": {name: 1 if name in mixed and len(shape) > 1 else 0 for name, shape in shapes.items()},
+        "tp": dict(cuts),
+        "ep": {name: 0 if mixture.stacked else ALONE for name, mixture in mixed.items()},
+        "pp": dict.fromkeys(trained(sketch), ALONE),
+    }
+    return {axis: of_axis[axis] for axis in axes_of(plan)}
 
 
 @host_kept()
