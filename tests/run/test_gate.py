@@ -145,7 +145,7 @@ def shaken(link: socket.socket) -> bytes:
 
 def refused(link: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
-        assert link.recv(gate.PROOF) == b""
+        assert link.recv(gate.PROOF, socket.MSG_WAITALL) in (gate.NO, b"") and link.recv(1) == b""
 
 
 def replayed(doors: Doors) -> None:
@@ -333,3 +333,31 @@ def test_another_user_at_the_port_of_a_server() -> None:
                 hub.poll(0.01)
                 assert not hub.peers
         hub.shut()
+
+
+def test_a_gate_that_had_no_room_is_asked_again() -> None:
+    """It may close a connection after it has greeted, which is not what it does when the proof is wrong."""
+    asked = list[int]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(len(asked))
+        with contextlib.suppress(gate.Stranger), contextlib.closing(writer):
+            if len(asked) > 1:
+                await gate._admit((reader, writer), b"key")
+            else:
+                writer.write(gate.GREETING + bytes(gate.NONCE))
+                await reader.readexactly(gate.NONCE + gate.PROOF)
+        await writer.wait_closed()
+
+    async def both() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            _, writer = await gate._patiently("127.0.0.1", port, b"key")
+            writer.close()
+            await writer.wait_closed()
+            assert len(asked) == 2
+            with pytest.raises(gate.Stranger, match="does not accept this machine's key"):
+                await gate._patiently("127.0.0.1", port, b"another key")
+            await asyncio.sleep(0.1)
+
+    asyncio.run(both())

@@ -27,6 +27,8 @@ from plait.launch.loopback import GuardedStore, same_user
 
 GREETING = b"plait-gate-1\n"
 NONCE = PROOF = 32
+NO = bytes(PROOF)
+"""In place of a gate's proof: the guest's is wrong. A gate that has no room closes the connection without a word."""
 KNOCKING = 5.0
 """Seconds in which who has connected must have proved that it knows the key."""
 UNHEARD = 20.0
@@ -128,6 +130,8 @@ async def _admit(streams: Streams, key: bytes) -> None:
     said = await reader.readexactly(NONCE + PROOF)
     theirs, proof = said[:NONCE], said[NONCE:]
     if not hmac.compare_digest(proof, proof_of(key, b"guest", mine + theirs)):
+        writer.write(NO)
+        await writer.drain()
         raise Stranger("it does not know the key")
     writer.write(proof_of(key, b"gate", mine + theirs))
     await writer.drain()
@@ -148,7 +152,9 @@ async def _prove(streams: Streams, key: bytes) -> None:
     try:
         proof = await reader.readexactly(PROOF)
     except asyncio.IncompleteReadError:
-        raise Stranger("it does not accept this machine's key") from None
+        raise ConnectionResetError("it closed the connection before it answered") from None
+    if proof == NO:
+        raise Stranger("it does not accept this machine's key")
     if not hmac.compare_digest(proof, proof_of(key, b"gate", theirs + mine)):
         raise Stranger("it does not know the key")
 
