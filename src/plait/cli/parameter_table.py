@@ -5,6 +5,7 @@ Parameters of the same form in sister blocks that a plan treats alike are one li
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
@@ -15,7 +16,7 @@ from plait.engine.build import check_plan
 from plait.model.table import aligned, form_of, label, short, size
 from plait.parallel.mesh import Mesh
 from plait.parallel.order import shard_plan
-from plait.parallel.spec import ParamSpec, Reduce, ShardPlan, sizes
+from plait.parallel.spec import At, ParamSpec, Reduce, ShardPlan, sizes
 from plait.planner.dryrun.dry_run import known
 
 
@@ -66,32 +67,32 @@ def shown(job: Job, plan: Plan) -> ParametersShown:
     table = shard_plan(job, plan, known(job, plan)[0])
     specs = [spec for spec in table.specs.values() if not spec.buffer]
     alike: dict[ParameterRow, list[str]] = {}
+    everywhere = Mesh(plan, 0).places
     for spec in specs:
-        alike.setdefault(_row(spec, table), []).append(spec.name)
+        alike.setdefault(_row(spec, table, everywhere), []).append(spec.name)
     rows = tuple(replace(row, name=label(names), count=len(names)) for row, names in alike.items())
-    held = [table.bytes(Mesh(plan, rank).at) for rank in range(plan.devices)]
-    why = {_told(one, plan): one.why for spec in specs for one in spec.grad if _told(one, plan)}
+    held = [table.bytes(at) for at in everywhere]
+    why = {_told(one, table): one.why for spec in specs for one in spec.grad if _told(one, table)}
     parameters = sum(prod(spec.shape) for spec in specs)
     return ParametersShown(str(plan), rows, why, parameters, max(held), min(held))
 
 
-def _row(spec: ParamSpec, table: ShardPlan) -> ParameterRow:
+def _row(spec: ParamSpec, table: ShardPlan, everywhere: Iterable[At]) -> ParameterRow:
     """The row of a parameter, under the name of all of its form."""
     plan = table.plan
-    places = [at for at in (Mesh(plan, rank).at for rank in range(plan.devices)) if spec.is_here(at)]
+    places = [at for at in everywhere if spec.is_here(at)]
     shapes = sorted({sizes(spec.ranges(at)) for at in places}, key=prod, reverse=True)
     split = [f"dim {split.dim} by {split.axis}" if split.dim is not None else f"by {split.axis}" for split in spec.splits if split.ranks > 1]
     split += [f"{axis} {', '.join(map(str, homes))}" for axis, homes in spec.homes if len(homes) < table.axis_sizes[axis]]
-    sums = tuple(dict.fromkeys(told for one in spec.grad if (told := _told(one, plan))))
+    sums = tuple(dict.fromkeys(told for one in spec.grad if (told := _told(one, table))))
     owners = tuple(f"rank {owner} of fsdp × tp" + (f" of stage {stage}" if plan.pp > 1 else "") for stage, owner in spec.owners)
     dtype = str(spec.dtype).removeprefix("torch.")
     return ParameterRow(form_of(spec.name), 1, spec.shape, dtype, spec.trainable, tuple(shapes), len(places), tuple(split), sums, owners)
 
 
-def _told(one: Reduce, plan: Plan) -> str:
+def _told(one: Reduce, table: ShardPlan) -> str:
     """A sum in words; nothing where there is one rank."""
-    mesh = Mesh(plan, 0)
-    axes = [axis for axis in one.axes if len(mesh.ranks(axis)) > 1]
+    axes = [axis for axis in one.axes if table.axis_sizes[axis] > 1]
     among = f" of {' and '.join('–'.join(map(str, ranks)) for ranks in one.sets)}" if one.sets else ""
     return f"{one.op} over {' × '.join(axes)}{among}" if axes else ""
 

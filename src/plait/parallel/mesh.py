@@ -33,6 +33,11 @@ class Mesh:
         self._groups: dict[tuple[tuple[str, ...], Only], ProcessGroup | None] = {}
 
     @cached_property
+    def places(self) -> list[dict[str, int]]:
+        """The coordinates of every rank."""
+        return [self.place(rank) for rank in range(self.plan.devices)]
+
+    @cached_property
     def at(self) -> dict[str, int]:
         """This rank's coordinate on every axis, of both views.
 
@@ -104,8 +109,7 @@ class Mesh:
         """All ranks of the plan in groups of those that differ on `axes` alone."""
         fixed = [axis for axis in (AXES if {*axes} <= {*AXES} else EXPERT_AXES) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.plan.devices):
-            at = self.place(rank)
+        for rank, at in enumerate(self.places):
             if not only or at[axes[0]] in only:
                 found.setdefault(tuple(at[axis] for axis in fixed), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]

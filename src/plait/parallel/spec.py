@@ -36,6 +36,12 @@ def sizes(ranges: tuple[Ranges, ...]) -> tuple[int, ...]:
     return tuple(sum(length for _, length in dim) for dim in ranges)
 
 
+def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tuple[Ranges, ...]:
+    """The ranges of a rank's shard of what lies at these ranges, cut along a dim."""
+    rows = within(whole[dim], *chunk(sizes(whole)[dim], ranks, rank))
+    return (*whole[:dim], rows, *whole[dim + 1 :])
+
+
 def dim_of_expert(shape: tuple[int, ...], ranks: int) -> int:
     """The dim along which an expert's tensor is sharded: the first that divides, else the first, with shards of unequal size.
 
@@ -69,8 +75,9 @@ class Split:
         dim = self.dim_in(ranges)
         if dim is None:
             return ranges
-        rows = self.ranges[coordinate] if self.ranges else within(ranges[dim], *chunk(sizes(ranges)[dim], self.ranks, coordinate))
-        return (*ranges[:dim], rows, *ranges[dim + 1 :])
+        if self.ranges:
+            return (*ranges[:dim], self.ranges[coordinate], *ranges[dim + 1 :])
+        return shard_of(ranges, dim, self.ranks, coordinate)
 
     def same(self) -> tuple[Only, ...]:
         """The coordinates in sets that have the same ranges."""

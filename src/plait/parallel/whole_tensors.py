@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.parallel.built import Built
-from plait.parallel.spec import ShardPlan
+from plait.parallel.spec import ShardPlan, sizes
 from plait.tensors.collectives import host_or
 from plait.tensors.part import Part, everything
 
@@ -146,10 +146,10 @@ class WholeTensors:
     def _pieces(self, flat: Tensor, name: str, rank: int) -> Iterator[Part]:
         """The rectangles of a rank's part, which is `flat`."""
         layout = self.layouts[rank][name]
-        return Part(flat.view(_shape(layout)), layout.shape, layout.ranges).pieces()
+        return Part(flat.view(sizes(layout.ranges)), layout.shape, layout.ranges).pieces()
 
     def _numel(self, name: str, rank: int) -> int:
-        return torch.Size(_shape(self.layouts[rank][name])).numel()
+        return torch.Size(sizes(self.layouts[rank][name].ranges)).numel()
 
 
 def layouts(built: Built) -> list[dict[str, Part]]:
@@ -158,7 +158,3 @@ def layouts(built: Built) -> list[dict[str, Part]]:
     here = {n: spec for n, spec in built.table.here(mesh.at).items() if not spec.buffer}
     places = [mesh.place(rank) for rank in mesh.ranks("fsdp", "tp")]
     return [{n: Part(empty, spec.shape, spec.ranges(at)) for n, spec in here.items()} for at in places]
-
-
-def _shape(layout: Part) -> tuple[int, ...]:
-    return tuple(sum(length for _, length in dim) for dim in layout.ranges)

@@ -24,6 +24,7 @@ from plait.engine.engine import Engine
 from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.gradient_sums import late_sums
+from plait.parallel.spec import sizes
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors import scripted
 from plait.tensors.part import Part, Ranges, everything, whole, within
@@ -358,7 +359,7 @@ class PartLayout:
     @property
     def local(self) -> tuple[int, ...]:
         """The shape of what the rank has."""
-        return tuple(sum(length for _, length in dim) for dim in self.ranges)
+        return sizes(self.ranges)
 
     def parted(self, t: Tensor) -> Tensor:
         """Rows of the parts that the sum is cut into: [parts, SUMS]."""

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
-from plait.parallel.spec import is_divisible
+from plait.parallel.spec import is_divisible, shard_of
 from plait.tensors.norm import square_sum
 from plait.tensors.parameters import ParameterAttributes
-from plait.tensors.part import Ranges, everything, within
+from plait.tensors.part import everything
 from plait.tensors.rows import chunk
 from plait.tensors.torch_private import (
     end_backward,
@@ -41,12 +41,6 @@ from plait.tensors.transfers import any_has, upload
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     """Elements of the largest part of a tensor cut along a dim."""
     return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
-
-
-def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tuple[Ranges, ...]:
-    """The ranges of a rank's shard of what lies at these ranges, cut along a dim."""
-    length = sum(n for _, n in whole[dim])
-    return (*whole[:dim], within(whole[dim], *chunk(length, ranks, rank)), *whole[dim + 1 :])
 
 
 @dataclass(frozen=True)
