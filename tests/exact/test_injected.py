@@ -18,7 +18,7 @@ from plait.data import loading, sampling
 from plait.engine import batch_weights, engine, passes
 from plait.engine.train_step import TrainStep
 from plait.parallel.data import batch_norm
-from plait.parallel.data import strategy as data_parallel
+from plait.parallel.data.buckets import BucketSums
 from plait.proof.verify import verify
 from plait.randomness import keyed
 
@@ -62,10 +62,10 @@ def test_synchronised_in_the_wrong_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 
 def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
     """After the sum, give the chosen parameters this rank's own gradient back."""
-    arm, plain = data_parallel.Reducer.arm, data_parallel.Reducer.finish
+    ready, plain = BucketSums.ready, BucketSums.finish
 
     def late(self: Any, step_row: Any) -> None:
-        arm(self, step_row)
+        ready(self, step_row)
         self.armed = False
 
     def finish(self: Any) -> Any:
@@ -76,8 +76,8 @@ def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
             p.grad = gradient if which(p) else p.grad
         return step_row
 
-    monkeypatch.setattr(data_parallel.Reducer, "arm", late)
-    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
+    monkeypatch.setattr(BucketSums, "ready", late)
+    monkeypatch.setattr(BucketSums, "finish", finish)
 
 
 def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """19: the gradient of a shared weight enters twice."""
-    real = data_parallel.Reducer.finish
+    real = BucketSums.finish
 
     def finish(self: Any) -> Any:
         step_row = real(self)
@@ -99,15 +99,15 @@ def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
                     p.grad.mul_(2)
         return step_row
 
-    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
+    monkeypatch.setattr(BucketSums, "finish", finish)
     check(jobs.ragged(), "dp=2", "G", "embed.weight", "V003")
 
 
 def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: every rank clips by a norm of its own, before the sum."""
-    real = data_parallel.Reducer.arm
+    real = BucketSums.ready
 
-    def arm(self: Any, step_row: Any) -> None:
+    def ready(self: Any, step_row: Any) -> None:
         real(self, step_row)
         self.armed = False
 
@@ -119,9 +119,9 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
         self.armed = True
         return plain(self)
 
-    plain = data_parallel.Reducer.finish
-    monkeypatch.setattr(data_parallel.Reducer, "arm", arm)
-    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
+    plain = BucketSums.finish
+    monkeypatch.setattr(BucketSums, "ready", ready)
+    monkeypatch.setattr(BucketSums, "finish", finish)
     check(jobs.groups(), "dp=2", "G", "0.weight", "V019")
 
 
@@ -213,15 +213,15 @@ def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) 
                     p.grad = bucket.views[i].zero_()
         return step_row
 
-    plain = data_parallel.Reducer.finish
-    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
+    plain = BucketSums.finish
+    monkeypatch.setattr(BucketSums, "finish", finish)
     check(jobs.branches(), "dp=2", "G", "never.bias", "V003")
 
 
 @pytest.mark.messages
 def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """C: traffic that a dry run does not have: something else in the ranks' processes sends it."""
-    real = data_parallel.Reducer.finish
+    real = BucketSums.finish
 
     def finish(self: Any) -> Any:
         step_row = real(self)
@@ -229,7 +229,7 @@ def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> No
             dist.all_reduce(torch.zeros(3))
         return step_row
 
-    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
+    monkeypatch.setattr(BucketSums, "finish", finish)
     check(jobs.groups(), "dp=2", "C", "", "V012")
 
 

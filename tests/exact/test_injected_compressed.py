@@ -17,7 +17,7 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.parallel.compression import compressor, powersgd, rounded
 from plait.parallel.compression.compressor import Compressor
-from plait.parallel.data.compressed import CompressedReducer
+from plait.parallel.data.compressed import CompressedSums
 from plait.proof.verify import verify
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -65,14 +65,14 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def clipped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = CompressedReducer.finish
+    real = CompressedSums.finish
 
-    def finish(self: CompressedReducer) -> Tensor:
+    def finish(self: CompressedSums) -> Tensor | None:
         given = [p for p in self.parameters.values() if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(given, 0.1)
         return real(self)
 
-    monkeypatch.setattr(CompressedReducer, "finish", finish)
+    monkeypatch.setattr(CompressedSums, "finish", finish)
 
 
 def unscaled(monkeypatch: pytest.MonkeyPatch) -> None:

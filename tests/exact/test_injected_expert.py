@@ -15,7 +15,7 @@ from plait.engine.engine import Engine
 from plait.losses import global_batch
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.expert import dispatch, layers
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.spec import ShardPlan
 from plait.proof.verify import verify
 from plait.tensors.collectives import linear
@@ -55,7 +55,7 @@ def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch:
 @pytest.mark.slow
 def test_the_same_experts_go_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """15: ranks that hold the same experts do not add their gradients up."""
-    monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group, means=(): None)
+    monkeypatch.setattr(GradientReducer, "_add_up", lambda self, names, group, means=(): None)
     check(plain(), "dp=4 ep=2", "R", "moe.experts", "V004")
 
 

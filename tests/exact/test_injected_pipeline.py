@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as dist
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine.passes import Passes
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.pipeline import runtime
 from plait.parallel.pipeline.stage import PipelineStages
 from plait.parallel.spec import ShardPlan
@@ -32,7 +32,7 @@ def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
 @pytest.mark.slow
 def test_a_tied_gradient_not_summed_over_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """19, 20: each stage goes on with its own part of the gradient."""
-    monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group, means=(): None)
+    monkeypatch.setattr(GradientReducer, "_add_up", lambda self, names, group, means=(): None)
     sees(ROOT(), "pp=2 microbatches=2", "R", "")
     sees(jobs_pipeline.HARD["shared_norm"](), "pp=2 microbatches=2", "G", "norm.weight")
 
@@ -45,7 +45,7 @@ def test_a_tied_parameter_counted_twice_in_the_norm(monkeypatch: pytest.MonkeyPa
 
 def test_clipped_by_the_norm_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each stage clips by what it holds."""
-    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: torch.nn.utils.get_total_norm(gradients))
+    monkeypatch.setattr(GradientReducer, "norm", lambda self: torch.nn.utils.get_total_norm(p.grad for p in self.own.values() if p.grad is not None))
     sees(jobs.groups(), "pp=2 microbatches=2", "U2")
 
 

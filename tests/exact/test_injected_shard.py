@@ -17,6 +17,7 @@ from plait.parallel.fsdp import collectives
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import FsdpRuntime
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.proof.verify import verify
 from plait.randomness.keyed import Randomness
 from plait.tensors import modules
@@ -52,39 +53,39 @@ def test_copies_of_parts_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_summed_in_a_micro_batch_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """12: what was summed over the copies is put by, and summed again at the end."""
-    real = FsdpRuntime.before
+    real = FsdpRuntime.begin
 
-    def before(self: Any, last: bool) -> None:
-        real(self, last)
+    def begin(self: Any, last: bool, idle: bool) -> None:
+        real(self, last, idle)
         self.scatter.last = True
 
-    monkeypatch.setattr(FsdpRuntime, "before", before)
+    monkeypatch.setattr(FsdpRuntime, "begin", begin)
     check(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V002")
 
 
 def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each rank clips by what it holds."""
     monkeypatch.setattr(
-        FsdpRuntime, "norm", lambda self, gradients: torch.nn.utils.get_total_norm([g for g in gradients if g.numel()])
+        GradientReducer, "norm", lambda self: torch.nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad.numel()])
     )
     check(jobs.groups(), "fsdp=2", "U2", "0.weight", "V007")
 
 
 def test_a_micro_batch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: only the last micro-batch's sum survives."""
-    monkeypatch.setattr(FsdpRuntime, "after", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
+    monkeypatch.setattr(FsdpRuntime, "_put_by", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
     check(jobs.groups(), "fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V014")
 
 
 def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: the second of three overwrites what the first put by."""
-    real = FsdpRuntime.after
+    real = FsdpRuntime._put_by
 
-    def after(self: Any) -> None:
+    def put_by(self: Any) -> None:
         self.partial = {}
         real(self)
 
-    monkeypatch.setattr(FsdpRuntime, "after", after)
+    monkeypatch.setattr(FsdpRuntime, "_put_by", put_by)
     check(jobs.groups(), "fsdp=2 microbatches=3", "G", "0.weight", "V014")
 
 
@@ -157,14 +158,14 @@ def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """24: the parameters of the step before are used once more, because nobody dropped them."""
-    real = FsdpRuntime.before
+    real = FsdpRuntime.begin
 
-    def before(self: Any, last: bool) -> None:
-        real(self, last)
+    def begin(self: Any, last: bool, idle: bool) -> None:
+        real(self, last, idle)
         for module in self.modules:
             module.set_reshard_after_backward(False, recurse=False)
 
-    monkeypatch.setattr(FsdpRuntime, "before", before)
+    monkeypatch.setattr(FsdpRuntime, "begin", begin)
     check(jobs.groups(), "fsdp=2 zero=1", "U", "0.weight", "V015")
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.model.slices import ParameterSlice
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.spec import ShardPlan
 from plait.parallel.tensor import strategy as tensor
 from plait.parallel.tensor import vocabulary, wiring
@@ -116,12 +116,12 @@ def test_a_rows_bias_added_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 def without(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """Gradients of parameters with this word in their name are not added up."""
-    real = CrossGroupSums._add_up
+    real = GradientReducer._add_up
 
     def add_up(self: Any, names: list[str], group: Any, means: Any = ()) -> None:
         real(self, [n for n in names if word not in n], group, means)
 
-    monkeypatch.setattr(CrossGroupSums, "_add_up", add_up)
+    monkeypatch.setattr(GradientReducer, "_add_up", add_up)
 
 
 @pytest.mark.slow
@@ -173,5 +173,5 @@ def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pyt
 
 def test_the_norm_of_a_ranks_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each rank clips by what it holds."""
-    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: torch.nn.utils.get_total_norm(gradients))
+    monkeypatch.setattr(GradientReducer, "norm", lambda self: torch.nn.utils.get_total_norm(p.grad for p in self.own.values() if p.grad is not None))
     sees(jobs.mlp(), "tp=2", "U2", "")

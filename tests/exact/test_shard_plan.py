@@ -29,8 +29,7 @@ from plait.model.make import BuiltModel, make
 from plait.model.sketch import Sketch
 from plait.parallel import order, spec
 from plait.parallel.built import Built
-from plait.parallel.data.buckets import Reducer
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.data.buckets import BucketSums
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.partition import StageLayout
 from plait.planner.dryrun.dry_run import CPU, known
@@ -92,10 +91,9 @@ def outline(sketch: Sketch) -> tuple[Any, ...]:
 
 def real(built: Built) -> Facts:
     """What a rank has, and what its reducers sum."""
-    shards, plan = built.shards, built.plan
-    outer = [*(built.by_phase.values() or ([] if built.reducer is None else [built.reducer]))]
-    inner = [one.inner if isinstance(one, CrossGroupSums) else one for one in outer]
-    in_buckets = {id(p): one.group for one in inner if isinstance(one, Reducer) for b in one.buckets for p in b.parameters}
+    shards = built.shards
+    outer, inner = built.reducers.values(), [one.sums for one in built.reducers.values()]
+    in_buckets = {id(p): one.group for one in inner if isinstance(one, BucketSums) for b in one.buckets for p in b.parameters}
     sharded, scalars = (shards.sharded, {id(p) for p in shards.scalars}) if shards is not None else ({}, set())
 
     def sums(name: str, parameter: nn.Parameter) -> list[Any]:
@@ -103,11 +101,11 @@ def real(built: Built) -> Facts:
         if shards is not None and name in sharded:
             where = shards.where(name)
             found = [("scatter", ranks_of(where.group), where.dim), ("sum", ranks_of(where.copies))]
-        elif shards is not None and id(parameter) in scalars:  # by `settle`, or with the row of the step
-            found = [("sum", ranks_of(shards.same_slices if plan.across else shards.everybody))]
+        elif shards is not None and id(parameter) in scalars:
+            found = [("sum", ranks_of(shards.same_slices))]
         elif id(parameter) in in_buckets:
             found = [("sum", ranks_of(in_buckets[id(parameter)]))]
-        mine = [late for one in outer if isinstance(one, CrossGroupSums) for late in one.late if name in late.names]
+        mine = [late for one in outer for late in one.late if name in late.names]
         found += [("mean" if name in one.means else "sum", ranks_of(one.group)) for one in mine]
         return [one for one in found if one[1] is not None]
 

@@ -45,7 +45,7 @@ def evaluated(
         model=int, loss=int, data=int, optimizer=int, batch=batch, steps=1, evaluate=Evaluate(lambda: data, metrics)
     )
     mean = evaluate(
-        SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, shards=None, balance=None,
+        SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), shards=None, balance=None,
                         pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None, sharers=BatchPeers(),
                         inputs=DeviceCopies(torch.device("cpu")))
     )  # fmt: skip

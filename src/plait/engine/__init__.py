@@ -13,7 +13,6 @@ engine            one rank's training, to be driven step by step: batches, steps
 callbacks         what a job has done beside its steps
 standard_callbacks  early stopping, the best checkpoint, traces of steps
 logged            numbers that a job records while a step runs
-group_norms       gradient norms of parameter groups
 passes            forward and backward passes of a step
 trained           which parameters a run trains, and that it stays so
 step              what a step did

@@ -38,7 +38,7 @@ from plait.parallel.expert import find
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.fsdp import strategy as fsdp
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import EXPERT_REPLICAS, Mesh
 from plait.parallel.order import CUTTING, ORDER, shard_plan
 from plait.parallel.pipeline.partition import StageLayout
@@ -159,8 +159,7 @@ def build(
     if sketched.whole_update:
         whole_tensors.apply(built)
     average.apply(built)
-    if plan.across:
-        _sum_across(built, [name for name, _, _ in sketched.parameters])
+    built.reducers = _reducers(built)
     if built.replicas is None:  # replicas bring their own, one per thread
         fused = plan.cp > 1 and bool(sketched.unkeyed)  # attention that a GPU's kernel would draw in: cp draws for it
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random or fused)
@@ -211,14 +210,12 @@ def _settle(built: Built) -> None:
         buffers.update({name: b if b is None or b.is_meta else b.to(built.device) for name, b in buffers.items()})
 
 
-def _sum_across(built: Built, names: list[str]) -> None:
-    """What sums the gradients of ranks that are not all alike; of each phase its own. `names`: of all trained parameters."""
-    if not built.job.phases:
-        built.reducer = CrossGroupSums(names, built.reducer, built)
-        return
-    for phase in built.job.phases:
-        inner = built.by_phase.get(phase.name, built.reducer)
-        built.by_phase[phase.name] = CrossGroupSums([n for n in names if phase.has(n)], inner, built)
+def _reducers(built: Built) -> dict[str, GradientReducer]:
+    """What sums gradients, by the name of the phase; "" in a job without phases."""
+    names = [name for name, _, _ in built.whole.parameters]
+    trained = {phase.name: [n for n in names if phase.has(n)] for phase in built.job.phases or ()} or {"": names}
+    make = partial(GradientReducer, built.table, built.mesh, built.own, shards=built.shards)
+    return {phase: make(some, sums=built.sums.get(phase, built.shards)) for phase, some in trained.items()}
 
 
 def start_build(

@@ -8,7 +8,6 @@ A step is forward, backward, reduce, clip, update (`train_step.py`). The loss of
 of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
 """
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -54,10 +53,8 @@ from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
-from plait.parallel.data.buckets import Reducer
 from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.finite import Rule
-from plait.tensors.norm import total_norm
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import HostCopy
 
@@ -124,8 +121,6 @@ class Engine:
         if self.built.rare is not None:
             self.built.rare.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():
-            self.built.reducer = self.built.shards = None
-            gc.collect()
             dist.destroy_process_group()
             time.sleep(0.2)  # gloo's threads may abort a correct program that ends at once
 
@@ -275,9 +270,7 @@ class Engine:
 
     def total_norm(self) -> Tensor:
         """The norm of the gradients that `backward` left, over all ranks: a float64 scalar on the device."""
-        built = self.built
-        gradients = [p.grad for p in built.own.values() if p.grad is not None]
-        return total_norm(gradients, built.device) if built.reducer is None else built.reducer.norm(gradients)
+        return self.turns.reducer.norm()
 
     def update(self, batch: Batch, step_row: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock.
@@ -297,8 +290,6 @@ class Engine:
         numbers, totals = pending.numbers, pending.totals
         if totals.new_names:
             numbers.logged |= known.agreed(pending.logged, built.mesh.group_or_none(*WITHIN))
-            if isinstance(built.reducer, Reducer):
-                built.reducer.widen(StepStats.width(self.plan, len(known.names)))
         if built.rare is None:
             self._heard(totals.signals)
         else:

@@ -228,7 +228,7 @@ class HeldOut:
 
 
 def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:
-    if built.reducer is not None:
+    if built.group is not None:
         told = exchange("\n".join(sums).encode(), built.group, torch.device("cpu"))  # of hosts: no device is waited for
         names = max(told, key=len).decode().split("\n")  # a rank without samples, or without the outputs, has none
         nothing = torch.zeros(2, dtype=torch.float64, device=built.device)

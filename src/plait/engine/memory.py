@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from plait.engine.memory_use import MemoryUse
-from plait.parallel.data.buckets import Reducer
 from plait.tensors.torch_private import local_of, storage_key, tree_leaves
 
 if TYPE_CHECKING:
@@ -63,9 +62,8 @@ def kept(engine: "Engine") -> Iterator[tuple[str, Iterable[Any]]]:
         yield "average", built.average.tensors.values()
     if built.rare is not None:
         yield "outer", built.rare.held()
-    for reducer in built.by_phase.values() or (built.reducer,):
-        if isinstance(reducer, Reducer):
-            yield "gradients", [bucket.flat for bucket in reducer.buckets]
+    for reducer in built.reducers.values():
+        yield "gradients", reducer.held()
 
 
 def _by_category(engine: "Engine", device: torch.device) -> tuple[dict[str, int], dict[str, int]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from plait.data.batch import Batch
@@ -20,7 +19,7 @@ from plait.losses.global_batch import zero_loss
 from plait.model.make import call
 from plait.parallel.built import Built
 from plait.parallel.loss_scale import scaled
-from plait.parallel.pipeline.runtime import MicroBatch
+from plait.parallel.pipeline.runtime import MicroBatch, PipelineRuntime
 from plait.parallel.precision import forward_format
 from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves
@@ -47,49 +46,45 @@ class Passes:
             inputs, targets = move(pair, built.device, built.cast)
             scale = weight * (built.scaler.factor if built.scaler else 1.0)
             found.append(MicroBatch(inputs, targets, micro.first, micro.count or 1, weight, scale, micro.count == 0, i))
-        if built.reducer is not None:
-            built.reducer.idle = bool(found) and all(piece.idle for piece in found)
         return found
 
-    def run(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
+    def run(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
+        """Forward and backward of all. `ready` is given the weighted losses when the last backward is about to begin."""
         self.logged.begin()
         with self.built.sharers.here(), higher_order.opaque():
-            step_row = self._all(pieces, step, arm)
+            if self.built.pipe is None:
+                self._one_by_one(pieces, step, ready)
+            else:
+                self._pipelined(self.built.pipe, pieces, step, ready)
         self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
-        return step_row
 
     @property
     def at(self) -> int:
         """Number of the micro-batch whose forward or backward runs."""
         return self.number if self.built.pipe is None else self.built.pipe.at
 
-    def _all(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        built, losses, step_row = self.built, list[Tensor](), torch.empty(0)
-        if built.pipe is not None:
-            return self._pipelined(pieces, step, arm)
+    def _one_by_one(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
+        built, losses, idle = self.built, list[Tensor](), all(piece.idle for piece in pieces)
         for piece in pieces:
             last, self.number = piece is pieces[-1], piece.number
-            if built.reducer is not None:
-                built.reducer.before(last)
+            self.turns.reducer.begin(last, idle)
             loss, backward = self.forward(piece, step) if built.replicas is None else self._in_threads(piece, step)
             if piece.weight:
                 piece.loss = loss
                 losses.append(loss.double() * piece.weight)
             if last:
-                step_row = arm(losses)
+                ready(losses)
             self.spans.begin("backward")
             backward()
-            if built.reducer is not None and not last:
-                built.reducer.after()
             self.spans.end("backward")
-        return step_row if pieces else arm(losses)
+        if not pieces:
+            ready(losses)
 
     def forward(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         """(loss, what runs its backward pass) of one micro-batch."""
         built = self.built
         self.spans.begin("forward")
-        with built.randomness.at(step, piece.first, piece.samples, turn=built.turn):
+        with built.randomness.at(step, piece.first, piece.samples, turn=self.turns.name):
             loss = self._loss(self._model(piece), piece)
         self.spans.end("forward")
         larger = scaled(loss, piece.scale)
@@ -124,19 +119,17 @@ class Passes:
         with self.built.sharers.thread(), self._format(), recording(refused_in_threads()):
             yield
 
-    def _pipelined(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        pipe, reducer = self.built.pipe, self.built.reducer
-        assert pipe is not None and reducer is not None
+    def _pipelined(self, pipe: PipelineRuntime, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
+        reducer, idle = self.turns.reducer, bool(pieces) and all(piece.idle for piece in pieces)
         pipe.number = step
         pipe.clock.beat = self.spans.beat
         if self.spans.clock is not None:
             pipe.clock.now = self.spans.now
-        reducer.before(False)
+        reducer.begin(False, idle)
         losses = pipe.step(pieces, self._model, self._loss)
         self.spans.open += pipe.clock.spans
-        step_row = arm(losses)
-        reducer.before(True)
-        return step_row
+        ready(losses)
+        reducer.begin(True, idle)
 
     def _in_threads(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         replicas = self.built.replicas

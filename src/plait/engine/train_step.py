@@ -29,7 +29,6 @@ from torch import Tensor
 
 from plait.data.batch import Batch
 from plait.engine import batch_weights, device_update
-from plait.engine.group_norms import group_names, group_norms
 from plait.engine.pending_stats import PendingStats
 from plait.engine.spans import Spans
 from plait.engine.speed import SpeedMeter
@@ -37,7 +36,7 @@ from plait.engine.stats_reader import ReadTraining, StatsReader
 from plait.engine.step import Step, merged, tokens
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.built import Built
 from plait.parallel.loss_scale import DeviceLossScale
 from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.torch_private import scale_
@@ -109,23 +108,22 @@ class TrainStep:
         training.guard.keep(again=not self.reader.is_judged)
         self.in_step, self.half_updated = True, not training.turns.first
         training.trained.begin()
-        self._choose_groups(batch)
 
         # Forward and backward, micro-batch by micro-batch or by the pipeline's schedule. In the last backward each bucket of gradients is
-        # sent as soon as it is full; the row of the step, which `_arm` packs before it, travels with the last one.
+        # sent as soon as it is full; the row of the step, which `_ready` packs before it, travels with the last one.
         with training.meter.watching():
-            step_row = passes.run(passes.pieces(batch, runs), batch.position.step, partial(self._arm, batch))
+            passes.run(passes.pieces(batch, runs), batch.position.step, partial(self._ready, batch))
 
         # Reduce: what is not sent yet, then wait. The row that comes back is summed over all ranks.
         self.spans.begin("reduce")
-        if built.reducer is not None:
-            step_row = built.reducer.finish()
+        over_groups = built.rare is not None and built.rare.sums(batch.after.step)
+        step_row = training.turns.reducer.finish(over_groups)
 
         # Gradients of other phases, which travel in the same buckets, are dropped; the job's hooks are called with sums, as on one device.
         training.turns.forget_others()
         training.trained.check(batch.after.step)
-        if built.gradient_hooks is not None:
-            built.gradient_hooks.run()
+        for summed in built.moments.gradients_summed:
+            summed(training.turns.reducer)
         if built.rare is not None:
             built.rare.given(total > 0)
         self.spans.end("reduce")
@@ -163,7 +161,7 @@ class TrainStep:
         self.spans.begin("optimizer")
         norm = self.training.total_norm()
         pending = self._pending(batch)
-        row = pending.pack(step_row, norm, self._scale(norm), group_norms(self.built) if self.norms else None)
+        row = pending.pack(step_row, norm, self._scale(norm), self._group_norms() if self.norms else None)
 
         if ahead:
             self._queue_update(step_row, norm)
@@ -221,14 +219,13 @@ class TrainStep:
         if self.built.shards is not None:
             self.built.shards.reshard()
 
-    def _choose_groups(self, batch: Batch) -> None:
-        """With replica groups: whether gradients of this step are summed over all of them."""
-        rare, reducer = self.built.rare, self.built.reducer
-        if rare is not None and isinstance(reducer, CrossGroupSums):
-            reducer.everywhere = self.built.mesh.group("replica_groups") if rare.sums(batch.after.step) else None
+    def _group_norms(self) -> Tensor:
+        """The norm of the gradients of each of the optimizer's groups, over all ranks: float64 of shape [groups] on the device."""
+        names = self.built.names or {}
+        return self.training.turns.reducer.norms([names[id(p)] for p in group["params"]] for group in self.built.optimizer.param_groups)
 
-    def _arm(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """The last backward is about to begin: the reducer sends what it fills, and this row. Returns the row."""
+    def _ready(self, batch: Batch, losses: list[Tensor]) -> None:
+        """The last backward is about to begin: the reducer sends what it fills, and the row of the step."""
         training, plan, log = self.training, self.training.plan, self.training.passes.logged
         stats, meter = StepStats.zeros(plan), training.meter
         stats.add_losses(losses, plan, self.built.device)
@@ -236,10 +233,7 @@ class TrainStep:
         stats.add_rank(training.place.rank, plan, samples=batch.count, busy=meter.busy, waited=waited, room=meter.room)
         stats.signals = training.signals()
         stats.new_names, stats.logged = float(log.has_new_names), log.send()
-        step_row = stats.pack(self.built.device)
-        if self.built.reducer is not None:
-            self.built.reducer.arm(step_row)
-        return step_row
+        training.turns.reducer.ready(stats.pack(self.built.device))
 
     def _pending(self, batch: Batch) -> PendingStats:
         training, built = self.training, self.built
@@ -267,6 +261,11 @@ class TrainStep:
             rate = float(schedule(training.position.samples))
             for group in training.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
+
+
+def group_names(built: Built) -> list[str]:
+    """How each of the optimizer's groups is called: by its "name", else its number."""
+    return [str(group.get("name", i)) for i, group in enumerate(built.optimizer.param_groups)]
 
 
 def clip_factor(norm: float, most: float | None) -> float:

@@ -14,6 +14,7 @@ from plait.config.job import Job
 from plait.config.phases import Phase, PhaseOptimizers
 from plait.config.plan import Plan
 from plait.parallel.built import Built
+from plait.parallel.gradient_reducer import GradientReducer
 
 
 class Turns:
@@ -24,6 +25,8 @@ class Turns:
         self.phase: Phase | None = None
         self.first = self.last = True
         """Of the step."""
+        self.name = ""
+        """Of the phase; "" in a job without phases, and between steps."""
 
     def of(self, step: int) -> Iterator[Phase | None]:
         """The turns of a step, counted from 1; in each, the rank is as the phase wants it. Of step 0: those of all phases."""
@@ -43,15 +46,16 @@ class Turns:
     def _begin(self, phase: Phase | None) -> None:
         built, self.phase = self.built, phase
         built.model.turn = None if phase is None else phase.name  # type: ignore[assignment]
-        built.turn = "" if phase is None else phase.name
+        self.name = "" if phase is None else phase.name
         if isinstance(built.optimizer, PhaseOptimizers):
-            built.optimizer.turn = built.turn
-        if phase is None:
-            return
-        if built.by_phase:
-            built.reducer = built.by_phase[phase.name]
-        if built.shards is not None:
+            built.optimizer.turn = self.name
+        if phase is not None and built.shards is not None:
             built.shards.trains(phase.has)
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """What sums the turn's gradients."""
+        return self.built.reducers[self.name]
 
     def backward_to(self) -> list[Tensor] | None:
         """The tensors that the turn's backward leads to; None: all there are."""

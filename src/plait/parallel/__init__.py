@@ -4,7 +4,7 @@ order             the strategies, in the order in which they are applied; their 
 built             what strategies make of a job on one rank
 spec              which rank has which part of which tensor, and how each gradient is summed: one table
 mesh              the ranks of a plan on named axes, and their groups
-gradient_sums     sums between ranks that are not alike; the norm
+gradient_reducer  sums the gradients of a step over ranks: begin, ready, finish; the norm
 step_stats        the numbers of a step that every rank must know, packed into the row that ranks sum
 gradient_hooks    the job's hooks on gradients of parameters
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts

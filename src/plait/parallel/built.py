@@ -1,6 +1,6 @@
 """What a plan makes of a job on one rank: its part of the model, its groups of ranks, what runs a step. Strategies fill it in."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from plait.model.make import call
 from plait.model.sketch import Sketch
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
+from plait.parallel.gradient_reducer import GradientReducer, ReplicaSums
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.runtime import PipelineRuntime
@@ -108,52 +109,14 @@ class CompileReport(Protocol):
         ...
 
 
-class GradientReducer(Protocol):
-    """What sums a step's gradients over ranks: for copies, for shards, or for ranks that are not alike."""
-
-    @property
-    def idle(self) -> bool:
-        """This rank's samples of the step weigh nothing: it runs them because others wait for it."""
-        ...
-
-    @idle.setter
-    def idle(self, idle: bool) -> None: ...
-
-    def before(self, last: bool) -> None:
-        """Before a micro-batch's forward pass: whether its backward ends the step."""
-        ...
-
-    def after(self) -> None:
-        """After a backward that does not end the step."""
-        ...
-
-    def arm(self, step_row: Tensor) -> None:
-        """The next backward is the last of the step; `step_row` is a row of numbers to sum over all ranks."""
-        ...
-
-    def finish(self) -> Tensor:
-        """Give every parameter its summed gradient; the summed row."""
-        ...
-
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """The norm of the whole model's gradients, from this rank's: a scalar on the device."""
-        ...
-
-
-class RunsHooks(Protocol):
-    """What calls the job's hooks on gradients (`parallel/gradient_hooks.py`)."""
-
-    def run(self) -> None:
-        """Give them the summed gradients of a step."""
-        ...
-
-
 @dataclass(frozen=True)
 class Moments:
     """What is called later than a rank is built, each in the order in which it was added. Strategies add to it."""
 
     optimizer_created: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
     """With the optimizer, once it is made."""
+    gradients_summed: list[Callable[[GradientReducer], None]] = field(default_factory=list)
+    """With what summed the gradients of a step, before they are measured and clipped. All ranks call it."""
     state_loaded: list[Callable[[], None]] = field(default_factory=list)
     """When the parts were written from outside (a checkpoint was loaded)."""
     masters_written: list[Callable[[], None]] = field(default_factory=list)
@@ -197,16 +160,12 @@ class Built:
     """What code has put on the job's parameters, by the model's names."""
     parameter_hooks: dict[str, ParameterHooks] = field(default_factory=dict)
     """The job's hooks on gradients of parameters, taken off them."""
-    gradient_hooks: "RunsHooks | None" = None
-    """What calls them."""
     shares: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
-    reducer: GradientReducer | None = None
-    """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
-    by_phase: dict[str, GradientReducer] = field(default_factory=dict)
-    """The same of each phase's gradients, in a job that has phases; `reducer` is that of the phase whose turn it is."""
-    turn: str = ""
-    """Name of the phase whose turn it is (`engine/turns.py`)."""
+    sums: dict[str, ReplicaSums] = field(default_factory=dict)
+    """What sums gradients over replicas, by the name of the phase; "" in a job without phases."""
+    reducers: dict[str, GradientReducer] = field(default_factory=dict)
+    """What sums gradients over all ranks, by the name of the phase; "" in a job without phases."""
     compressor: Compressor | None = None
     """What makes the sums of copies under `compress`, and holds the residuals."""
     shards: FsdpRuntime | None = None

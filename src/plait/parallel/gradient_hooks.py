@@ -22,8 +22,7 @@ from plait.config.job import user_line
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import FsdpRuntime
-from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.whole_tensors import layouts
 from plait.randomness.keyed import host_state
 from plait.tensors.collectives import host_or
@@ -64,7 +63,7 @@ def apply(built: Built, given: Mapping[str, nn.Parameter]) -> None:
             built.parameter_hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
     check(built.plan, built.whole, built.parameter_hooks)
     if built.parameter_hooks:
-        built.gradient_hooks = GradientHooks(built)
+        built.moments.gradients_summed.append(GradientHooks(built).run)
 
 
 class GradientHooks:
@@ -82,7 +81,7 @@ class GradientHooks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.cut = [n for n in self.hooks if not all(row[n].whole for row in self.layouts)]
 
-    def run(self) -> None:
+    def run(self, reducer: GradientReducer) -> None:
         """Call them with the gradients that are there, and give parameters what they make of them. All ranks call it."""
         built, names = self.built, self._used()
         before = host_state()
@@ -94,8 +93,7 @@ class GradientHooks:
             why = f"with {built.plan} each rank calls them once in a step, and draws other numbers than one device"
             fix = ("draw from a torch.Generator that the hook makes anew in each call, from a seed",)
             raise PlaitError(Problem("P093", what, why=why, fix=fix))
-        if isinstance(built.reducer, (CrossGroupSums, FsdpRuntime)):
-            built.reducer.measure()
+        reducer.measure()
 
     def _used(self) -> list[str]:
         """The parameters with hooks that have a gradient: the same on all ranks with parts of them."""

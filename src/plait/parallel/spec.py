@@ -97,7 +97,7 @@ class Reduce:
 
     @property
     def late(self) -> bool:
-        """Made after backward (`parallel/gradient_sums.py`), and not in its course by what sums over replicas and shards."""
+        """Made after backward (`parallel/gradient_reducer.py`), and not in its course by what sums over replicas and shards."""
         return self.op != "scatter" and self.axes not in (SAME_PARTS, EXPERT_REPLICAS)
 
     def only(self, at: At) -> Only:

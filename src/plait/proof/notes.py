@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from plait.engine.engine import Engine
 from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.gradient_sums import late_sums
+from plait.parallel.gradient_reducer import late_sums
 from plait.parallel.spec import sizes
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors import scripted

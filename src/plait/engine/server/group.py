@@ -66,14 +66,14 @@ class Trainer:
         batch = self._batch(at, size, first, ids)
         engine.spans.end("data")
         weights = [weigh(job.weight, micro) for micro in batch.micro]
-        total, loss = sum(weights), torch.zeros(())
+        total, losses = sum(weights), list[Tensor]()
         if total > 0:
             shares = {i: weights[i] / total for i in engine.runs(batch, weights)}
-            loss = engine.passes.run(engine.passes.pieces(batch, shares), at.step, _sum)
+            engine.passes.run(engine.passes.pieces(batch, shares), at.step, losses.extend)
         found = {n: p.grad for n, p in engine.built.own.items() if p.grad is not None}
         for parameter in engine.built.own.values():
             parameter.grad = None
-        mean = float(loss)
+        mean = float(torch.stack(losses).sum()) if losses else 0.0
         spent = engine.spans.taken()()
         waited = sum(took for name, _, took in spent if name == "data")
         computed = sum(took for name, _, took in spent if sort_of(name) in COMPUTES)
@@ -106,10 +106,6 @@ def not_dealt(kind: str) -> Problem:
     return Problem(
         "P062", what, why=why, fix=("data with __len__ and __getitem__", "sync=local every=8    reads iterables")
     )
-
-
-def _sum(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
 
 class Group:

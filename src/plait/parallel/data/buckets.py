@@ -1,7 +1,7 @@
 """Gradients of several ranks summed in buckets, inside the last backward of a step (see `parallel/data/strategy.py`)."""
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.tensors.collectives import directly
-from plait.tensors.norm import total_norm
 
 
 class BucketBytes(NamedTuple):
@@ -59,12 +58,6 @@ def fill(specs: list[Spec], apart: Container[int] = (), size: BucketBytes = ON_C
     return buckets
 
 
-def tail_of(specs: list[Spec], order: list[list[int]], step_row: int) -> int:
-    """Elements the row of the step takes in the last bucket: 0 when its format cannot hold it, or there is none."""
-    last = specs[order[-1][0]][1] if order else None
-    return step_row if last in (torch.float32, torch.float64) else 0
-
-
 def laid(flat: Tensor, parameter: Tensor) -> Tensor:
     """A row of numbers in the shape of a parameter, and in memory in its order: autograd adds gradients up in it."""
     return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
@@ -73,98 +66,85 @@ def laid(flat: Tensor, parameter: Tensor) -> Tensor:
 class _Bucket:
     """Gradients of some parameters in one flat tensor, one flag per parameter (did this rank use it?), and a tail."""
 
-    def __init__(self, parameters: list[nn.Parameter], tail: int):
+    def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.waiting = len(parameters)
         self.work: dist.Work | None = None
-        self.lay(tail)
+        self.views = list[Tensor]()
+        self.lay(0)
 
     def lay(self, tail: int) -> None:
-        """Make the flat tensor, with a tail of so many elements."""
-        parameters, total = self.parameters, sum(p.numel() for p in self.parameters)
+        """Make the flat tensor, with a tail of so many elements. Gradients that lie in the old one are moved."""
+        parameters, total, old = self.parameters, sum(p.numel() for p in self.parameters), self.views
         like = parameters[0]
         self.flat = torch.zeros(total + len(parameters) + tail, dtype=like.dtype, device=like.device)
         self.flags = self.flat[total : total + len(parameters)]
         self.tail = self.flat[total + len(parameters) :]
         pieces = self.flat[:total].split([p.numel() for p in parameters])
         self.views = [laid(piece, p) for piece, p in zip(pieces, parameters)]
+        for before, view, parameter in zip(old, self.views, parameters):
+            if parameter.grad is before:
+                parameter.grad = view.copy_(before)
 
 
-class Reducer:
-    """Sums the gradients of all ranks of `group` inside the backward that follows `arm`, and a row of numbers with them.
+class BucketSums:
+    """Sums the gradients of all ranks of `group` inside the backward that follows `ready`, and a row of numbers with them.
 
     The row (the "step_row") travels in the tail of the last bucket: a collective of its own would cost as much as a small
     model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], group: ProcessGroup | None, step_row: int, apart: Container[int] = ()
-    ):
-        self.group = group
+    rounds = False
+
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, apart: Container[int] = ()):
+        self.group, self.idle = group, False
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
         order = fill(specs, apart, bucket_bytes(parameters[0].device)) if parameters else []
-        tail = tail_of(specs, order, step_row)
-        self.idle = False
-        """Whatever this rank computes in this step is not counted: it used no parameter."""
-        self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
+        self.buckets = [_Bucket([parameters[i] for i in b]) for b in order]
         self.armed = False
+        """Buckets are sent as they are filled."""
         self.next = 0
-        self.step_row: Tensor = torch.zeros(0)
+        self.step_row: Tensor | None = None
         self.alone: dist.Work | None = None
+        """The sum of the row, where no bucket holds it."""
         for bucket in self.buckets:
             for i, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._ready(bucket, i))
+                parameter.register_post_accumulate_grad_hook(self._filling(bucket, i))
 
-    def _ready(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            gradient, view = parameter.grad, bucket.views[i]
-            if gradient is not view and gradient is not None:
-                view.copy_(gradient)
-                parameter.grad = view
+    def _filling(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
+        def filled(parameter: Tensor) -> None:
+            self._take(bucket, i)
             if self.armed:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._launch(complete=False)
 
-        return ready
+        return filled
 
-    def widen(self, step_row: int) -> None:
-        """Make room for a longer row of the step. To be called between two steps, when parameters have no gradients."""
-        if self.buckets[-1].tail.numel():
-            self.buckets[-1].lay(step_row)
+    def _take(self, bucket: _Bucket, i: int) -> None:
+        """Have the gradient of a parameter in its bucket."""
+        parameter, view = bucket.parameters[i], bucket.views[i]
+        if parameter.grad is not view and parameter.grad is not None:
+            parameter.grad = view.copy_(parameter.grad)
 
-    def settle(self) -> None:
-        """Sum what the gradients are now, without a row of the step: when several backward passes end a step."""
+    def begin(self, last: bool, idle: bool) -> None:
+        """`idle`: whatever this rank computes in this step is not counted: it used no parameter."""
+        self.idle = idle
+
+    def ready(self, step_row: Tensor | None) -> None:
+        """Start each bucket's sum as soon as it is full."""
+        self.armed, self.next, self.alone, self.step_row = True, 0, None, step_row
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
-            for view, parameter in zip(bucket.views, bucket.parameters):
-                if parameter.grad is not None and parameter.grad is not view:
-                    parameter.grad = view.copy_(parameter.grad)
-        self.next = 0
-        self._launch(complete=True)
-        self._wait()
-
-    def before(self, last: bool) -> None:
-        """Before a micro-batch's forward pass: nothing to prepare."""
-
-    def after(self) -> None:
-        """After a backward that does not end the step: gradients have added up in place."""
-
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """The norm of the summed gradients, which every rank holds whole."""
-        return total_norm(gradients)
-
-    def arm(self, step_row: Tensor | None) -> None:
-        """The next backward is the last of the step: start each bucket's sum as soon as it is full. None: no such row."""
-        self.armed, self.next, self.alone = True, 0, None
-        self.step_row = torch.zeros(0) if step_row is None else step_row
-        for bucket in self.buckets:
-            bucket.waiting = len(bucket.parameters)
-        tail = self.buckets[-1].tail
-        if tail.numel() and step_row is not None:
-            tail.copy_(step_row)
-        elif step_row is not None:
+        if step_row is None:
+            return
+        last = self.buckets[-1]
+        if last.flat.dtype not in (torch.float32, torch.float64):
             self.alone = dist.all_reduce(step_row, group=self.group, async_op=True)
+            return
+        if last.tail.numel() != len(step_row):  # the first step, or the job records something new
+            last.lay(len(step_row))
+        last.tail.copy_(step_row)
 
     def _launch(self, complete: bool) -> None:
         while self.next < len(self.buckets):
@@ -180,27 +160,25 @@ class Reducer:
         if bucket.waiting == 0:
             return
         for i, parameter in enumerate(bucket.parameters):
+            self._take(bucket, i)  # in a pipeline the last backward is over before any sum begins
             if parameter.grad is None:  # unused here; others may have used it
                 bucket.views[i].zero_()
                 bucket.flags[i].fill_(0.0)
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Tensor | None:
         """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed row of the step."""
         self.armed = False
         self._launch(complete=True)
-        self._wait()
-        tail = self.buckets[-1].tail
-        if self.alone is not None:
-            self.alone.wait()
-            return self.step_row
-        return tail.double()
-
-    def _wait(self) -> None:
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.work = None
         self._give([bucket for bucket in self.buckets if bucket.waiting or self.idle])
+        self.idle = False
+        if self.alone is not None:
+            self.alone.wait()
+            return self.step_row
+        return None if self.step_row is None else self.buckets[-1].tail.double()
 
     def _give(self, buckets: list[_Bucket]) -> None:
         """What this rank did not use has the gradient of those who did. Whether anybody did is on the device: the host waits for it,
@@ -209,3 +187,7 @@ class Reducer:
         used = torch.stack([b.flags[i].abs().double() for b, i, _ in missing]).tolist() if missing else []
         for (bucket, i, parameter), times in zip(missing, used):
             parameter.grad = bucket.views[i] if times > 0 else None
+
+    def held(self) -> list[Tensor]:
+        """The buckets."""
+        return [bucket.flat for bucket in self.buckets]

@@ -45,11 +45,10 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
-from plait.parallel.data.buckets import Reducer
-from plait.parallel.data.compressed import CompressedReducer
+from plait.parallel.data.buckets import BucketSums
+from plait.parallel.data.compressed import CompressedSums
 from plait.parallel.mutations import apart
 from plait.parallel.spec import REPLICAS, Reduce, ShardPlan
-from plait.parallel.step_stats import StepStats
 
 AXIS = "dp"
 EXACT = True
@@ -82,18 +81,13 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
 def apply(built: Built) -> None:
     copies = built.mesh.group_or_none(*SAME_PARTS)
     batch_norm.synchronise(built.model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
-    step_row = 0 if built.plan.across else StepStats.width(built.plan)
     experts = built.experts()
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in experts}
     if built.compressor is not None:
-        built.reducer = CompressedReducer(own, copies, built.compressor)
+        built.sums[""] = CompressedSums(own, copies, built.compressor)
         return
     lots = {phase.name: {n: p for n, p in own.items() if phase.has(n)} for phase in built.job.phases or ()} or {"": own}
-    each = {
-        k: Reducer(list(lot.values()), copies, step_row, _apart(lot, built.sketch)) for k, lot in lots.items()
-    }
-    built.reducer = next(iter(each.values()))
-    built.by_phase = {name: reducer for name, reducer in each.items() if name}
+    built.sums |= {k: BucketSums(list(lot.values()), copies, _apart(lot, built.sketch)) for k, lot in lots.items()}
 
 
 def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:

@@ -7,7 +7,7 @@ What FSDP2's hooks on a unit would change for the model's code, and hooks beside
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.spec import is_divisible, shard_of
-from plait.tensors.norm import square_sum
 from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.part import everything
 from plait.tensors.rows import chunk
@@ -35,7 +34,7 @@ from plait.tensors.torch_private import (
     tree_map_only,
     widened,
 )
-from plait.tensors.transfers import any_has, upload
+from plait.tensors.transfers import any_has
 
 
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
@@ -57,9 +56,11 @@ class FsdpRuntime:
     """The sharded model of one rank: what the engine calls around backward, and the tensors the optimizer updates.
 
     `own` are this rank's parts as plain parameters that share storage with FSDP2's: element-wise optimizers need no
-    more, and pay nothing for DTensor's dispatch. Scalars cannot be sharded: they stay whole, and their gradients travel
-    with the step_row.
+    more, and pay nothing for DTensor's dispatch. Scalars cannot be sharded: they stay whole, and their gradients are summed in one
+    small message.
     """
+
+    rounds = False
 
     def __init__(
         self,
@@ -70,14 +71,12 @@ class FsdpRuntime:
         *,
         usual: ShardGroup,
         apart: Mapping[str, ShardGroup],
+        same_slices: ProcessGroup | None,
     ):
-        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest."""
+        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest.
+        `same_slices`: the ranks over which gradients of tensors that are not sharded are summed; None: all there are."""
         self.model, self.zero, self.scatter = model, plan.zero, scatter
-        self.everybody: ProcessGroup | None = None
-        """The group of all ranks, where it is not torch's own."""
-        self.same_slices: ProcessGroup | None = None
-        """The ranks over which `settle` sums the gradients of tensors that are not sharded."""
-        self.usual, self.apart = usual, apart
+        self.usual, self.apart, self.same_slices, self.pipelined = usual, apart, same_slices, plan.pp > 1
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in attributes}
@@ -91,14 +90,12 @@ class FsdpRuntime:
         """What backward gives the gradient of a part to: the parameter as it is while it is gathered. Filled in when it first is."""
         self.silent: set[FSDPModule] = set()
         """Modules none of whose parameters this turn trains: nothing of theirs is summed."""
-        self.held = False
+        self.held_whole = False
         """Gradients of micro-batches are added up here, and not over ranks."""
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.partial: dict[str, Tensor] = {}
-        self.squares = torch.zeros((), dtype=torch.float64)
-        """Of the norm over all ranks' parts, on the device."""
-        self.step_row = torch.empty(0)
+        """Summed gradients of the step's micro-batches before the last."""
         for module in self.modules:
             module.register_forward_pre_hook(watch)
 
@@ -132,7 +129,7 @@ class FsdpRuntime:
         module.__dict__["_noting"] = watched
 
     def _use(self, name: str, add: Callable[[], None]) -> None:
-        if self.held:  # else FSDP2 does it, after each backward pass of the module
+        if self.held_whole:  # else FSDP2 does it, after each backward pass of the module
             add()
         if not self.idle or name in self.apart:  # an expert computes for others too
             self.used.add(name)
@@ -157,16 +154,22 @@ class FsdpRuntime:
         where = self.where(name)
         return padded(self.sharded[name].shape, where.group.size(), where.dim)
 
-    def before(self, last: bool) -> None:
-        """Before a micro-batch's forward pass: whether its backward ends the step."""
+    def begin(self, last: bool, idle: bool) -> None:
+        """Before a micro-batch's forward pass. `last`: its backward ends the step. In a pipeline: before the first pass of the step, and
+        `last` when all backward passes are through, whose gradients were kept whole until then."""
+        self._put_by()
+        self.idle = idle
+        if self.pipelined:
+            self._hold(not last)
+            return
         self.scatter.last = last and not self.partial
         for module in self.modules:
             sums = (last or self.zero > 1) and module not in self.silent
             module.set_requires_gradient_sync(sums, recurse=False)
             module.set_reshard_after_backward(last or self.zero > 2, recurse=False)
 
-    def after(self) -> None:
-        """After a micro-batch's backward that does not end the step: put its reduced gradients by."""
+    def _put_by(self) -> None:
+        """Keep the summed gradients of the micro-batches before."""
         self.scatter.finish()
         for name, parameter in self.sharded.items():
             if parameter.grad is not None:
@@ -176,37 +179,8 @@ class FsdpRuntime:
                 else:
                     self.partial[name] = gradient
 
-    def arm(self, step_row: Tensor) -> None:
-        """The next backward is the last of the step; `step_row` is a row of numbers to sum over all ranks."""
-        self.step_row = step_row
-
-    def finish(self) -> Tensor:
-        """Give every part its summed gradient; the summed row of the step. One small sum over all ranks carries the rest."""
-        self.scatter.finish()
-        self._give()
-        parts = [g for n in self.trained if (g := self.own[n].grad) is not None]
-        mine = self._scalar_gradients()
-        flags = [n in self.used for n in self.trained] + [g is not None for g in mine]
-        device, none = self.step_row.device, torch.zeros(1, dtype=torch.float64, device=self.step_row.device)
-        scalars = [none if g is None else g.double().sum().reshape(1) for g in mine]
-        row = torch.cat([self.step_row, square_sum(parts, device).reshape(1), upload(flags, device), *scalars])
-        dist.all_reduce(row, group=self.everybody)
-        step_row, squares, used, values = row.split([len(self.step_row), 1, len(flags), len(scalars)])
-        self.squares = squares[0] / (dist.get_world_size() // self.usual.group.size())
-        there = any_has(flags, used)
-        for name, has in zip(self.trained, there):
-            if not has:
-                self.own[name].grad = None
-        for i, (parameter, has) in enumerate(zip(self.scalars, there[len(self.trained) :])):
-            parameter.grad = values[i].to(parameter.dtype).expand_as(parameter).clone() if has else None
-            if has:
-                self.squares = self.squares + values[i].square()
-        self.used.clear()
-        return step_row
-
-    def hold(self, on: bool) -> None:
-        """Between the first forward and the last backward of a pipelined step, gradients stay whole (`on`); then not."""
-        root, self.held = self.modules[0], on
+    def _hold(self, on: bool) -> None:
+        root, self.held_whole = self.modules[0], on
         root.set_is_last_backward(not on)
         for module in self.modules:
             module.set_requires_gradient_sync(not on, recurse=False)
@@ -214,21 +188,28 @@ class FsdpRuntime:
         if not on:
             end_backward(root)
 
-    def settle(self) -> None:
-        """Give every part its summed gradient, without a row of the step."""
+    def ready(self, step_row: Tensor | None) -> None:
+        """FSDP2 sums the gradients of a unit when its backward is through."""
+
+    def finish(self) -> None:
+        """Give every part its summed gradient: of zeros where nobody used the parameter."""
         self.scatter.finish()
         self._give()
-        if not self.scalars:
-            return
-        none = torch.zeros(2, dtype=torch.float64, device=self.scalars[0].device)
-        mine = self._scalar_gradients()
-        rows = torch.stack(
-            [none if g is None else torch.stack([g.double().sum(), none[0] + 1]) for g in mine]
-        )  # an empty one has no item
-        dist.all_reduce(rows, group=self.same_slices)
-        there = any_has([g is not None for g in mine], rows[:, 1])
-        for parameter, value, has in zip(self.scalars, rows[:, 0], there):
-            parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if has else None
+        if self.scalars:
+            none = torch.zeros(2, dtype=torch.float64, device=self.scalars[0].device)
+            mine = self._scalar_gradients()
+            rows = torch.stack(
+                [none if g is None else torch.stack([g.double().sum(), none[0] + 1]) for g in mine]
+            )  # an empty one has no item
+            dist.all_reduce(rows, group=self.same_slices)
+            there = any_has([g is not None for g in mine], rows[:, 1])
+            for parameter, value, has in zip(self.scalars, rows[:, 0], there):
+                parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if has else None
+        self.idle = False
+
+    def held(self) -> list[Tensor]:
+        """Gradients are made in each step."""
+        return []
 
     def _scalar_gradients(self) -> list[Tensor | None]:
         """Gradients of the tensors that are not sharded; None of those that no counted sample of this rank used."""
@@ -250,24 +231,6 @@ class FsdpRuntime:
                 dist.all_reduce(flat, group=copies)
                 for (gradient, _), part in zip(sums, flat.split([n for _, n in sums])):
                     gradient.copy_(part[: gradient.numel()].view_as(gradient))
-
-    def square_of(self, names: Iterable[str]) -> Tensor:
-        """This rank's share of the squared norm of these gradients, once they are summed: shares add up over all ranks."""
-        world, found = dist.get_world_size(self.everybody), {n: self.own[n].grad for n in names}
-        parts = [g for n, g in found.items() if n in self.sharded and g is not None]
-        wholes = [g for n, g in found.items() if n not in self.sharded and g is not None]
-        here = self.step_row.device
-        return square_sum(parts, here) / (world // self.usual.group.size()) + square_sum(wholes, here) / world
-
-    def measure(self) -> None:
-        """The norm anew: gradients were changed after `finish`. All ranks call it."""
-        squares = self.square_of(self.own).reshape(1)
-        dist.all_reduce(squares, group=self.everybody)
-        self.squares = squares[0]
-
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """The gradient norm over all ranks' parts, as `finish` found it: a float64 scalar on the device."""
-        return self.squares.sqrt()
 
     def reshard(self) -> None:
         """Forget gathered parameters: the parts have changed, or the memory is wanted."""

@@ -45,7 +45,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from plait.config.errors import Problem
 from plait.config.job import Job
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES, WITHIN
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES
 from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
@@ -140,10 +140,8 @@ def apply(built: Built) -> None:
     if built.shares:
         materialise(model, device)
     usual = ShardGroup(mesh["fsdp"].get_group(), copies)
-    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where)
-    shards.everybody = built.mesh.group_or_none(*WITHIN)
-    shards.same_slices = built.mesh.group_or_none(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
-    built.reducer = built.shards = shards
+    same_slices = built.mesh.group_or_none(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
+    built.shards = shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, same_slices=same_slices)
     built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
     for name in built.shares.keys() & built.own.keys():
         built.own[name].data.copy_(built.shares[name])

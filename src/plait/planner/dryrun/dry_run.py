@@ -34,7 +34,6 @@ from plait.model.fake_model import HOLDS, sketched
 from plait.model.make import BuiltModel, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
-from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.offload import on_host
 from plait.planner.dryrun.allocations import Peak
 from plait.planner.dryrun.measure import measure, measure_evaluation
@@ -231,10 +230,8 @@ def alone(
         place, known = Place(rank, plan.world), (BuiltModel(model, model), sketch)
         engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
         engine.passes.logged.silent = True
-        for reducer in (engine.built.reducer, *engine.built.by_phase.values()):
-            if isinstance(reducer, CrossGroupSums):  # another rank may have the gradient of a parameter they share
-                reducer.told = lambda flags: [1.0] * len(flags)
-
+        for reducer in engine.built.reducers.values():  # another rank may have the gradient of a parameter they share
+            reducer.counts = lambda flags: [1.0] * len(flags)
         _followed(engine, pretending)
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
 
