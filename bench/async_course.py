@@ -40,9 +40,9 @@ class Play:
             Trainer(setting, Place(0, groups + 1)),
         )
         self.dealer = Dealer(
-            Clocks(len(self.trainer.engine.built.data), job.batch, job.seed, groups), setting.rules, job.steps
+            Clocks(len(self.trainer.engine.rank_model.setup.data), job.batch, job.seed, groups), setting.rules, job.steps
         )
-        self.size = sum(p.nbytes for p in self.server.engine.built.own.values())
+        self.size = sum(p.nbytes for p in self.server.engine.rank_model.params.values())
         self.out = self.into = 0.0
         """When the server's link is free again, each way."""
         self.events: list[tuple[float, int, int, Ticket, dict[str, Tensor]]] = []
@@ -52,7 +52,7 @@ class Play:
 
     def weights(self) -> dict[str, Tensor]:
         """As the server has them now."""
-        return {name: p.detach().clone() for name, p in self.server.engine.built.own.items()}
+        return {name: p.detach().clone() for name, p in self.server.engine.rank_model.params.items()}
 
     def ask(self, group: int, now: float) -> None:
         """A group wants a piece."""

@@ -110,7 +110,7 @@ def ours(plan: str, shape: tuple[int, int, int], length: int, steps: int) -> lis
             batches = engine.batches()
 
             def step(length: int) -> float:
-                engine.built.data.length = length
+                engine.rank_model.setup.data.length = length
                 batch = next(batches)
                 began = perf_counter()
                 engine.step(batch)

@@ -317,9 +317,9 @@ def connected(setting: Setting) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         place, group = _connected(setting, folder)
         alone, ranked = (Engine(load_job(CNN), "dp=1", place=place, device=setting.kind) for _ in range(2))
-        ranked.built.mesh = Mesh(ranked.plan, 0, group)
-        ranked.built.mesh.connect(*OTHER_SAMPLES)
-        data_parallel.apply(ranked.built)
+        mesh = Mesh(ranked.plan, 0, group)
+        mesh.connect(*OTHER_SAMPLES)
+        ranked.turns.reducer.sums = data_parallel.apply(replace(ranked.rank_model, mesh=mesh)).techniques.sums[""]
         losses = [[e.step(batch).loss for batch, _ in zip(e.batches(), range(3))] for e in (alone, ranked)]
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0.0)
         ranked.close()

@@ -254,7 +254,7 @@ def predicted(setting: Setting, model: str, plan: str) -> Row:
     for _ in range(WARM):
         last = engine.step(next(source))
     engine.settle()
-    forget_peaks(engine.built.device)
+    forget_peaks(engine.rank_model.device)
     times, ends = list[float](), perf_counter() + setting.seconds
     while len(times) < 5 or perf_counter() < ends:
         began = perf_counter()

@@ -149,7 +149,7 @@ class Sides:
 
     def _alike(self, number: float) -> int:
         """The least of all ranks."""
-        told = torch.tensor([number], dtype=torch.float64, device=self.engines[1].built.device)
+        told = torch.tensor([number], dtype=torch.float64, device=self.engines[1].rank_model.device)
         dist.all_reduce(told, dist.ReduceOp.MIN)
         return int(told)
 
@@ -183,7 +183,7 @@ def scaled(setting: Setting, plan: str, alone: str) -> Row:
 
     def work(place: Place) -> dict[str, Any]:
         sides = Sides(setting, (alone, plan), (1, setting.ranks), place)
-        device = sides.engines[1].built.device
+        device = sides.engines[1].rank_model.device
         most = torch.cuda.max_memory_allocated(device) / 2**30 if setting.gpu else 0.0
         return {"seconds": sides.blocks(), "GiB": most}
 

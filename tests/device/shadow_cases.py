@@ -63,9 +63,9 @@ def trained(
         )
         if resume:
             engine.resume()
-        specs = engine.built.table.specs
+        specs = engine.rank_model.table.specs
         sliced = {n for n, spec in specs.items() if spec.expert or any(split.axis == "tp" for split in spec.splits)}
-        alike = [p for n, p in engine.built.own.items() if n not in sliced and engine.plan.tp > 1]
+        alike = [p for n, p in engine.rank_model.params.items() if n not in sliced and engine.plan.tp > 1]
         for p in alike if apart else ():
             p.register_hook(lambda grad: grad * (1 + apart * place.rank))
         most = torch.cuda.max_memory_allocated() if device == "cuda" else 0
@@ -79,14 +79,14 @@ def trained(
         with shadow.WAITS.counted() as judged:
             measured = list(engine.evaluate().values()) if job.evaluate is not None else []
         with shadow.WAITS.counted() as checked:
-            build.check_copies(engine.built, steps)
+            build.check_copies(engine.rank_model, steps)
         if folder:
             engine.save()
         course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
         counted = sum(int(b) for b in engine.model.buffers() if not b.is_floating_point())
         wholes = [float(p.detach().double().square().sum()) for p in alike]
-        average = engine.built.average.tensors.values() if engine.built.average is not None else ()
-        held = sum(float(t.double().abs().sum()) for t in (*engine.built.own.values(), *engine.model.buffers(), *average))
+        average = engine.rank_model.techniques.average.tensors.values() if engine.rank_model.techniques.average is not None else ()
+        held = sum(float(t.double().abs().sum()) for t in (*engine.rank_model.params.values(), *engine.model.buffers(), *average))
         fused = [group.get("fused") for group in engine.optimizer.param_groups]
         shadow.check_freed()
         gathers = {by for m in engine.model.modules() if isinstance(m, FSDPModule) for by in messages_of(m)}

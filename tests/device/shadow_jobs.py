@@ -363,15 +363,15 @@ def given_up(rank: int) -> Any:
     rank is lost."""
     engine = Engine(averaged(spoiled()), "dp=1", device="cuda", place=Place(0, 1), on_nan="skip")
     found, average = list[bool](), list[Tensor]()
-    weights = [w.detach().clone() for w in engine.built.own.values()]
+    weights = [w.detach().clone() for w in engine.rank_model.params.values()]
     for batch in engine.batches():
         engine.step(batch)
         engine.put_back()
-        now = [w.detach().clone() for w in engine.built.own.values()]
+        now = [w.detach().clone() for w in engine.rank_model.params.values()]
         if any(not torch.equal(a, b) for a, b in zip(now, weights)):
             average = [(a + w) / 2 for a, w in zip(average or now, now)]
         weights = now
-        kept = engine.built.average.tensors.values() if engine.built.average is not None else ()
+        kept = engine.rank_model.techniques.average.tensors.values() if engine.rank_model.techniques.average is not None else ()
         finite = all(bool(b.isfinite().all()) for b in engine.model.buffers())
         found.append(finite and all(torch.allclose(a, b) for a, b in zip(kept, average, strict=True)))
     return found

@@ -101,7 +101,7 @@ def test_a_wrong_average_is_seen(monkeypatch: pytest.MonkeyPatch, fault: Any) ->
 
 
 def test_an_evaluation_of_the_last_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "evaluated_weights", lambda built: nullcontext())
+    monkeypatch.setattr(engine_module, "evaluated_weights", lambda rank_model: nullcontext())
     verdict = verify(averaged(), Plan.parse("dp=2"), seconds=0.0)
     assert verdict.code == "V020" and verdict.first_wrong is not None and verdict.first_wrong.code == "E"
 
@@ -113,13 +113,13 @@ def trained(job: plait.Job, text: str, steps: int) -> dict[str, Any]:
         engine = Engine(job, text, place=place, device="cpu", on_nan="skip")
         for batch, _ in zip(engine.batches(), range(steps)):
             engine.step(batch)
-        assert engine.built.average is not None
-        state = lambda: {n: [p.tensor.tolist(), engine.built.average.tensors[n].tolist()]  # noqa: E731
-                         for n, p in engine.built.parts().items() if engine.built.average}  # fmt: skip
+        assert engine.rank_model.techniques.average is not None
+        state = lambda: {n: [p.tensor.tolist(), engine.rank_model.techniques.average.tensors[n].tolist()]  # noqa: E731
+                         for n, p in engine.rank_model.parts().items() if engine.rank_model.techniques.average}  # fmt: skip
         before = state()
         told = engine.evaluate()
         same = before == state()
-        return {"told": told, "same": same, **engine.built.average.state_dict(), "state": before}
+        return {"told": told, "same": same, **engine.rank_model.techniques.average.state_dict(), "state": before}
 
     return fork.run(rank, Plan.parse(text).world)[0]
 

@@ -91,7 +91,7 @@ def graphs(text: str, job: Callable[[int], Job] = gpt, depths: tuple[int, ...] =
             dynamo.counters.clear()
             engine = Engine(job(depth), text, place=place)
             engine.step(next(iter(engine.batches())))
-            assert engine.built.compiled is not None and engine.built.compiled.news() == []
+            assert engine.rank_model.techniques.compiled is not None and engine.rank_model.techniques.compiled.news() == []
             found.append(dynamo.counters["stats"]["unique_graphs"])
         return {"graphs": found}
 
@@ -198,7 +198,7 @@ def test_what_torch_gives_up_is_told(kind: type[nn.Module], told: str) -> None:
         lines = []
         for batch in engine.batches():
             engine.step(batch)
-            lines += engine.built.compiled.news() if engine.built.compiled is not None else []
+            lines += engine.rank_model.techniques.compiled.news() if engine.rank_model.techniques.compiled is not None else []
         return {"lines": lines}
 
     lines = fork.run(rank, 1)[0]["lines"]

@@ -115,7 +115,7 @@ def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
 
     def rank(place: Place) -> dict[str, Any]:
         engine = Engine(jobs_compressed.job("pictures"), "dp=2 compress=int8", place=place, device="cpu", on_nan="skip")
-        kept = lambda: {n: t.clone() for n, t in engine.built.compressor.state().items()}  # noqa: E731
+        kept = lambda: {n: t.clone() for n, t in engine.rank_model.techniques.compressor.state().items()}  # noqa: E731
         found, held = [], kept()
         for step, batch in zip(range(4), engine.batches()):
             if step == 2 and place.rank == 1:

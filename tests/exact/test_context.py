@@ -255,7 +255,7 @@ def test_attention_draws_by_step_where_the_sketch_saw_no_draw(monkeypatch: pytes
         with Engine(job, "cp=2 microbatches=2", device="cpu", place=place) as engine:
             for batch in islice(engine.batches(), 2):
                 engine.step(batch)
-                found.append(engine.built.randomness.where.tolist())
+                found.append(engine.rank_model.randomness.where.tolist())
         return found
 
     for where in fork.run(rank, 2, fork.Listener(lambda *_: None)):

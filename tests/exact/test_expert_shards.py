@@ -141,7 +141,7 @@ def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
     def run(place: Place) -> dict[str, int]:
         engine = Engine(job, plan, place=place)
         engine.step(next(engine.batches()))
-        own = {n: p for n, p in engine.built.own.items() if n in engine.built.experts()}
+        own = {n: p for n, p in engine.rank_model.params.items() if n in engine.rank_model.experts()}
         state = [t for p in own.values() for t in engine.optimizer.state[p].values() if t.dim()]
         return {"own": sum(p.numel() for p in own.values()), "state": sum(t.numel() for t in state)}
 

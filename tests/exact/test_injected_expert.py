@@ -44,8 +44,8 @@ def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch:
 
     def backward(self: Engine, batch: Any) -> Any:
         step_row = real(self, batch)
-        for name in self.built.experts():
-            self.built.own[name].grad.mul_(factor)
+        for name in self.rank_model.experts():
+            self.rank_model.params[name].grad.mul_(factor)
         return step_row
 
     monkeypatch.setattr(Engine, "backward", backward)

@@ -59,8 +59,8 @@ def with_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: Engine, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        if self.built.rare is not None:
-            self.built.rare.optimizer = self.optimizer  # type: ignore[attr-defined]
+        if self.rank_model.techniques.replica_groups is not None:
+            self.rank_model.techniques.replica_groups.optimizer = self.optimizer  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Engine, "__init__", init)
     after_sync(averaged_state)(monkeypatch)
@@ -178,8 +178,8 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """One parameter is in no fragment."""
     real = RareSynchroniser.__init__
 
-    def init(self: RareSynchroniser, built: Any) -> None:
-        real(self, built)
+    def init(self: RareSynchroniser, rank_model: Any) -> None:
+        real(self, rank_model)
         self.fragments[0] = self.fragments[0][1:]
 
     monkeypatch.setattr(RareSynchroniser, "__init__", init)

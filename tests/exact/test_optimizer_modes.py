@@ -68,7 +68,7 @@ def trained(made: plait.Job, text: str, folder: Path) -> dict[str, Any]:
 
     def rank(place: Place) -> dict[str, Any]:
         engine = Engine(made, text, place=place, device="cpu", directory=folder)
-        weights = lambda: {n: p.tensor.tolist() for n, p in engine.built.parts().items()}  # noqa: E731
+        weights = lambda: {n: p.tensor.tolist() for n, p in engine.rank_model.parts().items()}  # noqa: E731
         steps(engine, STEPS)
         before = weights()
         metric = engine.evaluate()["error"]
@@ -122,7 +122,7 @@ def test_the_average_is_of_the_weights_in_eval_mode(text: str) -> None:
 def test_an_evaluation_in_train_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr(engine_module, "evaluated_weights", lambda built: nullcontext())
+    monkeypatch.setattr(engine_module, "evaluated_weights", lambda rank_model: nullcontext())
     verdict = verify(job("polyak"), Plan.parse("dp=2"), seconds=0.0)
     assert not verdict.equal, verdict
 

@@ -232,7 +232,7 @@ def test_building_a_rank_leaves_the_initial_state(layer: Any) -> None:
     expected = reference.make_model(made, None, "cpu").state_dict()
     outside = [p.clone() for p in AROUND.parameters()]
     engine = Engine(made, "dp=1")
-    found = {name: part.tensor for name, part in engine.built.parts().items()}
+    found = {name: part.tensor for name, part in engine.rank_model.parts().items()}
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     assert all(map(torch.equal, outside, AROUND.parameters()))
 

@@ -13,6 +13,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.engine.turns import Turns
 from plait.proof.verify import verify
+from plait.randomness.keyed import Randomness
 
 PLANS = ("dp=2", "fsdp=2", "tp=2", "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero=1 microbatches=2", "fsdp=2 tp=2",
          "dp=2 offload=optimizer", "dp=3")  # fmt: skip
@@ -63,8 +64,8 @@ def test_an_optimizer_of_another_phase_is_seen(monkeypatch: pytest.MonkeyPatch) 
     def swapped(self: Turns, phase: plait.Phase | None) -> None:
         begin(self, phase)
         if phase is not None:
-            other = next(name for name in self.built.optimizer.each if name != phase.name)  # type: ignore[attr-defined]
-            self.built.optimizer.turn = other  # type: ignore[attr-defined]
+            other = next(name for name in self.rank_model.optimizer.each if name != phase.name)  # type: ignore[attr-defined]
+            self.rank_model.optimizer.turn = other  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Turns, "_begin", swapped)
     assert seen(monkeypatch)
@@ -72,13 +73,8 @@ def test_an_optimizer_of_another_phase_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_the_same_noise_in_every_phase_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Turns._begin
-
-    def quiet(self: Turns, phase: plait.Phase | None) -> None:
-        begin(self, phase)
-        self.built.turn = ""
-
-    monkeypatch.setattr(Turns, "_begin", quiet)
+    at = Randomness.at
+    monkeypatch.setattr(Randomness, "at", lambda self, *words, turn="", **named: at(self, *words, **named))
     assert seen(monkeypatch)
 
 

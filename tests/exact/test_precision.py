@@ -19,7 +19,8 @@ def losses(place: Place, plan: str) -> dict[str, Any]:
         before = [p.detach().clone() for p in engine.model.parameters()]
         step = engine.update(batch, step_row)
         moved = any(not torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
-        rows.append([step.loss, step.skipped, moved, engine.built.scaler.value if engine.built.scaler else 1.0])
+        loss_scale = engine.rank_model.techniques.loss_scale
+        rows.append([step.loss, step.skipped, moved, loss_scale.value if loss_scale else 1.0])
     assert all(p.dtype == torch.float32 for p in engine.model.parameters())
     return {"rows": rows}
 
@@ -35,7 +36,7 @@ def overflowing(place: Place) -> dict[str, Any]:
         before = [p.detach().clone() for p in engine.model.parameters()]
         step = engine.step(batch)
         moved = any(not torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
-        rows.append([step.skipped, moved, engine.built.scaler.value, step.samples])
+        rows.append([step.skipped, moved, engine.rank_model.techniques.loss_scale.value, step.samples])
         if handle is not None:
             handle.remove()
     return {"rows": rows}

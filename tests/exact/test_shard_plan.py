@@ -28,10 +28,10 @@ from plait.launch.place import Place
 from plait.model.make import BuiltModel, make
 from plait.model.sketch import Sketch
 from plait.parallel import order, spec
-from plait.parallel.built import Built
 from plait.parallel.data.buckets import BucketSums
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.partition import StageLayout
+from plait.parallel.rank_model import RankModel
 from plait.planner.dryrun.dry_run import CPU, known
 from plait.planner.dryrun.pretend import Pretending, process_group
 from plait.planner.dryrun.rank_kinds import RankKinds
@@ -89,10 +89,10 @@ def outline(sketch: Sketch) -> tuple[Any, ...]:
     return sketch.parameters, sketch.frozen, units, sketch.rest, sketch.needs
 
 
-def real(built: Built) -> Facts:
+def real(rank_model: RankModel) -> Facts:
     """What a rank has, and what its reducers sum."""
-    shards = built.shards
-    outer, inner = built.reducers.values(), [one.sums for one in built.reducers.values()]
+    shards = rank_model.techniques.shards
+    outer, inner = rank_model.reducers.values(), [one.sums for one in rank_model.reducers.values()]
     in_buckets = {id(p): one.group for one in inner if isinstance(one, BucketSums) for b in one.buckets for p in b.parameters}
     sharded, scalars = (shards.sharded, {id(p) for p in shards.scalars}) if shards is not None else ({}, set())
 
@@ -109,20 +109,21 @@ def real(built: Built) -> Facts:
         found += [("mean" if name in one.means else "sum", ranks_of(one.group)) for one in mine]
         return [one for one in found if one[1] is not None]
 
-    trained = {n: p for n, p in built.own.items() if p.requires_grad}
+    trained = {n: p for n, p in rank_model.params.items() if p.requires_grad}
     scattered = {n: shards.where(n) for n in sharded} if shards is not None else {}
-    masters = {n: p for n, p in (built.masters or {}).items() if built.whole.whole_update and p is not built.own.get(n)}
+    masters = rank_model.techniques.masters if rank_model.whole_sketch.whole_update else None
+    masters = {n: p for n, p in (masters or {}).items() if p is not rank_model.params.get(n)}
     return {
-        "own": {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in built.own.items()},
+        "own": {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in rank_model.params.items()},
         "shards": {n: (where.dim, where.group.size(), where.group.rank()) for n, where in scattered.items()},
         "sums": {n: sums(n, p) for n, p in trained.items()},
         "owned": tuple({n for n, p in masters.items() if p.is_meta is kind} for kind in (False, True)),
-        "sketch": outline(built.sketch),
-        "groups": {axes: ranks_of(built.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
+        "sketch": outline(rank_model.sketch),
+        "groups": {axes: ranks_of(rank_model.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
     }  # fmt: skip
 
 
-def told(table: spec.ShardPlan, rank: int, built: Built) -> Facts:
+def told(table: spec.ShardPlan, rank: int, rank_model: RankModel) -> Facts:
     """The same by the table."""
     plan, mesh = table.plan, Mesh(table.plan, rank)
     at, here = mesh.at, table.here(mesh.at)
@@ -145,7 +146,7 @@ def told(table: spec.ShardPlan, rank: int, built: Built) -> Facts:
         "own": {n: (spec.sizes(s.ranges(at)), s.dtype, s.trainable) for n, s in own.items()}, "shards": shards,
         "sums": {n: sums(s) for n, s in trained.items()},
         "owned": (table.owned(at), table.owned_by_others(at)),
-        "sketch": outline(local_sketch(built.job, plan, built.whole, at)),
+        "sketch": outline(local_sketch(rank_model.job, plan, rank_model.whole_sketch, at)),
         "groups": {axes: among(axes) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
     }  # fmt: skip
 
@@ -172,8 +173,8 @@ def ranks(name: str, plan: Plan, gpu: bool) -> Iterator[tuple[int, Facts, Facts]
         model = make(job, CPU, None, None, None).model
         directly = patch("plait.engine.build.directly", lambda device: not gpu)  # the one place where sums depend on the device
         with directly, process_group(rank, plan.world), Pretending(FakeTensorMode(allow_non_fake_inputs=True), real=True):
-            built = build(job, plan, Place(rank, plan.world), CPU, known=(BuiltModel(model, model), sketch))
-            yield rank, real(built) | {"kind": local(kinds.like(rank))}, told(table, rank, built) | {"kind": local(rank)}
+            rank_model = build(job, plan, Place(rank, plan.world), CPU, known=(BuiltModel(model, model), sketch))
+            yield rank, real(rank_model) | {"kind": local(kinds.like(rank))}, told(table, rank, rank_model) | {"kind": local(rank)}
 
 
 def check(name: str, words: str) -> None:

@@ -29,8 +29,8 @@ def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:
         Scatter.__call__ = call
         engine = Engine(job, plan, place=place)
         rows = [engine.step(batch).loss for batch in engine.batches()]
-        own = {str(p.dtype) for p in engine.built.own.values()}
-        finite = all(bool(p.isfinite().all()) for p in engine.built.own.values())
+        own = {str(p.dtype) for p in engine.rank_model.params.values()}
+        finite = all(bool(p.isfinite().all()) for p in engine.rank_model.params.values())
         return {"rows": rows, "summed": sorted(summed), "own": sorted(own), "finite": finite}
 
     return fork.run(run, ranks)
@@ -62,15 +62,15 @@ def overflowing(place: Place) -> dict[str, Any]:
     engine = Engine(jobs.make(jobs_unlike.Chain), "dp=2 fsdp=2 precision=fp16", place=place)
     rows = []
     for batch in engine.batches():
-        before = [p.detach().clone() for p in engine.built.own.values()]
+        before = [p.detach().clone() for p in engine.rank_model.params.values()]
         if batch.position.step == 2 and place.rank == 1:
             engine.model.last.register_full_backward_hook(
                 lambda m, a, b: tuple(None if t is None else t * torch.inf for t in a)
             )
         step = engine.step(batch)
         engine.model.last._backward_hooks.clear()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.built.own.values()))
-        rows.append([step.skipped, moved, engine.built.scaler.value, step.samples])
+        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.rank_model.params.values()))
+        rows.append([step.skipped, moved, engine.rank_model.techniques.loss_scale.value, step.samples])
     return {"rows": rows}
 
 

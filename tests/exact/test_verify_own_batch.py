@@ -98,7 +98,7 @@ def _late(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     def backward(self: Any, batch: Any) -> Any:
         step_row = real(self, batch)
         if batch.position.step >= first:
-            for parameter in self.built.own.values():
+            for parameter in self.rank_model.params.values():
                 parameter.grad.mul_(1.0 + 1e-6)
         return step_row
 
@@ -164,9 +164,9 @@ def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         for pair, count in real["in_order"](held_out, *rest):
             yield pair, max(count, 1)
 
-    def mean_of_means(built: Any, sums: dict[str, Tensor]) -> dict[str, float]:
+    def mean_of_means(rank_model: Any, sums: dict[str, Tensor]) -> dict[str, float]:
         return real["_means"](
-            built, {name: torch.stack([row[0] / row[1], row[1] / row[1]]) for name, row in sums.items()}
+            rank_model, {name: torch.stack([row[0] / row[1], row[1] / row[1]]) for name, row in sums.items()}
         )
 
     def twice(held_out: evaluate.HeldOut, *rest: Any) -> Any:

@@ -38,7 +38,7 @@ def drawn(function, n: int = MANY, seed: int = 0, step: int = 0) -> Tensor:
     """What `function` of n ones returns when its random numbers are keyed."""
     model = Of(function)
     places = sketch(model, torch.ones, call).places
-    with torch.no_grad(), Randomness(model, seed, places).at(step, 0, n):
+    with torch.no_grad(), Randomness(seed, places).install(model).at(step, 0, n):
         return model(torch.ones(n))
 
 
@@ -125,7 +125,7 @@ def test_seed_and_step_choose_the_mask(seed: int, step: int) -> None:
 
 def test_eval_mode_draws_nothing() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Dropout2d(0.5))
-    randomness = Randomness(model, 0, sketch(model, lambda n: torch.ones(n, 2, 3, 3), call).places)
+    randomness = Randomness(0, sketch(model, lambda n: torch.ones(n, 2, 3, 3), call).places).install(model)
     model.eval()
     with randomness.at(0, 0, 4):
         assert torch.equal(model(torch.ones(4, 2, 3, 3)), torch.ones(4, 2, 3, 3))
@@ -135,7 +135,7 @@ def test_eval_mode_draws_nothing() -> None:
 
 def test_the_host_is_seeded_by_step_alone() -> None:
     def numbers(step: int, first: int, count: int) -> tuple[float, float, float]:
-        with Randomness(nn.Linear(1, 1), 3, {}).at(step, first, count):
+        with Randomness(3, {}).install(nn.Linear(1, 1)).at(step, first, count):
             return random.random(), float(np.random.rand()), float(torch.rand(1))
 
     assert numbers(1, 0, 4) == numbers(1, 3, 1) != numbers(2, 0, 4)
@@ -152,7 +152,7 @@ def test_a_device_is_seeded_by_samples_and_stage_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
 
     def seed(step: int, first: int, stage: int = 0) -> int:
-        with Randomness(nn.Linear(1, 1), 3, {}).at(step, first, 4, stage):
+        with Randomness(3, {}).install(nn.Linear(1, 1)).at(step, first, 4, stage):
             return seeds[-1]
 
     passes = [(0, 0, 0), (0, 4, 0), (1, 0, 0), (0, 0, 1)]
@@ -164,7 +164,7 @@ def test_a_device_is_seeded_by_samples_and_stage_too(monkeypatch: pytest.MonkeyP
 def test_a_compiled_model_has_the_same_mask() -> None:
     model = Of(lambda x: drop(linear(x)))
     model.drop, model.linear = drop, linear = nn.Dropout(0.5), nn.Linear(4, 4)
-    randomness = Randomness(model, 0, sketch(model, lambda n: torch.ones(n, 4), call).places)
+    randomness = Randomness(0, sketch(model, lambda n: torch.ones(n, 4), call).places).install(model)
 
     def masks() -> list[Tensor]:
         found = []
@@ -187,7 +187,7 @@ def test_activation_checkpointing_recomputes_the_same_mask(reentrant: bool) -> N
         model.block = block
         places = sketch(model, lambda n: torch.ones(n, 9), call).places
         x = torch.ones(8, 9, requires_grad=True)
-        randomness = Randomness(model, 0, places)
+        randomness = Randomness(0, places).install(model)
         with randomness.at(0, 0, 8):
             y = model(x)
         with randomness.replay():
@@ -198,7 +198,7 @@ def test_activation_checkpointing_recomputes_the_same_mask(reentrant: bool) -> N
 
 def test_a_direct_call_in_a_checkpointed_function_is_refused() -> None:
     model = Of(lambda x: checkpoint(F.dropout, x, use_reentrant=False))
-    with Randomness(model, 0, {"#1#1": 0}).at(0, 0, 8), pytest.raises(PlaitError, match="J014"):
+    with Randomness(0, {"#1#1": 0}).install(model).at(0, 0, 8), pytest.raises(PlaitError, match="J014"):
         model(torch.ones(8, 9, requires_grad=True))
 
 
@@ -206,7 +206,7 @@ def test_a_recomputation_without_its_generator_is_refused() -> None:
     block = nn.Sequential(nn.Dropout(0.5), nn.Tanh())
     model = Of(lambda x: checkpoint(block, x, use_reentrant=False, preserve_rng_state=False))
     model.block = block
-    randomness = Randomness(model, 0, sketch(model, lambda n: torch.ones(n, 9), call).places)
+    randomness = Randomness(0, sketch(model, lambda n: torch.ones(n, 9), call).places).install(model)
     with randomness.at(0, 0, 8):
         y = model(torch.ones(8, 9, requires_grad=True))
     with randomness.replay(), pytest.raises(PlaitError, match="J014"):
@@ -247,7 +247,7 @@ def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
     for module in (*plain.modules(), *compiled.modules()):
         if isinstance(module, nn.Dropout):
             module.p = p
-    keyed = [Randomness(model, 3, places) for model in (plain, compiled)]
+    keyed = [Randomness(3, places).install(model) for model in (plain, compiled)]
     keyed[1].compiled(compiled, units)
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

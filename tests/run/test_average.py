@@ -104,7 +104,7 @@ def test_what_is_read_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     def rank(place: Place) -> dict[str, Any]:
         engine = Engine(averaged(), "pp=2", place=place, device="cpu", directory=tmp_path / "a")
         engine.resume()
-        average = engine.built.average
+        average = engine.rank_model.techniques.average
         assert average is not None and average.tensors
         return {n: torch.equal(t, saved[f"ema/{n}"]) for n, t in average.tensors.items()}
 

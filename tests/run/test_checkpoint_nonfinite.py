@@ -16,7 +16,7 @@ from plait.launch import fork
 
 def poison(engine: Engine, what: str) -> None:
     """Put a number into this rank's weights, optimizer state or buffers that does not belong there."""
-    parameter = next(iter(engine.built.own.values()))
+    parameter = next(iter(engine.rank_model.params.values()))
     if not parameter.numel():
         return
     with torch.no_grad():
@@ -44,12 +44,12 @@ def saved(folder: Path, plan: str, wrong: dict[int, str], keep: int = 9, steps: 
         engine = Engine(masked(), Plan.parse(plan), device="cpu", directory=folder, place=place)
         for batch in engine.batches():
             step = engine.step(batch).step
-            before = {n: p.detach().clone() for n, p in engine.built.own.items()}
+            before = {n: p.detach().clone() for n, p in engine.rank_model.params.items()}
             if step in wrong:
                 poison(engine, wrong[step])
             engine.save(keep)
             with torch.no_grad():
-                for name, parameter in engine.built.own.items():
+                for name, parameter in engine.rank_model.params.items():
                     parameter.copy_(before[name])
             if step == steps:
                 break

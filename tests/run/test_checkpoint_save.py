@@ -218,10 +218,10 @@ def test_state_of_another_shape_belongs_to_a_whole_parameter(tmp_path: Path, mon
     assert same(tensors(path), tensors(again.save()))
     weight = again.model[0].weight.detach()
     half = {
-        **again.built.parts(),
+        **again.rank_model.parts(),
         "0.weight": Part(weight[:4], tuple(weight.shape), (((0, 4),), ((0, weight.shape[1]),))),
     }
-    monkeypatch.setattr(again.built, "parts", lambda: half)
+    monkeypatch.setattr(again.rank_model, "parts", lambda: half)
     for act in (again.save, again.resume):
         again.position = dataclasses.replace(again.position, step=9)
         with pytest.raises(PlaitError) as caught:

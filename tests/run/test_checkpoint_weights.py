@@ -132,7 +132,7 @@ def test_each_rank_reads_its_own_parts(saved: Any, tmp_path: Path) -> None:
     def rank(place: Any) -> list[Any]:
         engine = Engine(jobs.ragged(), Plan.parse("fsdp=2"), device="cpu", place=place)
         engine.load_weights(path)
-        part = engine.built.parts()["embed.weight"]
+        part = engine.rank_model.parts()["embed.weight"]
         return [tuple(part.tensor.shape) != shape, torch.equal(part.tensor, part.inside(weights["embed.weight"]))]
 
     assert fork.run(rank, 2, fork.Listener(lambda *_: None)) == [[True, True]] * 2

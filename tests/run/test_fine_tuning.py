@@ -85,7 +85,7 @@ def trained(
                 break
         if save:
             engine.save()
-        parts = engine.built.parts()
+        parts = engine.rank_model.parts()
         save_file({n: p.tensor.contiguous() for n, p in parts.items()}, folder / f"part-{place.rank}.safetensors")
         return {n: [p.shape, p.ranges] for n, p in parts.items()}
 

@@ -60,7 +60,7 @@ MORE = [
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
     """Everything that a step may change on a rank."""
-    found = {name: part.tensor for name, part in engine.built.parts().items()}
+    found = {name: part.tensor for name, part in engine.rank_model.parts().items()}
     for number, held in enumerate(engine.optimizer.state.values()):
         found |= {f"{number} {key}": value for key, value in held.items() if isinstance(value, torch.Tensor)}
     return {name: t.detach().clone() for name, t in found.items()}
@@ -82,7 +82,7 @@ def trained(at: str, plan: str, folder: Path, on_nan: str = "stop", **given: Any
         except PlaitError as error:
             after = state(engine)
             same = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in after)
-            bare = all(p.grad is None for p in engine.built.own.values())
+            bare = all(p.grad is None for p in engine.rank_model.params.values())
             return {"step": batch.after.step, "at": engine.position.step, "text": str(error), "code": error.exit_code,
                     "same": same and bare, "left": left}  # fmt: skip
         whole = all(bool(t.isfinite().all()) for t in state(engine).values())

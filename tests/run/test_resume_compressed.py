@@ -39,7 +39,7 @@ def train(
                 engine.save()
             if engine.position.step == last:
                 break
-        weights = {name: p.tolist() for name, p in engine.built.own.items()}
+        weights = {name: p.tolist() for name, p in engine.rank_model.params.items()}
         return {"changed": engine.checkpoints.changed, "weights": weights}
 
     return fork.run(rank, Plan.parse(text).world)

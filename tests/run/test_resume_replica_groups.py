@@ -44,9 +44,9 @@ def train(
                 engine.save()
             if engine.position.step == last:
                 break
-        rare = engine.built.rare
+        rare = engine.rank_model.techniques.replica_groups
         common = {n: p.tensor.tolist() for n, p in rare.global_parts().items()} if rare is not None else {}
-        weights = {name: p.tolist() for name, p in engine.built.own.items()}
+        weights = {name: p.tolist() for name, p in engine.rank_model.params.items()}
         return {"changed": engine.checkpoints.changed, "weights": weights, "global": common}
 
     return fork.run(rank, Plan.parse(text).world)

@@ -1,6 +1,5 @@
 """What plait does on a device and not on a CPU, as far as it shows without one."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -106,9 +105,7 @@ def test_what_a_gpu_draws_inside_its_kernels_is_named() -> None:
 
     def named(device: str, plan: str = "dp=1", unkeyed: tuple[str, ...] = (), **lstm: Any) -> list[str]:
         model = nn.Sequential(nn.LSTM(4, 4, **lstm))
-        nobody = SimpleNamespace(inexact=())
-        return inexact(SimpleNamespace(plan=Plan.parse(plan), device=torch.device(device), whole=Sketch((), unkeyed=unkeyed),
-                                       sharers=nobody, unlike=(), model=model, coupled_in_eval=""))  # fmt: skip
+        return inexact(Plan.parse(plan), Sketch((), unkeyed=unkeyed), model, torch.device(device))
 
     assert named("cuda", num_layers=2, dropout=0.1) == ["dropout between the layers of 0 is drawn by cuDNN, which plait cannot key"]
     assert named("cuda", num_layers=2) == named("cpu", num_layers=2, dropout=0.1) == named("cuda") == []

@@ -14,8 +14,12 @@ from plait.data.device_copies import DeviceCopies
 from plait.engine.evaluate import evaluate
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
+from plait.parallel.mesh import Mesh
+from plait.parallel.rank_model import Techniques
 
 from .datasets import Augmented, Plain, Sized, Stream, Torch
+
+CPU = torch.device("cpu")
 
 
 class Watch(nn.Module):
@@ -45,9 +49,8 @@ def evaluated(
         model=int, loss=int, data=int, optimizer=int, batch=batch, steps=1, evaluate=Evaluate(lambda: data, metrics)
     )
     mean = evaluate(
-        SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), shards=None, balance=None,
-                        pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None, sharers=BatchPeers(),
-                        inputs=DeviceCopies(torch.device("cpu")))
+        SimpleNamespace(job=job, plan=plan, module=model or nn.Identity(), device=CPU, mesh=Mesh(plan, rank), batch_peers=BatchPeers(),
+                        setup=SimpleNamespace(place=Place(rank, plan.world), inputs=DeviceCopies(CPU), cast=None), techniques=Techniques())
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})
     return seen

@@ -167,7 +167,7 @@ class Of(torch.nn.Module):
 def test_functions_draw_the_same_on_a_device(name: str, cut: Rows | None, request: pytest.FixtureRequest) -> None:
     model = Of(FUNCTIONS[name])
     sketched = sketch(model, lambda n: torch.ones(n, 6, 5), call)
-    randomness = Randomness(model, 5, sketched.places)
+    randomness = Randomness(5, sketched.places).install(model)
     x, found = torch.rand(4, 6, 5), []
     for device in (False, True):
         if device:
@@ -211,7 +211,7 @@ def test_native_dropout_is_keyed_as_bernoulli_is(dtype: torch.dtype) -> None:
 def test_native_dropout_under_autograd() -> None:
     model = Of(lambda x: torch.native_dropout(x, 0.5, True)[0])
     places = sketch(model, lambda n: torch.ones(n, 6), call).places
-    randomness, x = Randomness(model, 3, places), torch.ones(8, 6, requires_grad=True)
+    randomness, x = Randomness(3, places).install(model), torch.ones(8, 6, requires_grad=True)
     parts = []
     for first, count in ((0, 8), (0, 3), (3, 5)):
         with randomness.at(1, first, count):
@@ -224,7 +224,7 @@ def test_native_dropout_under_autograd() -> None:
 
 def test_attention_of_a_stretch_draws_as_the_whole() -> None:
     cut = Rows.zigzag(8, 2)
-    randomness = Randomness(Of(lambda x: x), 3, {"": 0})
+    randomness = Randomness(3, {"": 0}).install(Of(lambda x: x))
     randomness.windows = SubBlocks({}, lambda *_: None)
     call = SimpleNamespace(q=torch.ones(2, 3, 8, 4), dropout=0.4)
     with randomness.at(1, 5, 2):

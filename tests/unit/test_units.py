@@ -691,7 +691,7 @@ def test_the_unet_example() -> None:
 
 @pytest.mark.prove
 def test_llama_70b_has_its_shape() -> None:
-    """Built and run on fake tensors, all 80 layers; memory is what Python and torch need."""
+    """RankModel and run on fake tensors, all 80 layers; memory is what Python and torch need."""
     found = outline(plait.sketch_of(load_job(str(LLAMA), {"size": "70b"})), 1)
     assert found.parameters == 70_553_706_496
     assert [(row.unit, row.calls) for row in found.rows] == [

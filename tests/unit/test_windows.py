@@ -87,7 +87,7 @@ NAMES += [f"{n}, {c}" for n, c in product(FEATURES, CUTS)] + [f"dropout, {c}" fo
 def parts_equal(function: Callable[[Tensor], Tensor], shape: tuple[Any, ...], dim: int, cut: Rows) -> None:
     model, b = Of(function), shape.index("b")
     sketched = sketch(model, lambda n: sample_of(shape, n), call)
-    randomness = Randomness(model, 5, sketched.places)
+    randomness = Randomness(5, sketched.places).install(model)
     x = sample_of(shape, BATCH)
     with torch.no_grad(), randomness.at(2, 0, BATCH):
         whole = model(x)
@@ -110,7 +110,7 @@ def test_queries_may_be_cut_where_keys_are_whole() -> None:
     model = Of(lambda x: F.scaled_dot_product_attention(x, keys[: len(x)], keys[: len(x)], dropout_p=0.5))
     keys = sample_of(shape, 8)
     sketched = sketch(model, lambda n: sample_of(shape, n), call)
-    randomness = Randomness(model, 5, sketched.places)
+    randomness = Randomness(5, sketched.places).install(model)
     with torch.no_grad(), randomness.at(0, 0, BATCH):
         whole = model(keys[:BATCH])
     for rank in range(2):
@@ -127,7 +127,7 @@ def test_recomputation_draws_by_the_windows_of_its_pass() -> None:
     """Two passes of unlike lengths, and their backwards in the other order, as a pipeline runs them."""
     model = Of(lambda x: checkpoint(model.drop, x, use_reentrant=False).square())
     sketched = sketch(model, lambda n: torch.ones(n, 6, 3), call)
-    randomness = Randomness(model, 1, sketched.places)
+    randomness = Randomness(1, sketched.places).install(model)
     at = frozenset({("drop#1#1", 1)})
     passes = []
     for step, cut in enumerate((Rows.of([4, 2]), Rows.zigzag(12, 2))):

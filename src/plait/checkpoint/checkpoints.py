@@ -174,9 +174,9 @@ class Checkpoints:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
         while self._flight is not None:
             self._flight.errand.wait(lambda: training.place.within("checkpoint"))
-            total = torch.tensor(self.word(training.place.world), dtype=torch.float64, device=training.built.device)
-            if training.built.group is not None:
-                dist.all_reduce(total, group=training.built.group)
+            total = torch.tensor(self.word(training.place.world), dtype=torch.float64, device=training.rank_model.device)
+            if training.rank_model.mesh.everyone is not None:
+                dist.all_reduce(total, group=training.rank_model.mesh.everyone)
             self.heard(training, float(total))
 
     def write(self, work: Callable[[Callable[[], bool]], None], building: Path) -> Callable[[Callable[[], bool]], None]:
@@ -310,7 +310,7 @@ class Checkpoints:
             differences = fingerprint.changes(manifest, training, now)
             fingerprint.refuse(differences, self._allow)
             lines += differences.told
-        data = training.built.data
+        data = training.data
         at = manifest.position
         if self._allow and is_map(data) and at.start >= len(Sampling.of(training.job, len(data)).epoch(at.epoch)):
             manifest = fingerprint.allowed(manifest)

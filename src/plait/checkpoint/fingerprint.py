@@ -61,12 +61,12 @@ def of(training: "Training") -> Facts:
         "ema": "none" if job.ema is None else str(job.ema),
         "arguments": training.arguments,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "data": samples(training.built.data, job.seed) if rank == 0 else {},
-        "order": ordered(job, training.built.data) if rank == 0 else "",
+        "data": samples(training.data, job.seed) if rank == 0 else {},
+        "order": ordered(job, training.data) if rank == 0 else "",
         "token budget": f"{budget.tokens}{' padded' * budget.padded}" if budget is not None else "none",
         "functions": {name: code(function) for name, function in functions.items() if function is not None},
-        "model": training.built.structure,
-        "groups": training.built.initial,
+        "model": training.rank_model.setup.structure,
+        "groups": training.rank_model.hyperparameters,
     }
 
 

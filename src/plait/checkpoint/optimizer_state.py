@@ -156,9 +156,9 @@ class Trial:
     """The job's optimizer on small stand-ins of its parameters, alike every time it is made."""
 
     def __init__(self, training: "Training"):
-        self.device, self.draw = training.built.device, torch.Generator().manual_seed(1)
+        self.device, self.draw = training.rank_model.device, torch.Generator().manual_seed(1)
         named: dict[str, nn.Parameter] = {}
-        for name, p in training.built.model.named_parameters():
+        for name, p in training.rank_model.module.named_parameters():
             if p.requires_grad:
                 small = torch.randn([min(d, SMALL) for d in p.shape], generator=self.draw)
                 named[name] = like(p, small.to(self.device, p.dtype))

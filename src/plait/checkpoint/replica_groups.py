@@ -15,24 +15,24 @@ from typing import Any
 from plait.checkpoint.manifest import MANIFEST, Manifest
 from plait.checkpoint.safetensors_file import Damaged
 from plait.checkpoint.training import Training
-from plait.parallel.built import RareSync
+from plait.parallel.replica_groups.synchronise import RareSynchroniser
 from plait.tensors.part import Part
 
 
 def prefix(training: Training) -> str:
     """How the names of what belongs to this rank's group begin; nothing without groups."""
-    built = training.built
-    return "" if built.rare is None else f"groups/{built.mesh.at['replica_groups']}/"
+    rank_model = training.rank_model
+    return "" if rank_model.techniques.replica_groups is None else f"groups/{rank_model.mesh.at['replica_groups']}/"
 
 
 def same(training: Training, manifest: Manifest) -> bool:
     """Whether the checkpoint has as many groups as this training."""
-    return training.built.rare is not None and manifest.groups_of.get("count") == training.plan.replica_groups
+    return training.rank_model.techniques.replica_groups is not None and manifest.groups_of.get("count") == training.plan.replica_groups
 
 
 def parts_of(training: Training, model: dict[str, Part]) -> dict[str, Part]:
     """Parts of the model for a checkpoint: the global weights, and this group's own. `model`: what this rank holds."""
-    rare = training.built.rare
+    rare = training.rank_model.techniques.replica_groups
     if rare is None:
         return {f"model/{name}": part for name, part in model.items()}
     common = rare.global_parts()
@@ -40,7 +40,7 @@ def parts_of(training: Training, model: dict[str, Part]) -> dict[str, Part]:
     return found | _beside(training, rare, model)
 
 
-def _beside(training: Training, rare: RareSync, model: dict[str, Part]) -> dict[str, Part]:
+def _beside(training: Training, rare: RareSynchroniser, model: dict[str, Part]) -> dict[str, Part]:
     """What a checkpoint holds beside the global weights: this group's own, the outer momentum, what is on its way."""
     own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
     return own | {f"groups/{name}": part for name, part in rare.parts().items()}
@@ -48,17 +48,18 @@ def _beside(training: Training, rare: RareSync, model: dict[str, Part]) -> dict[
 
 def _own(training: Training, name: str) -> bool:
     """Whether groups may hold another one: all but frozen parameters."""
-    parameter = training.built.own.get(name)
+    parameter = training.rank_model.params.get(name)
     return parameter is None or parameter.requires_grad
 
 
 def values_of(training: Training) -> dict[str, Any]:
     """What a manifest says of the groups; {} without any."""
-    built = training.built
-    if built.rare is None:
+    used = training.rank_model.techniques
+    if used.replica_groups is None:
         return {}
-    own = {"scaler": built.scaler.state_dict() if built.scaler else None, **built.rare.own_values()}
-    return {"count": training.plan.replica_groups, "own": {str(built.mesh.at["replica_groups"]): own}, **built.rare.values()}
+    own = {"scaler": used.loss_scale.state_dict() if used.loss_scale else None, **used.replica_groups.own_values()}
+    number = str(training.rank_model.mesh.at["replica_groups"])
+    return {"count": training.plan.replica_groups, "own": {number: own}, **used.replica_groups.values()}
 
 
 def merged(said: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def merged(said: list[dict[str, Any]]) -> dict[str, Any]:
 
 def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> dict[str, Part]:
     """The parts to read of the model: the global weights where they belong, and this group's own."""
-    rare = training.built.rare
+    rare = training.rank_model.techniques.replica_groups
     if rare is None or not same(training, manifest):
         return {f"model/{name}": part for name, part in model.items()}
     rare.expect(manifest.groups_of)
@@ -91,13 +92,13 @@ def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> di
 
 def give(training: Training, manifest: Manifest) -> None:
     """Take over what the manifest says of the groups; the parts were read in place."""
-    built = training.built
-    if built.rare is None or not same(training, manifest):
+    rank_model = training.rank_model
+    if rank_model.techniques.replica_groups is None or not same(training, manifest):
         return
-    own = manifest.groups_of["own"][str(built.mesh.at["replica_groups"])]
-    built.rare.resume(own)
-    if built.scaler and own.get("scaler"):
-        built.scaler.load_state_dict(own["scaler"])
+    own = manifest.groups_of["own"][str(rank_model.mesh.at["replica_groups"])]
+    rank_model.techniques.replica_groups.resume(own)
+    if rank_model.techniques.loss_scale and own.get("scaler"):
+        rank_model.techniques.loss_scale.load_state_dict(own["scaler"])
 
 
 def refused(training: Training, manifest: Manifest) -> tuple[str, str] | None:

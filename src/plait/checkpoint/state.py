@@ -1,6 +1,6 @@
 """The state of a training as named parts of tensors and JSON values, and back: what a checkpoint holds.
 
-A rank knows its own parts only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
+A rank knows its own parts only (`RankModel.parts`). Optimizer state of a parameter's shape is split as the parameter is;
 tensors without dims are numbers; a tensor of another shape belongs to a whole parameter. Of compressed sums every copy has
 residuals of its own, which other copies cannot use; the factors of powersgd are the same on all.
 """
@@ -36,13 +36,13 @@ def parts_of(training: Training) -> dict[str, Part]:
     parts, base = replica_groups.parts_of(training, model), training.base
     for name in base.tensors if base is not None else ():
         parts.pop(f"model/{name}", None)
-    owned = training.built.table.owned(training.built.mesh.at)
+    owned = training.rank_model.table.owned(training.rank_model.mesh.at)
     for name, key, value in _state(training):
         if isinstance(value, Tensor) and value.dim():
             part = whole(value) if name in owned else _state_part(name, key, value, model[name])
             parts[f"{own}optimizer/{name}/{key}"] = part
-    if training.built.average is not None:
-        parts |= training.built.average.parts(model)
+    if training.rank_model.techniques.average is not None:
+        parts |= training.rank_model.techniques.average.parts(model)
     parts |= _evaluated(training, model)
     return parts | {name: part for name, _, part in _compressed(training, model)}
 
@@ -50,11 +50,11 @@ def parts_of(training: Training) -> dict[str, Part]:
 def _evaluated(training: Training, model: dict[str, Part]) -> dict[str, Part]:
     """What this rank's optimizer has in eval mode of the parameters that it updates, if it has such a mode. Nothing is sent: a rank
     that has lost another calls it too."""
-    built, found = training.built, dict[str, Part]()
-    owned = built.table.owned(built.mesh.at)
-    for parameter, tensor in weights_in_eval_mode(built.optimizer):
-        name = (built.names or {})[id(parameter)]
-        if name not in built.own:
+    rank_model, found = training.rank_model, dict[str, Part]()
+    owned = rank_model.table.owned(rank_model.mesh.at)
+    for parameter, tensor in weights_in_eval_mode(rank_model.optimizer):
+        name = (rank_model.optimizer_names or {})[id(parameter)]
+        if name not in rank_model.params:
             continue  # a placeholder of what another rank holds
         found[f"{EVAL}{name}"] = whole(tensor) if name in owned else replace(model[name], tensor=tensor)
     return found
@@ -62,9 +62,9 @@ def _evaluated(training: Training, model: dict[str, Part]) -> dict[str, Part]:
 
 def _compressed(training: Training, model: dict[str, Part]) -> Iterator[tuple[str, str, Part]]:
     """(name in a checkpoint, name in `Compressor.state`, part) of what compressed sums keep on this rank."""
-    built = training.built
-    place = built.mesh.at["dp" if built.rare is None else "replica_groups"]
-    for key, tensor in (built.compressor.state() if built.compressor is not None else {}).items():
+    rank_model = training.rank_model
+    place = rank_model.mesh.at["dp" if rank_model.techniques.replica_groups is None else "replica_groups"]
+    for key, tensor in (rank_model.techniques.compressor.state() if rank_model.techniques.compressor is not None else {}).items():
         kind, _, parameter = key.partition("/")
         if kind == RESIDUAL:
             own = replace(model[parameter], tensor=tensor)
@@ -75,7 +75,7 @@ def _compressed(training: Training, model: dict[str, Part]) -> Iterator[tuple[st
 
 def _state(training: Training) -> Iterator[tuple[str, str, object]]:
     """(parameter, key, value) of all that the optimizer keeps."""
-    names = training.built.names or {}
+    names = training.rank_model.optimizer_names or {}
     for parameter, state in optimizer_state.states(training.optimizer):
         yield from ((names[id(parameter)], key, value) for key, value in state.items())
 
@@ -90,7 +90,7 @@ def model_parts(training: Training) -> dict[str, Part]:
     """This rank's part of every parameter, and of every buffer that belongs to the model's state."""
     kept = set(training.model.state_dict(keep_vars=True)) | {name for name, _ in training.model.named_parameters()}
     buffers, reshaped = {name for name, _ in training.model.named_buffers()}, training.carried.reshaped()
-    parts = {name: part for name, part in training.built.parts().items() if name in kept or name not in buffers}
+    parts = {name: part for name, part in training.rank_model.parts().items() if name in kept or name not in buffers}
     return {name: part for name, part in parts.items() if name not in reshaped}
 
 
@@ -140,11 +140,11 @@ def values_of(training: Training) -> dict[str, Any]:
         "batch": training.job.batch,
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
         "aliases": aliases_of(training.model),
-        "base": training.base.stored(training.built.own) if training.base is not None else None,
-        "scaler": training.built.scaler.state_dict() if training.built.scaler else None,
+        "base": training.base.stored(training.rank_model.params) if training.base is not None else None,
+        "scaler": training.rank_model.techniques.loss_scale.state_dict() if training.rank_model.techniques.loss_scale else None,
         "groups": replica_groups.values_of(training),
-        "average": training.built.average.state_dict() if training.built.average else None,
-        "shares": training.built.balance.state_dict() if training.built.balance else None,
+        "average": training.rank_model.techniques.average.state_dict() if training.rank_model.techniques.average else None,
+        "shares": training.rank_model.techniques.balance.state_dict() if training.rank_model.techniques.balance else None,
         "callbacks": callbacks,
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
@@ -163,7 +163,7 @@ def aliases_of(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _groups(training: Training) -> list[tuple[dict[str, Any], list[str]]]:
-    names = training.built.names or {}
+    names = training.rank_model.optimizer_names or {}
     return [(group, [names[id(p)] for p in group["params"]]) for group in optimizer_state.groups(training.optimizer)]
 
 
@@ -228,18 +228,18 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     for name in (*(manifest.base.tensors if manifest.base is not None else ()), *manifest.carried.values):
         if f"model/{name}" not in manifest.tensors:
             parts.pop(f"model/{name}", None)
-    elsewhere = training.built.table.owned_by_others(training.built.mesh.at)
-    owned = training.built.table.owned(training.built.mesh.at)
+    elsewhere = training.rank_model.table.owned_by_others(training.rank_model.mesh.at)
+    owned = training.rank_model.table.owned(training.rank_model.mesh.at)
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
         parameter, _ = _split(name)
         if name.startswith(f"{own}optimizer/") and parameter in mine:
             if parameter in owned:
-                parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
+                parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.rank_model.device))
             else:
                 parts[name] = _new_state(name, entry, model[parameter])
-    if training.built.average is not None and manifest.average is not None:
-        parts |= _checked(training.built.average.parts(model, reading=True), manifest)
+    if training.rank_model.techniques.average is not None and manifest.average is not None:
+        parts |= _checked(training.rank_model.techniques.average.parts(model, reading=True), manifest)
     if manifest.job.get("compress") == training.fingerprint["compress"]:  # else it is dropped
         parts |= dict(_new_compressed(training, manifest, model))
     return parts | carried_state.wanted(manifest, training.plan, training.place.rank)
@@ -258,7 +258,7 @@ def _new_compressed(training: Training, manifest: Manifest, model: dict[str, Par
         if entry is None or entry.shape != part.shape:
             raise Damaged(MANIFEST, f"it has {name} not at all, or in another shape")
         kind, shape = DTYPES[entry.dtype], tuple(part.tensor.shape)
-        yield name, replace(part, tensor=room_for(name, entry, shape, kind, training.built.device))
+        yield name, replace(part, tensor=room_for(name, entry, shape, kind, training.rank_model.device))
 
 
 def _new_state(name: str, entry: Entry, part: Part) -> Part:
@@ -287,21 +287,21 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
         parameter, _, key = name.removeprefix(own).rpartition("/")
-        here = parameter in training.built.own and parameter not in training.built.table.owned_by_others(training.built.mesh.at)
+        here = parameter in training.rank_model.params and parameter not in training.rank_model.table.owned_by_others(training.rank_model.mesh.at)
         if parameter in index and here:  # another rank's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
     optimizer_state.restore(training.optimizer, state, hyper)
-    if training.built.scaler and manifest.scaler:
-        training.built.scaler.load_state_dict(manifest.scaler)
-    if training.built.compressor is not None:
+    if training.rank_model.techniques.loss_scale and manifest.scaler:
+        training.rank_model.techniques.loss_scale.load_state_dict(manifest.scaler)
+    if training.rank_model.techniques.compressor is not None:
         kept = {key: name for name, key, _ in _compressed(training, model_parts(training)) if name in parts}
-        training.built.compressor.load_state({key: parts[name].tensor for key, name in kept.items()})
-    if training.built.average is not None and manifest.average is not None:
-        training.built.average.load_state_dict(manifest.average)
-    if training.built.balance and manifest.shares:
-        training.built.balance.load_state_dict(manifest.shares)
+        training.rank_model.techniques.compressor.load_state({key: parts[name].tensor for key, name in kept.items()})
+    if training.rank_model.techniques.average is not None and manifest.average is not None:
+        training.rank_model.techniques.average.load_state_dict(manifest.average)
+    if training.rank_model.techniques.balance and manifest.shares:
+        training.rank_model.techniques.balance.load_state_dict(manifest.shares)
     training.position = manifest.position
-    training.built.refresh()
+    training.rank_model.refresh()
     lines = carried_state.give(training.carried, manifest, training.plan, training.place.rank, parts)
     replica_groups.give(training, manifest)
     return lines

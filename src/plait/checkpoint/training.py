@@ -14,9 +14,9 @@ from plait.checkpoint.manifest import Base
 from plait.config.errors import USAGE, PlaitError, problem_of
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Position
+from plait.data.batch import Data, Position
 from plait.launch.place import Place
-from plait.parallel.built import Built
+from plait.parallel.rank_model import RankModel
 from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule
 
@@ -39,7 +39,8 @@ class Training(Protocol):
     job: Job
     plan: Plan
     place: Place
-    built: Built
+    rank_model: RankModel
+    data: Data
     position: Position
     arguments: dict[str, str]
     base: Base | None
@@ -71,7 +72,7 @@ class Training(Protocol):
 
 def exchange_json(training: Training, word: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank says, by rank; all ranks call it."""
-    said = exchange(json.dumps(word).encode(), training.built.group, training.built.device)
+    said = exchange(json.dumps(word).encode(), training.rank_model.mesh.everyone, training.rank_model.device)
     return [json.loads(text) for text in said]
 
 

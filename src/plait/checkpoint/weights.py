@@ -27,7 +27,7 @@ def load_weights(training: Training, path: Path) -> None:
     the base's numbers. Numbers are cast to the model's format. Nothing is changed unless all ranks can read all of theirs.
     """
     mine = state.model_parts(training)
-    frozen = [name for name, p in training.built.own.items() if not p.requires_grad]
+    frozen = [name for name, p in training.rank_model.params.items() if not p.requires_grad]
     said = exchange_json(training, {"names": list(mine), "frozen": frozen})
     everyone = list(dict.fromkeys(name for word in said for name in word["names"]))
     found = _found(training, path, everyone, mine)
@@ -35,8 +35,8 @@ def load_weights(training: Training, path: Path) -> None:
     for name, part in mine.items():
         if name in sources:
             reader.read(sources[name], part)
-    training.built.refresh()
-    rewritten = training.built.whole.rewritten
+    training.rank_model.refresh()
+    rewritten = training.rank_model.whole_sketch.rewritten
     kept = {name for word in said for name in word["frozen"] if name in sources and name not in rewritten}
     training.base = _base(training, path, reader, {name: source for name, source in sources.items() if name in kept})
 

@@ -8,6 +8,7 @@ rank_failures     what a rank keeps when its training ends in an error
 run_schedule      after which steps a run ends and evaluates
 run_notes         what a rank reports to the terminal beside its steps
 out_of_memory     a rank whose device is full
+analyse           what a rank knows of the model before anything of it is cut
 build             from job and plan to a rank's model and optimizer
 engine            one rank's training, to be driven step by step: batches, steps, checkpoints
 callbacks         what a job has done beside its steps

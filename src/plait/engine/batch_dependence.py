@@ -16,8 +16,8 @@ from torch import Tensor
 from plait.data import batch as data
 from plait.engine import try_metrics
 from plait.model.make import BuiltModel
-from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
+from plait.parallel.rank_setup import RankSetup
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.torch_private import BatchNormBase, tree_leaves, tree_map_only
 
@@ -27,9 +27,9 @@ LARGEST = 256 << 20
 """Bytes of a model that is run. Of larger ones, layers tell that are known to use the batch."""
 
 
-def reason(built: Built, made: BuiltModel, ready: Callable[[Any], Any]) -> str:
-    """What of the model uses the batch in eval mode: a phrase, or "". `ready` moves samples to the device."""
-    plan, evaluate, model = built.plan, built.job.evaluate, made.model
+def reason(setup: RankSetup, made: BuiltModel) -> str:
+    """What of the model uses the batch in eval mode: a phrase, or ""."""
+    plan, evaluate, model = setup.plan, setup.job.evaluate, made.model
     if evaluate is None or plan.shares * plan.microbatches * plan.replica_groups == 1:
         return ""
     for name, module in model.named_modules():
@@ -41,21 +41,21 @@ def reason(built: Built, made: BuiltModel, ready: Callable[[Any], Any]) -> str:
     try:
         with host_kept(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            seed_host(built.job.seed, "evaluate", 0)
+            seed_host(setup.job.seed, "evaluate", 0)
             pair = data.example(evaluate.data, data.opened(evaluate.data, try_metrics.WHERE), try_metrics.WHERE)
-            pairs = [ready(data.first_samples(pair, n)) for n in (2, 3)]
-            with forward_format(plan, built.cast, built.model_device.type):
-                found = _depends(partial(_run, built, made), pairs, evaluate.metrics)
+            pairs = [setup.moved(data.first_samples(pair, n)) for n in (2, 3)]
+            with forward_format(plan, setup.cast, setup.at.type):
+                found = _depends(partial(_run, setup, made), pairs, evaluate.metrics)
     except Exception:  # it does not run so, and an evaluation will say why
         return ""
     return "the output for a sample changes with the other samples of its batch" if found else ""
 
 
-def _run(built: Built, made: BuiltModel, inputs: object) -> Any:
+def _run(setup: RankSetup, made: BuiltModel, inputs: object) -> Any:
     """The model's outputs in eval mode, with the same random numbers each time."""
-    seed_host(built.job.seed, "evaluate", 0)
+    seed_host(setup.job.seed, "evaluate", 0)
     with try_metrics.unchanged(made.model):
-        return built.trial_call(made.model, inputs)
+        return setup.call(made.model, inputs)
 
 
 def _depends(run: Callable[[object], Any], pairs: list[Any], metrics: Callable[[Any, Any], Any]) -> bool:

@@ -41,14 +41,14 @@ def total_weight(training: SharesBatch, batch: Batch, weights: list[float]) -> f
     In a step that replica groups make on their own: what makes the mean of the groups' losses that of the batch, when all samples
     weigh the same, without a message between groups: a group's weight × size / (groups × its samples). It is 0 without a sample.
     """
-    plan, rare, size = training.plan, training.built.rare, training.share.of_group(batch.size)[1]
+    plan, rare, size = training.plan, training.rank_model.techniques.replica_groups, training.share.of_group(batch.size)[1]
     on_its_own = rare is not None and not rare.sums(batch.after.step)
     if training.job.weight is None:
         return batch.size / (plan.replica_groups if on_its_own else 1) if size else 0.0
     total = torch.tensor(sum(weights), dtype=torch.float64)
     if plan.ranks > 1:
-        peers = training.built.mesh.group(*OTHER_SAMPLES)
-        total = total.to(host_or(training.built.device, peers))
+        peers = training.rank_model.mesh.group(*OTHER_SAMPLES)
+        total = total.to(host_or(training.rank_model.device, peers))
         dist.all_reduce(total, group=peers)
     if on_its_own:
         return float(total) * batch.size / (plan.replica_groups * size) if size else 0.0

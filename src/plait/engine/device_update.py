@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from plait.model.fused_optimizer import momentum_begins_at_zero
-from plait.parallel.built import Built
+from plait.parallel.rank_model import RankModel
 from plait.tensors.torch_private import scale_, takes_found_inf
 
 
-def may_run_ahead(built: Built, skips_nonfinite: bool) -> bool:
+def may_run_ahead(rank_model: RankModel, skips_nonfinite: bool) -> bool:
     """Whether updates may be queued before the host has read the numbers of their steps.
 
     `skips_nonfinite`: a step that is not finite changes nothing.
     """
-    skips = not (skips_nonfinite or built.scaler is not None)
-    skips = skips or (takes_found_inf(built.optimizer) and momentum_begins_at_zero(built.optimizer))
-    here = built.masters is None and built.plan.offload == "none" and built.plan.compress == "none"
-    return skips and here and told_late(built)
+    skips = not (skips_nonfinite or rank_model.techniques.loss_scale is not None)
+    skips = skips or (takes_found_inf(rank_model.optimizer) and momentum_begins_at_zero(rank_model.optimizer))
+    here = rank_model.techniques.masters is None and rank_model.plan.offload == "none" and rank_model.plan.compress == "none"
+    return skips and here and told_late(rank_model)
 
 
-def told_late(built: Built) -> bool:
+def told_late(rank_model: RankModel) -> bool:
     """Whether nothing that the next step does goes by the numbers of this one."""
-    parts = (built.rare, built.replicas, built.balance, built.job.phases)
-    return built.device.type == "cuda" and all(part is None for part in parts)
+    parts = (rank_model.techniques.replica_groups, rank_model.techniques.replicas, rank_model.techniques.balance, rank_model.job.phases)
+    return rank_model.device.type == "cuda" and all(part is None for part in parts)
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, most: float | None, scale: Tensor | None) -> None:

@@ -247,7 +247,7 @@ class Keeper:
     def _written(self) -> float:
         """Seconds of a processor that the last snapshot's thread took from a step, where ranks share processors."""
         memory = self.engine.memory
-        if memory is None or self.engine.built.device.type != "cpu":
+        if memory is None or self.engine.rank_model.device.type != "cpu":
             return 0.0
         return memory.took * max(1.0, self.engine.place.world / cores())
 

@@ -9,7 +9,7 @@ of the global batch, so what is optimised is the weighted mean over the batch, h
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from functools import cached_property
@@ -78,10 +78,13 @@ class Engine:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.place = current() if place is None else place
         plan = plan.fill(self.place.world)
-        self.built = build(job, plan, self.place, pick_device(device, self.place), cast, known)
-        self.job, self.plan, self.workers = job, plan, workers
+        self.rank_model = build(job, plan, self.place, pick_device(device, self.place), cast, known)
+        self.job, self.plan, self.workers, self.data = job, plan, workers, self.rank_model.setup.data
+        self.unlike: tuple[str, ...] = ()
+        """What differs from rank to rank in what an iterable gives."""
+        built = self.rank_model
         self.carried = CarriedState(
-            self.built.model, job.loss, self.built.optimizer, self.built.device, self.built.whole.sampled, watch=not plan.compile
+            built.module, job.loss, built.optimizer, built.device, built.whole_sketch.sampled, watch=not plan.compile
         )
         """What the model, the loss and the optimizer carry from step to step outside of parameters, buffers and `optimizer.state`."""
         self.position = Position()
@@ -93,12 +96,12 @@ class Engine:
         self._stop = False
         self._saved = 0
         """The step in which this rank last heard, or began, something of a save."""
-        self.spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.built.device)
-        self.turns = Turns(self.built)
-        self.passes = Passes(self.built, self.spans, self.turns)
-        self.trained = TrainedParameters(self.built)
-        self.meter = SpeedMeter(self.built)
-        self.guard = Guard(self.built, on_nan)
+        self.spans = Spans(lambda phase: self.place.beat(self.position.step, phase), self.rank_model.device)
+        self.turns = Turns(self.rank_model)
+        self.passes = Passes(self.rank_model, self.spans, self.turns)
+        self.trained = TrainedParameters(self.rank_model)
+        self.meter = SpeedMeter(self.rank_model)
+        self.guard = Guard(self.rank_model, on_nan)
         self.steps = TrainStep(self, self.spans, group_norms)
         self.base: Base | None = None
         """Where frozen parameters are that checkpoints do not hold."""
@@ -116,17 +119,17 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
         self.carried.close()
-        while self.built.moments.close:
-            self.built.moments.close.pop()()
-        if self.built.rare is not None:
-            self.built.rare.end()
+        while self.rank_model.hooks.close:
+            self.rank_model.hooks.close.pop()()
+        if self.rank_model.techniques.replica_groups is not None:
+            self.rank_model.techniques.replica_groups.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():
             dist.destroy_process_group()
             time.sleep(0.2)  # gloo's threads may abort a correct program that ends at once
 
     @property
     def model(self) -> torch.nn.Module:
-        return self.built.model
+        return self.rank_model.module
 
     @property
     def rule(self) -> Rule:
@@ -136,7 +139,8 @@ class Engine:
     @property
     def inexact(self) -> list[str]:
         """What cannot equal one device under this plan, by nature, a sentence each."""
-        return inexact(self.built)
+        found = inexact(self.rank_model.plan, self.rank_model.whole_sketch, self.model, self.rank_model.device)
+        return [*found, *self.rank_model.batch_peers.inexact, *self.unlike]
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -145,7 +149,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.built.optimizer
+        return self.rank_model.optimizer
 
     @property
     def output_bytes(self) -> int:
@@ -154,15 +158,15 @@ class Engine:
 
     @property
     def share(self) -> BatchShare:
-        plan, balance = self.plan, self.built.balance
-        share = BatchShare.of(plan, plan.share(self.place.rank), self.built.mesh.at["replica_groups"])
+        plan, balance = self.plan, self.rank_model.techniques.balance
+        share = BatchShare.of(plan, plan.share(self.place.rank), self.rank_model.mesh.at["replica_groups"])
         return share if balance is None else replace(share, course=balance.course)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
         job = self.job
         reads = self.place.reads
-        data, workers = self.built.data, self.workers
+        data, workers = self.data, self.workers
         if self.plan.rarely:
             data = whole(data)
         sampling = Sampling.of(job, len(data)) if is_map(data) else None
@@ -174,7 +178,7 @@ class Engine:
         source = self.place.waiting_for(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
-            padding = Padding(data, self.built.mesh.group_or_none(*WITHIN))
+            padding = Padding(data, self.rank_model.mesh.group_or_none(*WITHIN))
         self.trained.begin()
         self.callbacks.start(self)
         self.trained.check(self.position.step)
@@ -184,9 +188,9 @@ class Engine:
             self._compare(batch)
             if padding is not None:
                 batch = padding.batch(batch, fetching(data, job.seed, batch, self.share))
-                if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
-                    self.built.unlike = (*self.built.unlike, LOOSE)
-            self.built.inputs.begin((micro.inputs, micro.targets) for micro in batch.micro)
+                if padding.loose and self.rank_model.whole_sketch.places and LOOSE not in self.unlike:
+                    self.unlike = (*self.unlike, LOOSE)
+            self.rank_model.setup.inputs.begin((micro.inputs, micro.targets) for micro in batch.micro)
             self.spans.end("data")
             yield batch
         self.settle()
@@ -194,21 +198,21 @@ class Engine:
 
     def _merged(self, source: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of an iterable of which every rank reads its share."""
-        job, built, share = self.job, self.built, self.share
-        nth = every_nth(opened(job.data), job.seed, share, self.place.rank, built.group)
+        job, rank_model, share = self.job, self.rank_model, self.share
+        nth = every_nth(opened(job.data), job.seed, share, self.place.rank, rank_model.mesh.everyone)
         if not nth:
-            built.unlike = (f"the order of samples is that of {share.ranks} shares of the iterable",)
-        elif built.whole.places:
-            built.unlike = (f"random numbers of a forward pass go by a sample's place in {share.ranks} shares",)
-        length = len(built.data) if hasattr(built.data, "__len__") else None
-        return Merge(share, job.batch, built.group, nth, length).batches(source, self.position)
+            self.unlike = (f"the order of samples is that of {share.ranks} shares of the iterable",)
+        elif rank_model.whole_sketch.places:
+            self.unlike = (f"random numbers of a forward pass go by a sample's place in {share.ranks} shares",)
+        length = len(self.data) if isinstance(self.data, Sized) else None
+        return Merge(share, job.batch, rank_model.mesh.everyone, nth, length).batches(source, self.position)
 
     def _compare(self, batch: Batch) -> None:
         """What ranks read of an iterable is the same; what only some of it is has a name."""
         if not batch.seen or self.place.world == 1:
             return
-        if not agree(batch.size, batch.seen, self.built.mesh.group_or_none(*WITHIN), "Job(data=…)"):
-            self.built.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
+        if not agree(batch.size, batch.seen, self.rank_model.mesh.group_or_none(*WITHIN), "Job(data=…)"):
+            self.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
 
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps. On a GPU the work is queued: whoever looks at the
@@ -286,22 +290,22 @@ class Engine:
 
     def tell(self, pending: PendingStats) -> None:
         """Do what goes by the numbers of a step: all ranks have the same, and do it after the same step."""
-        built, done, known = self.built, pending.batch.after.step, self.passes.logged
+        rank_model, done, known = self.rank_model, pending.batch.after.step, self.passes.logged
         numbers, totals = pending.numbers, pending.totals
         if totals.new_names:
-            numbers.logged |= known.agreed(pending.logged, built.mesh.group_or_none(*WITHIN))
-        if built.rare is None:
+            numbers.logged |= known.agreed(pending.logged, rank_model.mesh.group_or_none(*WITHIN))
+        if rank_model.techniques.replica_groups is None:
             self._heard(totals.signals)
         else:
-            for sent, word in built.rare.after(done, list(astuple(totals.signals))):
+            for sent, word in rank_model.techniques.replica_groups.after(done, list(astuple(totals.signals))):
                 if sent > self._saved:  # else it tells of how far saves were before the last news of them
                     stage = self.checkpoints.stage
                     self._heard(RunSignals(*word))
                     self._saved = self._saved if self.checkpoints.stage == stage else done
         self.meter.read(numbers.spans, pending.batch.count)
-        if built.balance is not None:
+        if rank_model.techniques.balance is not None:
             samples, busy = zip(*numbers.by_rank)
-            numbers.note = built.balance.heard(
+            numbers.note = rank_model.techniques.balance.heard(
                 done, (samples, busy, room_of_share(self.plan, totals.room)), ahead(self.workers)
             )
 
@@ -331,14 +335,15 @@ class Engine:
         self.place.beat(self.position.step, "evaluate")
         self.carried.watch.forget_writes()
         with self._judged():
-            values = evaluate(self.built)
+            values = evaluate(self.rank_model)
         if not again:
             self.callbacks.evaluation(self, values)
         return values
 
     def _judged(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that are judged."""
-        return evaluated_weights(self.built) if self.built.rare is None else self.built.rare.global_weights()
+        groups = self.rank_model.techniques.replica_groups
+        return evaluated_weights(self.rank_model) if groups is None else groups.global_weights()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 64, temperature: float = 0.0,
@@ -354,14 +359,14 @@ class Engine:
         self.place.beat(self.position.step, "evaluate")
         with self._judged():
             return generate(
-                self.built, prompts, TokenSampling(max_new_tokens, temperature, top_k, stop, seed, length), inputs
+                self.rank_model, prompts, TokenSampling(max_new_tokens, temperature, top_k, stop, seed, length), inputs
             )
 
     def save(self, keep: int = 3, wait: bool = True) -> Path:
         """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
         self.settle()
         self.place.beat(self.position.step, "checkpoint")
-        check_copies(self.built, self.position.step)
+        check_copies(self.rank_model, self.position.step)
         self._saved = self.position.step
         path = self.checkpoints.save(self, keep, wait)
         self.place.beat(self.position.step, "checkpoint")

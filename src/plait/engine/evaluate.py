@@ -36,49 +36,49 @@ from plait.data.iterables import agree, digest
 from plait.data.padding import Padding
 from plait.data.sample_errors import naming_samples
 from plait.engine import try_metrics
-from plait.engine.build import move
 from plait.model.make import call
-from plait.parallel.built import Built
 from plait.parallel.precision import autocast, plan_format
+from plait.parallel.rank_model import RankModel
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import evaluating
+from plait.tensors.transfers import move
 
 _ENDED = object()
 Share = tuple[tuple[object, object], int]
 
 
-def evaluate(built: Built) -> dict[str, float]:
+def evaluate(rank_model: RankModel) -> dict[str, float]:
     """The mean of each of the job's metrics over its evaluation set; {} when it has none. All ranks call it."""
-    job, place = built.job, built.place
+    job, place = rank_model.job, rank_model.setup.place
     if job.evaluate is None:
         return {}
     sums: dict[str, Tensor] = {}
-    size, share = forward_size(built), share_now(built)
-    together = built.shards is not None or built.plan.ep > 1
-    with forward_only(built):
+    size, share = forward_size(rank_model), share_now(rank_model)
+    together = rank_model.techniques.shards is not None or rank_model.plan.ep > 1
+    with forward_only(rank_model):
         data = opened(job.evaluate.data, try_metrics.WHERE)
         share = replace(share, microbatches=-(-max(share.sizes(job.batch)) // size))
         held_out = HeldOut(data, job.seed, share, lambda: place.within("evaluation data"))
         if hasattr(data, "collate"):
-            shares = held_out.padded(job.batch, Padding(data, built.group))
+            shares = held_out.padded(job.batch, Padding(data, rank_model.mesh.everyone))
         else:
-            shares = held_out.in_order(size, built.group)
+            shares = held_out.in_order(size, rank_model.mesh.everyone)
         for pair, count in place.waiting_for(shares):
             place.within("evaluate")
             if not count and not together:
                 continue
-            for name, row in _sums(built, pair, count).items():
+            for name, row in _sums(rank_model, pair, count).items():
                 sums[name] = sums[name] + row if name in sums else row
-    return _means(built, sums)
+    return _means(rank_model, sums)
 
 
-def share_now(built: Built) -> BatchShare:
+def share_now(rank_model: RankModel) -> BatchShare:
     """This rank's share of samples, at the present parts."""
-    plan, group = built.plan, built.plan.at(built.place.rank)["replica_groups"]
-    share = BatchShare.of(plan, plan.share(built.place.rank))
+    plan, group = rank_model.plan, rank_model.plan.at(rank_model.setup.place.rank)["replica_groups"]
+    share = BatchShare.of(plan, plan.share(rank_model.setup.place.rank))
     if plan.replica_groups > 1:  # all of them share out the samples, as if they were one
         groups = plan.replica_groups
         share = replace(
@@ -88,61 +88,61 @@ def share_now(built: Built) -> BatchShare:
             parted=share.parted * groups,
             groups=1,
         )
-    return share if built.balance is None else replace(share, parted=built.balance.course.last[1])
+    return share if rank_model.techniques.balance is None else replace(share, parted=rank_model.techniques.balance.course.last[1])
 
 
-def forward_size(built: Built) -> int:
+def forward_size(rank_model: RankModel) -> int:
     """Samples that a forward pass of training has on every rank: those of the smallest share's largest micro-batch."""
-    job, plan, share = built.job, built.plan, share_now(built)
+    job, plan, share = rank_model.job, rank_model.plan, share_now(rank_model)
     if not share.uneven:
         return largest(job.batch, plan.shares * plan.replica_groups, plan.microbatches)
     return largest(min(share.sizes(job.batch)), 1, plan.microbatches)
 
 
-def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
+def _sums(rank_model: RankModel, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     """Of a batch with `count` samples that are this rank's: each metric's sum and number of values."""
-    assert built.job.evaluate is not None
-    built.inputs.begin([pair])
-    inputs, targets = move(built.inputs.take(pair), built.device, built.cast)
-    built.sharers.begin(idle=not count)
-    with proof_format(built.cast):
-        outputs, here = outputs_here(built, inputs, count or 1)
+    assert rank_model.job.evaluate is not None
+    rank_model.setup.inputs.begin([pair])
+    inputs, targets = move(rank_model.setup.inputs.take(pair), rank_model.device, rank_model.setup.cast)
+    rank_model.batch_peers.begin(idle=not count)
+    with proof_format(rank_model.setup.cast):
+        outputs, here = outputs_here(rank_model, inputs, count or 1)
     if not (count and here):
         return {}
-    metrics, found = built.job.evaluate.metrics, dict[str, Tensor]()
-    with proof_format(built.cast):
+    metrics, found = rank_model.job.evaluate.metrics, dict[str, Tensor]()
+    with proof_format(rank_model.setup.cast):
         returned = metrics(outputs, targets)
-    if built.pipe is not None:
-        built.pipe.stages.look(returned, "metrics")
+    if rank_model.techniques.pipeline is not None:
+        rank_model.techniques.pipeline.stages.look(returned, "metrics")
     for name, values in try_metrics.named(returned, metrics).items():
-        values = values.to(built.device, torch.float64, non_blocking=True)
+        values = values.to(rank_model.device, torch.float64, non_blocking=True)
         found[name] = torch.stack([values.sum(), values.new_full((), values.numel())])
     return found
 
 
-def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
+def first_forward(rank_model: RankModel, ready: Callable[[Any], Any]) -> None:
     """The first and largest forward pass of an evaluation, and its metrics: for a dry run, which fits what `ready` gives."""
-    assert built.job.evaluate is not None
-    wanted = built.job.evaluate.data
-    count = forward_size(built)
+    assert rank_model.job.evaluate is not None
+    wanted = rank_model.job.evaluate.data
+    count = forward_size(rank_model)
     pair = first_samples(example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE), count)
-    with forward_only(built):
-        _sums(built, ready(pair), count)
+    with forward_only(rank_model):
+        _sums(rank_model, ready(pair), count)
 
 
 @contextmanager
-def forward_only(built: Built) -> Iterator[None]:
+def forward_only(rank_model: RankModel) -> Iterator[None]:
     """In eval mode, without gradients, in the number format of training."""
-    precision = autocast(built.device.type, plan_format(built.plan))
-    with evaluating(built.model), torch.no_grad(), higher_order.opaque(), precision:
+    precision = autocast(rank_model.device.type, plan_format(rank_model.plan))
+    with evaluating(rank_model.module), torch.no_grad(), higher_order.opaque(), precision:
         yield
 
 
-def outputs_here(built: Built, inputs: object, samples: int) -> tuple[Any, bool]:
+def outputs_here(rank_model: RankModel, inputs: object, samples: int) -> tuple[Any, bool]:
     """The model's outputs, and whether this rank has them: in a pipeline the last stage does."""
-    if built.pipe is None:
-        return call(built.model, inputs), True
-    return built.pipe.forward_only(inputs, samples, lambda: call(built.model, inputs))
+    if rank_model.techniques.pipeline is None:
+        return call(rank_model.module, inputs), True
+    return rank_model.techniques.pipeline.forward_only(inputs, samples, lambda: call(rank_model.module, inputs))
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,13 @@ class HeldOut:
             yield sample
 
 
-def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:
-    if built.group is not None:
-        told = exchange("\n".join(sums).encode(), built.group, torch.device("cpu"))  # of hosts: no device is waited for
+def _means(rank_model: RankModel, sums: dict[str, Tensor]) -> dict[str, float]:
+    if rank_model.mesh.everyone is not None:
+        told = exchange("\n".join(sums).encode(), rank_model.mesh.everyone, torch.device("cpu"))  # of hosts: no device is waited for
         names = max(told, key=len).decode().split("\n")  # a rank without samples, or without the outputs, has none
-        nothing = torch.zeros(2, dtype=torch.float64, device=built.device)
+        nothing = torch.zeros(2, dtype=torch.float64, device=rank_model.device)
         rows = torch.stack([sums.get(name, nothing) for name in names])
-        dist.all_reduce(rows, group=built.group)
+        dist.all_reduce(rows, group=rank_model.mesh.everyone)
         sums = dict(zip(names, rows))
     means = [row[0] / row[1] for row in sums.values()]
     return dict(zip(sums, torch.stack(means).tolist())) if means else {}

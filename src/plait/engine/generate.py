@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.engine.evaluate import forward_only, forward_size, outputs_here, share_now
-from plait.parallel.built import Built
+from plait.parallel.rank_model import RankModel
 from plait.randomness.distributions import key
 from plait.tensors.collectives import exchange
 from plait.tensors.sharded_tensor import whole
@@ -60,33 +60,33 @@ class TokenSampling:
 
 
 def generate(
-    built: Built, prompts: Sequence[Sequence[int]], how: TokenSampling, inputs: Callable[[Tensor], Any] | None = None
+    rank_model: RankModel, prompts: Sequence[Sequence[int]], how: TokenSampling, inputs: Callable[[Tensor], Any] | None = None
 ) -> list[list[int]]:
     """The new tokens of each prompt, on every rank; the one that ended a text is the last. All ranks call it alike.
 
     `inputs`: makes the model's inputs of tokens, an int64 tensor of shape [texts, length]; None: as in the job's data.
     U019 for prompts or options that cannot be, and for a model that gives no logits of shape [texts, length, vocabulary].
     """
-    texts = _checked(built, prompts, how)
-    made = inputs or _like_data(built)
-    size, share = forward_size(built), share_now(built)
-    held, together = share.sizes(len(texts)), built.shards is not None or built.plan.ep > 1
+    texts = _checked(rank_model, prompts, how)
+    made = inputs or _like_data(rank_model)
+    size, share = forward_size(rank_model), share_now(rank_model)
+    held, together = share.sizes(len(texts)), rank_model.techniques.shards is not None or rank_model.plan.ep > 1
     first = np.cumsum([0, *held])
-    with forward_only(built):
+    with forward_only(rank_model):
         for offset in range(0, max(held), size):
             numbers = [range(first[r] + offset, first[r] + min(offset + size, n)) for r, n in enumerate(held)]
             everyone = [i for each in numbers for i in each]
             mine = list(numbers[share.rank]) or ([0] if together else [])
             while going := [i for i in everyone if _goes_on(texts[i], prompts[i], how)]:
-                built.place.within("evaluate")
+                rank_model.setup.place.within("evaluate")
                 new = dict.fromkeys(going, 0)
                 if together or any(i in new for i in mine):
                     rows = padded([texts[i] for i in mine], _length(texts, prompts, everyone, how))
-                    last = _last_logits(built, made(rows.to(built.device)), [len(texts[i]) for i in mine])
+                    last = _last_logits(rank_model, made(rows.to(rank_model.device)), [len(texts[i]) for i in mine])
                     for i, logits in zip(mine, last):
                         if i in new and i in numbers[share.rank]:
                             new[i] = 1 + chosen_token(logits, how, i, len(texts[i]))
-                for i, token in zip(going, _told(built, [new[i] for i in going])):
+                for i, token in zip(going, _told(rank_model, [new[i] for i in going])):
                     texts[i].append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts)]
 
@@ -122,18 +122,18 @@ def _length(texts: list[list[int]], prompts: Sequence[Sequence[int]], numbers: l
     return min(-(-longest // STRETCH) * STRETCH, most)
 
 
-def _last_logits(built: Built, inputs: object, lengths: list[int]) -> list[np.ndarray]:
+def _last_logits(rank_model: RankModel, inputs: object, lengths: list[int]) -> list[np.ndarray]:
     """Of each text the logits at its last position, in float64; nothing on a rank that has none, or need not say them."""
-    outputs, here = outputs_here(built, inputs, len(lengths))
+    outputs, here = outputs_here(rank_model, inputs, len(lengths))
     if not here:
         return []
     logits = _logits(outputs)
     if logits.dim() != 3 or logits.shape[0] != len(lengths):
         why = f"expected [texts, length, vocabulary], found {list(logits.shape)} for {len(lengths)} texts"
         raise _wrong("the model's outputs are no logits of the next token", why)
-    last = torch.tensor(lengths, device=built.device) - 1
-    found = whole(logits[torch.arange(len(lengths), device=built.device), last])
-    first = not any(built.mesh.at[axis] for axis in ("cp", "tp"))
+    last = torch.tensor(lengths, device=rank_model.device) - 1
+    found = whole(logits[torch.arange(len(lengths), device=rank_model.device), last])
+    first = not any(rank_model.mesh.at[axis] for axis in ("cp", "tp"))
     return list(found.double().cpu().numpy()) if first else []
 
 
@@ -144,18 +144,18 @@ def _logits(outputs: object) -> Tensor:
     return found
 
 
-def _told(built: Built, mine: list[int]) -> list[int]:
+def _told(rank_model: RankModel, mine: list[int]) -> list[int]:
     """What all ranks say together of the texts that go on: each token is one rank's, plus one."""
-    if built.group is None:
+    if rank_model.mesh.everyone is None:
         return [token - 1 for token in mine]
-    row = torch.tensor(mine, dtype=torch.int64, device=built.device)
-    dist.all_reduce(row, group=built.group)
+    row = torch.tensor(mine, dtype=torch.int64, device=rank_model.device)
+    dist.all_reduce(row, group=rank_model.mesh.everyone)
     return [token - 1 for token in row.tolist()]
 
 
-def _like_data(built: Built) -> Callable[[Tensor], Any]:
+def _like_data(rank_model: RankModel) -> Callable[[Tensor], Any]:
     """Tokens -> the model's inputs, of the kind that the job's data has."""
-    example = built.pairs(1)[0]
+    example = rank_model.setup.samples(1)[0]
     if isinstance(example, Tensor) and example.dim() == 2 and not example.is_floating_point():
         return lambda tokens: tokens
     if isinstance(example, (tuple, list)) and len(example) == 1:
@@ -175,7 +175,7 @@ _OF_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 """What Hugging Face's models are given: padding is on the right, where a causal model does not look."""
 
 
-def _checked(built: Built, prompts: Sequence[Sequence[int]], how: TokenSampling) -> list[list[int]]:
+def _checked(rank_model: RankModel, prompts: Sequence[Sequence[int]], how: TokenSampling) -> list[list[int]]:
     """The prompts as lists. U019 on all ranks for what is wrong, also where ranks were given other ones."""
     try:
         texts = [[int(token) for token in prompt] for prompt in prompts]
@@ -192,7 +192,7 @@ def _checked(built: Built, prompts: Sequence[Sequence[int]], how: TokenSampling)
         raise _wrong(
             f"length={how.length} is too short", f"the longest text may come to {longest} tokens before its last"
         )
-    if len(set(exchange(repr((texts, how)).encode(), built.group, built.device))) > 1:
+    if len(set(exchange(repr((texts, how)).encode(), rank_model.mesh.everyone, rank_model.device))) > 1:
         raise _wrong("ranks were given other prompts, or other options", "all of them continue the same ones")
     return texts
 

@@ -27,7 +27,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 def measured(engine: "Engine") -> MemoryUse:
     """What this rank's memory is used for: tensors now, between two steps; peaks since they were last forgotten."""
-    device, process = engine.built.device, psutil.Process()
+    device, process = engine.rank_model.device, psutil.Process()
     here, host = _by_category(engine, device)
     resident = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
     if device.type == "cpu":
@@ -50,19 +50,19 @@ def forget_peaks(device: torch.device) -> None:
 
 def kept(engine: "Engine") -> Iterator[tuple[str, Iterable[Any]]]:
     """What a rank has between two steps: (category of a bill, tensors); one that comes again counts where it came first."""
-    built = engine.built
-    yield "parameters", [*built.own.values(), *built.model.parameters()]
-    yield "buffers", built.model.buffers()
-    yield "host copies", (built.masters or {}).values()
+    rank_model = engine.rank_model
+    yield "parameters", [*rank_model.params.values(), *rank_model.module.parameters()]
+    yield "buffers", rank_model.module.buffers()
+    yield "host copies", (rank_model.techniques.masters or {}).values()
     state = [list(each.values()) for each in engine.optimizer.state.values()]
     yield "optimizer", (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
-    if built.compressor is not None:
-        yield "residuals", built.compressor.state().values()
-    if built.average is not None:
-        yield "average", built.average.tensors.values()
-    if built.rare is not None:
-        yield "outer", built.rare.held()
-    for reducer in built.reducers.values():
+    if rank_model.techniques.compressor is not None:
+        yield "residuals", rank_model.techniques.compressor.state().values()
+    if rank_model.techniques.average is not None:
+        yield "average", rank_model.techniques.average.tensors.values()
+    if rank_model.techniques.replica_groups is not None:
+        yield "outer", rank_model.techniques.replica_groups.held()
+    for reducer in rank_model.reducers.values():
         yield "gradients", reducer.held()
 
 

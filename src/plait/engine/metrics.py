@@ -114,8 +114,8 @@ class Recorder:
         self.row = row
         if self.metrics is None:
             return
-        if self.engine.built.replicas is not None:
-            replicas, outputs = self.engine.built.replicas, self.engine.output_bytes
+        if self.engine.rank_model.techniques.replicas is not None:
+            replicas, outputs = self.engine.rank_model.techniques.replicas, self.engine.output_bytes
             row["device_bytes"] = self.device_bytes = replicas.device_bytes(self.engine.optimizer, outputs)
         if step.loss_scale is not None:
             row["loss_scale"] = step.loss_scale
@@ -148,7 +148,7 @@ class Recorder:
     def memory(self, when: str) -> None:
         """Record what this rank's memory is used for, and forget the peaks. `when`: the first step is over, or the run's end."""
         use, step = measured(self.engine), self.engine.position.step
-        forget_peaks(self.engine.built.device)
+        forget_peaks(self.engine.rank_model.device)
         self.uses[when] = use
         self.run.write_memory(self.rank, {"step": step, **{name: each.to_dict() for name, each in self.uses.items()}})
         if self.metrics is not None and use.total:
@@ -189,7 +189,7 @@ class Recorder:
         }  # fmt: skip
 
     def _memory(self) -> int:
-        if self.engine.built.device.type == "cuda":
+        if self.engine.rank_model.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
         return self.process.memory_info().rss
 

@@ -21,9 +21,8 @@ from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.keys import WITHIN
 from plait.data.batch import Batch, Micro
 from plait.engine.passes import Passes
-from plait.model.make import call
-from plait.parallel.built import Built
 from plait.parallel.loss_scale import SMALLEST
+from plait.parallel.rank_model import RankModel
 from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
@@ -51,13 +50,13 @@ class Repeatable(Training, Protocol):
 class Guard:
     """What an engine does about a step that is not finite. `choice`: stop, skip (leave it out), or ignore."""
 
-    def __init__(self, built: Built, choice: str):
+    def __init__(self, rank_model: RankModel, choice: str):
         if choice not in CHOICES:
             raise PlaitError(Problem("U002", f"on_nan={choice!r} is none of {', '.join(CHOICES)}"))
         self.choice = choice
-        trained = (f"model/{name}" for name, p in built.own.items() if p.requires_grad)
-        self.rule = Rule.of(trained, [(f"model/{name}", part.tensor) for name, part in built.parts().items()])
-        self.before, self.earlier = Before(built), Before(built)
+        trained = (f"model/{name}" for name, p in rank_model.params.items() if p.requires_grad)
+        self.rule = Rule.of(trained, [(f"model/{name}", part.tensor) for name, part in rank_model.parts().items()])
+        self.before, self.earlier = Before(rank_model), Before(rank_model)
         """What the passes of the last step write, as it was before them; and before those of the step before, where the host reads late."""
         self.skipped = 0
         """Steps left out since one was made."""
@@ -118,7 +117,7 @@ class Guard:
 
     def poisoned(self, engine: Repeatable, step: int, why: str) -> Problem | None:
         """N003 when weights are not finite after `step` on any rank. All ranks call it."""
-        own = [(f"model/{name}", p) for name, p in engine.built.own.items() if p.requires_grad]
+        own = [(f"model/{name}", p) for name, p in engine.rank_model.params.items() if p.requires_grad]
         names = [name.removeprefix("model/") for name in self.rule.broken(own)]
         told = [json.loads(text) for text in _exchange(engine, names)]
         ranks = [rank for rank, found in enumerate(told) if found]
@@ -132,14 +131,14 @@ class Guard:
         return Problem("N003", what, why=f"{why}\n{made}{rate}; on {_ranks(ranks)}", fix=fix)
 
     def _put_back(self, engine: Repeatable) -> None:
-        for parameter in engine.built.own.values():
+        for parameter in engine.rank_model.params.values():
             parameter.grad = None
         self.before.put_back()
 
     def _where(self, engine: Repeatable, batch: Batch) -> list[str]:
         """Lines that tell in which micro-batches it began. All ranks get the same."""
         losses = [(n, float(loss)) for n, loss in engine.passes.losses]
-        search = Search(engine.built, engine.passes)
+        search = Search(engine.rank_model, engine.passes)
         with search:
             engine.again(batch)
         self._put_back(engine)
@@ -154,13 +153,13 @@ class Guard:
 class Before:
     """What forward passes write of a rank's model, as it was before the step: statistics, counters, weights that follow."""
 
-    def __init__(self, built: Built):
-        sketch, model = built.whole, built.model
+    def __init__(self, rank_model: RankModel):
+        sketch, model = rank_model.whole_sketch, rank_model.module
         names = [tuple(name.rpartition(".")[::2]) for name in sketch.counting]
         names += [(norm, key) for norm in sketch.batch_norms for key in own_buffers(model.get_submodule(norm))]
         owners = [(own_buffers(model.get_submodule(owner)), key) for owner, key in dict.fromkeys(names)]
         self.buffers = [(held, key) for held, key in owners if (t := held.get(key)) is not None and not t.is_meta]
-        self.weights = [p for name, p in built.own.items() if name in sketch.rewritten]
+        self.weights = [p for name, p in rank_model.params.items() if name in sketch.rewritten]
         self.held: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self.copies: list[Tensor] = []
 
@@ -185,27 +184,25 @@ class Before:
 class Search:
     """Watches the passes of a step, run once more, for the first numbers of a micro-batch that are not finite."""
 
-    def __init__(self, built: Built, passes: Passes):
-        self.built, self.passes = built, passes
+    def __init__(self, rank_model: RankModel, passes: Passes):
+        self.rank_model, self.passes = rank_model, passes
         self.units: list[tuple[int, str]] = []
         """(micro-batch, unit) of the first unit that was given finite inputs and returned something else."""
         self.gradients: list[tuple[int, str]] = []
         """(micro-batch, parameter) of the first parameter, in backward's order, whose gradient is not finite."""
         self.handles: list[Any] = []
         self.hooked: set[int] = set()
-        self.run = built.run
 
     def __enter__(self) -> "Search":
-        built, shards = self.built, self.built.shards
-        built.run = call  # hooks would compile it anew
-        models = [built.model] if built.replicas is None else built.replicas.models
+        rank_model, shards = self.rank_model, self.rank_model.techniques.shards
+        models = [rank_model.module] if rank_model.techniques.replicas is None else rank_model.techniques.replicas.models
         sharded = {} if shards is None else shards.sharded
-        absent = built.table.absent(built.mesh.at)
+        absent = rank_model.table.absent(rank_model.mesh.at)
         for model in models:
-            for name in (unit.name for unit in built.sketch.units if unit.name not in absent):
+            for name in (unit.name for unit in rank_model.sketch.units if unit.name not in absent):
                 hook = partial(self._unit, name)
                 self.handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
-        for name, parameter in built.own.items():
+        for name, parameter in rank_model.params.items():
             if name not in sharded:
                 self._watch(name, parameter)
         for model in models[1:]:
@@ -216,7 +213,6 @@ class Search:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.built.run = self.run
         for handle in self.handles:
             handle.remove()
 
@@ -227,7 +223,7 @@ class Search:
 
     def _gathered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module of shards has its whole parameters for a while."""
-        names = {id(p): n for n, p in self.built.model.named_parameters() if not hasattr(p, "placements")}
+        names = {id(p): n for n, p in self.rank_model.module.named_parameters() if not hasattr(p, "placements")}
         for parameter in module.parameters() if torch.is_grad_enabled() else ():
             if id(parameter) in names:
                 self._watch(names[id(parameter)], parameter)
@@ -298,4 +294,4 @@ def _some(ids: list[int]) -> str:
 
 
 def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:
-    return exchange(json.dumps(value).encode(), engine.built.mesh.group_or_none(*WITHIN), engine.built.device)
+    return exchange(json.dumps(value).encode(), engine.rank_model.mesh.group_or_none(*WITHIN), engine.rank_model.device)

@@ -11,64 +11,67 @@ from typing import Any
 from torch import Tensor
 
 from plait.data.batch import Batch
-from plait.engine.build import check_loss, move
+from plait.engine.build import check_loss
 from plait.engine.logged import StepLog, recording, refused_in_threads
 from plait.engine.spans import Spans
 from plait.engine.turns import Turns
 from plait.losses.global_batch import zero_loss
 from plait.model.make import call
-from plait.parallel.built import Built
 from plait.parallel.loss_scale import scaled
 from plait.parallel.pipeline.runtime import MicroBatch, PipelineRuntime
 from plait.parallel.precision import forward_format
+from plait.parallel.rank_model import RankModel
 from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves
+from plait.tensors.transfers import move
 
 
 class Passes:
     """Leaves the gradients of this rank's samples in the parameters' `.grad`."""
 
-    def __init__(self, built: Built, spans: Spans, turns: Turns):
-        self.built, self.spans, self.turns = built, spans, turns
+    def __init__(self, rank_model: RankModel, spans: Spans, turns: Turns):
+        self.rank_model, self.spans, self.turns = rank_model, spans, turns
+        self.call, self.loss = call, rank_model.job.loss
         self.output_bytes = 0
         """Of the outputs that processes=one gathers on its first device."""
         self.losses: list[tuple[int, Tensor]] = []
         """Of the last step: number of a micro-batch, its loss; where losses are computed."""
         self.number = 0
-        self.logged = StepLog(built.device)
+        self.logged = StepLog(rank_model.device)
 
     def pieces(self, batch: Batch, runs: dict[int, float]) -> list[MicroBatch]:
         """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
-        built, found = self.built, []
+        rank_model, found = self.rank_model, list[MicroBatch]()
+        loss_scale = rank_model.techniques.loss_scale
         for i, weight in runs.items():
             micro = batch.micro[i]
-            pair = built.inputs.take((micro.inputs, micro.targets))
-            inputs, targets = move(pair, built.device, built.cast)
-            scale = weight * (built.scaler.factor if built.scaler else 1.0)
+            pair = rank_model.setup.inputs.take((micro.inputs, micro.targets))
+            inputs, targets = move(pair, rank_model.device, rank_model.setup.cast)
+            scale = weight if loss_scale is None else weight * loss_scale.factor
             found.append(MicroBatch(inputs, targets, micro.first, micro.count or 1, weight, scale, micro.count == 0, i))
         return found
 
     def run(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
         """Forward and backward of all. `ready` is given the weighted losses when the last backward is about to begin."""
         self.logged.begin()
-        with self.built.sharers.here(), higher_order.opaque():
-            if self.built.pipe is None:
+        with self.rank_model.batch_peers.here(), higher_order.opaque():
+            if self.rank_model.techniques.pipeline is None:
                 self._one_by_one(pieces, step, ready)
             else:
-                self._pipelined(self.built.pipe, pieces, step, ready)
+                self._pipelined(self.rank_model.techniques.pipeline, pieces, step, ready)
         self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
 
     @property
     def at(self) -> int:
         """Number of the micro-batch whose forward or backward runs."""
-        return self.number if self.built.pipe is None else self.built.pipe.at
+        return self.number if self.rank_model.techniques.pipeline is None else self.rank_model.techniques.pipeline.at
 
     def _one_by_one(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
-        built, losses, idle = self.built, list[Tensor](), all(piece.idle for piece in pieces)
+        rank_model, losses, idle = self.rank_model, list[Tensor](), all(piece.idle for piece in pieces)
         for piece in pieces:
             last, self.number = piece is pieces[-1], piece.number
             self.turns.reducer.begin(last, idle)
-            loss, backward = self.forward(piece, step) if built.replicas is None else self._in_threads(piece, step)
+            loss, backward = self.forward(piece, step) if rank_model.techniques.replicas is None else self._in_threads(piece, step)
             if piece.weight:
                 piece.loss = loss
                 losses.append(loss.double() * piece.weight)
@@ -82,41 +85,41 @@ class Passes:
 
     def forward(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         """(loss, what runs its backward pass) of one micro-batch."""
-        built = self.built
+        rank_model = self.rank_model
         self.spans.begin("forward")
-        with built.randomness.at(step, piece.first, piece.samples, turn=self.turns.name):
+        with rank_model.randomness.at(step, piece.first, piece.samples, turn=self.turns.name):
             loss = self._loss(self._model(piece), piece)
         self.spans.end("forward")
         larger = scaled(loss, piece.scale)
 
         def backward() -> None:
-            built.sharers.idle = piece.idle
-            with built.randomness.replay():
+            rank_model.batch_peers.idle = piece.idle
+            with rank_model.randomness.replay():
                 larger.backward(inputs=self.turns.backward_to())
 
         return loss.detach(), backward
 
     def _model(self, piece: MicroBatch) -> Any:
-        self.built.sharers.begin(piece.idle)
+        self.rank_model.batch_peers.begin(piece.idle)
         with self._format(), self.logged.at(piece.weight):
-            return self.built.run(self.built.model, piece.inputs)
+            return self.call(self.rank_model.module, piece.inputs)
 
     def _loss(self, outputs: object, piece: MicroBatch) -> Tensor:
         """The job's loss, or zero for a micro-batch that weighs nothing: its rank takes part in what ranks communicate."""
         with self._format(), self.logged.at(piece.weight):
-            whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
-            loss = whole() if piece.weight else zero_loss(whole, outputs, self.built.sharers.made)
+            whole = lambda: self.loss(outputs, piece.targets)  # noqa: E731
+            loss = whole() if piece.weight else zero_loss(whole, outputs, self.rank_model.batch_peers.made)
         check_loss(loss)
         return loss
 
     def _format(self) -> AbstractContextManager[Any]:
         """The number format of the forward pass and the loss."""
-        return forward_format(self.built.plan, self.built.cast, self.built.device.type)
+        return forward_format(self.rank_model.plan, self.rank_model.setup.cast, self.rank_model.device.type)
 
     @contextmanager
     def _threaded(self) -> Iterator[None]:
         """Around the forward pass of a part of the samples, in a thread of its own."""
-        with self.built.sharers.thread(), self._format(), recording(refused_in_threads()):
+        with self.rank_model.batch_peers.thread(), self._format(), recording(refused_in_threads()):
             yield
 
     def _pipelined(self, pipe: PipelineRuntime, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
@@ -132,13 +135,13 @@ class Passes:
         reducer.begin(True, idle)
 
     def _in_threads(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
-        replicas = self.built.replicas
+        replicas = self.rank_model.techniques.replicas
         assert replicas is not None
         self.spans.begin("replicate")
         replicas.send_weights()
         self.spans.end("replicate")
         self.spans.begin("forward")
-        outputs, back = replicas.forward(call, self._threaded, piece.inputs, step, piece.first, piece.samples)
+        outputs, back = replicas.forward(self.call, self._threaded, piece.inputs, step, piece.first, piece.samples)
         self.spans.end("forward")
         self.spans.begin("loss")
         loss = self._loss(outputs, piece)

@@ -36,8 +36,6 @@ class PendingStats:
     """Of this rank's micro-batches, by number."""
     skips_nonfinite: bool
     """A step that is not finite is left out."""
-    factor: float | None
-    """The loss scale, where the host has it; it is 1 where there is none, and None where it is on the device."""
     scaled: bool
     """There is a loss scale."""
     loss_factor: float
@@ -83,7 +81,7 @@ class PendingStats:
     @property
     def scale(self) -> float:
         """The factor on the losses of this step; 1 without one."""
-        return self._alike[1] if self.factor is None else self.factor
+        return self._alike[1]
 
     @property
     def finite(self) -> bool:

@@ -34,7 +34,7 @@ def make_engine(options: RankOptions, run: RunDirectory, place: Place) -> Engine
     engine.checkpoints.told = partial(_published, engine)
     optimizer_state.check(engine)
     place.beat(engine.position.step, "data")
-    sampling.agreed(engine.job, engine.built.data, engine.built.group)
+    sampling.agreed(engine.job, engine.data, engine.rank_model.mesh.everyone)
     engine.fingerprint.get("data")
     return engine
 
@@ -99,5 +99,5 @@ def _cut_record(engine: Engine, run: RunDirectory, metrics: dict[str, Any] | Non
             run.cut(engine.position.step)
             if metrics is not None:
                 run.remember(metrics)
-    if engine.built.group is not None:
-        broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)
+    if engine.rank_model.mesh.everyone is not None:
+        broadcast_text("cut", engine.place.rank, engine.rank_model.mesh.everyone, engine.rank_model.device)

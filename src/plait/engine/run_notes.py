@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from plait.engine.build import inexact
 from plait.engine.engine import Engine
 from plait.engine.step import Step
 from plait.launch.failure_report import short
@@ -45,14 +44,14 @@ class RunNotes:
 
     def report_unsplit(self, engine: Engine) -> None:
         """What of the model every rank holds, or computes, in full under tp and cp; and what stays uncompiled."""
-        lines = [choose.summary(engine.built.whole)] if engine.built.plan.tp > 1 else []
-        uncompiled = engine.built.compiled.notes() if engine.built.compiled is not None else []
-        for line in (*lines, *opened_units(engine.built.whole), *uncompiled) if self.place.rank == 0 else ():
+        lines = [choose.summary(engine.rank_model.whole_sketch)] if engine.rank_model.plan.tp > 1 else []
+        uncompiled = engine.rank_model.techniques.compiled.notes() if engine.rank_model.techniques.compiled is not None else []
+        for line in (*lines, *opened_units(engine.rank_model.whole_sketch), *uncompiled) if self.place.rank == 0 else ():
             self.note(f"note  {line}")
 
     def report_inexact(self, engine: Engine) -> None:
         """Why training cannot equal one device, each reason once. Some show in the first step, and losses' on the last stage only."""
-        reasons = inexact(engine.built) if self.place.rank == 0 else engine.built.sharers.inexact if first_of_stage(engine) else ()
+        reasons = engine.inexact if self.place.rank == 0 else engine.rank_model.batch_peers.inexact if first_of_stage(engine) else ()
         for line in reasons:
             if line not in self.reported:
                 self.note(f"note  not exact: {line}")
@@ -60,7 +59,7 @@ class RunNotes:
 
     def report_uncompiled(self, engine: Engine) -> None:
         """What torch.compile gave up in the last step."""
-        for line in engine.built.compiled.news() if engine.built.compiled is not None else ():
+        for line in engine.rank_model.techniques.compiled.news() if engine.rank_model.techniques.compiled is not None else ():
             self.note(f"note  {line}" if self.place.rank == 0 else f"note  rank {self.place.rank}: {line}")
 
     def report_nonfinite_checkpoints(self, engine: Engine) -> None:
@@ -97,4 +96,4 @@ class StepTally:
 
 def first_of_stage(engine: Engine) -> bool:
     """Whether this rank is the first of its pipeline stage."""
-    return not any(place for axis, place in engine.built.mesh.at.items() if axis != "pp")
+    return not any(place for axis, place in engine.rank_model.mesh.at.items() if axis != "pp")

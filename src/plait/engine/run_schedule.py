@@ -31,7 +31,7 @@ def catch_up(engine: Engine, run: RunDirectory, recorder: Recorder, *, onward: b
     saved, callbacks are given its values again. `onward`: an early end is not one. All ranks call it."""
     rank, step = engine.place.rank, engine.position.step
     text = "" if rank else json.dumps(run.evaluation(step))
-    values = json.loads(broadcast_text(text, rank, engine.built.group, engine.built.device))
+    values = json.loads(broadcast_text(text, rank, engine.rank_model.mesh.everyone, engine.rank_model.device))
     if values is None:
         evaluate_if_due(engine, recorder, step)
     elif _carries_state(engine) and is_evaluated(engine, step):

@@ -7,7 +7,7 @@ import torch
 
 from plait.config.plan import Plan
 from plait.engine.spans import sort_of
-from plait.parallel.built import Built
+from plait.parallel.rank_model import RankModel
 from plait.tensors.waits import Interval, apart, waits
 
 COMPUTING = ("forward", "backward", "loss", "replicate")
@@ -22,12 +22,12 @@ class SpeedMeter:
     is left out: on processors the waits are timed. On GPUs passes return before they are computed, so two events tell.
     """
 
-    def __init__(self, built: Built):
-        self.built, self.busy, self.room = built, 0.0, 0
+    def __init__(self, rank_model: RankModel):
+        self.rank_model, self.busy, self.room = rank_model, 0.0, 0
         self.waited = list[Interval]()
-        self.compares = built.balance is not None
+        self.compares = rank_model.techniques.balance is not None
         self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if self.compares and built.device.type == "cuda":
+        if self.compares and rank_model.device.type == "cuda":
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     @contextmanager

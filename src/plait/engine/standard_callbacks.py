@@ -148,7 +148,7 @@ class Profile(Callback):
         """Begin when the next step is the first to be traced."""
         if engine.position.step + 1 == self.first:
             activities = [torch.profiler.ProfilerActivity.CPU]
-            if engine.built.device.type == "cuda":
+            if engine.rank_model.device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()

@@ -91,10 +91,10 @@ class StatsReader:
     def average(self, pending: PendingStats | None = None) -> None:
         """Add the weights of a step to their moving average, those of the last step if none is given: unless that was done, or the step
         was skipped."""
-        pending, average = pending or self.pending, self.training.built.average
+        pending, average = pending or self.pending, self.training.rank_model.techniques.average
         if average is not None and pending is not None and pending.to_average and pending.finite:
             pending.to_average = False
-            with in_eval_mode(self.training.built):
+            with in_eval_mode(self.training.rank_model):
                 average.stepped()
 
     def _wrong(self, pending: PendingStats) -> str:

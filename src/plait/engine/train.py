@@ -133,7 +133,7 @@ def _settle_in(engine: Engine, recorder: Recorder, notes: RunNotes) -> None:
     The garbage of building is collected on all ranks in the same step, and what is left is frozen. Else later collections would look
     through the model again, on one rank at a time while the others wait for it.
     """
-    engine.place.wait(engine.built.device, going=True)
+    engine.place.wait(engine.rank_model.device, going=True)
     gc.collect()
     gc.freeze()
     recorder.memory("first")

@@ -36,8 +36,7 @@ from plait.engine.stats_reader import ReadTraining, StatsReader
 from plait.engine.step import Step, merged, tokens
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
-from plait.parallel.built import Built
-from plait.parallel.loss_scale import DeviceLossScale
+from plait.parallel.rank_model import RankModel
 from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.torch_private import scale_
 from plait.tensors.transfers import HostCopy
@@ -68,14 +67,12 @@ class TrainStep:
     """Makes the steps of one rank. `norms`: with the gradient norm of each parameter group."""
 
     def __init__(self, training: SteppedTraining, spans: Spans, norms: bool):
-        self.training, self.built, self.spans, self.norms = training, training.built, spans, norms
-        self.reader = StatsReader(training)
-        built = self.built
-        self.runs_ahead = device_update.may_run_ahead(built, training.guard.skips_nonfinite)
+        self.training, self.spans, self.norms = training, spans, norms
+        self.rank_model = rank_model = training.rank_model
+        self.techniques, self.reader = rank_model.techniques, StatsReader(training)
+        self.runs_ahead = device_update.may_run_ahead(rank_model, training.guard.skips_nonfinite)
         """Updates are queued before their numbers are read."""
-        if self.runs_ahead and built.scaler is not None:
-            built.scaler = DeviceLossScale(built.scaler, built.device)
-        self.reads_at_once = not device_update.told_late(built)
+        self.reads_at_once = not device_update.told_late(rank_model)
         """What goes by a step's numbers is done in the step."""
         self.has_state = False
         """The optimizer has made its state."""
@@ -94,7 +91,7 @@ class TrainStep:
 
     def backward(self, batch: Batch) -> Tensor:
         """Forward, backward, reduce: leaves the gradient of the global batch in every `.grad`. Returns the summed row of the step."""
-        training, built, passes = self.training, self.built, self.training.passes
+        training, rank_model, passes = self.training, self.rank_model, self.training.passes
         training.carried.begin_step()
 
         # Each micro-batch's loss counts with its weight over that of the global batch. So the gradients add up to that of the batch's
@@ -116,16 +113,16 @@ class TrainStep:
 
         # Reduce: what is not sent yet, then wait. The row that comes back is summed over all ranks.
         self.spans.begin("reduce")
-        over_groups = built.rare is not None and built.rare.sums(batch.after.step)
+        over_groups = rank_model.techniques.replica_groups is not None and rank_model.techniques.replica_groups.sums(batch.after.step)
         step_row = training.turns.reducer.finish(over_groups)
 
         # Gradients of other phases, which travel in the same buckets, are dropped; the job's hooks are called with sums, as on one device.
         training.turns.forget_others()
         training.trained.check(batch.after.step)
-        for summed in built.moments.gradients_summed:
+        for summed in rank_model.hooks.gradients_summed:
             summed(training.turns.reducer)
-        if built.rare is not None:
-            built.rare.given(total > 0)
+        if rank_model.techniques.replica_groups is not None:
+            rank_model.techniques.replica_groups.given(total > 0)
         self.spans.end("reduce")
         return step_row
 
@@ -171,7 +168,7 @@ class TrainStep:
             self.reader.settle()  # what was left to do of the previous step
             self._make_update(pending)
 
-        for parameter in self.built.own.values():
+        for parameter in self.rank_model.params.values():
             parameter.grad = None
         self.spans.end("optimizer")
         if ahead:
@@ -181,7 +178,7 @@ class TrainStep:
 
     def _make_update(self, pending: PendingStats) -> None:
         """The update by numbers that the host has read: finite?, clip, optimizer."""
-        training, scaler = self.training, self.built.scaler
+        training, loss_scale = self.training, self.techniques.loss_scale
         if pending.finite:
             factor = clip_factor(pending.norm, training.turns.clip(training.job)) / pending.scale
             gradients = self._gradients()
@@ -191,22 +188,21 @@ class TrainStep:
             training.optimizer.step()
             training.turns.updated()
             self.reader.average(pending)
-        if scaler is not None and pending.trouble is None:
-            scaler.update(pending.finite)
+        if loss_scale is not None and pending.trouble is None:
+            loss_scale.update(pending.finite)
 
     def _queue_update(self, step_row: Tensor, norm: Tensor) -> None:
         """The update ahead of its numbers, all on the device: finite?, clip, optimizer, which is skipped where they are not finite."""
-        training, scaler = self.training, self.built.scaler
+        training, loss_scale = self.training, self.techniques.loss_scale
         skips = training.guard.skips_nonfinite
-        finite = norm.isfinite() if scaler is not None or skips else None
+        finite = norm.isfinite() if loss_scale is not None or skips else None
         if finite is not None and skips:
             finite = finite & StepStats.loss_in(step_row).isfinite()
-        scale = scaler.factor if isinstance(scaler, DeviceLossScale) else None
-        device_update.clip(self._gradients(), norm, training.job.clip, scale)
+        device_update.clip(self._gradients(), norm, training.job.clip, None if loss_scale is None else loss_scale.factor)
         self.half_updated = True
         device_update.step(training.optimizer, finite)
-        if isinstance(scaler, DeviceLossScale) and finite is not None:
-            scaler.update(finite)
+        if loss_scale is not None and finite is not None:
+            loss_scale.update(finite)
 
     def put_back(self) -> None:
         """Undo the passes of a step that was not ended, and a step that the device skipped: the state is that of a whole step then."""
@@ -216,43 +212,40 @@ class TrainStep:
         if self.reader.is_skipped:
             (guard.earlier if in_step else guard.before).put_back()
         self.reader.average()
-        if self.built.shards is not None:
-            self.built.shards.reshard()
+        self.rank_model.forget_gathered()
 
     def _group_norms(self) -> Tensor:
         """The norm of the gradients of each of the optimizer's groups, over all ranks: float64 of shape [groups] on the device."""
-        names = self.built.names or {}
-        return self.training.turns.reducer.norms([names[id(p)] for p in group["params"]] for group in self.built.optimizer.param_groups)
+        names = self.rank_model.optimizer_names
+        return self.training.turns.reducer.norms([names[id(p)] for p in group["params"]] for group in self.rank_model.optimizer.param_groups)
 
     def _ready(self, batch: Batch, losses: list[Tensor]) -> None:
         """The last backward is about to begin: the reducer sends what it fills, and the row of the step."""
         training, plan, log = self.training, self.training.plan, self.training.passes.logged
         stats, meter = StepStats.zeros(plan), training.meter
-        stats.add_losses(losses, plan, self.built.device)
+        stats.add_losses(losses, plan, self.rank_model.device)
         waited = self.spans.waited
         stats.add_rank(training.place.rank, plan, samples=batch.count, busy=meter.busy, waited=waited, room=meter.room)
         stats.signals = training.signals()
         stats.new_names, stats.logged = float(log.has_new_names), log.send()
-        training.turns.reducer.ready(stats.pack(self.built.device))
+        training.turns.reducer.ready(stats.pack(self.rank_model.device))
 
     def _pending(self, batch: Batch) -> PendingStats:
-        training, built = self.training, self.built
-        scale = 1.0 if built.scaler is None else built.scaler.value
-        summed = built.rare is not None and built.rare.sums(batch.after.step)
+        training, used = self.training, self.techniques
+        summed = used.replica_groups is not None and used.replica_groups.sums(batch.after.step)
         return PendingStats(
-            training.plan, batch, group_names(built) if self.norms else [], training.passes.logged.sent, training.passes.losses,
-            training.guard.skips_nonfinite, factor=None if isinstance(built.scaler, DeviceLossScale) else scale,
-            scaled=built.scaler is not None, loss_factor=training.plan.replica_groups if summed else 1.0,
-            to_average=built.average is not None and training.turns.last,
+            training.plan, batch, group_names(self.rank_model) if self.norms else [], training.passes.logged.sent, training.passes.losses,
+            training.guard.skips_nonfinite, scaled=used.loss_scale is not None, loss_factor=training.plan.replica_groups if summed else 1.0,
+            to_average=used.average is not None and training.turns.last,
         )  # fmt: skip
 
     def _scale(self, norm: Tensor) -> Tensor:
         """The loss scale, float64 of shape [1] on the device; 1 without one."""
-        factor = 1.0 if self.built.scaler is None else self.built.scaler.factor
-        return factor.reshape(1) if isinstance(factor, Tensor) else torch.full_like(norm.reshape(1), factor)
+        loss_scale = self.techniques.loss_scale
+        return torch.ones_like(norm.reshape(1)) if loss_scale is None else loss_scale.factor.reshape(1)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.built.own.values() if p.grad is not None]
+        return [p.grad for p in self.rank_model.params.values() if p.grad is not None]
 
     def _set_rate(self) -> None:
         """By `Job.schedule`."""
@@ -263,9 +256,9 @@ class TrainStep:
                 group["lr"] = group["initial_lr"] * rate
 
 
-def group_names(built: Built) -> list[str]:
+def group_names(rank_model: RankModel) -> list[str]:
     """How each of the optimizer's groups is called: by its "name", else its number."""
-    return [str(group.get("name", i)) for i, group in enumerate(built.optimizer.param_groups)]
+    return [str(group.get("name", i)) for i, group in enumerate(rank_model.optimizer.param_groups)]
 
 
 def clip_factor(norm: float, most: float | None) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.parallel.built import Built
+from plait.parallel.rank_model import RankModel
 from plait.tensors.parameters import ParameterHooks
 from plait.tensors.torch_private import gradient_hooks, sharded_here
 
@@ -17,12 +17,12 @@ from plait.tensors.torch_private import gradient_hooks, sharded_here
 class TrainedParameters:
     """Watches the parameters that the model's code and callbacks see on this rank."""
 
-    def __init__(self, built: Built):
-        self.built, self.live = built, dict(built.model.named_parameters())
+    def __init__(self, rank_model: RankModel):
+        self.rank_model, self.live = rank_model, dict(rank_model.module.named_parameters())
         self.trained = {name for name, p in self.live.items() if p.requires_grad}
         self.names = {id(p): name for name, p in self.live.items()}
         self.hooks = set[tuple[str, int]]()
-        self.alone = built.plan.devices == 1 and built.plan.microbatches == 1
+        self.alone = rank_model.plan.devices == 1 and rank_model.plan.microbatches == 1
 
     def begin(self) -> None:
         """Before the passes of a step: hooks that are there now were put by whoever owns the loop, and are left alone."""
@@ -46,12 +46,12 @@ class TrainedParameters:
 
     def _seen(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.live.items()
-        for module in self.built.shards.modules if self.built.shards is not None else ():
+        for module in self.rank_model.techniques.shards.modules if self.rank_model.techniques.shards is not None else ():
             for part, whole in sharded_here(module):
                 if whole is None:
                     continue
                 yield self.names[id(part)], whole
-                if part.requires_grad and not whole.requires_grad and self.built.job.phases is None:
+                if part.requires_grad and not whole.requires_grad and self.rank_model.job.phases is None:
                     part.requires_grad_(False)  # FSDP2 gives the whole what the part has, when it gathers again
 
     def _thawed(self, name: str, step: int) -> PlaitError:

@@ -22,9 +22,10 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import user_line
 from plait.data import batch as data
 from plait.model.make import BuiltModel
+from plait.model.sketch import Sketch
 from plait.model.trace import fakes_of
-from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
+from plait.parallel.rank_setup import RankSetup
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.fake import PartlyFake, emptied
 from plait.tensors.modules import evaluating
@@ -39,18 +40,18 @@ Pair = tuple[Any, Any]
 Metrics = Callable[[Any, Any], dict[str, Any]]
 
 
-def metrics(built: Built, made: BuiltModel, ready: Callable[[Pair], Pair]) -> None:
-    """Try the metrics of a rank's job, whose model is whole still. `ready` moves samples to the device. J024, J025, J007."""
-    wanted = built.job.evaluate
+def metrics(setup: RankSetup, sketch: Sketch, made: BuiltModel) -> None:
+    """Try the metrics of a rank's job, whose model is whole still. J024, J025, J007."""
+    wanted = setup.job.evaluate
     if wanted is None:
         return
     try:
         with host_kept():
-            seed_host(built.job.seed, "evaluate", 0)
+            seed_host(setup.job.seed, "evaluate", 0)
             held = data.example(wanted.data, data.opened(wanted.data, WHERE), WHERE)
-            pairs = [ready(data.first_samples(held, n)) for n in (1, 2)]
-            with torch.no_grad(), forward_format(built.plan, built.cast, built.model_device.type):
-                counts = _Trial(built, made, wanted.metrics, pairs).counts()
+            pairs = [setup.moved(data.first_samples(held, n)) for n in (1, 2)]
+            with torch.no_grad(), forward_format(setup.plan, setup.cast, setup.at.type):
+                counts = _Trial(setup, made, wanted.metrics, pairs, runs_hollow=not sketch.by_values).counts()
     except PlaitError as error:
         raise PlaitError([replace(p, where=p.where or WHERE) for p in error.problems], error.exit_code) from error
     means = [name for name, n in counts[0].items() if 0 < n == counts[1].get(name)] if counts else []
@@ -61,13 +62,13 @@ def metrics(built: Built, made: BuiltModel, ready: Callable[[Pair], Pair]) -> No
 class _Trial:
     """The metrics of one and of two samples (inputs, targets), the second the first once more."""
 
-    def __init__(self, built: Built, made: BuiltModel, metrics: Metrics, pairs: list[Pair]):
-        self.built, self.made, self.metrics, self.pairs = built, made, metrics, pairs
+    def __init__(self, setup: RankSetup, made: BuiltModel, metrics: Metrics, pairs: list[Pair], runs_hollow: bool):
+        self.setup, self.made, self.metrics, self.pairs, self.runs_hollow = setup, made, metrics, pairs, runs_hollow
         self.fakes, self.hollow = fakes_of(made.fake), False
 
     def counts(self) -> list[dict[str, int]]:
         """How many values each metric has, of one and of two samples; nothing when it cannot be tried."""
-        outputs = None if self.built.sketch.by_values else self._made_up()
+        outputs = self._made_up() if self.runs_hollow else None
         failure: Exception | None = None
         if outputs is not None:
             try:
@@ -101,7 +102,7 @@ class _Trial:
             model = emptied(self.made.fake, fakes).eval()
             with PartlyFake(fakes), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                hollow = [self.built.trial_call(model, tree_map_only(Tensor, hide, inputs)) for inputs, _ in self.pairs]
+                hollow = [self.setup.call(model, tree_map_only(Tensor, hide, inputs)) for inputs, _ in self.pairs]
             (one, form), (two, other) = map(_flat, hollow)
             self.hollow = sum(t.nbytes for t in two if isinstance(t, Tensor)) > MOST
             if self.hollow:
@@ -116,7 +117,7 @@ class _Trial:
         if not isinstance(t, Tensor):
             return t
         made = torch.rand(t.shape) if t.is_floating_point() else torch.zeros(t.shape)
-        return made.to(self.built.model_device, t.dtype)
+        return made.to(self.setup.at, t.dtype)
 
     def _real(self) -> list[Any] | None:
         """What the model returns, where this rank has all of it; None when it has not, or when the model raises."""
@@ -125,7 +126,7 @@ class _Trial:
             return None
         try:
             with unchanged(model):
-                return [self.built.trial_call(model, inputs) for inputs, _ in self.pairs]
+                return [self.setup.call(model, inputs) for inputs, _ in self.pairs]
         except Exception:
             return None
 

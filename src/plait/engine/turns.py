@@ -13,15 +13,15 @@ from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.phases import Phase, PhaseOptimizers
 from plait.config.plan import Plan
-from plait.parallel.built import Built
 from plait.parallel.gradient_reducer import GradientReducer
+from plait.parallel.rank_model import RankModel
 
 
 class Turns:
     """Whose turn it is in a step of one rank."""
 
-    def __init__(self, built: Built):
-        self.built = built
+    def __init__(self, rank_model: RankModel):
+        self.rank_model = rank_model
         self.phase: Phase | None = None
         self.first = self.last = True
         """Of the step."""
@@ -30,7 +30,7 @@ class Turns:
 
     def of(self, step: int) -> Iterator[Phase | None]:
         """The turns of a step, counted from 1; in each, the rank is as the phase wants it. Of step 0: those of all phases."""
-        phases = self.built.job.phases
+        phases = self.rank_model.job.phases
         if phases is None:
             yield None
             return
@@ -44,32 +44,32 @@ class Turns:
             self._begin(None)
 
     def _begin(self, phase: Phase | None) -> None:
-        built, self.phase = self.built, phase
-        built.model.turn = None if phase is None else phase.name  # type: ignore[assignment]
+        rank_model, self.phase = self.rank_model, phase
+        rank_model.module.turn = None if phase is None else phase.name  # type: ignore[assignment]
         self.name = "" if phase is None else phase.name
-        if isinstance(built.optimizer, PhaseOptimizers):
-            built.optimizer.turn = self.name
-        if phase is not None and built.shards is not None:
-            built.shards.trains(phase.has)
+        if isinstance(rank_model.optimizer, PhaseOptimizers):
+            rank_model.optimizer.turn = self.name
+        if phase is not None and rank_model.techniques.shards is not None:
+            rank_model.techniques.shards.trains(phase.has)
 
     @property
     def reducer(self) -> GradientReducer:
         """What sums the turn's gradients."""
-        return self.built.reducers[self.name]
+        return self.rank_model.reducers[self.name]
 
     def backward_to(self) -> list[Tensor] | None:
         """The tensors that the turn's backward leads to; None: all there are."""
-        built, phase = self.built, self.phase
+        rank_model, phase = self.rank_model, self.phase
         if phase is None:
             return None
-        if built.shards is not None:
-            return built.shards.gathered_of(phase.has)
-        return [p for n, p in built.own.items() if p.requires_grad and phase.has(n)]
+        if rank_model.techniques.shards is not None:
+            return rank_model.techniques.shards.gathered_of(phase.has)
+        return [p for n, p in rank_model.params.items() if p.requires_grad and phase.has(n)]
 
     def forget_others(self) -> None:
         """Drop gradients of parameters that this turn does not train: zeros that were summed beside those it does."""
         phase = self.phase
-        for name, parameter in self.built.own.items() if phase is not None else ():
+        for name, parameter in self.rank_model.params.items() if phase is not None else ():
             if phase is not None and not phase.has(name):
                 parameter.grad = None
 
@@ -79,13 +79,13 @@ class Turns:
 
     def updated(self) -> None:
         """The turn's parameters were updated: the phases that follow use the new ones."""
-        if self.phase is not None and self.built.shards is not None:
-            self.built.shards.reshard()
+        if self.phase is not None and self.rank_model.techniques.shards is not None:
+            self.rank_model.techniques.shards.reshard()
 
     @property
     def rate(self) -> float:
         """The learning rate of the first group of the turn's optimizer."""
-        optimizer = self.built.optimizer
+        optimizer = self.rank_model.optimizer
         if isinstance(optimizer, PhaseOptimizers) and self.phase is not None:
             optimizer = optimizer.each[self.phase.name]
         return float(optimizer.param_groups[0]["lr"])

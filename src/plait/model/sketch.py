@@ -107,6 +107,8 @@ class Sketch:
     """Of both, those whose new value comes from the samples."""
     unshared: tuple[str, ...] = ()
     """Of these, those that a rank makes of its own samples, without `plait.global_mean` and `plait.global_batch`."""
+    coupled_in_eval: str = ""
+    """What of it uses the batch in eval mode, in a phrase (`engine/batch_dependence.py`)."""
     host_random: bool = False
     """True when the forward pass draws from Python's or numpy's generator."""
     decides: bool = False

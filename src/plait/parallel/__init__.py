@@ -1,7 +1,8 @@
 """How training is split: one folder for each technique with a mesh axis, one file for each without.
 
 order             the strategies, in the order in which they are applied; their contract: wanted, refuse, inexact, apply
-built             what strategies make of a job on one rank
+rank_setup        what a rank is asked to train, and the model as it was made
+rank_model        what strategies make of it, and what trains it: frozen records
 spec              which rank has which part of which tensor, and how each gradient is summed: one table
 mesh              the ranks of a plan on named axes, and their groups
 gradient_reducer  sums the gradients of a step over ranks: begin, ready, finish; the norm
@@ -28,6 +29,7 @@ loss_scale        the factor on an fp16 loss
 recompute         activation recomputation
 offload           optimizer or parameters in host memory
 compiled          torch.compile
+compiled_units    the units that it compiles, and what became of it
 threads           the classic DataParallel (processes=one)
 replicas          its copies of the model, and their threads
 """

@@ -35,7 +35,7 @@ from collections.abc import Iterable
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 
 AXIS = None
 EXACT = True
@@ -63,5 +63,6 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         yield f"{name} changes in every forward pass, and a step has {plan.microbatches} of them"
 
 
-def apply(built: Built) -> None:
+def apply(split: SplitModel) -> SplitModel:
     """Nothing to wire: the engine runs the micro-batches that the data layer cut."""
+    return split

@@ -4,7 +4,7 @@ After a step, average ← decay × average + (1 − decay) × weights, element b
 parameter, copies of a part stay copies, and nothing is sent. It is numbers that were trained which are averaged: parameters that
 are frozen, and buffers, are themselves.
 
-What a rank averages is `Built.own`, or under `offload=optimizer` its copy on the host, which takes nothing of the device.
+What a rank averages is `SplitModel.own`, or under `offload=optimizer` its copy on the host, which takes nothing of the device.
 
 To evaluate, the numbers of average and weights change places, and afterwards change back. No second model is made.
 
@@ -21,7 +21,7 @@ from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.optimizer_modes import evaluation_mode
-from plait.parallel.built import Built
+from plait.parallel.rank_model import RankModel, SplitModel
 from plait.parallel.server import strategy as server
 from plait.tensors.moving_average import MovingAverage
 
@@ -37,44 +37,39 @@ def refuse(job: Job, plan: Plan) -> Iterator[Problem]:
         yield Problem("P066", f"an average of the weights (Job.ema) does not work with {key}", why=why, fix=fix)
 
 
-def apply(built: Built) -> None:
+def apply(split: SplitModel) -> SplitModel:
     """Begin an average, if the job wants one: once the rank's parts are what they stay."""
-    if built.job.ema is None:
-        return
-    own = {name: weight for name, weight in built.own.items() if weight.requires_grad}
-    hosted = built.masters if built.plan.offload == "optimizer" and built.masters else {}
-    built.average = MovingAverage(built.job.ema, own, {name: hosted.get(name, weight) for name, weight in own.items()})
+    if split.job.ema is None:
+        return split
+    own = {name: weight for name, weight in split.params.items() if weight.requires_grad}
+    hosted = split.techniques.masters if split.plan.offload == "optimizer" and split.techniques.masters else {}
+    average = MovingAverage(split.job.ema, own, {name: hosted.get(name, weight) for name, weight in own.items()})
+    return split.using(average=average)
 
 
-def in_eval_mode(built: Built) -> AbstractContextManager[None]:
+def in_eval_mode(rank_model: RankModel) -> AbstractContextManager[None]:
     """Inside, the model has the weights of the optimizer's eval mode, if it has one. All ranks call it."""
 
     def written() -> None:
-        for copy in built.moments.masters_written:
+        for copy in rank_model.hooks.masters_written:
             copy()
-        _forget(built)
+        rank_model.forget_gathered()
 
-    return evaluation_mode(built.optimizer, written)
+    return evaluation_mode(rank_model.optimizer, written)
 
 
 @contextmanager
-def evaluated_weights(built: Built) -> Iterator[None]:
+def evaluated_weights(rank_model: RankModel) -> Iterator[None]:
     """Inside, the model has the weights that are evaluated: their average if there is one, else those of the optimizer's eval mode.
     All ranks call it."""
-    average = built.average
+    average = rank_model.techniques.average
     if average is None or not average.moved:
-        with in_eval_mode(built):
+        with in_eval_mode(rank_model):
             yield
         return
     try:
         with average.in_place():
-            _forget(built)
+            rank_model.forget_gathered()
             yield
     finally:
-        _forget(built)
-
-
-def _forget(built: Built) -> None:
-    """Parameters that are gathered were gathered of other numbers."""
-    if built.shards is not None:
-        built.shards.reshard()
+        rank_model.forget_gathered()

@@ -32,7 +32,6 @@ Paper
     Ansel et al. 2024, PyTorch 2 (ASPLOS); Liang et al. 2024, TorchTitan, for compilation by regions.
 """
 
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -45,9 +44,10 @@ from torch import nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.compiled_units import CompiledUnits
+from plait.parallel.rank_model import SplitModel
 from plait.tensors.modules import call_class_forward
-from plait.tensors.torch_private import compiled_so_far, hooks_of, let_compile
+from plait.tensors.torch_private import hooks_of, let_compile
 
 AXIS = None
 EXACT = True
@@ -74,36 +74,37 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Built) -> None:
-    names, left = _regions(built)
-    compiled = built.compiled = CompiledUnits(names, left | _beside(built))
-    alike = Counter(type(m).forward for m in built.model.modules())
+def apply(split: SplitModel) -> SplitModel:
+    names, left = _regions(split)
+    compiled = CompiledUnits(names, left | _beside(split))
+    alike = Counter(type(m).forward for m in split.module.modules())
     let_compile(EACH * max(len(names), *alike.values()))
     for name in names:
-        call_class_forward(built.model.get_submodule(name), partial(_run, built, name, compiled))
+        call_class_forward(split.module.get_submodule(name), partial(_run, split, name, compiled))
 
     def finish(_: object) -> None:
-        built.randomness.compiled(built.model, names)
+        split.randomness.compiled(split.module, names)
         for name in names:
-            _outside_graphs(built.model.get_submodule(name))
+            _outside_graphs(split.module.get_submodule(name))
 
-    built.moments.optimizer_created.append(finish)
+    split.hooks.optimizer_created.append(finish)
+    return split.using(compiled=compiled)
 
 
-def _regions(built: Built) -> tuple[list[str], dict[str, str]]:
+def _regions(split: SplitModel) -> tuple[list[str], dict[str, str]]:
     """The modules that are compiled, each for itself; the units besides that consist of modules, and why they are not.
     P018 when none can be."""
-    plan, model = built.plan, built.model
-    found = [unit.name for unit in built.whole.units if not _single(model.get_submodule(unit.name))]
+    plan, model = split.plan, split.module
+    found = [unit.name for unit in split.whole_sketch.units if not _single(model.get_submodule(unit.name))]
     if not found and plan.devices == plan.shares and plan.ep == 1:
         return [""], {}
-    left = {name: why for name in found if (why := _why_not(built, name))}
+    left = {name: why for name in found if (why := _why_not(split, name))}
     if len(left) == len(found):
         what = "compile=true finds nothing to compile in this model under this plan"
         told = [f"{name} {why}" for name, why in left.items()]
         why = told[0] if told else "its units are single layers of torch's, and ranks exchange what lies between"
         raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "dp and fsdp alone")))
-    mine = {unit.name for unit in built.sketch.units}
+    mine = {unit.name for unit in split.sketch.units}
     return [name for name in found if name in mine and name not in left], left
 
 
@@ -113,21 +114,21 @@ def _single(module: nn.Module) -> bool:
     return kind.__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 
-def _why_not(built: Built, name: str) -> str:
+def _why_not(split: SplitModel, name: str) -> str:
     """Why a unit that consists of modules stays uncompiled."""
-    sequence_plan, words = built.whole.sequence_plan, built.whole.slices.vocabulary
+    sequence_plan, words = split.whole_sketch.sequence_plan, split.whole_sketch.slices.vocabulary
     if sequence_plan is not None and any(call.unit == name and call.poses for call in sequence_plan.calls):
         return "stays uncompiled: its code counts positions, so under cp it is given tensors that torch.compile cannot trace"
-    if built.plan.tp > 1 and any(f"{word}.".startswith(f"{name}.") for word in words):
+    if split.plan.tp > 1 and any(f"{word}.".startswith(f"{name}.") for word in words):
         return "stays uncompiled: the vocabulary is cut in it (tp), and what it returns is there in parts, which a graph cannot give"
     return ""
 
 
-def _beside(built: Built) -> dict[str, str]:
+def _beside(split: SplitModel) -> dict[str, str]:
     """Layers inside of compiled units that run between graphs, and what the plan leaves out for graphs; and why."""
-    plan = built.plan
+    plan = split.plan
     why = "stays uncompiled: how many rows travel to its experts depends on the data (ep)"
-    beside = {mixture.name: why for mixture in built.whole.mixtures} if plan.ep > 1 else {}
+    beside = {mixture.name: why for mixture in split.whole_sketch.mixtures} if plan.ep > 1 else {}
     if plan.tp > 1 and plan.sequence_parallel:
         beside["sequence_parallel"] = (
             "has no effect: units would be given tensors that claim the shape of the whole sequence, which torch.compile cannot trace"
@@ -136,56 +137,10 @@ def _beside(built: Built) -> dict[str, str]:
 
 
 def _run(
-    built: Built, name: str, compiled: "CompiledUnits", forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    split: SplitModel, name: str, compiled: CompiledUnits, forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:  # fmt: skip
-    with built.randomness.unit(name):
+    with split.randomness.unit(name):
         return compiled.of(forward)(module, *args, **kwargs)
-
-
-class CompiledUnits:
-    """The compiled forward of each class, one for all units of the class; and what became of it."""
-
-    def __init__(self, names: list[str], left: dict[str, str]):
-        self.names, self.left = names, left
-        self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self.before = compiled_so_far()
-        self.asked = False
-
-    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """(module, its arguments) -> what the forward gives."""
-        if forward not in self.made:
-            own = not forward.__module__.startswith("torch.")
-            self.made[forward] = torch.compile(forward if own else _ours(forward))
-        return self.made[forward]
-
-    def notes(self) -> list[str]:
-        """What stays uncompiled, or is left out, by this plan; in a line for units that are alike."""
-        rows = dict.fromkeys((re.sub(r"\d+", "*", name), why) for name, why in self.left.items())
-        return [f"compile: {name} {why}" for name, why in rows]
-
-    def news(self) -> list[str]:
-        """After a step: what torch.compile gave up, or that it compiled nothing at all; each once."""
-        (graphs, given_up), before = compiled_so_far(), self.before
-        lines = []
-        if self.made and graphs == before[0] and not self.asked:
-            lines.append(
-                "compile: torch.compile made no graph, everything runs uncompiled (TORCH_LOGS=graph_breaks says why)"
-            )
-        if given_up > before[1]:
-            lines.append(
-                "compile: a part of a unit runs uncompiled from now on, it was compiled too often (TORCH_LOGS=recompiles)"
-            )
-        self.asked, self.before = True, (graphs, given_up)
-        return lines
-
-
-def _ours(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ours: torch.compile skips one of torch's own modules that it would begin with."""
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(module, *args, **kwargs)
-
-    return call
 
 
 def _outside_graphs(unit: nn.Module) -> None:

@@ -21,8 +21,8 @@ from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import user_line
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.gradient_reducer import GradientReducer
+from plait.parallel.rank_model import RankModel
 from plait.parallel.whole_tensors import layouts
 from plait.randomness.keyed import host_state
 from plait.tensors.collectives import host_or
@@ -55,49 +55,50 @@ def check(plan: Plan, sketch: Sketch, hooks: Mapping[str, object]) -> None:
             raise PlaitError(Problem("P093", what, why=why, fix=(f"leave out {key}", "remove the hook")))
 
 
-def apply(built: Built, given: Mapping[str, nn.Parameter]) -> None:
-    """Have the hooks called, those too that the job's optimizer has put on the parameters it was `given`. After all strategies."""
-    for name, parameter in given.items():
+def apply(rank_model: RankModel) -> None:
+    """Have the hooks called, those too that the job's optimizer has put on the parameters it was given. After all strategies."""
+    hooks = dict(rank_model.setup.parameter_hooks)
+    for name, parameter in rank_model.to_update().items():
         if found := ParameterHooks.of_job(parameter, take=True):
-            known = built.parameter_hooks.get(name, ParameterHooks())
-            built.parameter_hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
-    check(built.plan, built.whole, built.parameter_hooks)
-    if built.parameter_hooks:
-        built.moments.gradients_summed.append(GradientHooks(built).run)
+            known = hooks.get(name, ParameterHooks())
+            hooks[name] = ParameterHooks({**known.before, **found.before}, {**known.after, **found.after})
+    check(rank_model.plan, rank_model.whole_sketch, hooks)
+    if hooks:
+        rank_model.hooks.gradients_summed.append(GradientHooks(rank_model, hooks).run)
 
 
 class GradientHooks:
     """Calls the hooks of one rank's parameters."""
 
-    def __init__(self, built: Built):
-        self.built, plan = built, built.plan
-        names = [n for n, _ in built.model.named_parameters() if n in built.parameter_hooks and n in built.own]
-        self.hooks = {n: built.parameter_hooks[n] for n in reversed(names)}
+    def __init__(self, rank_model: RankModel, hooks: Mapping[str, ParameterHooks]):
+        self.rank_model, plan = rank_model, rank_model.plan
+        names = [n for n, _ in rank_model.module.named_parameters() if n in hooks and n in rank_model.params]
+        self.hooks = {n: hooks[n] for n in reversed(names)}
         self.alone = plan.devices == 1 and plan.microbatches == 1
         if plan.fsdp * plan.tp > 1:
-            built.mesh.connect("fsdp", "tp")
-        self.group = built.mesh.group_or_none("fsdp", "tp")
-        self.layouts = [] if self.group is None else layouts(built)
+            rank_model.mesh.connect("fsdp", "tp")
+        self.group = rank_model.mesh.group_or_none("fsdp", "tp")
+        self.layouts = [] if self.group is None else layouts(rank_model)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.cut = [n for n in self.hooks if not all(row[n].whole for row in self.layouts)]
 
     def run(self, reducer: GradientReducer) -> None:
         """Call them with the gradients that are there, and give parameters what they make of them. All ranks call it."""
-        built, names = self.built, self._used()
+        rank_model, names = self.rank_model, self._used()
         before = host_state()
         with torch.no_grad(), self._weights_gathered(names):
             for name in names:
                 self._run(name)
         if names and not self.alone and not _same(before, host_state()):
             what = f"hooks on gradients draw random numbers, {names[0]}'s or another's"
-            why = f"with {built.plan} each rank calls them once in a step, and draws other numbers than one device"
+            why = f"with {rank_model.plan} each rank calls them once in a step, and draws other numbers than one device"
             fix = ("draw from a torch.Generator that the hook makes anew in each call, from a seed",)
             raise PlaitError(Problem("P093", what, why=why, fix=fix))
         reducer.measure()
 
     def _used(self) -> list[str]:
         """The parameters with hooks that have a gradient: the same on all ranks with parts of them."""
-        own, hooked = self.built.own, [n for n, hooks in self.hooks.items() if hooks]
+        own, hooked = self.rank_model.params, [n for n, hooks in self.hooks.items() if hooks]
         used = {n for n in hooked if own[n].grad is not None}
         if self.group is not None and self.cut:
             where = host_or(own[self.cut[0]].device, self.group)
@@ -109,7 +110,7 @@ class GradientHooks:
     @contextmanager
     def _weights_gathered(self, names: list[str]) -> Iterator[None]:
         """Under `fsdp` a hook may look at the weight, by the module that has it: it is whole inside."""
-        shards = self.built.shards
+        shards = self.rank_model.techniques.shards
         there = {id(p) for n, p in shards.sharded.items() if n in names} if shards is not None else set()
         modules = [
             m for m in (shards.modules if shards is not None else ()) if there & {id(p) for p, _ in sharded_here(m)}
@@ -123,7 +124,7 @@ class GradientHooks:
                 module.reshard()
 
     def _run(self, name: str) -> None:
-        built, own, hooks = self.built, self.built.own[name], self.hooks[name]
+        rank_model, own, hooks = self.rank_model, self.rank_model.params[name], self.hooks[name]
         cut = name in self.cut
         gradient = (
             own.grad if not cut else self._gathered(name, torch.zeros_like(own) if own.grad is None else own.grad)
@@ -131,19 +132,20 @@ class GradientHooks:
         assert gradient is not None
         parameter = own
         if cut and hooks.after:
-            parameter = built.attributes[name].parameter(self._gathered(name, own.detach()), own.requires_grad)
+            parameter = rank_model.setup.attributes[name].parameter(self._gathered(name, own.detach()), own.requires_grad)
         if isinstance(gradient, FakeTensor):
             return  # a dry run: hooks may look at values
-        scale = 1.0 if built.scaler is None else built.scaler.factor
+        loss_scale = rank_model.techniques.loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.value
         try:
-            result = _called(hooks, parameter, gradient / scale if built.scaler is not None else gradient)
+            result = _called(hooks, parameter, gradient / scale if loss_scale is not None else gradient)
         except PlaitError:
             raise
         except Exception as error:  # it is the user's code
             raise self._raised(name, error) from error
         if isinstance(result, str):
             raise self._steps(name)
-        result = result * scale if result is not None and built.scaler is not None else result
+        result = result * scale if result is not None and loss_scale is not None else result
         own.grad = self._own_part(name, result) if cut and result is not None else result
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
@@ -157,14 +159,14 @@ class GradientHooks:
         return whole
 
     def _own_part(self, name: str, whole: Tensor) -> Tensor:
-        mine, part = self.layouts[self.rank][name], torch.empty_like(self.built.own[name])
+        mine, part = self.layouts[self.rank][name], torch.empty_like(self.rank_model.params[name])
         for piece in Part(part, mine.shape, mine.ranges).pieces():
             piece.tensor.copy_(piece.inside(whole))
         return part.detach()
 
     def _raised(self, name: str, error: Exception) -> PlaitError:
         what = f"the hook on the gradient of {name} raised {in_a_line(error)}"
-        why = f"it is called with the whole gradient of the batch; with {self.built.plan} other weights are parts on each rank"
+        why = f"it is called with the whole gradient of the batch; with {self.rank_model.plan} other weights are parts on each rank"
         fix = ("use nothing in the hook but the gradient, the parameter and tensors of your own", '--plan "dp=…"')
         return PlaitError(Problem("P093", what, why=why, where=user_line(error), fix=fix), FAILED)
 

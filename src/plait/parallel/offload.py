@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 from plait.tensors.parameters import like
 
 AXIS = None
@@ -59,37 +59,38 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Built) -> None:
-    if built.plan.offload == "all":
-        return  # the shards live on the host (`parallel/fsdp/strategy.py`), and the optimizer where they live
-    pin = built.device.type == "cuda"
-    masters = built.masters = {
+def apply(split: SplitModel) -> SplitModel:
+    if split.plan.offload == "all":
+        return split  # the shards live on the host (`parallel/fsdp/strategy.py`), and the optimizer where they live
+    pin = split.device.type == "cuda"
+    masters = {
         name: like(parameter, _host(parameter.detach(), pin))
-        for name, parameter in built.own.items()
+        for name, parameter in split.params.items()
     }
 
-    way = _ToHost(masters, built.device) if pin else _copied
+    way = _ToHost(masters, split.device) if pin else _copied
 
     def out(*_: object) -> None:
-        found = way({name: gradient for name in masters if (gradient := built.own[name].grad) is not None})
+        found = way({name: gradient for name in masters if (gradient := split.params[name].grad) is not None})
         for name, master in masters.items():
             master.grad = found.get(name)
 
     def back(*_: object) -> None:
         with torch.no_grad():
             for name, master in masters.items():
-                built.own[name].copy_(master, non_blocking=True)
+                split.params[name].copy_(master, non_blocking=True)
                 master.grad = None
 
     def again() -> None:
         with torch.no_grad():
             for name, master in masters.items():
-                master.copy_(built.own[name])
+                master.copy_(split.params[name])
 
-    built.moments.state_loaded.append(again)
-    built.moments.masters_written.append(back)
-    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(out))
-    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(back))
+    split.hooks.state_loaded.append(again)
+    split.hooks.masters_written.append(back)
+    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(out))
+    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(back))
+    return split.using(masters=masters)
 
 
 def _copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,13 +20,13 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel import accumulate, compiled, offload, precision, recompute, threads, whole_tensors
-from plait.parallel.built import Built
 from plait.parallel.compression import strategy as compression
 from plait.parallel.context import strategy as context
 from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.replica_groups import strategy as replica_groups
 from plait.parallel.server import strategy as server
 from plait.parallel.shares import strategy as shares
@@ -58,8 +58,8 @@ class Strategy(Protocol):
         ...
 
     @staticmethod
-    def apply(built: Built) -> None:
-        """The torch wiring."""
+    def apply(split: SplitModel) -> SplitModel:
+        """The torch wiring. The rank with what it makes of it."""
         ...
 
     @staticmethod
@@ -100,11 +100,9 @@ def shard_plan(job: Job, plan: Plan, sketch: Sketch, same_kernels: bool = True) 
     return replace(table, specs=table.specs | buffers)
 
 
-ORDER: tuple[Strategy, ...] = (
-    pipeline,
-    expert,
-    tensor,
-    context,
+CUTTING: tuple[Strategy, ...] = (pipeline, expert, tensor, context)
+"""Those that leave a rank with a part of the model. They come first."""
+INSTALLING: tuple[Strategy, ...] = (
     precision,
     threads,
     shares,
@@ -118,5 +116,4 @@ ORDER: tuple[Strategy, ...] = (
     replica_groups,
     server,
 )
-CUTTING: tuple[Strategy, ...] = (pipeline, expert, tensor, context)
-"""Those that leave a rank with a part of the model. They come first."""
+ORDER = (*CUTTING, *INSTALLING)

@@ -46,8 +46,8 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel import fp8
-from plait.parallel.built import Built
 from plait.parallel.loss_scale import LossScale
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import is_divisible
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
@@ -73,14 +73,13 @@ def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
     yield f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64, and a step against one device in {plan.precision}"
 
 
-def apply(built: Built) -> None:
-    if built.plan.precision == "fp16":
-        built.scaler = LossScale()
-    if built.plan.precision == "fp8" and built.cast is None:
-        fp8.check_device(built.device)
-        fp8.convert(built.model, built.in_fp8, built.plan.fp8_recipe, built.device.type == "cpu")
-    if built.plan.precision == "tf32" and built.cast is None:
-        built.moments.close.append(multiply_in_tf32())
+def apply(split: SplitModel) -> SplitModel:
+    if split.plan.precision == "fp8" and split.setup.cast is None:
+        fp8.check_device(split.device)
+        fp8.convert(split.module, split.setup.fp8_layers, split.plan.fp8_recipe, split.device.type == "cpu")
+    if split.plan.precision == "tf32" and split.setup.cast is None:
+        split.hooks.close.append(multiply_in_tf32())
+    return split.using(loss_scale=LossScale(split.device)) if split.plan.precision == "fp16" else split
 
 
 def multiply_in_tf32() -> Callable[[], None]:

@@ -45,7 +45,7 @@ from torch.utils.flop_counter import flop_registry
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors import scripted
 from plait.tensors.float64 import Wide
@@ -87,20 +87,20 @@ def marked(sketch: Sketch) -> list[str]:
     return [u.name for u in sketch.units if u.name in worth]
 
 
-def apply(built: Built) -> None:
-    _check_draws(built)
-    for name in marked(built.sketch):
-        module = built.model.get_submodule(name)
-        wide, selective = built.cast is torch.float64, built.plan.recompute == "selective"
-        module.forward = Recomputed(module, name, built.sketch, selective=selective, wide=wide)
+def apply(split: SplitModel) -> SplitModel:
+    _check_draws(split)
+    for name in marked(split.sketch):
+        module, selective = split.module.get_submodule(name), split.plan.recompute == "selective"
+        module.forward = Recomputed(module, name, split.sketch, selective=selective, wide=split.setup.cast is torch.float64)
+    return split
 
 
-def _check_draws(built: Built) -> None:
+def _check_draws(split: SplitModel) -> None:
     """P092 when a derivative that the forward pass asks for would have a unit that draws computed again, inside of that pass."""
-    units, owners = marked(built.whole), {place.split("#")[0] for place in built.whole.places}
+    units, owners = marked(split.whole_sketch), {place.split("#")[0] for place in split.whole_sketch.places}
     draws = [unit for unit in units if any(f"{owner}.".startswith(f"{unit}.") for owner in owners)]
-    if draws and built.whole.differentiates:
-        what = f"recompute={built.plan.recompute} does not work with random numbers in {draws[0]}"
+    if draws and split.whole_sketch.differentiates:
+        what = f"recompute={split.plan.recompute} does not work with random numbers in {draws[0]}"
         why = "the forward pass asks for derivatives, and what is computed again for them there would draw others"
         raise PlaitError(Problem("P092", what, why=why, fix=("leave out recompute", "no dropout in it")))
 

@@ -23,7 +23,7 @@ class Replicas:
         self.master = model
         self.devices = devices
         self.models = [model, *(copy_module(model).to(d) for d in devices[1:])]
-        self.randomness = [Randomness(m, seed, sketch.places, sketch.host_random) for m in self.models]
+        self.randomness = [Randomness(seed, sketch.places, sketch.host_random).install(m) for m in self.models]
         for each in self.randomness:
             each.shared = True
 

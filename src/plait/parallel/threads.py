@@ -37,8 +37,8 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.launch.devices import cuda_names
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.mutations import apart
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.replicas import Replicas
 
 AXIS = None
@@ -67,7 +67,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         yield "the forward pass draws from Python's or numpy's generator, which all threads share"
 
 
-def apply(built: Built) -> None:
-    cpu = built.device.type == "cpu"
-    devices = [built.device if cpu else torch.device("cuda", i) for i in range(built.plan.dp)]
-    built.replicas = Replicas(built.model, devices, built.job.seed, built.sketch)
+def apply(split: SplitModel) -> SplitModel:
+    cpu = split.device.type == "cpu"
+    devices = [split.device if cpu else torch.device("cuda", i) for i in range(split.plan.dp)]
+    return split.using(replicas=Replicas(split.module, devices, split.job.seed, split.sketch))

@@ -28,24 +28,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import ShardPlan, sizes
 from plait.tensors.collectives import host_or
 from plait.tensors.part import Part, everything
 
 
-def apply(built: Built) -> None:
+def apply(split: SplitModel) -> SplitModel:
     """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
-    built.mesh.connect("fsdp", "tp")
-    group = built.mesh.group_or_none("fsdp", "tp")
-    whole = None if group is None else WholeTensors(built, group)
+    split.mesh.connect("fsdp", "tp")
+    group = split.mesh.group_or_none("fsdp", "tp")
+    whole = None if group is None else WholeTensors(split, group)
     if whole is None or not whole.names:
-        return
-    built.masters = {**built.own, **whole.placeholders, **whole.owned}
-    built.moments.state_loaded.append(whole.reload)
-    built.moments.masters_written.append(whole.scatter_weights)
-    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
-    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+        return split
+    split.hooks.state_loaded.append(whole.reload)
+    split.hooks.masters_written.append(whole.scatter_weights)
+    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
+    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+    return split.using(masters={**split.params, **whole.placeholders, **whole.owned})
 
 
 def specs(table: ShardPlan) -> ShardPlan:
@@ -65,17 +65,17 @@ def specs(table: ShardPlan) -> ShardPlan:
 class WholeTensors:
     """The tensors of which this rank and the others of `group` hold parts; `owned`: those that it updates, whole."""
 
-    def __init__(self, built: Built, group: ProcessGroup):
-        self.group, self.own = group, built.own
-        wanted = {n for n, p in built.own.items() if p.requires_grad}
-        self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in layouts(built)]
+    def __init__(self, split: SplitModel, group: ProcessGroup):
+        self.group, self.own = group, split.params
+        wanted = {n for n, p in split.params.items() if p.requires_grad}
+        self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in layouts(split)]
         shape = {n: part.shape for n, part in self.layouts[0].items()}
         self.names = sorted(n for n in shape if not all(row[n].whole for row in self.layouts))
-        self.owner = {n: dict(built.table.specs[n].owners)[built.mesh.at["pp"]] for n in self.names}
+        self.owner = {n: dict(split.table.specs[n].owners)[split.mesh.at["pp"]] for n in self.names}
         self.rank, self.ranks = dist.get_rank(group), range(len(self.layouts))
-        dressed = lambda n, t: built.attributes[n].parameter(t, True)  # noqa: E731
+        dressed = lambda n, t: split.setup.attributes[n].parameter(t, True)  # noqa: E731
         empty = lambda n, device: dressed(n, torch.empty(shape[n], dtype=self.own[n].dtype, device=device))  # noqa: E731
-        self.owned = {n: empty(n, built.device) for n in self.names if self.owner[n] == self.rank}
+        self.owned = {n: empty(n, split.device) for n in self.names if self.owner[n] == self.rank}
         self.placeholders = {n: empty(n, "meta") for n in self.names if n not in self.owned}
         """They have the shape of the whole, by which a job may choose parameters, and never get a gradient."""
         self.reload()
@@ -152,9 +152,9 @@ class WholeTensors:
         return torch.Size(sizes(self.layouts[rank][name].ranges)).numel()
 
 
-def layouts(built: Built) -> list[dict[str, Part]]:
+def layouts(split: SplitModel) -> list[dict[str, Part]]:
     """Which part of each of its parameters every rank of a group has, without its numbers: `tp` cuts first, then `fsdp`."""
-    empty, mesh = torch.empty(0), built.mesh
-    here = {n: spec for n, spec in built.table.here(mesh.at).items() if not spec.buffer}
+    empty, mesh = torch.empty(0), split.mesh
+    here = {n: spec for n, spec in split.table.here(mesh.at).items() if not spec.buffer}
     places = [mesh.place(rank) for rank in mesh.ranks("fsdp", "tp")]
     return [{n: Part(empty, spec.shape, spec.ranges(at)) for n, spec in here.items()} for at in places]

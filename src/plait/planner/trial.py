@@ -82,7 +82,7 @@ def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[s
         except PlaitError as error:  # the same on all ranks
             refused[str(k)] = error.problems[0].what
             continue
-        if (pipe := engines[k].built.pipe) is not None:
+        if (pipe := engines[k].rank_model.techniques.pipeline) is not None:
             pipe.clock.now = time.process_time
     sources = {k: engine.batches() for k, engine in engines.items()}
     least: list[float | None] = [None for _ in plans]
@@ -93,7 +93,7 @@ def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[s
             engines[k].step(next(sources[k]))
             took = time.process_time() - start
             if i >= 0 and took < (least[k] or inf):
-                least[k], actions[k] = took, _summed(engines[k].built.pipe)
+                least[k], actions[k] = took, _summed(engines[k].rank_model.techniques.pipeline)
     return {"least": least, "actions": actions, "refused": refused}
 
 

@@ -22,10 +22,11 @@ from plait.data.shares import InTurn
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
 from plait.launch.place import Place, threads
-from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
+from plait.parallel.rank_model import RankModel
 from plait.proof import formats, own_batch, tensor_files
 from plait.proof import notes as noting
+from plait.proof.noted_data import seen_in
 from plait.proof.phases import of_phases
 from plait.proof.probes import Trace
 from plait.randomness.keyed import is_drawing
@@ -54,18 +55,18 @@ class StepNotes:
 
     def update(self, batch: Batch, step_row: Tensor, phase: Phase | None = None) -> None:
         """Take the optimizer's step, of a phase if there are any, with what is held before and after it noted."""
-        engine, parts = self.engine, self.engine.built.parts()
-        self.held.append(["gradient", _held(gradients := self.gradients(), parts, _group(engine.built))])
+        engine, parts = self.engine, self.engine.rank_model.parts()
+        self.held.append(["gradient", _held(gradients := self.gradients(), parts, _group(engine.rank_model))])
         self.notes.tensors("sum", gradients, parts)
         with self.watching():
             told = engine.update(batch, step_row)
             engine.settle()
         weights = _weights(engine)
         self.held.append(
-            ["weight", _held(weights | _averages(engine), parts, _group(engine.built)) | _held_by_all(engine)]
+            ["weight", _held(weights | _averages(engine), parts, _group(engine.rank_model)) | _held_by_all(engine)]
         )
         self.notes.tensors("weight", weights, parts)
-        of = f" of group {i}" if (i := engine.built.mesh.at["replica_groups"]) else ""
+        of = f" of group {i}" if (i := engine.rank_model.mesh.at["replica_groups"]) else ""
         row = {f"loss{of}": told.loss, f"norm{of}": told.norm, "lr": told.lr, "samples": told.samples}
         if phase is not None:
             self.row = row = of_phases(engine.job, phase, row, self.row if not engine.turns.first else {})
@@ -79,7 +80,7 @@ class StepNotes:
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's parts of the gradients that are there."""
-        return {n: p.grad for n, p in self.engine.built.own.items() if p.grad is not None}
+        return {n: p.grad for n, p in self.engine.rank_model.params.items() if p.grad is not None}
 
 
 def run(
@@ -89,12 +90,12 @@ def run(
     as JSON values. `jobs`: the hard one that is trained, and the user's."""
     steps, device, facts = how
     engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
-    built = engine.built
-    if built.balance is not None:
-        built.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
+    rank_model = engine.rank_model
+    if rank_model.techniques.balance is not None:
+        rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
     notes = noting.of_rank(engine)
     noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
-    tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
+    tensors = {"initial": {n: p.tensor.clone() for n, p in rank_model.parts().items() if n in rank_model.params}}
     source = engine.batches()
     for step in range(steps):
         batch = next(source, None)
@@ -108,48 +109,48 @@ def run(
                 run = engine.sizes_run(batch)
                 tensors.setdefault("gradients", {}).update({n: g.clone() for n, g in noted.gradients().items()})
             noted.update(batch, step_row, phase)
-    tensors |= _at_the_end(built)
-    seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
+    tensors |= _at_the_end(rank_model)
+    seen, told = seen_in(engine.data), notes.told(rank_model, folder / f"noted-{place.rank}.safetensors")
     metrics = engine.evaluate()
     own, made = _of_own_size(engine, notes, jobs[1], facts)
     tensors |= made
     step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
     tensors |= made
-    parts = _ranges(built)
+    parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
     for name, group in tensors.items():
         tensor_files.write(folder / f"{name}-{place.rank}.safetensors", group)
     return {
         "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
-        "notes": opened_units(built.whole), "names": names,
-        "stage": built.mesh.at["pp"], "reads": not any(_on_other_axes(built)),
+        "notes": opened_units(rank_model.whole_sketch), "names": names,
+        "stage": rank_model.mesh.at["pp"], "reads": not any(_on_other_axes(rank_model)),
         **_messages(engine, run, noted.traffic),
-        "host_random": built.sketch.host_random, "varies": built.sketch.host_random and plan.tp > 1,
-        "random": list(built.whole.places) * is_drawing(),
-        "places": len(built.sketch.places) * is_drawing(), **told,
-        "batch_norms": list(built.sketch.batch_norms), "parts": parts,
+        "host_random": rank_model.sketch.host_random, "varies": rank_model.sketch.host_random and plan.tp > 1,
+        "random": list(rank_model.whole_sketch.places) * is_drawing(),
+        "places": len(rank_model.sketch.places) * is_drawing(), **told,
+        "batch_norms": list(rank_model.sketch.batch_norms), "parts": parts,
     }  # fmt: skip
 
 
-def _at_the_end(built: Built) -> dict[str, dict[str, Tensor]]:
+def _at_the_end(rank_model: RankModel) -> dict[str, dict[str, Tensor]]:
     """This rank's parts of `weights`, `buffers` and the `average` as they are."""
-    average = {} if built.average is None else {n: t.clone() for n, t in built.average.tensors.items()}
-    buffers = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
-    return {"weights": {n: p.detach().clone() for n, p in built.own.items()}, "buffers": buffers, "average": average}
+    average = {} if rank_model.techniques.average is None else {n: t.clone() for n, t in rank_model.techniques.average.tensors.items()}
+    buffers = {n: p.tensor.clone() for n, p in rank_model.parts().items() if n not in rank_model.params}
+    return {"weights": {n: p.detach().clone() for n, p in rank_model.params.items()}, "buffers": buffers, "average": average}
 
 
-def _group(built: Built) -> str:
+def _group(rank_model: RankModel) -> str:
     """How the names begin of what belongs to this rank's replica group; nothing where there is only one."""
-    return f"group {built.mesh.at['replica_groups']}: " if built.rare is not None else ""
+    return f"group {rank_model.mesh.at['replica_groups']}: " if rank_model.techniques.replica_groups is not None else ""
 
 
 def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]]) -> list[str]:
     """All names of parameters in order. What a replica group has of its own gets its name, and the global weights plain ones."""
-    built, names = engine.built, [n for n, _ in engine.model.named_parameters()]
-    if built.rare is None:
+    rank_model, names = engine.rank_model, [n for n, _ in engine.model.named_parameters()]
+    if rank_model.techniques.replica_groups is None:
         return names
-    own, common = _group(built), {n: p.tensor for n, p in built.rare.global_parts().items()}
+    own, common = _group(rank_model), {n: p.tensor for n, p in rank_model.techniques.replica_groups.global_parts().items()}
     weights = tensors["weights"]
     for kind in ("gradients", "weights", "buffers"):
         tensors[kind] = {own + n: t for n, t in tensors[kind].items()}
@@ -160,7 +161,7 @@ def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict
 
 def _held_by_all(engine: Engine) -> dict[str, int]:
     """Digests of what all replica groups hold alike."""
-    common = engine.built.rare.base_parts() if engine.built.rare is not None else {}
+    common = engine.rank_model.techniques.replica_groups.base_parts() if engine.rank_model.techniques.replica_groups is not None else {}
     return _held({f"{n} (global)": part.tensor for n, part in common.items()}, common)
 
 
@@ -182,7 +183,7 @@ def _of_own_size(
         noted.update(batch, step_row)
         noted.rows[-1]["norm"] = norm
     if noted.rows:
-        made["own_weights"] = dict(engine.built.own)
+        made["own_weights"] = dict(engine.rank_model.params)
     return noted, made
 
 
@@ -196,71 +197,72 @@ def _in_own_formats(
     plan = Plan.parse(wanted[0])
     torch.set_num_threads(threads(place.world))  # as one device's: a dry run beside the ranks is not counted
     engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
-    built, traffic = engine.built, Traffic(place.rank, plan)
-    if built.scaler is not None:
-        built.scaler.load_state_dict({"value": formats.SCALE, "good_steps": 0})
+    rank_model, traffic = engine.rank_model, Traffic(place.rank, plan)
+    if rank_model.techniques.loss_scale is not None:
+        rank_model.techniques.loss_scale.load_state_dict({"value": formats.SCALE, "good_steps": 0})
     batch = next(engine.batches())
     with traffic.watch():
         step_row = engine.backward(batch)
     run = engine.sizes_run(batch)
-    scale = built.scaler.value if built.scaler is not None else 1.0
+    scale = rank_model.techniques.loss_scale.value if rank_model.techniques.loss_scale is not None else 1.0
     gradient = {
-        n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
+        n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in rank_model.params.items() if p.grad is not None
     }
     losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
     with traffic.watch():
         engine.update(batch, step_row)
-    state = formats.states(engine.optimizer, built.names or {})
-    made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
-    owned = built.table.owned(built.mesh.at)
+    state = formats.states(engine.optimizer, rank_model.optimizer_names or {})
+    made |= {"formats_gradient": gradient, "formats_weight": dict(rank_model.params), "formats_state": state}
+    owned = rank_model.table.owned(rank_model.mesh.at)
     wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {
-        "parts": _ranges(built) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
-        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        "parts": _ranges(rank_model) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
+        "losses": losses, "dtypes": formats.dtypes(gradient, dict(rank_model.params), state),
         **_messages(engine, run, traffic),
     }, made  # fmt: skip
 
 
 def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
     """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
-    built, samples = engine.built, tuple(n for n, _ in sizes)
-    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts()))  # one rank may have one more
-    sent = [tuple(p.shape) for p in built.own.values()] if built.rare is not None else []  # parts, which may be uneven
+    rank_model, samples = engine.rank_model, tuple(n for n, _ in sizes)
+    held_experts = str(sorted(tuple(rank_model.params[n].shape) for n in rank_model.experts()))  # one rank may have one more
+    grouped = rank_model.techniques.replica_groups is not None
+    sent = [tuple(p.shape) for p in rank_model.params.values()] if grouped else []  # parts, which may be uneven
     return {
-        "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts, str(sent)],
+        "alike": [*_on_other_axes(rank_model), *samples, *_crossings(rank_model, samples), held_experts, str(sent)],
         "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
     }  # fmt: skip
 
 
-def _on_other_axes(built: Built) -> list[int]:
+def _on_other_axes(rank_model: RankModel) -> list[int]:
     """A rank's place among those with the same samples: the first of them is the one whose samples are counted."""
-    return [built.mesh.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
+    return [rank_model.mesh.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
 
 
-def _ranges(built: Built) -> dict[str, list[Any]]:
+def _ranges(rank_model: RankModel) -> dict[str, list[Any]]:
     """Of which whole each tensor of a rank is a part: name -> [shape, ranges]."""
-    return {name: [part.shape, part.ranges] for name, part in built.parts().items()}
+    return {name: [part.shape, part.ranges] for name, part in rank_model.parts().items()}
 
 
-def _crossings(built: Built, samples: tuple[int, ...]) -> list[str]:
+def _crossings(rank_model: RankModel, samples: tuple[int, ...]) -> list[str]:
     """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
-    paths = built.pipe.paths if built.pipe else ()
+    paths = rank_model.techniques.pipeline.paths if rank_model.techniques.pipeline else ()
     return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(paths, samples)]
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
     """What a rank holds after an update: parameters, buffers and the optimizer's tensors `name (optimizer key)`."""
-    built = engine.built
-    found = {name: part.tensor for name, part in built.parts().items()}
+    rank_model = engine.rank_model
+    found = {name: part.tensor for name, part in rank_model.parts().items()}
     for parameter, state in engine.optimizer.state.items():
-        name = (built.names or {})[id(parameter)]
+        name = (rank_model.optimizer_names or {})[id(parameter)]
         found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
     return found
 
 
 def _averages(engine: Engine) -> dict[str, Tensor]:
     """This rank's parts of the average of the weights, where the job wants one."""
-    average = engine.built.average
+    average = engine.rank_model.techniques.average
     return {} if average is None else {f"{name} (average)": tensor for name, tensor in average.tensors.items()}
 
 

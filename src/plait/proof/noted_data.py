@@ -81,3 +81,9 @@ def _values(leaf: object) -> Tensor:
         inner = [_values(value) for value in tree_leaves(getattr(leaf, "__dict__", {})) if value is not leaf]
         return torch.cat([torch.zeros(0, dtype=torch.float64), *inner])
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
+
+
+def seen_in(data: object) -> dict[int, Any]:
+    """Digests of the samples that were read of such data, by number."""
+    assert isinstance(data, (ChosenSamples, FirstSamples))
+    return data.seen

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plait.engine.engine import Engine
-from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.gradient_reducer import late_sums
+from plait.parallel.rank_model import RankModel
 from plait.parallel.spec import sizes
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors import scripted
@@ -314,7 +314,7 @@ class Notes(UnitNotes):
             found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
         self.tensors("weight", found)
 
-    def told(self, built: Built, path: Path) -> dict[str, Any]:
+    def told(self, rank_model: RankModel, path: Path) -> dict[str, Any]:
         """Write the rows into a file, note nothing more, and tell what puts those of several ranks together.
 
         `given`: which part of a gradient this rank finds; `shard`: which part of the sum over the ranks it keeps; `partial`:
@@ -322,10 +322,10 @@ class Notes(UnitNotes):
         """
         self.save(path)
         self.close()
-        layouts = {name: self.layout(name, p) for name, p in built.own.items()}
+        layouts = {name: self.layout(name, p) for name, p in rank_model.params.items()}
         shards = {name: layout.mine for name, layout in layouts.items() if layout.parts > 1}
         given = {name: str(layout.ranges) for name, layout in layouts.items()}
-        late = late_sums(built.table, built.mesh, built.own)
+        late = late_sums(rank_model.table, rank_model.mesh, rank_model.params)
         partial = [[list(one.names), dist.get_process_group_ranks(one.group)] for one in late]
         return {"given": given, "shard": shards, "partial": partial}
 
@@ -347,9 +347,9 @@ class PartLayout:
         return PartLayout(tuple(t.shape), everything(tuple(t.shape)))
 
     @staticmethod
-    def of(built: Built, name: str) -> "PartLayout":
+    def of(rank_model: RankModel, name: str) -> "PartLayout":
         """As a rank's plan has it."""
-        at, spec = built.mesh.at, built.table.specs[name]
+        at, spec = rank_model.mesh.at, rank_model.table.specs[name]
         shard, ranges = spec.shard(at), spec.ranges(at, at_rest=False)
         if shard is None:
             return PartLayout(spec.shape, ranges)
@@ -376,15 +376,15 @@ class PartLayout:
 
 def of_rank(engine: Engine) -> Notes:
     """Notes of a rank of a split run. Units of modules that are compiled, or run in threads, are not looked at."""
-    built, plan = engine.built, engine.plan
+    rank_model, plan = engine.rank_model, engine.plan
     hidden = plan.compile or plan.processes == "one"
-    notes = Notes(built.model, None if hidden else [unit.name for unit in built.whole.units], lambda: engine.passes.at)
-    notes.layout = lambda name, t: PartLayout.of(built, name)
+    notes = Notes(rank_model.module, None if hidden else [unit.name for unit in rank_model.whole_sketch.units], lambda: engine.passes.at)
+    notes.layout = lambda name, t: PartLayout.of(rank_model, name)
     notes.gathers = plan.fsdp > 1
     if plan.recompute != "none":
         notes.compare_again()
-    if built.pipe is not None:
-        stages = built.pipe.stages
+    if rank_model.techniques.pipeline is not None:
+        stages = rank_model.techniques.pipeline.stages
 
         def received() -> bool:
             run = stages.current

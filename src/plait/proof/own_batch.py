@@ -231,8 +231,8 @@ class OwnBatchSteps:
         self.engine, self.facts = engine, facts
         self.own = Own(**facts["own"]) if facts["own"] else None
         if self.own is not None:
-            engine.job = engine.built.job = of_own_size(job, engine.job, self.own)
-            engine.built.data = engine.job.data()
+            engine.job = of_own_size(job, engine.job, self.own)
+            engine.data = engine.job.data()
             engine.position = dataclasses.replace(engine.position, epoch=0, start=0, state=None)
 
     def steps(self) -> Iterator[tuple[Any, bool]]:
@@ -247,10 +247,10 @@ class OwnBatchSteps:
             far = step == self.own.steps
             if far:
                 self.engine.job = dataclasses.replace(self.engine.job, clip=None)
-                self.engine.built.job = enlarged(self.engine.built.job)
+                self.engine.passes.loss = EnlargedLoss(self.engine.passes.loss)
                 frozen = {name for name, p in self.engine.model.named_parameters() if not p.requires_grad}
-                _far([p for name, p in self.engine.built.own.items() if name not in frozen and p.requires_grad])
-                self.engine.built.refresh()
+                _far([p for name, p in self.engine.rank_model.params.items() if name not in frozen and p.requires_grad])
+                self.engine.rank_model.refresh()
             yield batch, far
 
     def prepare(self, step: int) -> None:

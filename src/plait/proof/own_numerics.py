@@ -85,7 +85,7 @@ class _Step:
         pair = tree_map_only(
             Tensor, lambda t: t.to(format_in(t, torch.float64 if wide else None)), (inputs, self.pair[1])
         )
-        keyed = Randomness(model, one.job.seed, one.keyed.places, one.keyed.needed)
+        keyed = Randomness(one.job.seed, one.keyed.places, one.keyed.needed).install(model)
         for phase in one.job.phases or (None,):
             with self._noted(model), recording(lambda name, value: None), higher_order.opaque():
                 with Wide() if wide else _Formats(self), keyed.at(0, 0, self.samples, turn=phase.name if phase else ""):

@@ -75,7 +75,7 @@ class OneDevice:
             sketched = sketch(trial, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
         del trial
         model = make_model(job, dtype, device)
-        keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
+        keyed = Randomness(job.seed, sketched.places, sketched.host_random).install(model)
         optimizer = optimizer_of(job, dict(model.named_parameters()))
         kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)
         notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]

@@ -18,11 +18,11 @@ by (seed, epoch, sample).
 """
 
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from plait.randomness.distributions import (
     undrawn,
 )
 from plait.randomness.in_graphs import LAYERS, UNIT, draw_inside
-from plait.randomness.sub_block import SubBlocks
+from plait.randomness.sub_block import Rule, SubBlocks, first_of
 from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import SEEDED, TorchDispatchMode, WrapperTensor, checkpoint_frame
 
@@ -154,8 +154,10 @@ class Randomness:
     happens in it finds its snapshot and goes on from there.
     """
 
-    def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
+    def __init__(self, seed: int, places: dict[str, int | None], always: bool = False):
         self.seed, self.places, self.needed = seed, places, bool(places) or always
+        self.rules: list[Rule] = []
+        """What this rank holds of tensors that are drawn at random, by strategies: the first that says something is right."""
         self.windows: SubBlocks | None = None
         """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
         recomputation draws by those of its forward pass. Not for compiled models."""
@@ -176,7 +178,12 @@ class Randomness:
         self._cursor = self._outside = 0
         self._replaying = self._resumed = False
         self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int], SubBlocks | None]] = {}
-        owners = {place.split("#")[0] for place in places}
+
+    def install(self, model: nn.Module, drawn: Mapping[str, tuple[int, ...]] | None = None) -> Self:
+        """Have the modules of a model note their places, once all strategies are applied to it. `drawn`: `Sketch.drawn`, for the rules."""
+        if self.rules:
+            self.windows = SubBlocks(drawn or {}, first_of(self.rules))
+        owners = {place.split("#")[0] for place in self.places}
         for name, module in model.named_modules():
             region = module.__dict__.get("forward")
             if name in owners and isinstance(region, RepeatableForward):
@@ -185,6 +192,7 @@ class Randomness:
             elif name in owners:
                 before = module.register_forward_pre_hook(self._enter(name), prepend=True)
                 self._hooks[name] = before, module.register_forward_hook(self._leave, always_call=True)
+        return self
 
     def _enter(self, name: str):
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:

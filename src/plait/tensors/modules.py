@@ -195,6 +195,11 @@ def format_in(t: Tensor, cast: torch.dtype | None) -> torch.dtype:
     return cast.to_complex() if t.is_complex() else cast
 
 
+def device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
+    """Where a module's parameters are; `otherwise` for one that has none, or on the meta device alone."""
+    return next((p.device for p in module.parameters() if not p.is_meta), otherwise)
+
+
 def convert(root: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     """The module on the device (None: where it is), its floating and complex tensors in `dtype` when given; what is on the meta
     device stays there."""

@@ -6,9 +6,13 @@ been made. On a CPU there is nothing to wait for.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from plait.tensors.modules import format_in
+from plait.tensors.torch_private import tree_map_only
 
 
 def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -16,6 +20,17 @@ def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = t
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def move(tree: object, device: torch.device, cast: torch.dtype | None) -> Any:
+    """The tensors of a tree on the device, floating ones in `cast` when it is given."""
+    if device.type == "cpu" and cast is None:
+        return tree
+
+    def one(t: Tensor) -> Tensor:
+        return t.to(device, format_in(t, cast), non_blocking=True)
+
+    return tree_map_only(Tensor, one, tree)
 
 
 def any_has(own: Sequence[bool], summed: Tensor) -> list[bool]:

@@ -50,11 +50,11 @@ class Trainer:
         self.engine = Engine(
             job, plan, device=setting.device, place=inside, cast=setting.cast, on_nan="ignore", read_weights=False
         )
-        built = self.engine.built
-        if not is_map(built.data):
-            raise PlaitError(not_dealt(type(built.data).__name__))
-        self.read = reader(built.data, job.seed, place.reads)
-        self.padding = Padding(built.data, None) if hasattr(built.data, "collate") else None
+        engine = self.engine
+        if not is_map(engine.data):
+            raise PlaitError(not_dealt(type(engine.data).__name__))
+        self.read = reader(engine.data, job.seed, place.reads)
+        self.padding = Padding(engine.data, None) if hasattr(engine.data, "collate") else None
         self.buffers = dict(self.engine.model.named_buffers())
 
     def gradient(self, at: Position, size: int, first: int, ids: list[int]) -> Gradient:
@@ -70,8 +70,8 @@ class Trainer:
         if total > 0:
             shares = {i: weights[i] / total for i in engine.runs(batch, weights)}
             engine.passes.run(engine.passes.pieces(batch, shares), at.step, losses.extend)
-        found = {n: p.grad for n, p in engine.built.own.items() if p.grad is not None}
-        for parameter in engine.built.own.values():
+        found = {n: p.grad for n, p in engine.rank_model.params.items() if p.grad is not None}
+        for parameter in engine.rank_model.params.values():
             parameter.grad = None
         mean = float(torch.stack(losses).sum()) if losses else 0.0
         spent = engine.spans.taken()()
@@ -88,15 +88,15 @@ class Trainer:
         batch = self.read(StepSamples(at, size, parts, at, (ids or [0])[0]))
         if self.padding is None:
             return batch
-        return self.padding.batch(batch, fetching(self.engine.built.data, self.engine.job.seed, batch, BatchShare()))
+        return self.padding.batch(batch, fetching(self.engine.data, self.engine.job.seed, batch, BatchShare()))
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over weights and buffers."""
-        named = self.engine.built.own | self.buffers
+        named = {**self.engine.rank_model.params, **self.buffers}
         with torch.no_grad():
             for name, tensor in tensors.items():
                 named[name].copy_(tensor)
-        self.engine.built.refresh()
+        self.engine.rank_model.refresh()
 
 
 def not_dealt(kind: str) -> Problem:
@@ -114,7 +114,7 @@ class Group:
     def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
         self.setting, self.place, self.number = setting, place, place.rank
         self.trainer = Trainer(setting, place)
-        own = self.trainer.engine.built.own
+        own = self.trainer.engine.rank_model.params
         sizes = {name: p.nbytes for name, p in own.items()}
         self.layouts = [Layout({n: own[n] for n in names}) for names in shared_out(sizes, setting.plan.servers)]
         self.buffers = Layout(self.trainer.buffers)

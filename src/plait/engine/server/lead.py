@@ -41,11 +41,11 @@ class Lead:
     def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
         self.setting, self.server = setting, Server(setting, place, doors)
         engine = self.server.engine
-        if not is_map(engine.built.data):
-            raise PlaitError(not_dealt(type(engine.built.data).__name__))
+        if not is_map(engine.data):
+            raise PlaitError(not_dealt(type(engine.data).__name__))
         report = place.report or (lambda message: None)
         self.note = lambda text: report({"kind": "note", "text": text})
-        for line in (*inexact(setting.plan, engine.built.whole), *_padded(engine.built.data)):
+        for line in (*inexact(setting.plan, engine.rank_model.whole_sketch), *_padded(engine.data)):
             self.note(f"note  not exact: {line}")
         self.resumed = self.saved = self.server.resume()
         self.dealer, rows = self._dealer()
@@ -66,7 +66,8 @@ class Lead:
     def _dealer(self) -> tuple[Dealer, str]:
         """Who deals, from where the run is; and the digest of the ledger up to there."""
         setting, at = self.setting, self.server.engine.position
-        job, data = setting.job, self.server.engine.built.data
+        job, data = setting.job, self.server.engine.data
+        assert is_map(data)
         facts = ServerFacts.of(self.resumed, at.step)
         clocks = Clocks(Sampling.of(job, len(data)), setting.plan.replica_groups, at)
         dealer = Dealer(

@@ -6,7 +6,7 @@ a save is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,18 @@ class Server:
         engine = Engine(
             setting.job, plan.inner, device="cpu", place=alone, cast=setting.cast, on_nan="ignore", read_weights=False
         )
-        self.engine, built = engine, engine.built
-        most = 2 * sum(t.nbytes for t in (*built.own.values(), *engine.model.buffers())) + (1 << 24)
-        self._share(built.own)
-        engine.place, engine.plan = self.place, plan.uncompiled if plan.compile else plan
-        group = self.place.connect(CPU)
-        built.mesh = Mesh(plan.inner, 0, group if servers > 1 else None)
-        self.layout, self.buffers = Layout(built.own), dict(engine.model.named_buffers())
+        whole = engine.rank_model
+        most = 2 * sum(t.nbytes for t in (*whole.params.values(), *engine.model.buffers())) + (1 << 24)
+        params, group = self._share_of(whole.params), self.place.connect(CPU)
+        optimizer = whole.optimizer
         if plan.server_update == "nesterov":
-            built.optimizer = DelayedNesterov.of(built.optimizer, plan.replica_groups)
-            built.initial = optimizer_state.hyperparameters(built.optimizer)
+            optimizer = DelayedNesterov.of(optimizer, plan.replica_groups)
+        engine.rank_model = replace(
+            whole, params=params, mesh=Mesh(plan.inner, 0, group if servers > 1 else None),
+            optimizer=optimizer, hyperparameters=optimizer_state.hyperparameters(optimizer),
+        )  # fmt: skip
+        engine.place, engine.plan = self.place, plan.uncompiled if plan.compile else plan
+        self.engine, self.layout, self.buffers = engine, Layout(params), dict(engine.model.named_buffers())
         folder = setting.folder
         engine.checkpoints = Checkpoints(folder / "checkpoints" if folder is not None else Path())
         engine.arguments = setting.arguments
@@ -79,13 +81,12 @@ class Server:
         self.hub = Hub(doors.key, listening, most)
         self.alive("reduce")
 
-    def _share(self, own: dict[str, torch.nn.Parameter]) -> None:
-        """Keep this server's share of the parameters; of the others the memory is given back."""
-        names = shared_out({n: p.nbytes for n, p in own.items()}, self.setting.plan.servers)[self.number]
-        for name in [*own]:
-            if name not in names:
-                parameter = own.pop(name)
-                parameter.data = parameter.data.new_empty(0)
+    def _share_of(self, params: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+        """This server's share of the parameters; of the others the memory is given back."""
+        names = shared_out({n: p.nbytes for n, p in params.items()}, self.setting.plan.servers)[self.number]
+        for name in params.keys() - names:
+            params[name].data = params[name].data.new_empty(0)
+        return {n: p for n, p in params.items() if n in names}
 
     def alive(self, phase: str) -> None:
         """Tell the launcher that this process waits, and does not hang."""
@@ -93,7 +94,7 @@ class Server:
 
     def packed(self) -> list[bytes]:
         """The weights of this server, and on the first the buffers."""
-        data = self.layout.pack(dict(self.engine.built.own))
+        data = self.layout.pack(dict(self.engine.rank_model.params))
         return data + (Layout(self.buffers).pack(self.buffers) if self.number == 0 else [])
 
     def send(self, peer: Peer, ticket: int) -> None:
@@ -103,15 +104,15 @@ class Server:
 
     def apply(self, takes: Sequence[tuple[int, float]], loss: float, samples: int) -> Made:
         """The update that takes these gradients: (ticket, weight)."""
-        built, each = self.engine.built, self.setting.rules.each
+        rank_model, each = self.engine.rank_model, self.setting.rules.each
         taken = [(1.0 if each else weight, self.parts.pop(ticket)) for ticket, weight in takes]
         self.applied += [ticket for ticket, _ in takes]
         gradients = weighted(taken)
-        for name, parameter in built.own.items():
+        for name, parameter in rank_model.params.items():
             parameter.grad = gradients.get(name)
         norm = self._norm(list(gradients.values()))
-        if isinstance(built.optimizer, DelayedNesterov):
-            built.optimizer.share = takes[0][1]
+        if isinstance(rank_model.optimizer, DelayedNesterov):
+            rank_model.optimizer.share = takes[0][1]
         lr = self._rate(samples)
         skipped = self.setting.on_nan != "ignore" and not (math.isfinite(norm) and math.isfinite(loss))
         if skipped and self.setting.on_nan == "stop":
@@ -120,8 +121,8 @@ class Server:
             factor = 1.0 if self.setting.job.clip is None else min(self.setting.job.clip / (norm + 1e-6), 1.0)
             for gradient in gradients.values() if factor != 1.0 else ():
                 gradient.mul_(factor)
-            built.optimizer.step()
-        for parameter in built.own.values():
+            rank_model.optimizer.step()
+        for parameter in rank_model.params.values():
             parameter.grad = None
         self.version += 1
         return Made(norm, lr, skipped)
@@ -132,7 +133,7 @@ class Server:
         mine = float(total_norm(gradients))
         row = torch.tensor([mine**2, checkpoints.word(servers)], dtype=torch.float64)
         if servers > 1:
-            dist.all_reduce(row, group=self.engine.built.group)
+            dist.all_reduce(row, group=self.engine.rank_model.mesh.everyone)
         checkpoints.heard(self.engine, float(row[1]))
         return mine if servers == 1 else math.sqrt(float(row[0]))
 

@@ -44,8 +44,8 @@ from plait.config.errors import Problem
 from plait.config.keys import SAME_PARTS
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.compression.compressor import Compressor
+from plait.parallel.rank_model import SplitModel
 
 AXIS = None
 EXACT = False
@@ -112,10 +112,10 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         yield f"gradients are summed as {named(plan)}, with error feedback: another training than one device's"
 
 
-def apply(built: Built) -> None:
-    if not of_copies(built.plan):
-        return
-    trained = {name: parameter for name, parameter in built.own.items() if parameter.requires_grad}
-    made = Compressor(built.plan.compress, trained, built.job.seed, built.plan.compress_rank)
-    built.compressor = made
-    built.moments.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: made.commit()))
+def apply(split: SplitModel) -> SplitModel:
+    if not of_copies(split.plan):
+        return split
+    trained = {name: parameter for name, parameter in split.params.items() if parameter.requires_grad}
+    made = Compressor(split.plan.compress, trained, split.job.seed, split.plan.compress_rank)
+    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: made.commit()))
+    return split.using(compressor=made)

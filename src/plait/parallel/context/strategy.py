@@ -55,7 +55,6 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.context.attention import ShardedAttention, by_ring, by_ulysses, check_heads
 from plait.parallel.context.check import checked_units
 from plait.parallel.context.communication import Communication, communication
@@ -66,6 +65,8 @@ from plait.parallel.context.sequence_layout import GroupLayout
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import SAMPLES, SequencePlan, as_held
 from plait.parallel.precision import trained_format
+from plait.parallel.rank_model import SplitModel
+from plait.parallel.rank_setup import RankSetup
 from plait.parallel.tensor.wiring import wire
 from plait.randomness.sub_block import Axis, HeldRows
 from plait.tensors.collectives import Absent
@@ -91,28 +92,28 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def stretched(built: Built) -> Sketch:
+def stretched(setup: RankSetup, sketch: Sketch) -> Sketch:
     """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away."""
-    plan, sketch, model = built.plan, built.sketch, built.model
+    plan, model = setup.plan, setup.model
 
     def run(model: nn.Module, given: object) -> object:
-        with trained_format(plan, built.cast, built.model_device.type, model):
+        with trained_format(plan, setup.cast, setup.at.type, model):
             return call(model, given)
 
-    sequence_plan = find(model, built.pairs(SAMPLES)[0], run, sketch)
+    sequence_plan = find(model, setup.samples(SAMPLES)[0], run, sketch)
     heads = plan.context == "ulysses"
     sequence_plan = checked_units(
-        model, built.pairs(1)[0], run, sequence_plan, layout=layout(plan), ranks=plan.cp, heads=heads
+        model, setup.samples(1)[0], run, sequence_plan, layout=layout(plan), ranks=plan.cp, heads=heads
     )
     if not any(made.sees for made in sequence_plan.calls):
         worth(sequence_plan, sketch)
     if plan.tp > 1:
         model = copy_module(model)
-        wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.mesh.at["tp"]))
+        wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, plan.at(setup.place.rank)["tp"]))
     with forwards_kept(model.modules()):
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
-        found = communication(model, built.pairs(SAMPLES)[0], run, parallel_units, layout(plan))
+        found = communication(model, setup.samples(SAMPLES)[0], run, parallel_units, layout(plan))
     for number in found.heads if heads else ():
         check_heads(number, plan.cp, plan.tp)
     if plan.pp > 1:
@@ -134,11 +135,11 @@ def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found
         raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
 
 
-def apply(built: Built) -> None:
-    plan, group, sequence_plan = built.plan, built.mesh.group("cp"), built.sketch.sequence_plan
-    parallel_units = ContextParallelUnits(built.model, sequence_plan, plan.cp)
+def apply(split: SplitModel) -> SplitModel:
+    plan, group, sequence_plan = split.plan, split.mesh.group("cp"), split.sketch.sequence_plan
+    parallel_units = ContextParallelUnits(split.module, sequence_plan, plan.cp)
     answer = by_ring if plan.context == "ring" else by_ulysses
-    parallel_units.answer = answer(lambda: built.randomness, group)
+    parallel_units.answer = answer(lambda: split.randomness, group)
     parallel_units.hold = lambda length: GroupLayout(layout(plan)(length, plan.cp), group.rank(), group)
     if plan.compile:
         parallel_units.asked = torch.compiler.disable(ShardedAttention.ask)
@@ -146,7 +147,7 @@ def apply(built: Built) -> None:
     drawn = frozenset(sequence_plan.draws)
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
-        x, number = built.randomness.whose, sequence_plan.draws.get((place, dim), -1)
+        x, number = split.randomness.whose, sequence_plan.draws.get((place, dim), -1)
         if isinstance(x, SequenceShard):
             return x.held.axis(local) if dim == x.cut else None
         now = parallel_units.held.get(number)
@@ -156,8 +157,9 @@ def apply(built: Built) -> None:
             return None
         return HeldRows(now.cut, now.rank, drawn)(place, dim, whole, local)
 
-    built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
-    built.moments.optimizer_created.append(lambda _: parallel_units.install())
+    split.randomness.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
+    split.hooks.optimizer_created.append(lambda _: parallel_units.install())
+    return split
 
 
 def layout(plan: Plan) -> Layout:

@@ -43,11 +43,11 @@ from plait.config.job import Job
 from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import BucketSums
 from plait.parallel.data.compressed import CompressedSums
 from plait.parallel.mutations import apart
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import REPLICAS, Reduce, ShardPlan
 
 AXIS = "dp"
@@ -78,16 +78,15 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     return replace(table, specs={n: s if s.expert else s.reduced(copies, first=not last) for n, s in table.specs.items()})
 
 
-def apply(built: Built) -> None:
-    copies = built.mesh.group_or_none(*SAME_PARTS)
-    batch_norm.synchronise(built.model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
-    experts = built.experts()
-    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in experts}
-    if built.compressor is not None:
-        built.sums[""] = CompressedSums(own, copies, built.compressor)
-        return
-    lots = {phase.name: {n: p for n, p in own.items() if phase.has(n)} for phase in built.job.phases or ()} or {"": own}
-    built.sums |= {k: BucketSums(list(lot.values()), copies, _apart(lot, built.sketch)) for k, lot in lots.items()}
+def apply(split: SplitModel) -> SplitModel:
+    copies = split.mesh.group_or_none(*SAME_PARTS)
+    batch_norm.synchronise(split.module, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
+    experts = split.experts()
+    own = {n: p for n, p in split.params.items() if p.requires_grad and n not in experts}
+    if split.techniques.compressor is not None:
+        return split.using(sums={"": CompressedSums(own, copies, split.techniques.compressor)})
+    lots = {phase.name: {n: p for n, p in own.items() if phase.has(n)} for phase in split.job.phases or ()} or {"": own}
+    return split.using(sums={k: BucketSums(list(lot.values()), copies, _apart(lot, split.sketch)) for k, lot in lots.items()})
 
 
 def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:

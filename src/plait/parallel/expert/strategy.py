@@ -63,12 +63,12 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.experts import MoELayer, cut_stacked
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.gathered import GatheredExperts
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.mesh import EXPERT_REPLICAS, SAME_EXPERTS
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import hollow
@@ -130,37 +130,37 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     return replace(table, specs=found, homes=homes)
 
 
-def apply(built: Built) -> None:
-    plan, model = built.plan, built.model
-    sharing = built.mesh.group("ep")
-    here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
+def apply(split: SplitModel) -> SplitModel:
+    plan, model, params = split.plan, split.module, dict(split.params)
+    sharing = split.mesh.group("ep")
+    here = [m for m in split.sketch.mixtures if m.names & split.params.keys()]
     for mixture in here:
-        mine = mixture.mine(plan.ep, built.mesh.at["ep"])
-        (_stacked if mixture.stacked else _listed)(built, mixture, ExpertPlacement(sharing, mixture.experts))
+        mine = mixture.mine(plan.ep, split.mesh.at["ep"])
+        (_stacked if mixture.stacked else _listed)(split, mixture, ExpertPlacement(sharing, mixture.experts))
         held = {name for name, _, _ in mixture.held(mine)}
         for name in mixture.names:
-            built.own.pop(name)
-        built.own |= {name: p for name, p in model.named_parameters() if name in held}
-    built.sketch = _without(built.sketch, plan)
+            params.pop(name)
+        params |= {name: p for name, p in model.named_parameters() if name in held}
+    return replace(split, params=params, sketch=_without(split.sketch, plan))
 
 
-def _stacked(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
-    module = cut_stacked(built.model.get_submodule(mixture.name), mixture, way.mine)
-    if built.plan.token_dispatcher == "allgather":
-        _put(built, module, GatheredExperts(module, way, built.sharers))
+def _stacked(split: SplitModel, mixture: MoELayer, way: ExpertPlacement) -> None:
+    module = cut_stacked(split.module.get_submodule(mixture.name), mixture, way.mine)
+    if split.plan.token_dispatcher == "allgather":
+        _put(split, module, GatheredExperts(module, way, split.batch_peers))
     else:
-        _put(built, module, StackedExperts(module, mixture.experts, travelling(way), built.sharers))
+        _put(split, module, StackedExperts(module, mixture.experts, travelling(way), split.batch_peers))
 
 
-def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
-    modules = [built.model.get_submodule(name) for name in mixture.modules]
+def _listed(split: SplitModel, mixture: MoELayer, way: ExpertPlacement) -> None:
+    modules = [split.module.get_submodule(name) for name in mixture.modules]
     gone = [number for number in range(mixture.experts) if number not in way.mine]
-    hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
-    layer = built.model.get_submodule(mixture.name)
-    listed = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
+    hollow(split.module, {name for number in gone for name, _, _ in mixture.parameters[number]}, split.device)
+    layer = split.module.get_submodule(mixture.name)
+    listed = ListedExperts(layer, modules, way.mine, travelling(way), split.batch_peers)
     listed.width = mixture.width[0]
-    listed.again = partial(_again, built, _draws(mixture, built.sketch))
-    _put(built, layer, listed)
+    listed.again = partial(_again, split, _draws(mixture, split.sketch))
+    _put(split, layer, listed)
 
 
 def _draws(mixture: MoELayer, sketch: Sketch) -> bool:
@@ -169,15 +169,15 @@ def _draws(mixture: MoELayer, sketch: Sketch) -> bool:
     return any(f"{owner}.".startswith(f"{mixture.name}.".lstrip(".")) for owner in owners)
 
 
-def _put(built: Built, module: nn.Module, forward: Callable[..., Any]) -> None:
+def _put(split: SplitModel, module: nn.Module, forward: Callable[..., Any]) -> None:
     """In the place of a layer's forward: under `compile` between graphs, since how many rows travel depends on the data."""
-    module.forward = torch.compiler.disable(forward) if built.plan.compile else forward
+    module.forward = torch.compiler.disable(forward) if split.plan.compile else forward
 
 
-def _again(built: Built, draws: bool) -> Any:
+def _again(split: SplitModel, draws: bool) -> Any:
     """Where the random numbers of a layer's code are, as what puts them back there."""
-    back = built.randomness.mark() if draws and built.model.training else lambda: None
-    host = host_state() if built.sketch.host_random or built.sketch.unkeyed else None
+    back = split.randomness.mark() if draws and split.module.training else lambda: None
+    host = host_state() if split.sketch.host_random or split.sketch.unkeyed else None
 
     def both() -> None:
         back()

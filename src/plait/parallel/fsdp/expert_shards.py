@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from plait.config.plan import Plan
-from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import ShardGroup
 from plait.parallel.mesh import EXPERT_REPLICAS
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import is_divisible
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
@@ -32,19 +32,19 @@ def known() -> bool:
     return ShardPlacementResult is not None
 
 
-def lying(built: Built) -> dict[str, ShardGroup]:
+def lying(split: SplitModel) -> dict[str, ShardGroup]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
-    if (shards := built.mesh.group_or_none("efsdp")) is None:
+    if (shards := split.mesh.group_or_none("efsdp")) is None:
         return {}
-    replicas = built.mesh.group_or_none(*EXPERT_REPLICAS)
-    found = {name: built.table.specs[name].shard(built.mesh.at) for name in built.experts()}
+    replicas = split.mesh.group_or_none(*EXPERT_REPLICAS)
+    found = {name: split.table.specs[name].shard(split.mesh.at) for name in split.experts()}
     return {name: ShardGroup(shards, replicas, shard[1]) for name, shard in found.items() if shard is not None}
 
 
-def placement(built: Built, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
+def placement(split: SplitModel, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
     if not where:
         return None
-    mesh = FSDPMeshInfo(DeviceMesh.from_group(built.mesh.group("efsdp"), device.type), shard_mesh_dim=0)
-    dims = {id(built.own[n]): one.dim for n, one in where.items()}
+    mesh = FSDPMeshInfo(DeviceMesh.from_group(split.mesh.group("efsdp"), device.type), shard_mesh_dim=0)
+    dims = {id(split.params[n]): one.dim for n, one in where.items()}
     return lambda p: ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None

@@ -49,7 +49,6 @@ from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES
 from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
@@ -57,6 +56,7 @@ from plait.parallel.fsdp.groups import begins_once, check_formats, differentiate
 from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, Split, is_divisible
 from plait.tensors.collectives import directly
 from plait.tensors.modules import materialise
@@ -105,26 +105,26 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     return replace(table, specs=table.specs | {n: s.split(shard).reduced(*sums, first=True) for n, s in rest.items()})
 
 
-def apply(built: Built) -> None:
-    plan, model, device = built.plan, built.model, built.device
-    where = expert_shards.lying(built)
-    check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
-    batch_norm.synchronise(model, built.sketch.batch_norms, built.mesh.group_or_none(*OTHER_SAMPLES), built.sharers)
-    copies = built.mesh.group_or_none(*SAME_PARTS)
-    built.place.alone(device)
+def apply(split: SplitModel) -> SplitModel:
+    plan, model, device = split.plan, split.module, split.device
+    where = expert_shards.lying(split)
+    check_formats(split.sketch, [m for m in split.sketch.mixtures if m.names & where.keys()])
+    batch_norm.synchronise(model, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
+    copies = split.mesh.group_or_none(*SAME_PARTS)
+    split.setup.place.alone(device)
     mesh = _mesh(plan, device)
-    for parameter in built.own.values():
+    for parameter in split.params.values():
         parameter.data = parameter.data.contiguous()
-    experts = built.experts()
-    mine = {n: ParameterAttributes.of(p) for n, p in built.own.items() if n not in experts or n in where}
+    experts = split.experts()
+    mine = {n: ParameterAttributes.of(p) for n, p in split.params.items() if n not in experts or n in where}
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "ignored_params": {p for n, p in model.named_parameters() if not is_divisible(p.shape) or n not in mine},
-        "shard_placement_fn": expert_shards.placement(built, where, device),
+        "shard_placement_fn": expert_shards.placement(split, where, device),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
-    units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
-    half = plan_format(plan) if built.cast is None else None
+    units = [[model.get_submodule(name) for name in names] for names in groups(split.sketch)]
+    half = plan_format(plan) if split.setup.cast is None else None
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     gathered = list[FSDPModule]()
     for modules in (*units, [model]):
@@ -135,17 +135,17 @@ def apply(built: Built) -> None:
             keep_arguments(module)
         assert isinstance(modules[0], FSDPModule)
         gathered.append(modules[0])
-    _gather_ahead(built, units, gathered)
+    _gather_ahead(split, units, gathered)
     scatter = _scattering(gathered, copies, {one.group.group_name: one.copies for one in where.values()}, directly(device))
-    if built.shares:
+    if split.setup.shares:
         materialise(model, device)
     usual = ShardGroup(mesh["fsdp"].get_group(), copies)
-    same_slices = built.mesh.group_or_none(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
-    built.shards = shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, same_slices=same_slices)
-    built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
-    for name in built.shares.keys() & built.own.keys():
-        built.own[name].data.copy_(built.shares[name])
-    built.shares = {}
+    same_slices = split.mesh.group_or_none(*(SAME_SLICES if plan.cp > 1 else OTHER_SAMPLES))
+    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, same_slices=same_slices)
+    own = shards.own | {n: p for n, p in split.params.items() if n not in mine}
+    for name in split.setup.shares.keys() & own.keys():
+        own[name].data.copy_(split.setup.shares.pop(name))
+    return replace(split, params=own).using(shards=shards)
 
 
 def _scattering(
@@ -164,20 +164,20 @@ def _scattering(
     return scatter
 
 
-def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:
+def _gather_ahead(split: SplitModel, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:
     """Which group each gathers ahead, in forward and in backward. `gathered`: the first module of each group, the root last.
     A phase of a job may leave out any of them: there each is gathered when it is wanted."""
-    if built.job.phases is not None:
+    if split.job.phases is not None:
         for module in gathered:
             module.set_modules_to_backward_prefetch([module])
         return
     for (here, *_), ahead in zip(units, gathered[1:-1]):
-        here.register_forward_pre_hook(_gather_next(ahead, directly(built.device)))
-    root, twice = gathered[-1], differentiated(built.sketch)
-    again = [*(module for names, module in zip(groups(built.sketch), gathered) if names[0] in twice), root]
+        here.register_forward_pre_hook(_gather_next(ahead, directly(split.device)))
+    root, twice = gathered[-1], differentiated(split.sketch)
+    again = [*(module for names, module in zip(groups(split.sketch), gathered) if names[0] in twice), root]
     for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
         here.set_modules_to_backward_prefetch([before])
-    if not begins_once(built.whole):
+    if not begins_once(split.whole_sketch):
         root.set_modules_to_backward_prefetch([root])
 
 

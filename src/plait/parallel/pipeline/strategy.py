@@ -42,13 +42,13 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.pipeline.partition import StageLayout, check, table_of
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedules import SPLIT, problems
 from plait.parallel.pipeline.stage import PipelineStages
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Specs
 from plait.randomness.keyed import RepeatableForward
 from plait.tensors.torch_private import recompute_once
@@ -102,34 +102,34 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     return replace(table, specs=found, homes=table.homes | homes)
 
 
-def apply(built: Built) -> None:
-    plan, sketch = built.plan, context.sketch_of(built.plan, built.sketch, built.place.rank)
-    layout = StageLayout.of(plan, sketch, built.job.stages)
+def apply(split: SplitModel) -> SplitModel:
+    plan, sketch = split.plan, context.sketch_of(split.plan, split.sketch, split.mesh.rank)
+    layout = StageLayout.of(plan, sketch, split.job.stages)
     check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)
-    index, homes = built.mesh.at["pp"], layout.homes
+    index, homes = split.mesh.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
-    paths = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0], built.device)
-    paths.seed, paths.fixed = built.job.seed, context.wanted(plan)
+    paths = ForwardPaths(split.module, sketch, layout.cut, split.setup.call, lambda n: split.setup.samples(n)[0], split.device)
+    paths.seed, paths.fixed = split.job.seed, context.wanted(plan)
     if paths.fixed and paths.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
-    stages = PipelineStages(built.model, paths, built.device)
-    stages.whole = built.sketch
+    stages = PipelineStages(split.module, paths, split.device)
+    stages.whole = split.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
-    built.own = {n: p for n, p in built.own.items() if index in homes[n]}
-    pipe = built.pipe = PipelineRuntime(stages, built.mesh.group("pp"), lru_cache(partial(table_of, plan)))
-    built.sketch = layout.part(index)
+    pipe = PipelineRuntime(stages, split.mesh.group("pp"), lru_cache(partial(table_of, plan)))
+    pipe.randomness, pipe.peers = split.randomness, split.batch_peers
 
     def finish(_: object) -> None:
-        stages.skip = _passed(built, sketch)
+        stages.skip = _passed(split, sketch)
         stages.install()
-        pipe.randomness, pipe.peers = built.randomness, built.sharers
 
-    built.moments.optimizer_created.append(finish)
+    split.hooks.optimizer_created.append(finish)
+    here = {n: p for n, p in split.params.items() if index in homes[n]}
+    return replace(split, params=here, sketch=layout.part(index)).using(pipeline=pipe)
 
 
-def _passed(built: Built, sketch: Sketch) -> Callable[[str], None]:
+def _passed(split: SplitModel, sketch: Sketch) -> Callable[[str], None]:
     """Tells the random numbers how often modules inside a unit of another stage were called by one call of it."""
     times = Counter(call.unit for call in sketch.calls)
     most: dict[str, int] = {}
@@ -137,7 +137,7 @@ def _passed(built: Built, sketch: Sketch) -> Callable[[str], None]:
         module, number, _ = place.split("#")
         most[module] = max(most.get(module, 0), int(number or 0))
     again = {
-        u for u in times if isinstance(vars(built.model.get_submodule(u)).get("forward"), RepeatableForward)
+        u for u in times if isinstance(vars(split.module.get_submodule(u)).get("forward"), RepeatableForward)
     }  # notes itself inside
     inside = {
         u: {m: n // times[u] for m, n in most.items() if m.startswith(u + ".") or (m == u and u in again)}
@@ -146,6 +146,6 @@ def _passed(built: Built, sketch: Sketch) -> Callable[[str], None]:
     }
 
     def passed(unit: str) -> None:
-        built.randomness.passed(inside.get(unit, {}))
+        split.randomness.passed(inside.get(unit, {}))
 
     return passed

@@ -51,8 +51,8 @@ from collections.abc import Iterable
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.compression import strategy as compression
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.replica_groups.synchronise import RareSynchroniser
 
 AXIS = "replica_groups"
@@ -119,6 +119,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     yield how + first
 
 
-def apply(built: Built) -> None:
-    built.rare = rare = RareSynchroniser(built)
-    built.moments.optimizer_created.append(lambda optimizer: rare.begin())
+def apply(split: SplitModel) -> SplitModel:
+    rare = RareSynchroniser(split.setup, split.mesh, split.whole_sketch, split.params, split.parts(), split.refresh)
+    split.hooks.state_loaded.append(rare.reloaded)
+    split.hooks.optimizer_created.append(lambda optimizer: rare.begin())
+    return split.using(replica_groups=rare, compressor=rare.compressor)

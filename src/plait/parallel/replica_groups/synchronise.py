@@ -5,17 +5,19 @@ of the weights (`sync=local`), or of how far each has moved from the global weig
 optimizer steps: G ← SGD(G, mean(G − θ)), then θ ← α θ + (1 − α) G. The optimizer state of a group is its own, always.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait.parallel.built import Built
+from plait.model.sketch import Sketch
 from plait.parallel.compression.compressor import Compressor
+from plait.parallel.mesh import Mesh
+from plait.parallel.rank_setup import RankSetup
 from plait.parallel.replica_groups.fragments import due, fragments_of
 from plait.tensors.part import Part
 
@@ -45,31 +47,32 @@ class GroupMessage:
 class RareSynchroniser:
     """This rank's part of the synchronisation of replica groups."""
 
-    def __init__(self, built: Built):
-        self.built, self.plan = built, built.plan
-        self.group, self.count = built.mesh.group("replica_groups"), built.plan.replica_groups
-        self.outer = built.plan.sync == "diloco"
-        parts = built.parts()
-        trained = {n for n, p in built.own.items() if p.requires_grad}
+    def __init__(
+        self, setup: RankSetup, mesh: Mesh, whole: Sketch, params: Mapping[str, nn.Parameter], parts: dict[str, Part], refresh: Callable[[], None]
+    ):
+        """`whole`: the sketch of the whole model. `parts`: of every parameter and buffer. `refresh`: is called when they were written."""
+        self.plan, self.device, self.params, self.refresh = setup.plan, setup.device, params, refresh
+        self.group, self.count = mesh.group("replica_groups"), setup.plan.replica_groups
+        self.outer = setup.plan.sync == "diloco"
+        trained = {n for n, p in params.items() if p.requires_grad}
         self.own = {n: part for n, part in parts.items() if n in trained}
         """This rank's parts of the trained parameters."""
-        self.changing = {n: part for n, part in parts.items() if n not in trained and _changes(built, n, part)}
+        self.changing = {n: part for n, part in parts.items() if n not in trained and _changes(whole, n, part)}
         """Its parts of what forward passes change: statistics and moving averages, of which groups take the mean."""
         order = list(self.own)
-        self.fragments = [[n for n in order if n in names] for names in fragments_of(built.plan, built.whole)]
+        self.fragments = [[n for n in order if n in names] for names in fragments_of(setup.plan, whole)]
         self.base: dict[str, Tensor] = {}
         """The global weights, where they are not the mean of the groups'."""
         self.sgd: torch.optim.SGD | None = None
         self.compressor: Compressor | None = None
-        if built.plan.compress != "none":
-            plan, like = built.plan, {n: built.own[n] for n in self.own}
-            built.compressor = self.compressor = Compressor(plan.compress, like, built.job.seed, plan.compress_rank)
+        if setup.plan.compress != "none":
+            plan, like = setup.plan, {n: params[n] for n in self.own}
+            self.compressor = Compressor(plan.compress, like, setup.job.seed, plan.compress_rank)
         self.pending: list[GroupMessage] = []
         self.met = set[str]()
         """Parameters that had a gradient in some step."""
         self._writing = self._read = False
         """Weights are being written from here; the global ones are read from a checkpoint themselves."""
-        built.moments.state_loaded.append(self._reloaded)
 
     def sums(self, step: int) -> bool:
         """Whether gradients of this step (counted from 1) are summed over all groups, as copies do."""
@@ -81,7 +84,7 @@ class RareSynchroniser:
 
     def given(self, samples: bool) -> None:
         """Gradients of a step are there; `samples`: the group had any. If not, they are zeros for what it used before."""
-        own = self.built.own
+        own = self.params
         if samples:
             self.met.update(n for n, p in own.items() if p.grad is not None)
             return
@@ -104,7 +107,7 @@ class RareSynchroniser:
         """After the update of a step: send and apply what is due. `word`: numbers to add up over the groups, which come back
         with the step that they were sent in."""
         if self.sums(step):
-            row = torch.tensor(word, dtype=torch.float64, device=self.built.device)
+            row = torch.tensor(word, dtype=torch.float64, device=self.device)
             dist.all_reduce(row, group=self.group)
             if step == self.plan.start_local:
                 self._rebase()
@@ -126,7 +129,7 @@ class RareSynchroniser:
             moved = self.base[name] - tensor if name in self.base else tensor
             by_format.setdefault(tensor.dtype, []).append(moved.reshape(-1))
         flats = [torch.cat(rows) for rows in by_format.values()]
-        flats.append(torch.tensor(word, dtype=torch.float64, device=self.built.device))
+        flats.append(torch.tensor(word, dtype=torch.float64, device=self.device))
         return GroupMessage(fragment, step, names, flats)
 
     def _take_over(self, message: GroupMessage) -> tuple[int, list[float]]:
@@ -183,10 +186,10 @@ class RareSynchroniser:
     def _written(self) -> None:
         """Weights were written: whatever holds copies of them takes the new ones."""
         self._writing = True
-        self.built.refresh()
+        self.refresh()
         self._writing = False
 
-    def _reloaded(self) -> None:
+    def reloaded(self) -> None:
         """Weights were written from outside, as those of a checkpoint: they are the global ones."""
         if not self._writing and not self._read:
             self._rebase()
@@ -268,8 +271,8 @@ class RareSynchroniser:
             message.wait()
 
 
-def _changes(built: Built, name: str, part: Part) -> bool:
+def _changes(whole: Sketch, name: str, part: Part) -> bool:
     """Whether forward passes change a tensor, and groups take the mean of it: not of counters."""
-    whole, module = built.whole, name.rpartition(".")[0]
+    module = name.rpartition(".")[0]
     changing = module in whole.batch_norms or name in whole.counting or name in whole.rewritten
     return changing and part.tensor.is_floating_point()

@@ -46,7 +46,7 @@ from plait.config.errors import Problem
 from plait.config.keys import WITHIN
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 
 AXIS = None
 EXACT = False
@@ -123,5 +123,6 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
             yield f"batch statistics in {name} are those of a portion of the batch: groups do not wait for each other"
 
 
-def apply(built: Built) -> None:
+def apply(split: SplitModel) -> SplitModel:
     """Nothing is wired: a group trains like one device, and the server is a process of its own (`engine/server/`)."""
+    return split

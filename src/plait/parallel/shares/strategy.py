@@ -42,7 +42,7 @@ from collections.abc import Iterable
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.shares.balance import Balance
 
 AXIS = None
@@ -77,7 +77,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Built) -> None:
+def apply(split: SplitModel) -> SplitModel:
     """What measures speeds. Parts that are given are the data layer's to cut."""
-    if built.plan.batch_shares == "auto":
-        built.balance = Balance(built.job.batch, built.plan.ranks, built.plan.microbatches)
+    if split.plan.batch_shares != "auto":
+        return split
+    return split.using(balance=Balance(split.job.batch, split.plan.ranks, split.plan.microbatches))

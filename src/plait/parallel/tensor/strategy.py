@@ -60,7 +60,7 @@ from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
+from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.async_tp import check_peers
@@ -110,20 +110,19 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     return replace(table, specs=found)
 
 
-def apply(built: Built) -> None:
-    rank = built.mesh.at["tp"]
+def apply(split: SplitModel) -> SplitModel:
+    rank = split.mesh.at["tp"]
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
-    model, units, slices = built.model, [unit.name for unit in built.sketch.units], built.sketch.slices
+    model, units, slices = split.module, [unit.name for unit in split.sketch.units], split.sketch.slices
     stretches = tuple(one for one in slices.stretches if one.unit in units)
     slices = replace(slices, stretches=stretches, owed=tuple(name for name in slices.owed if name in units))
-    heads = vocabulary.held(model, vocabulary.heads(model, slices), built.own)
-    parallel_units = SequenceParallelUnits(model, slices, built.mesh.group("tp"))
-    if built.plan.async_tp:
-        check_peers(built.device, rank, built.plan.tp)
-    regions, own = wire(model, built.sketch, built.own, built.mesh.group("tp"), parallel_units, built.plan.async_tp)
+    heads = vocabulary.held(model, vocabulary.heads(model, slices), split.params)
+    parallel_units = SequenceParallelUnits(model, slices, split.mesh.group("tp"))
+    if split.plan.async_tp:
+        check_peers(split.device, rank, split.plan.tp)
+    regions, own = wire(model, split.sketch, split.params, split.mesh.group("tp"), parallel_units, split.plan.async_tp)
     parallel_units.wrap()
-    built.own |= own
-    built.rules.append(parallel_units)
-    built.moments.optimizer_created.append(lambda _: parallel_units.install(units, heads))
-    built.rules.append(SlicedDraws(regions, rank, built.plan.tp))
-    built.sketch = built.sketch.local(rank)
+    split.randomness.rules.append(parallel_units)
+    split.hooks.optimizer_created.append(lambda _: parallel_units.install(units, heads))
+    split.randomness.rules.append(SlicedDraws(regions, rank, split.plan.tp))
+    return replace(split, params={**split.params, **own}, sketch=split.sketch.local(rank))

@@ -26,7 +26,8 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, whole
-from plait.engine.build import analyse, check_plan, start_build
+from plait.engine.analyse import analyse, setup_of
+from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
 from plait.launch.place import Place
@@ -164,8 +165,7 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
     """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. Errors as `dry_run`."""
     plan = plan.uncompiled  # which sends the same
     made = make(job, CPU, cast, None, None)
-    built = start_build(job, plan, Place(0, plan.world), (CPU, cast), made)
-    sketch = analyse(built, made)
+    sketch = analyse(setup_of(job, plan, Place(0, plan.world), CPU, cast, made=made), made)
     kinds = RankKinds.of(plan, sketch, job.batch)
 
     def sent(rank: int, real: bool) -> Sent:
@@ -206,8 +206,8 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
             raise PlaitError(Problem("D002", f"{plan} cannot run dry", why=why, fix=fix))
         model = make_model(job)
     made, again = BuiltModel(model, model), plan.pp > 1 and plan.precision != "fp32"
-    built = start_build(job, plan, Place(0, plan.world), (CPU, None), made)
-    return analyse(built, made, None if again else sketch), weights
+    setup = setup_of(job, plan, Place(0, plan.world), CPU, None, made=made)
+    return analyse(setup, made, None if again else sketch), weights
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def alone(
         place, known = Place(rank, plan.world), (BuiltModel(model, model), sketch)
         engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
         engine.passes.logged.silent = True
-        for reducer in engine.built.reducers.values():  # another rank may have the gradient of a parameter they share
+        for reducer in engine.rank_model.reducers.values():  # another rank may have the gradient of a parameter they share
             reducer.counts = lambda flags: [1.0] * len(flags)
         _followed(engine, pretending)
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
@@ -252,8 +252,8 @@ def alone(
 
 def _followed(engine: Engine, pretending: Pretending) -> None:
     """What the optimizer's steps read is what they would read of small tensors."""
-    built = engine.built
-    numbers = read(engine.job, dict(built.model.named_parameters()), set(built.own))
+    rank_model = engine.rank_model
+    numbers = read(engine.job, dict(rank_model.module.named_parameters()), set(rank_model.params))
 
     def begins(*_: Any) -> None:
         numbers.begin()

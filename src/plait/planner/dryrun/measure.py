@@ -41,7 +41,7 @@ def measure(
         for _ in engine.turns.of(batch.after.step):
             meter.moment("forward")
             step_row = engine.backward(batch)
-            for parameter in engine.built.own.values():
+            for parameter in engine.rank_model.params.values():
                 if parameter.grad is not None:
                     meter.label("gradients", parameter.grad)
             meter.moment("optimizer")
@@ -65,7 +65,7 @@ def measure_evaluation(
         hold(meter, engine, None)
         meter.moment("evaluation")
         try:
-            first_forward(engine.built, ready)
+            first_forward(engine.rank_model, ready)
         except PlaitError:
             raise
         except Exception:
@@ -83,11 +83,11 @@ def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
 
 def mark(meter: Allocations, engine: Engine) -> None:
     """Let the meter know what goes on: actions of a pipeline, and whose forward or backward begins."""
-    built = engine.built
-    if built.pipe is not None:
-        built.pipe.clock = _Telling(meter)
-    for name in (unit.name for unit in built.sketch.units):
-        module = built.model.get_submodule(name)
+    rank_model = engine.rank_model
+    if rank_model.techniques.pipeline is not None:
+        rank_model.techniques.pipeline.clock = _Telling(meter)
+    for name in (unit.name for unit in rank_model.sketch.units):
+        module = rank_model.module.get_submodule(name)
         module.register_forward_pre_hook(lambda *_, name=name: meter.moment(f"forward {name}"))
         module.register_forward_hook(lambda m, a, output, name=name: _behind(meter, name, output))
 

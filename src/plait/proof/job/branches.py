@@ -46,7 +46,7 @@ class _Runs:
 
     def __init__(self, engine: Engine, whole: Micro, parts: list[Micro], step: int):
         self.engine, self.whole, self.parts, self.step = engine, whole, parts, step
-        self.given = [(p, p.detach().clone()) for p in engine.built.model.parameters()]
+        self.given = [(p, p.detach().clone()) for p in engine.rank_model.module.parameters()]
 
     def at(self, scale: float) -> tuple[list[bool], Found | None]:
         """What was chosen for the whole batch, and the first sample for which a part's output is another."""

@@ -32,7 +32,8 @@ from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import is_map, opened
 from plait.data.sampling import Sampling
-from plait.engine.build import analyse, inexact, move, start_build
+from plait.engine.analyse import analyse, setup_of
+from plait.engine.build import inexact
 from plait.launch import fork
 from plait.launch.place import Place, cores, pose
 from plait.launch.supervise import Listener
@@ -46,6 +47,7 @@ from plait.proof.noted_data import first_of
 from plait.proof.short_epochs import first_step
 from plait.randomness.keyed import host_kept
 from plait.tensors import higher_order
+from plait.tensors.transfers import move
 
 FILE = "check.json"
 SECONDS = {"quick": 0.5, "full": 60.0}
@@ -265,14 +267,12 @@ def _compared(
 def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, tuple[str, ...]]:
     """The model in float64 and what is known of it, and what of the cut is named as inexact anyway."""
     made = make(job, CPU, WIDE, None, None)
-    built = start_build(job, Plan(), place, (CPU, WIDE), made)
-    sketch, built.plan = analyse(built, made), cut
+    sketch = analyse(setup_of(job, Plan(), place, CPU, WIDE, made=made), made)
     if sketch.batch_norms and (cut.microbatches > 1 or cut.processes == "one"):
         for name in sketch.batch_norms:  # named as inexact: what else there is shows without them
             made.model.get_submodule(name).training = False
         sketch = replace(sketch, batch_norms=())
-    built.sketch = built.whole = sketch
-    return (made, sketch), tuple(inexact(built))
+    return (made, sketch), tuple(inexact(cut, sketch, made.model, CPU))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import MapStyle, Micro, is_map, opened, weigh
 from plait.data.sampling import epoch_order
-from plait.engine.build import move
 from plait.engine.engine import Engine
 from plait.launch.place import Place, pose
 from plait.model.make import call
@@ -31,6 +30,7 @@ from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.modules import state_kept
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
+from plait.tensors.transfers import move
 
 TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
@@ -39,19 +39,19 @@ Seen = dict[tuple[str, int], list[Tensor]]
 def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[str, Any]:
     """Where one device and the parts of a point's batch part company. JSON values only."""
     engine, whole, parts = parted(job, cut, known, point, place)
-    built = engine.built
+    rank_model = engine.rank_model
     if point.moved:
         move_weights(engine)
     run = lambda micro: _forward(engine, micro, point.step)  # noqa: E731
-    before = counters.values(built.model)
-    first, after = run(whole), counters.values(built.model)
+    before = counters.values(rank_model.module)
+    first, after = run(whole), counters.values(rank_model.module)
     second = run(whole)
-    found: dict[str, Any] = {"host": built.whole.host_random, "padding": False}
+    found: dict[str, Any] = {"host": rank_model.whole_sketch.host_random, "padding": False}
     again = _first_unlike(first[1], second[1], (0, 1, 1))
     if again is not None:
-        found["again"] = [again[0], _kind(built.model, again[0])]
+        found["again"] = [again[0], _kind(rank_model.module, again[0])]
         changed = counters.Changed.of(before, after)
-        restored = _repeats(built.model, lambda: run(whole))
+        restored = _repeats(rank_model.module, lambda: run(whole))
         return found | {"kept": list(changed.values), "drawn": list(changed.generators), "restored": restored}
     found["collate"] = _collated(whole, parts)
     ran = [run(part) for part in parts]
@@ -59,7 +59,7 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
         unlike = _first_unlike(first[1], seen, (part.first, part.count, whole.count))
         if unlike is not None:
             name, row, apart = unlike
-            found["outputs"] = [name, _kind(built.model, name), whole.ids[part.first + row], apart, part.count]
+            found["outputs"] = [name, _kind(rank_model.module, name), whole.ids[part.first + row], apart, part.count]
             found["padding"] = _by_padding(run, whole, part, first[1])
             return found
     return found | _losses(job, (whole, first[0]), list(zip(parts, (outputs for outputs, _ in ran))))
@@ -86,7 +86,7 @@ def _repeats(model: nn.Module, run: Callable[[], tuple[Any, Seen]]) -> bool:
 def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
     """One device, a point's batch, and the parts that the plan cuts it in, as micro-batches of one process."""
     engine = in_float64(job, Plan(), place, known)
-    for name in engine.built.whole.batch_norms:  # between ranks these are synchronised
+    for name in engine.rank_model.whole_sketch.batch_norms:  # between ranks these are synchronised
         engine.model.get_submodule(name).training = False
     (whole,) = next(read(engine, [point])).micro
     engine.plan = Plan(microbatches=cut.shares * cut.microbatches)
@@ -97,8 +97,8 @@ def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tup
 
 def forward(engine: Engine, micro: Micro, step: int, around: AbstractContextManager[object]) -> Any:
     """The outputs of a forward pass in float64, without gradients; `around` is entered last."""
-    inputs = move(micro.inputs, engine.built.device, WIDE)
-    keyed = engine.built.randomness.at(step, micro.first, micro.count)
+    inputs = move(micro.inputs, engine.rank_model.device, WIDE)
+    keyed = engine.rank_model.randomness.at(step, micro.first, micro.count)
     with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"), higher_order.opaque(), keyed, around:
         return call(engine.model, inputs)
 

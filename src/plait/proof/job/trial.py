@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map
-from plait.engine.build import move
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
 from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
 from plait.parallel.precision import forward_format
-from plait.proof.noted_data import ChosenSamples
+from plait.proof.noted_data import ChosenSamples, seen_in
 from plait.randomness.keyed import key, permutation
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
+from plait.tensors.transfers import move
 
 WIDE = torch.float64
 BLOCK = 4096
@@ -67,7 +67,7 @@ def _digest(leaf: object) -> int:
 def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
     """This rank's share of each point's batch, as training reads it."""
     job, first = engine.job, points[0]
-    if not is_map(engine.built.data):
+    if not is_map(engine.data):
         engine.job = replace(job, batch=first.size, steps=sys.maxsize)
         stream = engine.batches()
         yield from [next(stream) for _ in range(points[-1].step + 1)][first.step :]
@@ -83,16 +83,17 @@ def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
 
 def _chosen(engine: Engine, point: Point) -> Batch:
     """This rank's share of a batch of chosen samples. What is read for it is not noted: augmentation goes by other numbers here."""
-    built, before = engine.built, engine.built.data
+    before = engine.data
     order = permutation(engine.job.seed, 0, point.size).tolist()
     numbered = dict(zip(order, point.ids))
     inner = before.data if isinstance(before, ChosenSamples) else before
+    assert is_map(inner)
     engine.job = replace(engine.job, order=None, token_budget=None)
-    built.data = ChosenSamples(inner, [numbered[i] for i in range(point.size)])
+    engine.data = ChosenSamples(inner, [numbered[i] for i in range(point.size)])
     try:
         return next(engine.batches())
     finally:
-        built.data = before
+        engine.data = before
 
 
 def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place) -> dict[str, Any]:
@@ -111,10 +112,10 @@ def one_device(
         kept.append(call(model, inputs))
         return kept[-1]
 
-    engine.built.run = run
+    engine.passes.call = run
     found = _measured(engine, points)
     took = (time.perf_counter() - began) / max(1, sum(p.size for p in points))
-    if engine.built.sharers.used:
+    if engine.rank_model.batch_peers.used:
         return found | {"coupled": None, "scales": 0, "untried": "it asks for the global batch"}
     size = max(size if took * size < seconds else 0, points[0].size)
     batch = next(read(engine, [replace(points[0], size=size)]))
@@ -151,7 +152,7 @@ def many(outputs: object, size: int, wanted: int) -> Any:
 def _measured(engine: Engine, points: list[Point]) -> dict[str, Any]:
     place = engine.place
     rows = []
-    engine.built.data.seen.clear()  # building read an example, whose random numbers are keyed by nothing
+    seen_in(engine.data).clear()  # building read an example, whose random numbers are keyed by nothing
     for point, batch in zip(points, read(engine, points)):
         began = time.process_time()
         if point.moved:
@@ -161,18 +162,18 @@ def _measured(engine: Engine, points: list[Point]) -> dict[str, Any]:
             step_row = engine.backward(batch)
             of_turn, totals = engine.norm(step_row)
             norm, loss = math.hypot(norm, of_turn), loss + float(totals.loss)
-            gradients |= {n: told_by(n, p.grad) for n, p in engine.built.own.items() if p.grad is not None}
-            for parameter in engine.built.own.values():
+            gradients |= {n: told_by(n, p.grad) for n, p in engine.rank_model.params.items() if p.grad is not None}
+            for parameter in engine.rank_model.params.values():
                 parameter.grad = None
         took = time.process_time() - began
         rows.append({"loss": loss, "norm": norm, "gradients": {} if place.rank else gradients, "seconds": took})
-    return {"rows": rows, "seen": dict(engine.built.data.seen), "asks": engine.built.sharers.used}
+    return {"rows": rows, "seen": dict(seen_in(engine.data)), "asks": engine.rank_model.batch_peers.used}
 
 
 def move_weights(engine: Engine) -> None:
     """Another point for the model: every weight moved by a tenth of its tensor's size, on all ranks alike."""
     with torch.no_grad():
-        for name, parameter in engine.built.own.items():
+        for name, parameter in engine.rank_model.params.items():
             noise = torch.randn(parameter.shape, generator=_generator(name), dtype=parameter.dtype)
             parameter.add_(noise * (0.1 * parameter.square().mean().sqrt() + 1e-3))
 
