@@ -178,8 +178,8 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """One parameter is in no fragment."""
     real = RareSynchroniser.__init__
 
-    def init(self: RareSynchroniser, rank_model: Any) -> None:
-        real(self, rank_model)
+    def init(self: RareSynchroniser, *given: Any) -> None:
+        real(self, *given)
         self.fragments[0] = self.fragments[0][1:]
 
     monkeypatch.setattr(RareSynchroniser, "__init__", init)

@@ -141,16 +141,18 @@ def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> No
     """24: the device trains on with the weights of the step before."""
     real = offload.apply
 
-    def apply(rank_model: Any) -> None:
-        real(rank_model)
-        before = {name: m.detach().clone() for name, m in rank_model.techniques.masters.items()}
+    def apply(split: Any) -> Any:
+        done = real(split)
+        masters = done.techniques.masters
+        before = {name: m.detach().clone() for name, m in masters.items()}
 
         def stale(*_: Any) -> None:
-            for name, master in rank_model.techniques.masters.items():
-                rank_model.params[name].data.copy_(before[name])
+            for name, master in masters.items():
+                done.params[name].data.copy_(before[name])
                 before[name] = master.detach().clone()
 
-        rank_model.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(stale))
+        done.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(stale))
+        return done
 
     monkeypatch.setattr(offload, "apply", apply)
     check(jobs.groups(), "fsdp=2 offload=optimizer", "U", "0.weight", "V009")

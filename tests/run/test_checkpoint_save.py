@@ -221,7 +221,7 @@ def test_state_of_another_shape_belongs_to_a_whole_parameter(tmp_path: Path, mon
         **again.rank_model.parts(),
         "0.weight": Part(weight[:4], tuple(weight.shape), (((0, 4),), ((0, weight.shape[1]),))),
     }
-    monkeypatch.setattr(again.rank_model, "parts", lambda: half)
+    monkeypatch.setattr(type(again.rank_model), "parts", lambda self: half)
     for act in (again.save, again.resume):
         again.position = dataclasses.replace(again.position, step=9)
         with pytest.raises(PlaitError) as caught:

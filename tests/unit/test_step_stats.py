@@ -55,7 +55,7 @@ def test_fractions_of_samples_sum_to_samples(alike: str) -> None:
         one.add_rank(rank, plan, samples=1, busy=0.0, waited=0.0, room=0)
         stats.samples[0] += one.samples[0]
     assert stats.samples[0] < 1.0
-    pending = PendingStats(plan, None, [], StepLog(CPU).sent, [], True, factor=1.0, scaled=False, loss_factor=1.0)  # type: ignore[arg-type]
+    pending = PendingStats(plan, None, [], StepLog(CPU).sent, [], True, scaled=False, loss_factor=1.0)  # type: ignore[arg-type]
     pending.spans = list
     pending.copy = HostCopy(pending.pack(stats.pack(CPU), torch.tensor(2.0), torch.ones(1), None))
     assert pending.numbers.by_rank == [(1, 0.0)] and pending.norm == 2.0

@@ -80,6 +80,7 @@ class Engine:
         plan = plan.fill(self.place.world)
         self.rank_model = build(job, plan, self.place, pick_device(device, self.place), cast, known)
         self.job, self.plan, self.workers, self.data = job, plan, workers, self.rank_model.setup.data
+        self._closing = [*self.rank_model.hooks.close]
         self.unlike: tuple[str, ...] = ()
         """What differs from rank to rank in what an iterable gives."""
         built = self.rank_model
@@ -119,8 +120,8 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself, and put back settings of the process."""
         self.carried.close()
-        while self.rank_model.hooks.close:
-            self.rank_model.hooks.close.pop()()
+        while self._closing:
+            self._closing.pop()()
         if self.rank_model.techniques.replica_groups is not None:
             self.rank_model.techniques.replica_groups.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():

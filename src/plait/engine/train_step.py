@@ -180,7 +180,8 @@ class TrainStep:
         """The update by numbers that the host has read: finite?, clip, optimizer."""
         training, loss_scale = self.training, self.techniques.loss_scale
         if pending.finite:
-            factor = clip_factor(pending.norm, training.turns.clip(training.job)) / pending.scale
+            scale = 1.0 if loss_scale is None else loss_scale.value
+            factor = clip_factor(pending.norm, training.turns.clip(training.job)) / scale
             gradients = self._gradients()
             if gradients and factor != 1.0:
                 scale_(gradients, factor)
