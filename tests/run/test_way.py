@@ -4,9 +4,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import plait
 import pytest
 import torch.distributed as dist
+
+import plait
 from plait.cli import main
 from plait.parallel.data.buckets import BucketSums
 from plait.parallel.tensor import strategy as tensor
