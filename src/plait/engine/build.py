@@ -270,7 +270,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     mutations.check(plan, found)
     gradient_hooks.check(plan, found, built.parameter_hooks)
     found = context.stretched(built) if context.wanted(plan) else found
-    needs = optimizer_check.needs(job, plan, found)
+    needs = optimizer_check.needs(job, shard_plan(job, plan, found), found)
     return replace(found, whole_update=needs.whole, single_steps=needs.singly)
 
 
