@@ -23,6 +23,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
 from plait.config.keys import OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
+from plait.data.batch import BatchShare
 from plait.engine.build import build
 from plait.launch.place import Place
 from plait.model.make import BuiltModel, make
@@ -163,7 +164,8 @@ def ranks(name: str, plan: Plan, gpu: bool) -> Iterator[tuple[int, Facts, Facts]
     """Each rank of a plan: what it has, and what the table says."""
     job = JOBS[name]()
     sketch = known(job, plan)[0]
-    table, kinds = order.shard_plan(job, plan, sketch, not gpu), RankKinds.of(plan, sketch, job.batch)
+    table = order.shard_plan(job, plan, sketch, not gpu)
+    kinds = RankKinds.of(table, sketch, job.batch)
 
     def local(rank: int) -> list[tuple[int, ...]]:
         at = Mesh(plan, rank).at
@@ -222,3 +224,27 @@ def test_ranks_of_more_plans_have_what_the_table_says(name: str, plan: str) -> N
         check(name, plan)
     except PlaitError as error:
         assert error.codes[0] in ("P024", "P034", "P040", "P023", "P070"), error
+
+
+KINDS = (
+    ("gpt", "fsdp=3 tp=2"), ("gpt", "pp=2 fsdp=3 microbatches=2"), ("moe_list", "fsdp=4 ep=2"), ("moe_uneven", "dp=2 ep=2"),
+    ("moe_uneven", "fsdp=4 ep=2"), ("gpt_muon", "fsdp=2 tp=2"), ("scalar_gpt", "fsdp=3"), ("llama", "tp=4"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, words", KINDS)
+def test_ranks_of_a_kind_have_the_same_rows_of_the_table_and_others_do_not(name: str, words: str) -> None:
+    plan, job = Plan.parse(words), JOBS[name]()
+    sketch = known(job, plan)[0]
+    table = order.shard_plan(job, plan, sketch)
+    kinds = RankKinds.of(table, sketch, job.batch)
+
+    def rows(rank: int) -> Any:
+        mesh = Mesh(plan, rank)
+        samples = BatchShare.of(plan, plan.share(rank)).parts(job.batch)
+        held = [(s.shape, spec.sizes(s.ranges(mesh.at)), spec.sizes(s.ranges(mesh.at, at_rest=False)), s.name in table.owned(mesh.at),
+                 [len(mesh.ranks(*one.axes, only=one.only(mesh.at))) for one in s.grad]) for s in table.here(mesh.at).values()]  # fmt: skip
+        return str((mesh.at["pp"], [n for _, n in samples], sorted(held)))
+
+    found = [rows(rank) for rank in range(plan.world)]
+    assert [kinds.like(rank) for rank in range(plan.world)] == [found.index(one) for one in found]

@@ -199,11 +199,13 @@ def test_frozen_parameters_have_no_gradient_no_state_and_no_traffic(plan: str, t
 
 
 def test_the_planner_prices_gradients_of_what_is_trained_alone(base: Path) -> None:
+    from plait.parallel.order import shard_plan
     from plait.planner.from_sketch import workload_of
     from plait.planner.late import bill
     from plait.planner.time import Software
 
-    work = workload_of(plait.sketch_of(job(base)))
+    sketch = plait.sketch_of(job(base))
+    work = workload_of(sketch, shard_plan(job(base), Plan(), sketch))
     assert work.weights == 384 + 125 and work.frozen == pytest.approx(384 / 509)
     found = bill(SimpleNamespace(software=Software(), work=work), Plan.parse("fsdp=2"), work.weights)  # pyrefly: ignore
     assert found["fsdp"] == pytest.approx((509 * 8 + 125 * 4) / 2), (

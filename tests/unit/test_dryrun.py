@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from plait import Job, PlaitError, Plan
 from plait.cli.main import main
 from plait.engine.traffic import Message, Traffic, agree
+from plait.parallel.order import shard_plan
 from plait.planner.dryrun.dry_run import dry_run, known
 from plait.planner.dryrun.measure import measure
 from plait.planner.dryrun.pretend import Pretending, process_group
@@ -96,30 +97,33 @@ PLANS = (
 )  # fmt: skip
 
 
+def kinds_of(line: str, batch: int = BATCH) -> RankKinds:
+    plan, asked = Plan.parse(line), job(batch=batch)
+    sketch = known(asked, plan)[0]
+    return RankKinds.of(shard_plan(asked, plan, sketch), sketch, batch)
+
+
 @pytest.mark.parametrize("line", PLANS)
 def test_every_rank_is_like_one_that_runs(line: str) -> None:
-    plan = Plan.parse(line)
-    kinds = RankKinds.of(plan, known(job(batch=64), plan)[0], 64)
-    counts = Counter(kinds.like(rank) for rank in range(plan.world))
+    kinds = kinds_of(line, 64)
+    counts = Counter(kinds.like(rank) for rank in range(Plan.parse(line).world))
     assert counts == kinds.counts()
     assert all(kinds.like(rank) == rank for rank in counts)
 
 
 def test_ranks_with_other_samples_or_shorter_parts_are_of_another_kind() -> None:
-    plan = Plan.parse("dp=3")
-    assert RankKinds.of(plan, known(job(), plan)[0], BATCH).counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
-    plan = Plan.parse("fsdp=5")
-    assert RankKinds.of(plan, known(job(), plan)[0], BATCH).counts() == {
-        0: 3,
-        3: 1,
-        4: 1,
-    }  # of 3 rows: 1, 1, 1, 0, 0; of 8, 32
+    assert kinds_of("dp=3").counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
+    assert kinds_of("fsdp=5").counts() == {0: 3, 3: 1, 4: 1}  # of 3 rows: 1, 1, 1, 0, 0; of 8, 32
+
+
+def test_stages_without_uneven_parts_have_no_kinds_for_them() -> None:
+    """The layer of 3 rows is on the last of two stages; the others' rows divide."""
+    assert kinds_of("pp=2 fsdp=4 microbatches=2", 32).counts() == {0: 4, 4: 3, 7: 1}
 
 
 def test_sixteen_thousand_ranks_are_few_kinds() -> None:
-    plan = Plan.parse("pp=4 dp=1024 tp=4 microbatches=2")
-    counts = RankKinds.of(plan, known(job(), plan)[0], 4096).counts()
-    assert sum(counts.values()) == plan.world == 16384 and len(counts) == 4
+    counts = kinds_of("pp=4 dp=1024 tp=4 microbatches=2", 4096).counts()
+    assert sum(counts.values()) == 16384 and len(counts) == 4
 
 
 # — messages —
@@ -132,7 +136,7 @@ def records() -> dict[int, Traffic]:
 
     plan = Plan.parse("pp=2 tp=2 microbatches=2")
     sketch = dryrun.known(job(), plan)[0]
-    kinds = RankKinds(plan, (0,), (0,), (0, 1))
+    kinds = RankKinds((0, 1, 2, 3))
     found: dict[int, Traffic] = {}
     for rank in kinds.counts():
         found[rank] = Traffic(rank, plan)

@@ -127,8 +127,7 @@ def summary(model: nn.Module, found: Slices, ranks: int) -> Shown:
     for name in found.vocabulary:
         module = model.get_submodule(name)
         own = [names[id(p)] for p in module.parameters(recurse=False)]
-        lengths = Rows.chunks(len(next(module.parameters())), ranks).sizes
-        tables.append(VocabularyTable(name, lengths, sum(sizes[n] for n in own)))
+        tables.append(VocabularyTable(name, Rows(cuts[own[0]].ranges).sizes, sum(sizes[n] for n in own)))
     small = total - sum(sizes[n] for n in cuts) - round(sum(share for _, share, _ in found.whole) * total)
     pairs, rows = _pairs(model, found.groups, sizes), [(unit, 0.0, why) for unit, why in found.unstretched]
     on = tuple(label(list(names)) for _, names in groupby((s.unit for s in found.stretches), form_of))

@@ -26,6 +26,7 @@ from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import optimizer_check
+from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.rank_setup import RankSetup
@@ -95,7 +96,7 @@ def _analyse(setup: RankSetup, made: BuiltModel, seen: Sketch | None) -> Sketch:
     mutations.check(plan, found)
     gradient_hooks.check(plan, found, setup.parameter_hooks)
     found = context.stretched(setup, found) if context.wanted(plan) else found
-    needs = optimizer_check.needs(job, plan, found)
+    needs = optimizer_check.needs(job, shard_plan(job, plan, found), found)
     return replace(found, whole_update=needs.whole, single_steps=needs.singly)
 
 

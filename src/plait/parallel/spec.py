@@ -128,6 +128,10 @@ class ParamSpec:
         """Whether a rank has any of it."""
         return all(at[axis] in places for axis, places in self.homes)
 
+    def is_split(self, axis: str) -> bool:
+        """Whether ranks along an axis have parts of it."""
+        return any(split.axis == axis for split in self.splits)
+
     def ranges(self, at: At, at_rest: bool = True) -> tuple[Ranges, ...]:
         """The part of a rank. Without `at_rest`: as it is computed with, and as its gradient is before it is summed."""
         found = everything(self.shape)

@@ -57,7 +57,7 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
     trained = sum(weights[s] for s in fullest) * (1 - pace.work.frozen)
-    states = trained / plan.fsdp
+    states = sum(room.sharded(b, plan) * n for s in fullest for b, _, n in cut[s]) * (1 - pace.work.frozen)
     memory |= late.held(pace, plan, trained, states)
     reserved = sum(memory.values()) * pace.fitted.slack
     software = pace.software

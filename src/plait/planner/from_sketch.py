@@ -25,8 +25,11 @@ from plait.model.fake_model import HOLDS
 from plait.model.make import call, make_model
 from plait.model.operations import MatrixProduct, Product
 from plait.model.sketch import Sketch
-from plait.model.slices import Slices
+from plait.model.slices import ParameterSlice, Slices
 from plait.parallel.expert import find as experts
+from plait.parallel.order import shard_plan
+from plait.parallel.spec import ParamSpec, ShardPlan
+from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.choose import slices_of
 from plait.parallel.tensor.find.finder import FOLLOWED
 from plait.tensors.torch_private import BatchNormBase
@@ -132,6 +135,8 @@ class Cuts:
     """What tp and ep cut of a model."""
 
     slices: Slices = field(default_factory=Slices)
+    parameters: tuple[ParameterSlice, ...] = ()
+    """Every parameter that tp cuts, as for two ranks."""
     mixtures: tuple[MoELayer, ...] = ()
     norms: tuple[str, ...] = ()
     """Modules whose statistics are those of the whole batch."""
@@ -147,16 +152,10 @@ class Cuts:
             found[name] = "inner"
         return found
 
-    @cached_property
-    def dims(self) -> dict[str, int]:
-        """Parameters that tp cuts, and along which dim."""
-        tables = dict.fromkeys(_weights(self.slices.vocabulary), 0)
-        return {cut.parameter: cut.dim for group in self.slices.groups for cut in group.cuts} | tables
-
     @property
     def names(self) -> frozenset[str]:
         """Parameters that tp cuts."""
-        return frozenset(self.dims)
+        return frozenset(cut.parameter for cut in self.parameters)
 
     @cached_property
     def routed(self) -> dict[str, MoELayer]:
@@ -168,32 +167,31 @@ def _weights(modules: Iterable[str]) -> list[str]:
     return [f"{name}.weight" if name else "weight" for name in modules]
 
 
-def workload_of(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Workload:
-    """The workload of a sketch."""
-    cuts = cuts or Cuts()
-    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
-    itemsize = max((d.itemsize for _, _, d in (*sketch.parameters, *sketch.frozen)), default=4)
-    units = {unit.name: unit for unit in sketch.units}
-    seen: set[str] = set()
-    blocks = [_between(sketch, sizes, itemsize, seen)]
+def sharding(job: Job, sketch: Sketch, cuts: Cuts, ep: int = 2) -> ShardPlan:
+    """The table (`parallel/spec.py`) of a plan with a few ranks along each axis that splits parameters inside a stage: which of them split
+    which parameter is the same for every number of ranks. `ep=1`: experts are split as all parameters are."""
+    return shard_plan(job, Plan(fsdp=2 * ep, tp=2, ep=ep), replace(sketch, cuts=cuts.parameters, mixtures=cuts.mixtures))
+
+
+def workload_of(sketch: Sketch, table: ShardPlan, name: str = "", cuts: Cuts | None = None) -> Workload:
+    """The workload of a sketch, of which `table` says what splits the parameters (`sharding`)."""
+    cuts, specs = cuts or Cuts(), {name: spec for name, spec in table.specs.items() if not spec.buffer}
+    itemsize = max((spec.dtype.itemsize for spec in specs.values()), default=4)
+    units, left = {unit.name: unit for unit in sketch.units}, dict(specs)
+    blocks = [_between(sketch, [left.pop(n) for n in sketch.rest if n in left], itemsize)]
     for one in sketch.calls:
-        blocks.append(_block(units[one.unit], one, cuts, (sizes, itemsize, seen)))
+        own = [left.pop(n) for n in units[one.unit].parameters if n in left]
+        blocks.append(_block(units[one.unit], one, cuts, own, itemsize))
     blocks += _loss(sketch, itemsize)
     trained = sum(prod(shape) for _, shape, _ in sketch.parameters)
-    frozen = 1 - trained / max(1, sum(sizes.values()))
+    frozen = 1 - trained / max(1, sum(prod(spec.shape) for spec in specs.values()))
     matrices = tuple((shape[0], prod(shape[1:])) for _, shape, _ in sketch.parameters if len(shape) > 1)
     return Workload(name, tuple(_runs(blocks)), frozen, matrices, len(sketch.parameters))
 
 
-def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], int, set[str]]) -> Block:
-    """One call of a unit. `told`: sizes of parameters, bytes of an element, parameters that are counted already."""
-    sizes, itemsize, seen = told
-    ways, names, routed = cuts.ways, cuts.names, cuts.routed
-    own = [n for n in unit.parameters if n in sizes and n not in seen]
-    seen.update(own)
-    experts = sum(sizes[n] for n in own if n in routed)
-    whole = sum(sizes[n] for n in own) - experts
-    cut = sum(sizes[n] for n in own if n in names and n not in routed)
+def _block(unit: Unit, call: UnitCall, cuts: Cuts, own: list[ParamSpec], itemsize: int) -> Block:
+    """One call of a unit. `own`: its parameters, but those that are counted already; `itemsize`: bytes of an element."""
+    ways, routed = cuts.ways, cuts.routed
     rows = [g.row for g in cuts.slices.groups if f"{g.row}.".startswith(f"{unit.name}.")]
     tables = [t for t in cuts.slices.vocabulary if f"{t}.".startswith(f"{unit.name}.")]
     mixed = {m.name: m for n, m in routed.items() if n in unit.parameters}.values()
@@ -205,12 +203,21 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], i
     made = sum(p.rows * p.columns * p.batch * p.times for p in written)
     given = call.inputs.each / itemsize
     return Block(
-        unit.name, 1, products, float(whole), float(cut), float(experts), call.work.wide + call.work.inner, inner,
+        unit.name, 1, products, moved=call.work.wide + call.work.inner, moved_cut=inner,
         kept=kept, kept_cut=kept * share, kept_selective=max(0.0, kept - made - given), given=given, out=out,
         kernels=call.work.operators, handovers=float(len(rows) + len(tables)), keys=call.work.keys,
         routed=sum(m.rows * max(m.width) for m in mixed),
-        statistics=float(sum(f"{name}.".startswith(f"{unit.name}.") for name in cuts.norms)),
+        statistics=float(sum(f"{name}.".startswith(f"{unit.name}.") for name in cuts.norms)), **_by_axes(own),
     )  # fmt: skip
+
+
+def _by_axes(own: list[ParamSpec]) -> dict[str, float]:
+    """Elements of these parameters by the axes that split them."""
+    found = dict.fromkeys(("weights", "weights_cut", "experts"), 0.0)
+    for spec in own:
+        found["experts" if spec.expert else "weights"] += prod(spec.shape)
+        found["weights_cut"] += prod(spec.shape) if not spec.expert and spec.is_split("tp") else 0
+    return found
 
 
 def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer], sliced: bool) -> PlannedProduct:
@@ -224,14 +231,12 @@ def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer]
     )  # fmt: skip
 
 
-def _between(sketch: Sketch, sizes: dict[str, int], itemsize: int, seen: set[str]) -> Block:
-    """The code between units, as one block: it runs on every stage, and is priced on the first."""
-    own = [n for n in sketch.rest if n in sizes]
-    seen.update(own)
+def _between(sketch: Sketch, own: list[ParamSpec], itemsize: int) -> Block:
+    """The code between units, as one block: it runs on every stage, and is priced on the first. `own`: the parameters that it uses."""
     work: OperationCounts = sketch.work_between
     products = tuple(_product(p, {}, {}, False) for p in work.products)
-    return Block("between units", 1, products, float(sum(sizes[n] for n in own)), moved=work.wide + work.inner,
-                 kept=sketch.saved_between.each / itemsize, kernels=work.operators)  # fmt: skip
+    return Block("between units", 1, products, moved=work.wide + work.inner, kept=sketch.saved_between.each / itemsize,
+                 kernels=work.operators, **_by_axes(own))  # fmt: skip
 
 
 def _loss(sketch: Sketch, itemsize: int) -> list[Block]:
@@ -270,7 +275,7 @@ def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job:
             break
         except Exception:  # the model's own, on so few words: then on whole rows
             continue
-    found = Cuts(slices, norms=norms, unfollowed=why)
+    found = Cuts(slices, vocabulary.cuts(model, slices, 2), norms=norms, unfollowed=why)
     if sum(p.numel() * p.element_size() for p in model.parameters()) > HOLDS:
         return found
     try:

@@ -1,6 +1,11 @@
 """How much memory the fullest rank of a plan needs, by category: closed forms over a workload, for searching.
 
 What a plan really allocates is found by running it on fake tensors (`plait plan --dry-run`); this takes microseconds.
+
+A search prices tens of thousands of plans, and what tp cuts is not found for each number of ranks, so there is no table (`parallel/spec.py`)
+of each plan. Which axes split which parameter is the same for all of them: a workload has it from one table (`from_sketch.sharding`), and
+`weights` and `sharded` divide by the numbers of ranks, here alone. The ranks of a plan's table have as much on average
+(`tests/unit/test_planner_memory.py`), and where the ranks do not divide a tensor, some have a row more.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from plait.parallel import mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.optimizer_step import optimizer_state
-from plait.planner.from_sketch import Cuts, cuts_of, workload_of
+from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
 from plait.planner.space import SearchSpace
 from plait.planner.time import Cores, Software, TimeModel
 from plait.tensors import scripted
@@ -110,7 +110,7 @@ class PlanRequest:
         for axis in optimizer_check.axes_of(plan):
             key = axis, plan.ep > 1
             if key not in self._tried:
-                lots = optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures)[axis]
+                lots = optimizer_check.lots_of(sharding(self.job, self.sketch, self.cuts, 2 if plan.ep > 1 else 1), axis)
                 self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, self._optimizer)
             found, helps = self._tried[key]
             if found and not (helps and optimizer_check.can_be_whole(plan, axis)):
@@ -130,7 +130,8 @@ class PlanRequest:
         """Times of its blocks, which all searches of this job on this machine share."""
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
-        return TimeModel(workload_of(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
+        table = sharding(self.job, self.sketch, self.cuts)
+        return TimeModel(workload_of(self.sketch, table, self.name, self.cuts), self.machine, made, loading=loading)
 
     def beside(self) -> float:
         """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""

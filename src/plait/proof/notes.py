@@ -24,11 +24,10 @@ from plait.engine.engine import Engine
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.gradient_reducer import late_sums
 from plait.parallel.rank_model import RankModel
-from plait.parallel.spec import sizes
+from plait.parallel.spec import shard_of, sizes
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors import scripted
-from plait.tensors.part import Part, Ranges, everything, whole, within
-from plait.tensors.rows import chunk
+from plait.tensors.part import Part, Ranges, everything, whole
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import FakeTensor, in_backward, tree_leaves
 
@@ -297,8 +296,8 @@ class Notes(UnitNotes):
                 continue
             if state and tuple(t.shape) == part.shape:  # also of a rank that has a part and updates the whole
                 part = whole(t)
-            held = tuple(sum(length for _, length in dim) for dim in part.ranges)
-            row = sums(t, part.shape, part.ranges) if tuple(t.shape) == held else t.detach().double().reshape(-1)[:1]
+            held = tuple(t.shape) == sizes(part.ranges)
+            row = sums(t, part.shape, part.ranges) if held else t.detach().double().reshape(-1)[:1]
             self.rows[key(self.step, f"state {state[:-1]}" if state else what, plain)] = row.cpu()
 
     def gradients(self) -> None:
@@ -365,13 +364,9 @@ class PartLayout:
         """Rows of the parts that the sum is cut into: [parts, SUMS]."""
         if self.parts == 1:
             return sums(t, self.shape, self.ranges)[None]
-        rows = []
-        for k in range(self.parts):
-            first, count = chunk(t.shape[self.dim], self.parts, k)
-            held = within(self.ranges[self.dim], first, count)
-            ranges = (*self.ranges[: self.dim], held, *self.ranges[self.dim + 1 :])
-            rows.append(sums(t.narrow(self.dim, first, count), self.shape, ranges))
-        return torch.stack(rows)
+        shards = [shard_of(self.ranges, self.dim, self.parts, k) for k in range(self.parts)]
+        pieces = t.split([sizes(shard)[self.dim] for shard in shards], self.dim)
+        return torch.stack([sums(piece, self.shape, shard) for piece, shard in zip(pieces, shards)])
 
 
 def of_rank(engine: Engine) -> Notes:

@@ -7,7 +7,7 @@ clip by the norm of all gradients: on a part they would silently do something el
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,16 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch import one_device
 from plait.model.combined_optimizer import CombinedOptimizer
-from plait.model.experts import MoELayer
 from plait.model.optimizer_modes import evaluation_mode, has_modes
 from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
-from plait.parallel.spec import is_divisible
+from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
 from plait.tensors.parameters import ParameterAttributes, with_attributes
+from plait.tensors.part import everything
 from plait.tensors.trees import flat
 
 DIM, MANY, FEW = 160, 2, 4
@@ -84,17 +84,16 @@ class OptimizerNeeds:
     """A step for each tensor: it stacks them."""
 
 
-def needs(job: Job, plan: Plan, sketch: Sketch) -> OptimizerNeeds:
-    """What the job's optimizer needs to do on the plan's ranks what it does on one device.
+def needs(job: Job, table: ShardPlan, sketch: Sketch) -> OptimizerNeeds:
+    """What the job's optimizer needs to do on a plan's ranks what it does on one device.
 
     P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had. P031, P066 of the functions below.
     """
-    cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
-    kind, looks = kind_of(job, sketch), False
+    plan, kind, looks = table.plan, kind_of(job, sketch), False
     if refused := without_eval_mode(kind, plan) or without_whole_weights(kind, plan):
         raise PlaitError(refused)
-    for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
-        found, helps = tried(job, sketch, lots, kind)
+    for axis in axes_of(plan):
+        found, helps = tried(job, sketch, lots_of(table, axis), kind)
         if found and not (helps and can_be_whole(plan, axis)):
             raise PlaitError(problem(found, axis, plan))
         looks = looks or found is not None
@@ -241,22 +240,20 @@ def axes_of(plan: Plan) -> list[str]:
     return [axis for axis in used if used[axis]]
 
 
-def lots_of(
-    plan: Plan, sketch: Sketch, cuts: Mapping[str, int], mixtures: Iterable[MoELayer]
-) -> dict[str, dict[str, Lot]]:
-    """What ranks have of the parameters, by each axis that shares them out; those that are not named are whole.
-
-    `cuts`: which dim tp cuts of a parameter.
-    """
-    mixed = {name: mixture for mixture in mixtures for name in mixture.names} if plan.ep > 1 else {}
-    shapes = {name: shape for name, shape in trained(sketch).items() if is_divisible(shape)}
-    of_axis: dict[str, dict[str, Lot]] = {
-        "fsdp": {name: 1 if name in mixed and len(shape) > 1 else 0 for name, shape in shapes.items()},
-        "tp": dict(cuts),
-        "ep": {name: 0 if mixture.stacked else ALONE for name, mixture in mixed.items()},
-        "pp": dict.fromkeys(trained(sketch), ALONE),
-    }
-    return {axis: of_axis[axis] for axis in axes_of(plan)}
+def lots_of(table: ShardPlan, axis: str) -> dict[str, Lot]:
+    """What ranks have of the parameters along an axis that shares them out; those that are not named are whole."""
+    trained = [spec for spec in table.specs.values() if spec.trainable]
+    if axis == "pp":
+        return {spec.name: ALONE for spec in trained}
+    axes = {"fsdp": ("fsdp", "efsdp")}.get(axis, (axis,))
+    lots: dict[str, Lot] = {spec.name: ALONE for spec in trained if any(home in axes for home, _ in spec.homes)}
+    for spec in trained:
+        left = everything(spec.shape)
+        for split in spec.splits:
+            if split.axis in axes and (dim := split.dim_in(left)) is not None:
+                lots[spec.name] = dim
+            left = split.of(left, 0)
+    return lots
 
 
 @host_kept()

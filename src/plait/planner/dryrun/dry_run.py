@@ -36,6 +36,7 @@ from plait.model.make import BuiltModel, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.offload import on_host
+from plait.parallel.order import shard_plan
 from plait.planner.dryrun.allocations import Peak
 from plait.planner.dryrun.measure import measure, measure_evaluation
 from plait.planner.dryrun.optimizer_step import read
@@ -132,7 +133,7 @@ def dry_run(job: Job, plan: Plan) -> DryRun:
                                  fix=(f"leave out {key}",)))  # fmt: skip
     began, job = time.perf_counter(), replace(job, steps=max(job.steps, 2))
     sketch, weights = known(job, plan)
-    kinds = RankKinds.of(plan, sketch, job.batch)
+    kinds = RankKinds.of(shard_plan(job, plan, sketch), sketch, job.batch)
     counts = kinds.counts()
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
@@ -166,7 +167,7 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
     plan = plan.uncompiled  # which sends the same
     made = make(job, CPU, cast, None, None)
     sketch = analyse(setup_of(job, plan, Place(0, plan.world), CPU, cast, made=made), made)
-    kinds = RankKinds.of(plan, sketch, job.batch)
+    kinds = RankKinds.of(shard_plan(job, plan, sketch), sketch, job.batch)
 
     def sent(rank: int, real: bool) -> Sent:
         traffic = Traffic(rank, plan)
