@@ -16,12 +16,12 @@ from virtual_clock import Wire
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
+from plait.engine.server.dealing import Dealer, Ticket
 from plait.engine.server.group import Trainer
+from plait.engine.server.portions import Clocks
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Server
 from plait.launch.place import Place
-from plait.parallel.server.dealing import Dealer, Ticket
-from plait.parallel.server.portions import Clocks
 
 Course = tuple[list[tuple[int, float]], list[float], float]
 """(clock, loss) of every evaluation, seconds at which each clock was done, bytes that a group sends and receives for each."""

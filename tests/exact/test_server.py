@@ -12,10 +12,10 @@ from rarely import rarely
 import plait
 from plait.config.plan import Plan
 from plait.data.batch import Position
+from plait.engine.server.dealing import Dealer, Update
 from plait.engine.server.group import Trainer
+from plait.engine.server.ledger import LedgerRow
 from plait.engine.server.state import Server
-from plait.parallel.server.dealing import Dealer, Update
-from plait.parallel.server.ledger import LedgerRow
 from plait.proof.verdict import Verdict, table
 from plait.proof.verify import verify
 

@@ -13,9 +13,9 @@ import pytest
 
 from plait.data.batch import Position
 from plait.data.sampling import Sampling
-from plait.parallel.server.dealing import Dealer, Rules, Ticket, Update
-from plait.parallel.server.ledger import Death, LedgerRow, problems
-from plait.parallel.server.portions import Clocks, Portion
+from plait.engine.server.dealing import Dealer, Rules, Ticket, Update
+from plait.engine.server.ledger import Death, LedgerRow, problems
+from plait.engine.server.portions import Clocks, Portion
 
 
 @dataclass

@@ -21,12 +21,12 @@ from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Position
 from plait.engine.engine import Engine
 from plait.engine.server import messages as say
+from plait.engine.server.layout import Layout, shared_out, weighted
+from plait.engine.server.nesterov import DelayedNesterov
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch.channel import Hub, Peer
 from plait.launch.place import Place, among
 from plait.parallel.mesh import Mesh
-from plait.parallel.server.layout import Layout, shared_out, weighted
-from plait.parallel.server.nesterov import DelayedNesterov
 from plait.tensors.norm import total_norm
 
 CPU = torch.device("cpu")

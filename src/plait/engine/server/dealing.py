@@ -18,8 +18,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from plait.data.batch import Position
-from plait.parallel.server.ledger import Death, LedgerRow
-from plait.parallel.server.portions import Clocks, Portion
+from plait.engine.server.ledger import Death, LedgerRow
+from plait.engine.server.portions import Clocks, Portion
 
 
 @dataclass(frozen=True)
