@@ -205,7 +205,7 @@ class Twice(Dealer):
         before, self.again = self.again, update.takes[0] if update.takes else None
         rows = super().made(update)
         if before is not None and self.seq % 3 == 0:
-            rows.append(self._written(before.portion, (before.group, before.fence, before.read), self.version, 0.1, ""))
+            rows.append(self._row(before, self.version, 0.1))
         return rows
 
 
