@@ -16,12 +16,13 @@ from virtual_clock import Wire
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
+from plait.engine.server.dealing import Dealer, Ticket
 from plait.engine.server.group import Trainer
+from plait.engine.server.messages import ServerUpdate, UsedGradient
+from plait.engine.server.portions import Clocks
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Server
 from plait.launch.place import Place
-from plait.parallel.server.dealing import Dealer, Ticket
-from plait.parallel.server.portions import Clocks
 
 Course = tuple[list[tuple[int, float]], list[float], float]
 """(clock, loss) of every evaluation, seconds at which each clock was done, bytes that a group sends and receives for each."""
@@ -82,8 +83,9 @@ class Play:
         self.dealer.arrived(ticket.number, ticket.group, ticket.fence, self.found[ticket.number].weight)
         while (update := self.dealer.update()) is not None:
             total, samples = sum(t.weight for t in update.takes), self.dealer.samples
-            takes = [(t.number, t.weight / total) for t in update.takes]
-            self.server.apply(takes, sum(self.found[t.number].loss * t.weight / total for t in update.takes), samples)
+            used = tuple(UsedGradient(t.number, t.weight / total) for t in update.takes)
+            loss = sum(self.found[t.number].loss * t.weight / total for t in update.takes)
+            self.server.apply(ServerUpdate(loss, used), samples)
             self.dealer.made(update)
 
     def run(self, target: float, every: int, beat: Callable[[int], None]) -> Course:

@@ -12,7 +12,7 @@
     kill      kill -9 of rank 1 in the middle of a step
     raise     an exception on rank 1, once
     save      kill -9 of rank 1 while a checkpoint is written
-    stop      SIGSTOP of rank 1: it hangs
+    stop      SIGSTOP of rank 1: it hangs (these four are strikes of `plait.chaos.strike`, which the model poses to itself)
     launcher  kill -9 of the launcher; the same command is typed again after two seconds
 
 Two ranks, 60 steps of at least 50 ms, a checkpoint every 10. Printed are the seconds from the fault to the first step that is made
@@ -43,12 +43,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from plait.chaos.strike import Strike, Striker, marks
+
 HERE = Path(__file__).resolve()
 STEPS, EVERY, AT, PAUSE, BATCH = 60, 10, 25, 0.05, 16
 LONGEST = 60.0
 """Seconds after a fault in which a system must be back."""
-ROWS, ONCE = "rows.jsonl", "raised"
-"""What ranks write in the folder of a run: a row for each step they have made; a mark that the exception was raised."""
+ROWS = "rows.jsonl"
+"""What ranks write in the folder of a run: a row for each step they have made."""
+SAVING = "**/s*.tmp*"
+"""A file that is there while a checkpoint is written: the script's saved.pt.tmp, plait's step-000030.tmp-…."""
+FAULTS: dict[str, dict[int, Strike]] = {
+    "kill": {0: Strike("kill", step=AT + 1)},
+    "raise": {0: Strike("raise", step=AT + 1)},
+    "save": {0: Strike("kill", step=3 * EVERY, until=SAVING)},
+    "stop": {0: Strike("stop", step=AT + 1)},
+    "launcher": {},
+}
+"""What rank 1 suffers in the model's forward pass; the launcher is struck from outside."""
 
 
 class Noted(torch.optim.AdamW):
@@ -61,7 +73,7 @@ class Noted(torch.optim.AdamW):
         if not Slow.ran:
             return  # plait tries the optimizer beforehand
         Slow.ran = False
-        row: dict[str, object] = {"t": time.time(), "pid": os.getpid(), "step": step}
+        row: dict[str, object] = {"t": time.monotonic(), "pid": os.getpid(), "step": step}
         if step == STEPS:
             row["digest"] = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest()[:16]
         with open(Path(os.environ["BENCH_FOLDER"], ROWS), "a") as file:
@@ -69,7 +81,7 @@ class Noted(torch.optim.AdamW):
 
 
 class Slow(nn.Module):
-    """A small model whose forward pass takes a while, and raises once on rank 1 where the fault asks for it."""
+    """A small model whose forward pass takes a while, and in which rank 1 is struck once."""
 
     ran = False
 
@@ -77,15 +89,14 @@ class Slow(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 8))
         self.calls = 0
+        self.striker = Striker(FAULTS.get(os.environ["BENCH_FAULT"], {}), Path(os.environ["BENCH_FOLDER"]))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and type(x) is Tensor:
             Slow.ran, self.calls = True, self.calls + 1
             time.sleep(PAUSE)
-            mark = Path(os.environ["BENCH_FOLDER"], ONCE)
-            if os.environ["BENCH_FAULT"] == "raise" and self.calls > AT and rank() == 1 and not mark.exists():
-                mark.touch()
-                raise ValueError("the fault of the benchmark")
+            if rank() == 1:
+                self.striker.begins(self.calls, "forward")
         return self.body(x)
 
 
@@ -183,7 +194,6 @@ SYSTEMS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "ray": ([PYTHON, str(HERE), "--by", "ray"], {}, "ray"),
 }
 """By name: the command, its environment, and the package that it needs."""
-FAULTS = ("kill", "raise", "save", "stop", "launcher")
 
 
 @dataclass
@@ -255,30 +265,18 @@ def alive(pid: int) -> bool:
     return False
 
 
-def second(run: Run) -> int:
-    """The process of rank 1: of those that wrote rows, the one that is not rank 0; the launcher numbers them in order."""
-    for pid in run.ranks():
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if b"RANK=1" in words:
-                return pid
-    return max(run.ranks())
-
-
 def one(system: str, fault: str, undisturbed: str) -> Outcome:
     """One run with one fault. `undisturbed`: the digest of the weights without any."""
     outcome = Outcome(system, fault)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         run = Run(system, fault, Path(name))
         try:
-            at = AT if fault != "save" else 3 * EVERY
             made = lambda: max((row["step"] for row in run.rows()), default=0)  # noqa: E731
-            if not run.until(
-                lambda: (Path(name) / ONCE).exists() if fault == "raise" else made() >= at and len(run.ranks()) > 1, 240
-            ):
+            posed = lambda: made() >= AT and len(run.ranks()) > 1 if fault == "launcher" else bool(marks(run.folder))  # noqa: E731
+            if not run.until(posed, 240):
                 outcome.note = "it never came so far: " + tail(run)
                 return outcome
-            before, struck = set(run.ranks()), strike(run, fault, outcome)
+            before, struck = {row["pid"] for row in run.rows()}, struck_at(run, fault, outcome)
             done = max(row["step"] for row in run.rows() if row["t"] <= struck + 0.02)
             further = done + 1 if fault != "launcher" else STEPS  # who lost a rank in a step may still count it
             fresh = partial(after, run, struck, before, further)
@@ -304,23 +302,20 @@ def after(run: Run, struck: float, before: set[int], further: int) -> list[dict]
     return [r for r in run.rows() if r["t"] > struck and (r["pid"] not in before or r["step"] > further)]
 
 
-def strike(run: Run, fault: str, outcome: Outcome) -> float:
-    """The fault; when it was."""
-    if fault == "raise":
-        return (run.folder / ONCE).stat().st_mtime
-    time.sleep(0.02 if fault != "save" else 0.002)
-    if fault == "launcher":
-        os.kill(run.process.pid, signal.SIGKILL)
-        struck = time.time()
-        run.process.wait()
-        time.sleep(2.0)
-        outcome.left = len(run.ranks())
-        for pid in run.ranks():  # somebody cleans up before he types the command again
-            os.kill(pid, signal.SIGKILL)
-        run.start(("--resume",) if outcome.system.startswith("plait") else ())
-        return struck
-    os.kill(second(run), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
-    return time.time()
+def struck_at(run: Run, fault: str, outcome: Outcome) -> float:
+    """When the fault was, which rank 1 has posed to itself, or which the launcher suffers now."""
+    if fault != "launcher":
+        return marks(run.folder)[0].time
+    time.sleep(0.02)
+    os.kill(run.process.pid, signal.SIGKILL)
+    struck = time.monotonic()
+    run.process.wait()
+    time.sleep(2.0)
+    outcome.left = len(run.ranks())
+    for pid in run.ranks():  # somebody cleans up before he types the command again
+        os.kill(pid, signal.SIGKILL)
+    run.start(("--resume",) if outcome.system.startswith("plait") else ())
+    return struck
 
 
 def tail(run: Run) -> str:

@@ -1,28 +1,27 @@
-"""Tools to break training from outside: patches of torch alone, that act in the ranks of a split run only.
+"""The mechanism of faults that a proof must see: in the ranks of a split run, something of torch does otherwise.
 
-A fault is a function that patches torch's classes and functions, as a `sitecustomize` would, and knows no name of plait's.
-It acts where a process group of several ranks exists, so one device trains as ever. Each says what is true of it.
+A fault is a row of a table (`faults.py`): a job, a plan, a patch, and what is true of it. A patch replaces functions before ranks
+are forked, as a `sitecustomize` would. Those made here act where a process group of several ranks exists, so one device trains as
+ever. (What kills, stops or slows a rank is a strike of `plait.chaos.strike`.)
 """
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 import plait
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.proof.verify import verify
 
-
-def split() -> bool:
-    """Whether this process is one of several."""
-    return c10d.is_initialized() and c10d.get_world_size() > 1
-
-
-def rank() -> int:
-    return c10d.get_rank()
+Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)
@@ -42,31 +41,86 @@ class Truth:
 
 @dataclass(frozen=True)
 class Fault:
+    """A row of a table."""
+
     name: str
     job: Callable[[], plait.Job]
     plan: str
-    patch: Callable[["Patches"], None]
+    patch: Patch
     truth: Truth
-    also: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = ()
     """Kinds of cause that are as right: what happens is the same."""
 
 
-class Patches:
-    """Replaces attributes of torch's modules and classes; `undo` puts them back."""
+@dataclass(frozen=True)
+class Judgement:
+    """How much of a fault a verdict has right."""
 
-    def __init__(self) -> None:
-        self.done: list[tuple[Any, str, Any]] = []
+    caught: bool
+    parameter: bool = False
+    cause: bool = False
+    wrong: str = "missed"
+    """What of the cause is not right."""
 
-    def set(self, holder: Any, name: str, value: Any) -> None:
-        self.done.append((holder, name, getattr(holder, name)))
-        setattr(holder, name, value)
 
-    def undo(self) -> None:
-        while self.done:
-            setattr(*self.done.pop())
+def tried(fault: Fault) -> Judgement:
+    """Verify the fault's job under its plan, with the fault."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fault.patch(monkeypatch)
+        return judged(fault, verify(fault.job(), Plan.parse(fault.plan)))
 
-    def wrap(self, holder: Any, name: str, around: Callable[..., Any]) -> None:
-        """`around(real, *args, **kwargs)` is called in the ranks of a split run."""
+
+def judged(fault: Fault, verdict: Any) -> Judgement:
+    truth, where = fault.truth, verdict.where
+    if verdict.equal:
+        return Judgement(False)
+    named = not truth.names or verdict.parameter.startswith(truth.names)
+    kinds = (truth.kind, *fault.also)
+    if truth.kind == "buffers":
+        right = verdict.code == "V011"
+        return Judgement(True, named, right, "" if right else f"code {verdict.code}")
+    if where is None:
+        right = truth.kind == "data" and verdict.code == "V006"
+        return Judgement(True, named, right, "" if right else "nowhere")
+    random = "random" in kinds and verdict.code == "V005"
+    wrong = [] if where.kind in kinds or random else [f"kind {where.kind}"]
+    wrong += [f"unit {where.unit}"] if truth.unit and not random and not _of(truth.unit, where) else []
+    wrong += [f"axes {where.axes}"] if truth.axis and truth.axis not in where.axes else []
+    wrong += [f"ranks {where.ranks}"] if truth.rank is not None and where.ranks != (truth.rank,) else []
+    wrong += [f"micro {where.micros}"] if truth.micro is not None and where.micros != (truth.micro,) else []
+    wrong += [f"step {where.step + 1}"] if truth.step is not None and where.step + 1 != truth.step else []
+    return Judgement(True, named, not wrong, ", ".join(wrong))
+
+
+def _of(units: tuple[str, ...], where: Any) -> bool:
+    return bool({where.unit, where.after} & set(units)) or where.name.startswith(tuple(f"{u}." for u in units))
+
+
+def sees(job: plait.Job, plan: str, probe: str, name: str = "", *codes: str) -> None:
+    """Verify says that they differ, in this probe, and names this parameter, and one of these codes if the cause is asked for."""
+    verdict = verify(job, Plan.parse(plan), quiet=not codes)
+    assert verdict.exit_code == DIFFERENT
+    assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
+    assert name in verdict.parameter, verdict.to_dict()
+    assert not codes or verdict.code in codes, (verdict.code, verdict.cause)
+
+
+# — patches —
+
+
+def split() -> bool:
+    """Whether this process is one of several."""
+    return c10d.is_initialized() and c10d.get_world_size() > 1
+
+
+def rank() -> int:
+    return c10d.get_rank()
+
+
+def wrapping(holder: Any, name: str, around: Callable[..., Any]) -> Patch:
+    """`around(real, *args, **kwargs)` is called instead, in the ranks of a split run."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real, inside = getattr(holder, name), [False]
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +132,42 @@ class Patches:
             finally:
                 inside[0] = False
 
-        self.set(holder, name, wrapped)
+        monkeypatch.setattr(holder, name, wrapped)
+
+    return patch
+
+
+def counted(holder: Any, name: str, around: Callable[..., Any]) -> Patch:
+    """`around(number of the call, real, *args, **kwargs)` is called instead."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        numbers = itertools.count()
+        wrapping(holder, name, lambda real, *args, **kwargs: around(next(numbers), real, *args, **kwargs))(monkeypatch)
+
+    return patch
+
+
+def optimizer_step(around: Callable[[Any, Any, int], Any], kind: Any = torch.optim.AdamW) -> Patch:
+    """`around(real, optimizer, number)` for each step of each optimizer: number 0 is its first."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = kind.step
+
+        def step(self: Any, closure: Any = None) -> Any:  # whoever asks for its signature finds a closure
+            if not split():
+                return real(self, closure)
+            n = self.__dict__.setdefault("_number", 0)
+            self.__dict__["_number"] = n + 1
+            return around(lambda: real(self, closure), self, n)
+
+        monkeypatch.setattr(kind, "step", step)
+
+    return patch
+
+
+def of_shape(optimizer: Any, *shape: int) -> list[Any]:
+    """The parameters of an optimizer that have this shape."""
+    return [p for group in optimizer.param_groups for p in group["params"] if tuple(p.shape) == shape]
 
 
 class Then:
@@ -98,128 +187,116 @@ class Then:
         return self.work.is_completed()
 
 
-Change = Callable[[int, Tensor, Tensor], None]
-"""(number of the call among those that count, the result, what was given) -> changed in place."""
-When = Callable[[Tensor], bool]
+Change = Callable[[Tensor, Tensor, list[Tensor]], Any]
+"""(the result, what this rank gave, the results before it) -> changed in place."""
 
 
-def all_reduce(patches: Patches, when: When, change: Change, before: Change | None = None, **only: Any) -> None:
-    """Change the results of all-reduces. `before` changes what is given to them. `group`: of so many ranks only."""
-    count = [0]
-    size = only.get("size")
+@dataclass(frozen=True)
+class Results:
+    """Which results of a function that sends something are changed: of those that count, the `number`-th of `each` in a step."""
 
-    def around(real: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group")
-        fits = size is None or (c10d.get_world_size(group) == size)
-        spans = only.get("ranks")
-        fits = fits and (spans is None or dist.get_process_group_ranks(group or dist.group.WORLD) in spans)
-        if not (fits and when(tensor)):
-            return real(tensor, *args, **kwargs)
-        n = count[0]
-        count[0] += 1
-        given = tensor.clone()
-        if before is not None:
-            before(n, tensor, given)
-        work = real(tensor, *args, **kwargs)
-        if work is None:
-            change(n, tensor, given)
-            return None
-        return Then(work, lambda: change(n, tensor, given))
+    call: str
+    """all_reduce, irecv, all_to_all_single or batch_isend_irecv."""
+    counts: Callable[[Tensor, int], bool]
+    """(tensor, tag)."""
+    each: int = 1
+    number: int | None = None
+    step: int = 1
+    """From which on."""
+    only: int | None = None
+    """The rank; None: all."""
+    among: Callable[[list[int]], bool] = lambda ranks: True
+    """The ranks of the group."""
+    given: bool = False
+    """What this rank gives is changed, before it is sent."""
 
-    patches.wrap(dist, "all_reduce", around)
+    def changed(self, change: Change) -> Patch:
+        """The patch that changes them."""
 
+        def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+            numbers, earlier = itertools.count(), list[Tensor]()
 
-def received(patches: Patches, when: Callable[[Tensor, int], bool], change: Callable[[int, Tensor], None]) -> None:
-    """Change what single messages bring. `when(tensor, tag)`."""
-    count = [0]
+            def after(tensor: Tensor, tag: int, group: Any) -> Callable[[], None] | None:
+                if not self.counts(tensor, tag) or not self.among(dist.get_process_group_ranks(group or dist.group.WORLD)):
+                    return None
+                n, own = next(numbers), tensor.clone()
 
-    def around(real: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = real(tensor, *args, **kwargs)
-        if not when(tensor, kwargs.get("tag", 0)):
-            return work
-        n = count[0]
-        count[0] += 1
-        return Then(work, lambda: change(n, tensor))
+                def strike() -> None:
+                    now = tensor.clone()
+                    if self._strikes(n):
+                        change(tensor, own, earlier)
+                    earlier.append(now)
 
-    patches.wrap(dist, "irecv", around)
+                return strike() if self.given else strike
 
+            if self.call == "batch_isend_irecv":
+                wrapping(dist, self.call, lambda real, ops: _batch(real, ops, after))(monkeypatch)
+            else:
+                wrapping(dist, self.call, lambda *args, **kwargs: _single(after, *args, **kwargs))(monkeypatch)
 
-def batched(patches: Patches, when: When, change: Callable[[int, Tensor], None]) -> None:
-    """Change what batches of messages bring."""
-    count = [0]
+        return patch
 
-    def around(real: Any, ops: list[Any]) -> Any:
-        works = list(real(ops))
-        for op in ops:
-            if op.op is dist.irecv and when(op.tensor):
-                n = count[0]
-                count[0] += 1
-                works[-1] = Then(works[-1], lambda n=n, t=op.tensor: change(n, t))
-        return works
-
-    patches.wrap(dist, "batch_isend_irecv", around)
+    def _strikes(self, n: int) -> bool:
+        mine = self.only in (None, rank()) and self.number in (None, n % self.each)
+        return mine and n // self.each + 1 >= self.step
 
 
-def all_to_all(patches: Patches, when: When, change: Callable[[int, Tensor], None]) -> None:
-    """Change what an all-to-all brings."""
-    count = [0]
-
-    def around(real: Any, output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = real(output, given, *args, **kwargs)
-        if when(output):
-            n = count[0]
-            count[0] += 1
-            change(n, output)
-        return result
-
-    patches.wrap(dist, "all_to_all_single", around)
+def _single(after: Any, real: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    strike = after(tensor, kwargs.get("tag", 0), kwargs.get("group"))
+    work = real(tensor, *args, **kwargs)
+    if strike is None:
+        return work
+    return Then(work, strike) if work is not None else strike()
 
 
-def optimizer_step(patches: Patches, kind: Any, around: Callable[[Any, Any, int], Any]) -> None:
-    """`around(real, optimizer, number)` for each step of each optimizer: number 0 is its first."""
-    real_step = kind.step
-
-    def step(self: Any, closure: Any = None) -> Any:
-        if not split():
-            return real_step(self, closure)
-        n = self.__dict__.setdefault("_number", 0)
-        self.__dict__["_number"] = n + 1
-        return around(lambda: real_step(self, closure), self, n)
-
-    patches.set(kind, "step", step)
+def _batch(real: Any, ops: list[Any], after: Any) -> Any:
+    works = list(real(ops))
+    for op in ops:
+        strike = after(op.tensor, op.tag, op.group) if op.op is dist.irecv else None
+        works[-1] = works[-1] if strike is None else Then(works[-1], strike)
+    return works
 
 
-def of_shape(optimizer: Any, *shape: int) -> list[Any]:
-    """The parameters of an optimizer that have this shape."""
-    return [p for group in optimizer.param_groups for p in group["params"] if tuple(p.shape) == shape]
+def keep(t: Tensor, given: Tensor, earlier: list[Tensor]) -> None:
+    """What this rank gave, as if nothing had been sent."""
+    t.copy_(given)
 
 
-def real(tensor: Tensor) -> bool:
-    """A tensor with numbers of a training (and not one of those that shapes are found with)."""
-    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+def zero(t: Tensor, *_: Any) -> None:
+    t.zero_()
 
 
-def judged(fault: Fault, verdict: Any) -> tuple[bool, bool, bool, str]:
-    """(caught, the parameter is right, the cause is right, what of the cause is not)."""
-    truth, where = fault.truth, verdict.where
-    caught = not verdict.equal
-    named = caught and (not truth.names or verdict.parameter.startswith(truth.names))
-    kinds = (truth.kind, *fault.also)
-    if not caught:
-        return False, False, False, "missed"
-    if truth.kind == "buffers":
-        return True, named, verdict.code == "V011", "code"
-    if where is None:
-        return True, named, truth.kind == "data" and verdict.code == "V006", "nowhere"
-    random = "random" in kinds and verdict.code == "V005"
-    wrong = [] if where.kind in kinds or random else [f"kind {where.kind}"]
-    wrong += [f"unit {where.unit}"] if truth.unit and not random and not _of(truth.unit, where) else []
-    wrong += [f"axes {where.axes}"] if truth.axis and truth.axis not in where.axes else []
-    wrong += [f"ranks {where.ranks}"] if truth.rank is not None and where.ranks != (truth.rank,) else []
-    wrong += [f"micro {where.micros}"] if truth.micro is not None and where.micros != (truth.micro,) else []
-    wrong += [f"step {where.step + 1}"] if truth.step is not None and where.step + 1 != truth.step else []
-    return True, named, not wrong, ", ".join(wrong)
+def flip(t: Tensor, *_: Any) -> None:
+    t.copy_(t.flip(0))
 
 
-def _of(units: tuple[str, ...], where: Any) -> bool:
-    return bool({where.unit, where.after} & set(units)) or where.name.startswith(tuple(f"{u}." for u in units))
+def halves(t: Tensor, *_: Any) -> None:
+    """Its halves change places."""
+    t.copy_(torch.cat(t.chunk(2)[::-1]))
+
+
+def fp32(t: Tensor, *_: Any) -> None:
+    t.copy_(t.float())
+
+
+def times(factor: float) -> Change:
+    return lambda t, *_: t.mul_(factor)
+
+
+MILLIONTH = times(1 + 1e-6)
+
+
+def instead(number: int) -> Change:
+    """An earlier result, the last being −1, as far as it goes; nothing while there is none."""
+
+    def change(t: Tensor, given: Tensor, earlier: list[Tensor]) -> None:
+        if len(earlier) >= -number:
+            rows = min(len(t), len(earlier[number]))
+            t[:rows] = earlier[number][:rows]
+
+    return change
+
+
+def part(first: int, end: int | None, change: Change) -> Change:
+    """The change of some rows alone."""
+    return lambda t, given, earlier: change(t[first:end], given[first:end], [e[first:end] for e in earlier])

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import engine, libraries
-from hosts import Host, two_hosts
 
+from plait.chaos.hosts import Hosts, two_hosts
 from plait.launch.child import die_with_parent
 
 NODES = ("n1", "n2")
@@ -62,7 +63,7 @@ SETTLED = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && '
 class Cluster:
     """Starts Slurm; `run` types a command on the first machine, which users know as `login`."""
 
-    def __init__(self, hosts: tuple[Host, Host], folder: Path):
+    def __init__(self, hosts: Hosts, folder: Path):
         self.hosts, self.folder, self.root = hosts, folder, engine("slurm")
         self.daemons: list[subprocess.Popen[bytes]] = []
         for name in ("state", *(f"spool-{node}" for node in NODES)):
@@ -159,18 +160,14 @@ def slurm() -> Iterator[Cluster]:
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("a cluster on one machine wants namespaces, and these want root")
     engine("slurm")
-    pair = two_hosts()
-    hosts = next(pair)
-    folder = Path(tempfile.mkdtemp(prefix="plait-slurm-", dir="/tmp"))  # a socket's path is short
-    cluster = None
-    try:
-        if hosts[0].namespace is None:
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts())
+        except OSError:
             pytest.skip("this kernel gives no network namespaces")
+        folder = Path(tempfile.mkdtemp(prefix="plait-slurm-", dir="/tmp"))  # a socket's path is short
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         cluster = Cluster(hosts, folder)
+        stack.callback(cluster.stop)
         cluster.start()
         yield cluster
-    finally:
-        if cluster is not None:
-            cluster.stop()
-        next(pair, None)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,5 @@
 """The job of the launching tests: float64, dropout, augmentation, and faults on request."""
 
-import os
-import signal
 import time
 import warnings
 from pathlib import Path
@@ -13,44 +11,26 @@ from torch.distributed import distributed_c10d as dist
 from torch.nn import functional as F
 
 import plait
+from plait.chaos.strike import ACTS, Strike, Striker
 
 
 class Faulty(nn.Module):
-    """Does `fault` on rank 1 in the model's `at`-th training forward; `times` limits how often in one working directory."""
+    """Strikes rank 1 (`plait.chaos.strike`) in the model's `at`-th training forward; `times` limits how often in one directory."""
 
     def __init__(self, fault: str, at: int, pause: float, times: int):
         super().__init__()
+        strike = Strike(fault, step=at, times=times or 10**6, text="the user's own mistake" if fault == "raise" else "")
+        self.striker = Striker({0: strike} if fault in ACTS else {}, Path("faults"))
         self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)).double()
-        self.fault, self.at, self.pause, self.times, self.calls = fault, at, pause, times, 0
+        self.pause, self.calls = pause, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch._subclasses.FakeTensor) and self.training:
             self.calls += 1
             time.sleep(self.pause)
-            if self.fault and self.calls == self.at and dist.is_initialized() and dist.get_rank() == 1:
-                self.strike()
+            if dist.is_initialized() and dist.get_rank() == 1:
+                self.striker.begins(self.calls, "forward")
         return self.body(x)
-
-    def strike(self) -> None:
-        if self.times:
-            with open("faults", "a+") as faults:
-                if faults.tell() == self.times:
-                    return
-                faults.write("x")
-        if self.fault == "raise":
-            raise ValueError("the user's own mistake")
-        if self.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if self.fault == "memory":
-            torch.empty(1 << 60, dtype=torch.uint8)
-        if self.fault == "exit":
-            os._exit(7)
-        if self.fault == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if self.fault == "sleep":
-            time.sleep(1000)
 
 
 class Data(Numbers):

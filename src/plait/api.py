@@ -274,7 +274,7 @@ class _Relay(Console):
 
 def _train(asked: ApiRequest, job: Job, console: Console) -> dict[str, Any]:
     with StopRequest().heard():
-        request = requested(asked.options(), lambda: job)
+        request = requested(dataclasses.replace(asked.options(), loaded=job))
         made = together(asked.callbacks, request.callbacks, request.plan)
         request = dataclasses.replace(request, python=True, callbacks=made)
         if threading.current_thread() is not threading.main_thread():
@@ -286,8 +286,8 @@ def _train(asked: ApiRequest, job: Job, console: Console) -> dict[str, Any]:
 
 
 def _verify(asked: ApiRequest, job: Job, console: Console) -> dict[str, Any]:
-    options = asked.options()
-    verdict = proved(options, *both(options, too_few(options, "steps="), lambda: job))
+    options = dataclasses.replace(asked.options(), loaded=job)
+    verdict = proved(options, *both(options, too_few(options, "steps=")))
     return dataclasses.asdict(dataclasses.replace(verdict, job=asked.name))
 
 

@@ -1,4 +1,4 @@
-"""Faults from outside (`faults_outside.py`, `faults_more.py`): caught, the parameter named, and the cause; clean runs are not accused.
+"""Faults from outside (`faults.py`): caught, the parameter named, and the cause; clean runs are not accused.
 
 A few of every kind in a normal run; the whole table, with what it must reach, in `make prove`.
 """
@@ -6,11 +6,10 @@ A few of every kind in a normal run; the whole table, with what it must reach, i
 from collections.abc import Callable
 from typing import Any
 
-import faults_more
-import faults_outside
+import faults
 import jobs_faulty as jobs
 import pytest
-from faulty import Fault, Patches, judged
+from faulty import Judgement, tried
 from rarely import sampled
 
 from plait.config.plan import Plan
@@ -18,7 +17,7 @@ from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
 
-TABLE = {fault.name: fault for fault in (*faults_outside.ALL, *faults_more.ALL)}
+TABLE = {fault.name: fault for fault in faults.ALL}
 FEW = (
     "the sum of one parameter is dropped on one rank",
     "copies of shards are not summed",
@@ -40,26 +39,17 @@ CLEAN: list[tuple[Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
-def tried(fault: Fault) -> tuple[bool, bool, bool, str]:
-    """(caught, the parameter is right, the cause is right, what is not)."""
-    patches = Patches()
-    fault.patch(patches)
-    try:
-        return judged(fault, verify(fault.job(), Plan.parse(fault.plan)))
-    finally:
-        patches.undo()
-
-
 @pytest.mark.parametrize("name", sampled(4, FEW))
 def test_a_fault_from_outside(name: str) -> None:
-    assert tried(TABLE[name])[:3] == (True, True, True)
+    assert tried(TABLE[name]) == Judgement(True, True, True, "")
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", TABLE)
 def test_the_whole_table(name: str) -> None:
-    caught, parameter, cause, found = tried(TABLE[name])
-    assert (caught, parameter, cause) == (True, name not in OTHER_PARAMETER, name not in OTHER_CAUSE), found
+    found = tried(TABLE[name])
+    right = (found.caught, found.parameter, found.cause)
+    assert right == (True, name not in OTHER_PARAMETER, name not in OTHER_CAUSE), found
 
 
 def test_what_is_named_otherwise_is_little() -> None:

@@ -9,27 +9,16 @@ from typing import Any
 import jobs
 import pytest
 import torch
+from faulty import sees
 from torch.distributed import distributed_c10d as dist
 
-from plait.config.errors import DIFFERENT
-from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import loading, sampling
 from plait.engine import batch_weights, engine, passes
 from plait.engine.train_step import TrainStep
 from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import BucketSums
-from plait.proof.verify import verify
 from plait.randomness import keyed
-
-
-def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
-    verdict = verify(job, Plan.parse(plan))
-    assert verdict.exit_code == DIFFERENT
-    wrong = [p for p in verdict.probes if not p.equal]
-    assert probe in [p.code for p in wrong], verdict.cause
-    assert name in verdict.parameter, verdict.to_dict()
-    assert verdict.code == code, (verdict.code, verdict.cause)
 
 
 def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,27 +26,27 @@ def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
     real = batch_weights.total_weight
     own = lambda training, batch, weights: real(training, batch, weights) * 0 + sum(weights) * training.plan.dp  # noqa: E731
     monkeypatch.setattr(batch_weights, "total_weight", own)
-    check(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
+    sees(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
 
 
 def test_micro_batches_of_unequal_size_averaged_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """2: accumulation divides by the number of micro-batches."""
     monkeypatch.setattr(batch_weights, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
     monkeypatch.setattr(batch_weights, "total_weight", lambda training, batch, weights: 6.0)
-    check(jobs.groups(), "dp=2 microbatches=3", "G", "0.weight", "V014")
+    sees(jobs.groups(), "dp=2 microbatches=3", "G", "0.weight", "V014")
 
 
 def test_sum_instead_of_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """5: invisible to Adam, and to any loss curve."""
     real = data.weigh
     monkeypatch.setattr(batch_weights, "weigh", lambda weight, micro: 2 * real(weight, micro))
-    check(jobs.groups(), "dp=2", "G", "0.weight", "V002")
+    sees(jobs.groups(), "dp=2", "G", "0.weight", "V002")
 
 
 def test_synchronised_in_the_wrong_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """12, 14: the last micro-batch's gradient is not summed over the ranks."""
     _keep_own(monkeypatch, lambda p: True)
-    check(jobs.mlp(), "dp=2", "R", "0.weight", "V004")
+    sees(jobs.mlp(), "dp=2", "R", "0.weight", "V004")
 
 
 def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
@@ -83,7 +72,7 @@ def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
 def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """15: a replicated parameter that nobody reduces."""
     _keep_own(monkeypatch, lambda p: p.shape == (1, 9))
-    check(jobs.groups(), "dp=2", "R", "2.weight", "V004")
+    sees(jobs.groups(), "dp=2", "R", "2.weight", "V004")
 
 
 @pytest.mark.slow
@@ -100,7 +89,7 @@ def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return step_row
 
     monkeypatch.setattr(BucketSums, "finish", finish)
-    check(jobs.ragged(), "dp=2", "G", "embed.weight", "V003")
+    sees(jobs.ragged(), "dp=2", "G", "embed.weight", "V003")
 
 
 def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +111,7 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
     plain = BucketSums.finish
     monkeypatch.setattr(BucketSums, "ready", ready)
     monkeypatch.setattr(BucketSums, "finish", finish)
-    check(jobs.groups(), "dp=2", "G", "0.weight", "V019")
+    sees(jobs.groups(), "dp=2", "G", "0.weight", "V019")
 
 
 def test_clipping_with_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +119,7 @@ def test_clipping_with_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads, *a: torch.linalg.vector_norm(grads[0]))
     real = engine.torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, m: (_plain_clip(ps, m), real)[0])
-    check(replace(jobs.groups()), "dp=2", "U2", "0.weight", "V007")
+    sees(replace(jobs.groups()), "dp=2", "U2", "0.weight", "V007")
 
 
 def _plain_clip(parameters: Any, largest: float) -> torch.Tensor:
@@ -149,13 +138,13 @@ def test_schedule_stepped_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
             group["lr"] = group["initial_lr"] * training.job.schedule(training.position.samples * training.plan.dp)
 
     monkeypatch.setattr(TrainStep, "_set_rate", set_rate)
-    check(jobs.groups(), "dp=2", "S", "0.weight", "V008")
+    sees(jobs.groups(), "dp=2", "S", "0.weight", "V008")
 
 
 def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """29: no sampler."""
     monkeypatch.setattr(engine.Engine, "share", property(lambda self: data.BatchShare(0, self.plan.ranks, 1)))
-    check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
+    sees(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
 def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +152,14 @@ def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     real = sampling.epoch_order
     mine = lambda seed: seed + (dist.get_rank() if dist.is_initialized() else 0)  # noqa: E731
     monkeypatch.setattr(sampling, "epoch_order", lambda order, seed, epoch, n: real(order, mine(seed), epoch, n))
-    check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
+    sees(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
 def test_order_not_reshuffled_in_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """31: set_epoch forgotten; the first epoch is right."""
     real = sampling.epoch_order
     monkeypatch.setattr(sampling, "epoch_order", lambda order, seed, epoch, n: real(order, seed, 0, n))
-    check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
+    sees(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
 def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +170,7 @@ def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         "seed_host",
         lambda *words, **only: real(*words, dist.get_rank() if dist.is_initialized() else 0, **only),
     )
-    check(jobs.mlp(0.0), "dp=2", "D", "0.weight", "V006")
+    sees(jobs.mlp(0.0), "dp=2", "D", "0.weight", "V006")
 
 
 def test_same_dropout_mask_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +178,7 @@ def test_same_dropout_mask_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     real = keyed.Randomness.at
     monkeypatch.setattr(passes.Passes, "forward", _forward_with_first_zero(passes.Passes.forward))
     assert real is keyed.Randomness.at
-    check(jobs.mlp(), "dp=2", "G", "0.weight", "V005")
+    sees(jobs.mlp(), "dp=2", "G", "0.weight", "V005")
 
 
 def _forward_with_first_zero(real: Any) -> Any:
@@ -199,7 +188,7 @@ def _forward_with_first_zero(real: Any) -> Any:
 def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics per rank."""
     monkeypatch.setattr(batch_norm, "synchronise", lambda *_: None)
-    check(jobs.batch_norm(), "dp=2", "B", "0.weight", "V015")
+    sees(jobs.batch_norm(), "dp=2", "B", "0.weight", "V015")
 
 
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +204,7 @@ def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) 
 
     plain = BucketSums.finish
     monkeypatch.setattr(BucketSums, "finish", finish)
-    check(jobs.branches(), "dp=2", "G", "never.bias", "V003")
+    sees(jobs.branches(), "dp=2", "G", "never.bias", "V003")
 
 
 @pytest.mark.messages
@@ -230,7 +219,7 @@ def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> No
         return step_row
 
     monkeypatch.setattr(BucketSums, "finish", finish)
-    check(jobs.groups(), "dp=2", "C", "", "V012")
+    sees(jobs.groups(), "dp=2", "C", "", "V012")
 
 
 def test_loss_that_couples_samples() -> None:
@@ -239,4 +228,4 @@ def test_loss_that_couples_samples() -> None:
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (out @ out.T).logsumexp(1).mean() - (out * target).mean()
 
-    check(jobs.make(lambda: torch.nn.Linear(6, 1), loss=loss), "dp=2", "G", "weight", "V013")
+    sees(jobs.make(lambda: torch.nn.Linear(6, 1), loss=loss), "dp=2", "G", "weight", "V013")

@@ -9,6 +9,7 @@ from typing import Any
 import jobs_compressed
 import pytest
 import torch
+from faulty import Patch
 from rarely import sampled
 from torch import Tensor
 from torch.distributed import distributed_c10d as dist
@@ -19,8 +20,6 @@ from plait.parallel.compression import compressor, powersgd, rounded
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.data.compressed import CompressedSums
 from plait.proof.verify import verify
-
-Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def committed(change: Callable[[Compressor], None]) -> Patch:

@@ -7,26 +7,17 @@ import jobs
 import jobs_pipeline
 import pytest
 import torch
+from faulty import sees
 from torch.distributed import distributed_c10d as dist
 
-from plait.config.errors import DIFFERENT
-from plait.config.plan import Plan
 from plait.engine.passes import Passes
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.pipeline import runtime
 from plait.parallel.pipeline.stage import PipelineStages
 from plait.parallel.spec import ShardPlan
-from plait.proof.verify import verify
 from plait.randomness.keyed import Randomness
 
 DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
-
-
-def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
-    verdict = verify(job, Plan.parse(plan), quiet=True)
-    assert verdict.exit_code == DIFFERENT
-    assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
-    assert name in verdict.parameter, verdict.to_dict()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import jobs_compressed
 import pytest
 import torch
+from faulty import Patch
 from jobs import Numbers
 from rarely import every, sampled
 from torch import Tensor
@@ -25,7 +26,6 @@ from plait.parallel.replica_groups import synchronise
 from plait.parallel.replica_groups.synchronise import GroupMessage, RareSynchroniser
 from plait.proof.verify import verify
 
-Patch = Callable[[pytest.MonkeyPatch], None]
 DILOCO = "sync=diloco every=2"
 STREAM = "sync=diloco every=4 fragments=2 fragment_delay=1 fragment_alpha=0.5"
 

@@ -6,6 +6,7 @@ import jobs
 import jobs_unlike
 import pytest
 import torch
+from faulty import sees
 from torch.distributed import distributed_c10d as dist
 
 from plait.config.errors import DIFFERENT
@@ -23,14 +24,6 @@ from plait.randomness.keyed import Randomness
 from plait.tensors import modules
 
 
-def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
-    verdict = verify(job, Plan.parse(plan))
-    assert verdict.exit_code == DIFFERENT
-    assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
-    assert name in verdict.parameter, verdict.to_dict()
-    assert verdict.code == code, (verdict.code, verdict.cause)
-
-
 def test_the_sum_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """5: FSDP2's own default. Adam never shows it."""
     real = Scatter.settle
@@ -42,13 +35,13 @@ def test_the_sum_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             opened[1].div_(2)
 
     monkeypatch.setattr(Scatter, "settle", settle)
-    check(jobs.groups(), "fsdp=2", "G", "0.weight", "V002")
+    sees(jobs.groups(), "fsdp=2", "G", "0.weight", "V002")
 
 
 def test_copies_of_parts_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """14: parts are summed inside a copy, and the copies go their own ways."""
     monkeypatch.setattr(fsdp, "Scatter", lambda copies: Scatter(None))
-    check(jobs.groups(), "dp=2 fsdp=2", "R", "0.weight", "V004")
+    sees(jobs.groups(), "dp=2 fsdp=2", "R", "0.weight", "V004")
 
 
 def test_copies_summed_in_a_micro_batch_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +53,7 @@ def test_copies_summed_in_a_micro_batch_too_many(monkeypatch: pytest.MonkeyPatch
         self.scatter.last = True
 
     monkeypatch.setattr(FsdpRuntime, "begin", begin)
-    check(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V002")
+    sees(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V002")
 
 
 def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +61,13 @@ def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         GradientReducer, "norm", lambda self: torch.nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad.numel()])
     )
-    check(jobs.groups(), "fsdp=2", "U2", "0.weight", "V007")
+    sees(jobs.groups(), "fsdp=2", "U2", "0.weight", "V007")
 
 
 def test_a_micro_batch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: only the last micro-batch's sum survives."""
     monkeypatch.setattr(FsdpRuntime, "_put_by", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
-    check(jobs.groups(), "fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V014")
+    sees(jobs.groups(), "fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V014")
 
 
 def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +79,7 @@ def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self)
 
     monkeypatch.setattr(FsdpRuntime, "_put_by", put_by)
-    check(jobs.groups(), "fsdp=2 microbatches=3", "G", "0.weight", "V014")
+    sees(jobs.groups(), "fsdp=2 microbatches=3", "G", "0.weight", "V014")
 
 
 @pytest.mark.slow
@@ -109,7 +102,7 @@ def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_recomputation_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: running statistics move twice in a step."""
     monkeypatch.setattr(modules, "own_buffers", lambda module: {})
-    check(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
+    sees(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
 
 
 @pytest.mark.slow
@@ -122,7 +115,7 @@ def test_selective_gives_back_another_call(monkeypatch: pytest.MonkeyPatch) -> N
         return out.flip(0) if self.again and "mm" in str(func) else out
 
     monkeypatch.setattr(recompute._Keeping, "__torch_dispatch__", dispatch)
-    check(jobs.make(lambda: jobs_unlike.Chain()), "fsdp=2 recompute=selective", "G", "first.weight", "V017")
+    sees(jobs.make(lambda: jobs_unlike.Chain()), "fsdp=2 recompute=selective", "G", "first.weight", "V017")
 
 
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +127,7 @@ def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) 
         return real(self)
 
     monkeypatch.setattr(FsdpRuntime, "finish", finish)
-    check(jobs.branches(), "fsdp=2", "G", "never.bias", "V003")
+    sees(jobs.branches(), "fsdp=2", "G", "never.bias", "V003")
 
 
 def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +148,7 @@ def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> No
         return done
 
     monkeypatch.setattr(offload, "apply", apply)
-    check(jobs.groups(), "fsdp=2 offload=optimizer", "U", "0.weight", "V009")
+    sees(jobs.groups(), "fsdp=2 offload=optimizer", "U", "0.weight", "V009")
 
 
 def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +161,7 @@ def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) ->
             module.set_reshard_after_backward(False, recurse=False)
 
     monkeypatch.setattr(FsdpRuntime, "begin", begin)
-    check(jobs.groups(), "fsdp=2 zero=1", "U", "0.weight", "V015")
+    sees(jobs.groups(), "fsdp=2 zero=1", "U", "0.weight", "V015")
 
 
 def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +181,7 @@ def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batch_norm_over_the_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics are of a rank's own share."""
     monkeypatch.setattr(batch_norm, "synchronise", lambda *_: None)
-    check(jobs.batch_norm(), "fsdp=2", "B", "0.weight", "V015")
+    sees(jobs.batch_norm(), "fsdp=2", "B", "0.weight", "V015")
 
 
 @pytest.mark.messages
@@ -202,7 +195,7 @@ def test_a_sum_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self)
 
     monkeypatch.setattr(FsdpRuntime, "finish", finish)
-    check(jobs.groups(), "fsdp=2", "C", "", "V012")
+    sees(jobs.groups(), "fsdp=2", "C", "", "V012")
 
 
 @pytest.mark.slow

@@ -12,10 +12,11 @@ from rarely import rarely
 import plait
 from plait.config.plan import Plan
 from plait.data.batch import Position
+from plait.engine.server.dealing import Dealer, Update
 from plait.engine.server.group import Trainer
+from plait.engine.server.ledger import LedgerRow
+from plait.engine.server.messages import ServerUpdate, UsedGradient
 from plait.engine.server.state import Server
-from plait.parallel.server.dealing import Dealer, Update
-from plait.parallel.server.ledger import LedgerRow
 from plait.proof.verdict import Verdict, table
 from plait.proof.verify import verify
 
@@ -95,27 +96,29 @@ def wrong_version(patch: pytest.MonkeyPatch) -> None:
 
 
 def used_twice(patch: pytest.MonkeyPatch) -> None:
-    def twice(self: Server, takes: list[tuple[int, float]], loss: float, samples: int) -> object:
-        self.parts[10**6] = {n: g.clone() for n, g in self.parts[takes[0][0]].items()}
-        return apply(self, [*takes, (10**6, takes[0][1])], loss, samples)
+    def twice(self: Server, step: ServerUpdate, samples: int) -> object:
+        first = step.used[0]
+        self.parts[10**6] = {n: g.clone() for n, g in self.parts[first.ticket].items()}
+        return apply(self, ServerUpdate(step.loss, (*step.used, UsedGradient(10**6, first.weight))), samples)
 
     patch.setattr(Server, "apply", twice)
 
 
 def share_forgotten(patch: pytest.MonkeyPatch) -> None:
-    def alike(self: Server, takes: list[tuple[int, float]], loss: float, samples: int) -> object:
-        return apply(self, [(ticket, 1.0 / len(takes)) for ticket, _ in takes], loss, samples)
+    def alike(self: Server, step: ServerUpdate, samples: int) -> object:
+        used = tuple(UsedGradient(each.ticket, 1.0 / len(step.used)) for each in step.used)
+        return apply(self, ServerUpdate(step.loss, used), samples)
 
     patch.setattr(Server, "apply", alike)
 
 
 def clip_before_the_sum(patch: pytest.MonkeyPatch) -> None:
-    def clipped(self: Server, takes: list[tuple[int, float]], loss: float, samples: int) -> object:
-        for ticket, _ in takes:
-            length = float(torch.nn.utils.get_total_norm([*self.parts[ticket].values()]))
-            for g in self.parts[ticket].values():
+    def clipped(self: Server, step: ServerUpdate, samples: int) -> object:
+        for each in step.used:
+            length = float(torch.nn.utils.get_total_norm([*self.parts[each.ticket].values()]))
+            for g in self.parts[each.ticket].values():
                 g.mul_(min(1.0, self.setting.job.clip / (length + 1e-6)))
-        return apply(self, takes, loss, samples)
+        return apply(self, step, samples)
 
     patch.setattr(Server, "apply", clipped)
 

@@ -13,9 +13,9 @@ import pytest
 
 from plait.data.batch import Position
 from plait.data.sampling import Sampling
-from plait.parallel.server.dealing import Dealer, Rules, Ticket, Update
-from plait.parallel.server.ledger import Death, LedgerRow, problems
-from plait.parallel.server.portions import Clocks, Portion
+from plait.engine.server.dealing import Dealer, Rules, Ticket, Update
+from plait.engine.server.ledger import Death, LedgerRow, problems
+from plait.engine.server.portions import Clocks, Portion
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Twice(Dealer):
         before, self.again = self.again, update.takes[0] if update.takes else None
         rows = super().made(update)
         if before is not None and self.seq % 3 == 0:
-            rows.append(self._written(before.portion, (before.group, before.fence, before.read), self.version, 0.1, ""))
+            rows.append(self._row(before, self.version, 0.1))
         return rows
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hosts import Host, hosts
+from hosts import hosts
 from launched import TEST_JOB, Command, alive, free_port, rows
 
+from plait.chaos.hosts import Host, Hosts
 from plait.config.errors import PlaitError
 from plait.launch import attempts, fork, place
 
@@ -218,7 +219,7 @@ def test_workers_killed_twice(tmp_path: Path, rendezvous: str, shared: str) -> N
     assert losses(tmp_path / "torchrun") == losses(undisturbed(tmp_path, "dp=2"))
 
 
-def elastic(hosts: tuple[Host, Host], which: int, at: int) -> list[str]:
+def elastic(hosts: Hosts, which: int, at: int) -> list[str]:
     """The words of an agent of one or two machines, of which the first keeps the rendezvous."""
     fast = f"is_host={int(which == 0)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     return [
@@ -229,9 +230,9 @@ def elastic(hosts: tuple[Host, Host], which: int, at: int) -> list[str]:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("shared", ("0", "1"))
-def test_a_machine_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path, shared: str) -> None:
+def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, shared: str) -> None:
     """The one that is left goes on with fewer ranks and the same global batch; the lost one joins again."""
-    if hosts[0].namespace is None:
+    if not hosts[0].namespace:
         pytest.skip("no network namespaces here")
     words, at = [*JOB, "--plan", "dp=*", "--steps", "400"], free_port()
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared}
@@ -258,9 +259,9 @@ def test_a_machine_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Pa
 
 
 @pytest.mark.prove
-def test_the_machine_of_the_rendezvous_is_lost(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_the_machine_of_the_rendezvous_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     """Nobody can go on without torchrun's store: the other ends, and says so."""
-    if hosts[0].namespace is None:
+    if not hosts[0].namespace:
         pytest.skip("no network namespaces here")
     words, at = [*JOB, "--plan", "dp=*", "--steps", "400"], free_port()
     with agent(tmp_path, *elastic(hosts, 1, at), *words, host=hosts[1]) as second:

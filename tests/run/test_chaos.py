@@ -16,7 +16,7 @@ from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.scene import Scene, Setting
 from plait.chaos.watched import adopt
 from plait.config.command_options import TrainOptions
-from plait.config.job import load_job
+from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 
 FEW = ("kill-build", "kill-backward", "raise-first", "sigterm-start", "checkpoint-flip")
@@ -80,7 +80,7 @@ def test_a_job_that_does_not_train(tmp_path: Path) -> None:
     assert "the user's own mistake" in command.output and not left(tmp_path)
 
 
-def _judged(pose: Callable[[Scene], Outcome], main: Callable[[list[str]], int], folder: Path) -> tuple[str, str]:
+def _judged(pose: Callable[[Scene], Outcome], main: Callable[[list[str], Job], int], folder: Path) -> tuple[str, str]:
     """(verdict, why) of a fault; in a process of its own, which takes in what is left behind."""
     job = load_job(TEST_JOB, {})
     setting = Setting(main, TrainOptions(job=TEST_JOB, steps=12, save_every=4), job, Plan.parse("dp=2"), 0, False)
@@ -113,7 +113,7 @@ def _promised(scene: Scene) -> Outcome:
     return scene.measured
 
 
-def _leaves_a_process(words: list[str]) -> int:
+def _leaves_a_process(words: list[str], job: Job) -> int:
     if os.fork() == 0:
         os.setsid()
         time.sleep(60)
@@ -122,7 +122,7 @@ def _leaves_a_process(words: list[str]) -> int:
 
 @pytest.mark.slow
 def test_what_falls_short_is_never_kept(tmp_path: Path) -> None:
-    say = lambda words: 0  # noqa: E731
+    say = lambda words, job: 0  # noqa: E731
     verdicts = [
         _judged(pose, main, tmp_path / str(n))
         for n, (pose, main) in enumerate(((_waits, say), (_cannot, say), (_promised, say), (_waits, _leaves_a_process)))

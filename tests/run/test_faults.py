@@ -9,17 +9,18 @@ import pytest
 from launched import TEST_JOB, Command, alive, rows
 from rarely import sampled
 
+from plait.chaos.strike import FILE
 from plait.launch.failure_report import sort_of
 from plait.launch.failures import Failure
 from plait.launch.progress import Progress
 
 CASES = {
-    "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", "training.py:"),
+    "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", f"{FILE}:"),
     "kill": ("C003", "rank 1 was killed (SIGKILL) at step", "not a communication fault"),
     "stop": ("C001", "rank 1 was stopped", "SIGSTOP"),
-    "memory": ("M002", "out of memory on rank 1 at step 5, forward", "training.py:"),
+    "allocate": ("M002", "out of memory on rank 1 at step 5, forward", f"{FILE}:"),
     "exit": ("C003", "rank 1 ended with exit code 7", "the job, or a library"),
-    "crash": ("C003", "rank 1 was killed (SIGSEGV)", "compiled code"),
+    "segv": ("C003", "rank 1 was killed (SIGSEGV)", "compiled code"),
 }
 
 

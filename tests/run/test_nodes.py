@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import saved
 import torch
-from hosts import Host, hosts
+from hosts import hosts
 from launched import TEST_JOB, Command, alive, free_port, rows
 from rarely import rarely
 from torch.distributed import TCPStore
 
+from plait.chaos.hosts import Host, Hosts
+
 __all__ = ["hosts"]
-Hosts = tuple[Host, Host]
 PLAN = ("--plan", "dp=4")
 
 
@@ -218,7 +219,7 @@ def test_strangers_are_refused_and_the_run_goes_on(hosts: Hosts, tmp_path: Path)
 
 @pytest.mark.prove
 def test_a_machine_that_is_not_there_is_told_soon(hosts: Hosts, tmp_path: Path) -> None:
-    nobody = (Host("10.77.0.9"), hosts[1]) if hosts[0].namespace else (Host("192.0.2.1"), hosts[1])
+    nobody = (Host("10.78.0.9"), hosts[1]) if hosts[0].namespace else (Host("192.0.2.1"), hosts[1])
     (second,) = started(nobody, tmp_path, which=(1,))
     assert second.wait(40) == 1
     assert "error[L007] number 0 of this job cannot be reached at" in second.output, second.output

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host, hosts
+from hosts import hosts
 from launched import TEST_JOB, Command, free_port, rows
 from rarely import rarely
 
+from plait.chaos.hosts import Hosts
 from plait.config.errors import PlaitError
 from plait.launch import fork, stopping
 from plait.launch.place import Place
@@ -63,7 +64,7 @@ def test_a_signal_while_ranks_are_built_ends_it_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-def test_a_signal_while_ranks_are_built_ends_all_machines(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_signal_while_ranks_are_built_ends_all_machines(hosts: Hosts, tmp_path: Path) -> None:
     words = ("train", slow_to_build(tmp_path), "--plan", "dp=4", "--nnodes", "2", "--check", "none")
     master = ("--master", f"{hosts[0].address}:{free_port()}")
     both = [

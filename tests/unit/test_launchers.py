@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import training
@@ -263,7 +264,7 @@ def _plan(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], typed: l
     monkeypatch.setattr(finder.find, "__defaults__", (environment,))
     _, options = parsed(["check", "job.py", *typed])
     assert isinstance(options, CheckOptions)
-    return both(options, load=training.job)[0]
+    return both(replace(options, loaded=training.job()))[0]
 
 
 @pytest.mark.parametrize("case", LEFT_OVER)

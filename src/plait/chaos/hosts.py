@@ -3,7 +3,8 @@
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,14 @@ class Host:
     """One of the two."""
 
     address: str
-    namespace: str
-    cable: str
+    namespace: str = ""
+    """Empty: it is this machine itself."""
+    cable: str = ""
 
     def enter(self) -> None:
         """Make this process, and those that it starts, run there."""
+        if not self.namespace:
+            return
         with open(f"/var/run/netns/{self.namespace}") as handle:
             if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
@@ -52,43 +56,25 @@ def ran(*words: str) -> None:
         raise OSError(f"{' '.join(words)}: {error}") from None
 
 
-def two_hosts() -> tuple[Hosts, Callable[[], None]]:
-    """The two, and what removes them. OSError where the system does not allow them."""
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """The two, which are removed at the end. OSError where the system does not allow them."""
     number = os.getpid()
     names = [f"chaos{number}{which}" for which in "ab"]
     cables = [f"p{number % 10**7}{which}" for which in "ab"]
-
-    def remove() -> None:
-        for name in names:
-            if Path(f"/var/run/netns/{name}").exists():
-                ran("ip", "netns", "del", name)
-
     try:
         for name in names:
             ran("ip", "netns", "add", name)
-        ran(
-            "ip",
-            "link",
-            "add",
-            cables[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            cables[1],
-            "netns",
-            names[1],
-        )
+        ran("ip", "link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
         for name, cable, address in zip(names, cables, ("10.78.0.1/24", "10.78.0.2/24"), strict=True):
             ran("ip", "-n", name, "addr", "add", address, "dev", cable)
             for link in (cable, "lo"):
                 ran("ip", "-n", name, "link", "set", link, "up")
-    except OSError:
-        remove()
-        raise
-    return (Host("10.78.0.1", names[0], cables[0]), Host("10.78.0.2", names[1], cables[1])), remove
+        yield Host("10.78.0.1", names[0], cables[0]), Host("10.78.0.2", names[1], cables[1])
+    finally:
+        for name in names:
+            if Path(f"/var/run/netns/{name}").exists():
+                ran("ip", "netns", "del", name)
 
 
 def own_mounts() -> bool:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import psutil
 
-import plait.config.job
 from plait.chaos.damage import laid_out
 from plait.chaos.fault import Fault
 from plait.chaos.outcome import Outcome
@@ -19,7 +18,6 @@ from plait.chaos.scene import SHARED, UNHURRIED, Scene
 from plait.chaos.strike import Strike, marks
 from plait.chaos.watched import Watched
 from plait.config.errors import RESUMABLE
-from plait.config.job import Job
 from plait.config.plan import Plan
 
 ORPHANED = 2.0
@@ -135,19 +133,11 @@ def _second(scene: Scene) -> Outcome:
     return undisturbed(scene, first.wait(), first.told("starting again") is None)
 
 
-def edited(job: Job) -> Callable[[], None]:
-    """Have the launcher read another job than the one that was started: the user has edited the file."""
-
-    def before() -> None:
-        plait.config.job.load_job = lambda name, arguments=None: job
-
-    return before
-
-
 def _other_seed(scene: Scene) -> Outcome:
+    """The user has edited the file."""
     laid_out(scene)
-    began = time.monotonic()
-    run = scene.start("--resume", before=edited(replace(scene.setting.job, seed=scene.setting.job.seed + 1)))
+    job, began = scene.setting.job, time.monotonic()
+    run = scene.start("--resume", job=replace(job, seed=job.seed + 1))
     code = run.wait()
     scene.told(run, began, "error[K010]", "seed", within=15.0)
     scene.expect(code == 2, f"exit code {code}, not 2")

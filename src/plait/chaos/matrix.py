@@ -43,8 +43,7 @@ def run(
         setting = replace(setting, mounts=own_mounts())
         if any(fault in machines.FAULTS for fault in faults):
             with contextlib.suppress(OSError):
-                setting.hosts, remove = two_hosts()
-                stack.callback(remove)
+                setting.hosts = stack.enter_context(two_hosts())
         began(_undisturbed(setting, folder))
         rows = list[Row]()
         for fault in faults:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import plait.config.job
 from plait.chaos.hosts import Hosts
 from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.record import Record
 from plait.chaos.strike import Mark, Strike, marks, struck
-from plait.chaos.watched import Beginning, Main, NotInTime, Watched, orphans
+from plait.chaos.watched import Beginning, NotInTime, Watched, orphans
 from plait.config.command_options import TrainOptions
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
@@ -33,7 +32,8 @@ UNHURRIED = Strike("slow", "forward", rank=0, times=999, text="0.1")
 class Setting:
     """What all faults of one command have in common."""
 
-    main: Main
+    main: Callable[[list[str], Job], int]
+    """The command line: words, and the job that they name, to exit code."""
     train: TrainOptions
     """What `plait train` is asked for: job, plan, steps."""
     job: Job
@@ -117,19 +117,19 @@ class Scene:
         strikes: tuple[Strike, ...] = (),
         before: Callable[[], None] = lambda: None,
         train: TrainOptions | None = None,
+        job: Job | None = None,
     ) -> Watched:
-        """`plait train` with these words besides; `train`: instead of what runs are asked for."""
+        """`plait train` with these words besides; `train`: instead of what runs are asked for; `job`: an edited one."""
         strikes = strikes or (UNHURRIED,)
         words = ["train", *words_of(train or self.setting.train), "--runs", str(self.runs), *more]
-        known = self.setting.job
+        main, job = self.setting.main, job or self.setting.job
 
         def prepare() -> None:
             fix_threads(threads(self.world))
-            plait.config.job.load_job = lambda name, arguments=None: known
             before()
 
         around = struck(strikes, self.folder, self.draw.randrange(1 << 30), self.setting.plan.world)
-        run = Watched(self.setting.main, words, self.runs, Beginning(around, prepare))
+        run = Watched(lambda words: main(words, job), words, self.runs, Beginning(around, prepare))
         self.watched.append(run)
         return run
 

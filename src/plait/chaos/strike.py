@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -72,33 +72,47 @@ def struck(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> 
 
     def around(place: Place) -> Place:
         there = lambda strike: strike.rank == place.rank and (strike.always or world == place.world)  # noqa: E731
-        mine = [(n, strike) for n, strike in enumerate(strikes) if there(strike)]
-        striker = _Striker(place, mine, folder, seed)
-        return replace(place, beat=striker.beat, reads=striker.reads) if mine else place
+        striker = Striker({n: strike for n, strike in enumerate(strikes) if there(strike)}, folder, seed)
+
+        def beat(step: int, phase: str) -> None:
+            place.beat(step, phase)
+            striker.begins(step, phase)
+
+        def reads() -> None:
+            place.reads()
+            striker.reads()
+
+        return replace(place, beat=beat, reads=reads) if striker.strikes else place
 
     return around
 
 
-class _Striker:
-    def __init__(self, place: Place, strikes: list[tuple[int, Strike]], folder: Path, seed: int):
-        self.place, self.strikes, self.folder = place, strikes, folder
+class Striker:
+    """The strikes of one process, by their numbers: it is told what the process begins, and acts if one of them is due.
+
+    `folder`: of the marks. A process that is started again finds there what it has suffered before. `plait chaos` puts one around
+    a rank's place; a job that has no such place (under other launchers, in tests, in `bench/faults.py`) calls `begins` itself.
+    """
+
+    def __init__(self, strikes: Mapping[int, Strike], folder: Path, seed: int = 0):
+        self.strikes, self.folder = strikes, folder
         self.draw, self.pid = random.Random(seed), os.getpid()
         self.took: dict[str, float] = {}
         self.phase, self.began, self.step = "start", time.monotonic(), -1
 
-    def beat(self, step: int, phase: str) -> None:
-        self.place.beat(step, phase)
+    def begins(self, step: int, phase: str) -> None:
+        """A phase of a step begins."""
         now = time.monotonic()
         self.took[self.phase] = now - self.began
         self.phase, self.began, self.step = phase, now, step
         self._due(phase)
 
     def reads(self) -> None:
-        self.place.reads()
+        """A sample is read, by the process itself or by a loader process that it has forked."""
         self._due("read" if os.getpid() == self.pid else "loader")
 
     def _due(self, phase: str) -> None:
-        for number, strike in self.strikes:
+        for number, strike in self.strikes.items():
             if strike.phase != phase or strike.step > self.step or self._done(number, strike):
                 continue
             if strike.after and not any(mark.act == strike.after for mark in marks(self.folder)):
@@ -119,6 +133,7 @@ class _Striker:
         self._strike(number, strike)
 
     def _strike(self, number: int, strike: Strike) -> None:
+        self.folder.mkdir(exist_ok=True)
         for time_ in range(strike.times):
             mark = self.folder / f"mark-{number}-{time_}.json"
             if not mark.exists():
@@ -137,7 +152,7 @@ def _posed(act: Callable[[str], None]) -> Callable[[str], None]:
 
 @_posed
 def _raise(text: str) -> None:
-    raise ValueError("posed by plait chaos")
+    raise ValueError(text or "posed by plait chaos")
 
 
 @_posed

@@ -21,7 +21,7 @@ from plait.launch.child import die_with_parent
 from plait.launch.place import AROUND, Place
 
 Main = Callable[[list[str]], int]
-"""The command line: words to exit code."""
+"""A command line: words to exit code."""
 PATIENCE = 90.0
 """Seconds after which whatever a fault waits for has not come."""
 _ADOPT = 36

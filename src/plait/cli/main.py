@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from io import TextIOWrapper
 from textwrap import fill
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from plait.cli import plan_keys
 from plait.config import command_options as of
@@ -34,6 +34,9 @@ from plait.config.version import __version__
 from plait.launch import forkable
 from plait.launch.descriptors import open_standard
 from plait.launch.stopping import WARNINGS
+
+if TYPE_CHECKING:
+    from plait.config.job import Job
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,14 @@ def parsed(argv: list[str]) -> tuple[Command, CommandOptions]:
     return command, command.options(arguments=arguments, **given)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
+def main(argv: list[str] | None = None, job: "Job | None" = None) -> int:
+    """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable.
+
+    `job`: the one that the command names, if it was read before.
+    """
     before = {number: signal.getsignal(number) for number in WARNINGS}
     try:
-        return _told(argv)
+        return _told(argv, job)
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
@@ -94,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
                     signal.signal(number, handler)
 
 
-def _told(argv: list[str] | None) -> int:
+def _told(argv: list[str] | None, job: "Job | None") -> int:
     """The command, and what it says when it fails."""
     argv = list(sys.argv[1:] if argv is None else argv)
     open_standard()
@@ -106,6 +112,8 @@ def _told(argv: list[str] | None) -> int:
     try:
         _check_folder()
         command, options = parsed(argv)
+        if isinstance(options, of.SplitOptions):
+            options = replace(options, loaded=job)
         return command.run(options)
     except PlaitError as error:
         from plait.launch.said_once import says

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from plait.cli import served
 from plait.cli.request import Request
 from plait.config.errors import PlaitError
 from plait.engine.memory_use import MemoryUse, grown, size
@@ -26,7 +25,7 @@ from plait.planner.question import PlanRequest, sized
 def explained(error: PlaitError, request: Request, run: RunDirectory, say: Callable[[str], None]) -> PlaitError:
     """The same failure with the plan's bill and a plan that fits. Other failures, and those of processors, as they are."""
     full = [(rank, row["failed"]) for rank, row in run.memories().items() if "failed" in row]
-    if "M002" not in error.codes or kind_of(request.device) == "cpu" or served.wanted(request.plan) or not full:
+    if "M002" not in error.codes or kind_of(request.device) == "cpu" or request.plan.server_count or not full:
         return error
     rank, row = max(full, key=lambda pair: pair[1]["needed"] + pair[1]["wanted"])
     say("note  a device is full: looking at what the plan was to take, and for a plan that fits")

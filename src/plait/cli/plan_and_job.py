@@ -1,11 +1,10 @@
 """The plan and the job that a command names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import plait.config.job
 from plait.config.command_options import SplitOptions
 from plait.config.errors import PlaitError, Problem
-from plait.config.job import Job
+from plait.config.job import Job, load_job
 from plait.config.option import out_of_range
 from plait.config.plan import Plan
 from plait.launch.forkable import answer_by_forks
@@ -13,12 +12,10 @@ from plait.launch.launchers.find import mismatch
 from plait.launch.place import joined, world
 
 
-def both(
-    options: SplitOptions, others: Sequence[Problem] = (), load: Callable[[], Job] | None = None
-) -> tuple[Plan, Job]:
+def both(options: SplitOptions, others: Sequence[Problem] = ()) -> tuple[Plan, Job]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once.
 
-    `others`: what is wrong with them beside numbers that are too small. `load` gives the job where it does not lie in a file.
+    `others`: what is wrong with them beside numbers that are too small.
     """
     answer_by_forks()
     plan = job = None
@@ -31,7 +28,7 @@ def both(
     except PlaitError as error:
         problems += error.problems
     try:
-        job = load() if load is not None else plait.config.job.load_job(options.job, options.arguments)
+        job = options.loaded or load_job(options.job, options.arguments)
     except PlaitError as error:
         problems += error.problems
     if auto and job is not None and not problems:

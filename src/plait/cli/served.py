@@ -16,14 +16,11 @@ from plait.launch import fork
 from plait.launch.failures import LOST, Failure
 from plait.launch.stopping import StopRequest
 from plait.launch.supervise import Spare
-from plait.parallel.server.strategy import wanted
-
-__all__ = ["ranks", "refuse_launchers", "wanted"]
 
 
 def refuse_launchers(plan: Plan, how: str) -> None:
     """P063: groups and servers find each other on one machine, and plait's launcher starts them."""
-    if wanted(plan):
+    if plan.server_count:
         what = f"sync=async runs on one machine, under plait's own launcher; here {how}"
         why = "groups and servers meet on this machine's loopback, and only plait's launcher starts one of them anew"
         fix = ("plait train … on one machine", "sync=local or sync=diloco    over machines and launchers")

@@ -63,7 +63,7 @@ def launch(request: Request, out: TextIO | None = None, console: Console | None 
 def _watched(request: Request, console: Console, node: Node | None) -> tuple[int, dict[str, Any]]:
     """Fork this machine's ranks, and watch over them."""
     plan, first = request.plan, node is None or node.index == 0
-    check(kind_of(request.device), (plan.devices if served.wanted(plan) else plan.world) if node is None else node.each)
+    check(kind_of(request.device), plan.world - plan.server_count if node is None else node.each)
     foresee(request.job, plan, kind_of(request.device))
     _refuse_fewer(request)
     if request.job.weights and request.resume is None:
@@ -77,11 +77,11 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         for note in (*request.notes, *_notes(request), *made.notes(), *checked.lines):
             console.say(note)
 
-    memory = Memory() if request.restarts and not served.wanted(plan) else None
+    memory = Memory() if request.restarts and not plan.server_count else None
     listener = fork.Listener(output.message, output.text, console.tick, console.say, logs=True)
     rounds = Rounds(request, run, memory, node, listener)
     try:
-        if served.wanted(plan):
+        if plan.server_count:
             results = served.ranks(request, run, listener, output.begin)
         else:
             results = _ranks(request, rounds, listener, output)
@@ -364,12 +364,11 @@ def headline(request: Request) -> str:
     kind, library = called(kind_of(request.device))
     backend = f" ({library})" if plan.world > 1 else ""
     where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
-    served_by = served.wanted(plan)
     held = [split(job.batch, plan.replica_groups, group)[1] for group in range(plan.replica_groups)]
     shares = [n for size in held for n in sizes(size, plan.parts or (1,) * plan.shares, plan.microbatches)]
-    share = " or ".join(map(str, sorted(set(shares), reverse=True))) + (" per portion" if served_by else " per device")
-    if served_by:
-        where = f"{plan.devices} {kind} groups and {plan.servers} server" + ("s" if plan.servers > 1 else "")
+    share = " or ".join(map(str, sorted(set(shares), reverse=True))) + (" per portion" if plan.server_count else " per device")
+    if plan.server_count:
+        where = f"{plan.devices} {kind} groups and {plan.server_count} server" + ("s" if plan.server_count > 1 else "")
     if plan.parts:
         share = ", ".join(map(str, shares)) + " for the ranks with samples of their own"
     elif plan.batch_shares == "auto":

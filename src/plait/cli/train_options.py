@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from plait.config.plan import Plan
 
 if TYPE_CHECKING:
     from plait.cli.request import Request
-    from plait.config.job import Job
 
 
 def run(options: TrainOptions) -> int:
@@ -37,8 +35,8 @@ def _train(options: TrainOptions) -> int:
     return code
 
 
-def requested(options: TrainOptions, load: "Callable[[], Job] | None" = None) -> "Request":
-    """What the options ask for. `load` gives the job where it does not lie in a file."""
+def requested(options: TrainOptions) -> "Request":
+    """What the options ask for."""
     from plait.cli.plan_and_job import both
     from plait.cli.request import Request, scaled
     from plait.integrations.trackers.follow import chosen
@@ -48,7 +46,7 @@ def requested(options: TrainOptions, load: "Callable[[], Job] | None" = None) ->
         callbacks = run_callbacks.wanted(options)
     except PlaitError as error:
         wrong += error.problems
-    plan, job = both(options, wrong, load)
+    plan, job = both(options, wrong)
     run_callbacks.refuse(options, plan)
     _refuse_followers(options, plan)
     shown = _shown(options)

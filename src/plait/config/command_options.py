@@ -5,10 +5,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.config.device import KINDS, NOT_YET
 from plait.config.option import REQUIRED, CommandOptions, option
+
+if TYPE_CHECKING:
+    from plait.config.job import Job
 
 CHECKS = ("none", "quick", "full")
 SCHEDULERS = ("slurm", "trainjob", "jobset", "skypilot", "ray", "ssh")
@@ -53,6 +56,8 @@ class SplitOptions(JobOptions):
     )
     nproc: int | None = option(None, "processes to start on this machine; fills dp=*", least=1, handed_on=False)
     device: str = device_option()
+    loaded: "Job | None" = None
+    """The job, if it does not lie in a file, or was read before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -308,10 +308,14 @@ class Plan:
         return keys + (["offload=all"] if self.offload == "all" else [])
 
     @property
+    def server_count(self) -> int:
+        """Servers that groups send their gradients to (`sync=async`): processes that use no device."""
+        return self.servers if self.sync == "async" and self.replica_groups > 1 else 0
+
+    @property
     def world(self) -> int:
-        """Processes the plan runs in. Servers of `sync=async` use no device."""
-        served = self.servers if self.sync == "async" and self.replica_groups > 1 else 0
-        return 1 if self.processes == "one" else self.devices + served
+        """Processes the plan runs in."""
+        return 1 if self.processes == "one" else self.devices + self.server_count
 
     @property
     def ranks(self) -> int:

@@ -22,13 +22,12 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.optimizer_modes import evaluation_mode
 from plait.parallel.rank_model import RankModel, SplitModel
-from plait.parallel.server import strategy as server
 from plait.tensors.moving_average import MovingAverage
 
 
 def refuse(job: Job, plan: Plan) -> Iterator[Problem]:
     """P066 where a plan has no one sequence of weights to average."""
-    if job.ema is not None and (plan.rarely or server.wanted(plan)):
+    if job.ema is not None and (plan.rarely or plan.server_count):
         key = f"replica_groups={plan.replica_groups}" if plan.rarely else "sync=async"
         why = (
             "groups train weights of their own between two meetings, and a server's weights are on no rank that trains"

@@ -177,7 +177,7 @@ def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
     """
     software, f, found = pace.software, plan.fsdp, dict[str, float]()
     part = numbers * (1 - pace.work.frozen) / f
-    if plan.replica_groups > 1 and plan.sync == "async":
+    if plan.server_count:
         found["replica_groups"] = sum(pushed(pace, plan, part))
     elif plan.replica_groups > 1:
         found["replica_groups"] = bytes_sent(pace, plan, part, plan.replica_groups, "replica_groups") / plan.every

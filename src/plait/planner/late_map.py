@@ -82,7 +82,7 @@ class LateJob:
             first = min(1.0, plan.start_local / self.steps)
             before = self.seconds(late.exact_twin(plan), link, slower) + late.row(link, plan, "replica_groups")
             return first * before + (1 - first) * self.seconds(replace(plan, start_local=0), link, slower, parts)
-        if plan.sync == "async" and plan.replica_groups > 1:
+        if plan.server_count:
             steps = tuple(parts.computing * s + parts.messages for s in slower)
             return late.served(link, plan, parts.states, steps)
         together = len(slower) / sum(1 / s for s in slower) if plan.batch_shares != "equal" else max(slower)

@@ -17,7 +17,6 @@ sides             the notes of both, side by side
 locate            where a difference begins
 sum_faults        a wrong sum of gradients, explained
 verdict           the judgement and its likely cause
-served            groups and a server: the run, and its ledger played again
 algorithms/       plans that are another training than one device's, each in one process
 job/              whether a job survives being cut, checked before training
 """

@@ -28,15 +28,11 @@ from plait.proof import formats, own_batch, tensor_files
 from plait.proof import notes as noting
 from plait.proof.noted_data import seen_in
 from plait.proof.phases import of_phases
-from plait.proof.probes import Trace
+from plait.proof.probes import TENSORS, Trace
 from plait.randomness.keyed import is_drawing
 from plait.tensors.collectives import digests
 from plait.tensors.part import Part
 from plait.tensors.part import whole as whole_part
-
-GROUPS = ("initial", "gradients", "weights", "buffers", "average", "own_gradients", "own_weights",
-          *(f"formats_{kind}" for kind in ("start", *formats.GROUPS)))  # fmt: skip
-"""What is compared tensor by tensor."""
 
 
 @dataclass
@@ -282,7 +278,7 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
             for key, value in digest.items():
                 if first.setdefault((i, key), value) != value:
                     r["drifted"].append([i // 2 + 1, what, key.partition(" @")[0]])
-    groups: dict[str, dict[str, Tensor]] = {name: {} for name in GROUPS}
+    groups: dict[str, dict[str, Tensor]] = {name: {} for name in TENSORS}
     for name, group in groups.items():
         for rank, r in enumerate(ranks):
             for key, tensor in tensor_files.read(folder / f"{name}-{rank}.safetensors").items():

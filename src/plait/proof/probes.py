@@ -5,11 +5,17 @@ gradient of an attention's key bias is): rounding of neighbours is all that such
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from plait.launch import fork
+from plait.launch.place import Place
+from plait.proof import tensor_files
 
 TOLERANCE = 1e-9
 
@@ -33,6 +39,24 @@ class Trace:
     formats_gradient: dict[str, Tensor] = field(default_factory=dict)
     formats_weight: dict[str, Tensor] = field(default_factory=dict)
     formats_state: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of_process(folder: Path, work: Callable[[Place], dict[str, Any]], name: str = "") -> "Trace":
+        """What `work` returns, done in a process of its own (`name`, for messages), which leaves the tensors in `folder`."""
+
+        def side(place: Place) -> dict[str, Any]:
+            out = work(place)
+            folder.mkdir()
+            for group in TENSORS:
+                tensor_files.write(folder / f"{group}.safetensors", out.pop(group, {}))
+            return out
+
+        (facts,) = fork.run(side, 1, fork.Listener(names={0: name} if name else {}))
+        return Trace(facts, **{group: tensor_files.read(folder / f"{group}.safetensors") for group in TENSORS})
+
+
+TENSORS = tuple(each.name for each in fields(Trace) if each.name != "facts")
+"""What is compared tensor by tensor."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from plait.launch.place import Place, pose
 from plait.launch.scratch import Scratch
 from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
-from plait.parallel.server import strategy as server
 from plait.planner.dryrun.dry_run import first_step
 from plait.proof import (
     candidate,
@@ -54,12 +53,9 @@ from plait.proof import (
     own_numerics,
     phases,
     reference,
-    served,
     short_epochs,
-    tensor_files,
 )
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
-from plait.proof.candidate import GROUPS
 from plait.proof.job import counters
 from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of, sample_digest
 from plait.proof.probes import Trace
@@ -93,8 +89,9 @@ def verify(
     kind = kind_of(device)
     _refuse(job, plan, kind)
     job = dataclasses.replace(job, data=opened_once(job.data))
-    if server.wanted(plan):
-        return served.verify(job, plan, steps, harden)
+    own = found(precision.unrounded(plan))
+    if own is not None and own.compare is not None:
+        return own.compare(job, plan, steps, harden)
     try:
         verdict = _compared(job, plan, steps, seconds, kind, False)
     except PlaitError as error:
@@ -139,7 +136,7 @@ def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_s
 
 def _refuse(job: Job, plan: Plan, kind: str) -> None:
     """Raise what the job and the plan are refused for, before a process starts."""
-    check(kind, plan.devices if server.wanted(plan) else plan.world)
+    check(kind, plan.world - plan.server_count)
     check_plan(job, plan, kind)
     check_unshared(job)
 
@@ -161,11 +158,9 @@ def _algorithm(
         data, holder = _noted(job)
         noting, moves = dataclasses.replace(job, data=data), lambda: place.within("forward")
         out = own.train(noting, plan, steps, one.facts["clip"], torch.float64, device, moves=moves)
-        _save(folder / "algorithm", {k: out.pop(k, {}) for k in GROUPS})
         return {"metrics": {}, **out, "seen": holder[0].seen, "names": [], "own": None, "mean": one.facts["mean"]}
 
-    (result,) = fork.run(alone, 1, fork.Listener(names={0: "the plan's algorithm in one process"}))
-    trace = _trace(folder / "algorithm", result)
+    trace = Trace.of_process(folder / "algorithm", alone, "the plan's algorithm in one process")
     return trace, told_of(own.named(plan), one, trace)
 
 
@@ -265,11 +260,9 @@ def _reference(
     for hard in hards:
         try:
             side = lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place)  # noqa: E731
-            (result,) = fork.run(side, 1, fork.Listener(names={0: REFERENCE}))
+            return hard, Trace.of_process(folder / "reference", side, REFERENCE)
         except PlaitError as error:
             failed.append(error)
-            continue
-        return hard, _trace(folder / "reference", result)
     raise _on_one_device(failed[-1], hards[-1], device) from None
 
 
@@ -400,7 +393,6 @@ def _one_device(
     samples = job.batch if job.batch == jobs[1].batch else 0  # a job that cannot train on fewer
     out |= _in_own_formats(job, plan, models[0], out["clip"], samples) if seconds else {}
     out |= _carried(jobs[1], models[0], plan) if models and job.phases is None else {}
-    _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
 
 
@@ -445,13 +437,3 @@ def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float,
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return {"untried": f"{plan.precision}: {in_a_line(error)}"}
     return {"formats": told, **tensors}
-
-
-def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
-    path.mkdir()
-    for name, tensors in groups.items():
-        tensor_files.write(path / f"{name}.safetensors", tensors)
-
-
-def _trace(path: Path, facts: dict[str, Any]) -> Trace:
-    return Trace(facts=facts, **{name: tensor_files.read(path / f"{name}.safetensors") for name in GROUPS})

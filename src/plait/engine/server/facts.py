@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.checkpoint.manifest import MANIFEST, read_manifest
 from plait.config.errors import PlaitError, Problem
-from plait.parallel.server.portions import Portion, as_row, of_row
+from plait.engine.server.portions import Portion, as_row, of_row
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,7 @@ class Follower:
             if peer is not None and peer in server.hub.peers:
                 server.send(peer, numbers[2])
         elif message.kind == say.APPLY:
-            loss, takes = say.to_takes(message.payload)
-            server.apply(takes, loss, numbers[1])
+            server.apply(say.ServerUpdate.unpack(message.payload), numbers[1])
         elif message.kind == say.FORGET:
             self.forgotten.add(numbers[0])
             server.parts.pop(numbers[0], None)

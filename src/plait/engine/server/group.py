@@ -17,12 +17,12 @@ from plait.data.loading import StepSamples, reader
 from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
 from plait.engine.server import messages as say
+from plait.engine.server.layout import Layout, shared_out
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.spans import sort_of
 from plait.engine.step import tokens
 from plait.launch.channel import Hub, Packet, Peer
 from plait.launch.place import Place
-from plait.parallel.server.layout import Layout, shared_out
 from plait.tensors.rows import split
 
 COMPUTES = ("forward", "backward")

@@ -8,20 +8,22 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import is_map
 from plait.data.sampling import Sampling
 from plait.engine.server import messages as say
+from plait.engine.server.dealing import Dealer, Ticket, Update
 from plait.engine.server.facts import ServerFacts
 from plait.engine.server.group import not_dealt
+from plait.engine.server.layout import Layout
+from plait.engine.server.portions import Clocks
 from plait.engine.server.record import Figures, ServerRecord
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Made, Server
 from plait.launch.channel import Packet, Peer
 from plait.launch.place import Place
-from plait.parallel.server.dealing import Dealer, Ticket, Update
-from plait.parallel.server.layout import Layout
-from plait.parallel.server.portions import Clocks
 from plait.parallel.server.strategy import inexact
 from plait.tensors.finite import number
 
@@ -33,6 +35,15 @@ class Errand:
     step: int
     fence: int = 0
     """Of the group that makes it; 0 while none does."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What was told of a gradient that has come."""
+
+    figures: Figures
+    changes: dict[str, Tensor]
+    """How its forward passes changed buffers."""
 
 
 class Lead:
@@ -56,8 +67,8 @@ class Lead:
         """(group, fence) of those that are there."""
         self.asking: dict[Peer, float] = {}
         """Who waits for a portion, and since when."""
-        self.figures: dict[int, tuple[Figures, dict[str, Any]]] = {}
-        """Of gradients that have come: what was told of them, and how they change buffers."""
+        self.arrivals: dict[int, Arrival] = {}
+        """By ticket."""
         self.followers: list[Peer] = []
         self.errands: deque[Errand] = deque()
         self.began = self.dealer.done
@@ -178,7 +189,7 @@ class Lead:
     def _forget(self, tickets: list[int]) -> None:
         for ticket in tickets:
             self.server.parts.pop(ticket, None)
-            self.figures.pop(ticket, None)
+            self.arrivals.pop(ticket, None)
             for peer in self.followers:
                 peer.send(say.FORGET, (ticket,))
 
@@ -234,28 +245,28 @@ class Lead:
             return
         changes = Layout({name: self.server.buffers[name] for name in names}).unpack(data[begin:head]) if names else {}
         self.server.parts[ticket] = self.server.layout.unpack(data[head:])
-        self.figures[ticket] = (replace(figures, took=time.monotonic() - dealt.dealt if dealt else 0.0), changes)
+        self.arrivals[ticket] = Arrival(replace(figures, took=time.monotonic() - dealt.dealt if dealt else 0.0), changes)
 
     def _make(self, update: Update) -> None:
         """An update, on all servers."""
         samples = self.dealer.samples + sum(t.portion.count for t in update.drops)
-        numbers, told = [t.number for t in update.takes], {t.number: self.figures.pop(t.number) for t in update.takes}
+        numbers = [t.number for t in update.takes]
+        came = [self.arrivals.pop(number) for number in numbers]
         if not sum(t.weight for t in update.takes) > 0:
             why = "Job.weight counts nothing in its samples, so their mean loss is 0 / 0"
             raise PlaitError(Problem("J009", f"the weights of update {update.version + 1} sum to 0", why=why))
         self._forget([t.number for t in update.drops])
         rows = self.dealer.made(update)
         used = [row for row in rows if not row.dropped]
-        takes = [(ticket, row.weight) for ticket, row in zip(numbers, used)]
-        total = sum(row.weight for row in used)
-        loss = sum(row.weight * told[ticket][0].loss for ticket, row in zip(numbers, used)) / total
+        loss = sum(row.weight * each.figures.loss for row, each in zip(used, came)) / sum(row.weight for row in used)
+        step = say.ServerUpdate(loss, tuple(say.UsedGradient(number, row.weight) for number, row in zip(numbers, used)))
         for peer in self.followers:
-            peer.send(say.APPLY, (self.dealer.version, samples), [say.of_takes(loss, takes)])
+            peer.send(say.APPLY, (self.dealer.version, samples), [step.pack()])
         self.server.hub.flush(self.followers)  # they sum with this one
-        made = self.server.apply(takes, loss, samples)
-        self.server.change([(row.weight, told[ticket][1]) for ticket, row in zip(numbers, used)])
+        made = self.server.apply(step, samples)
+        self.server.change([row.weight for row in used], [each.changes for each in came])
         self.skipped += made.skipped
-        self._tell(rows, [told[ticket][0] for ticket in numbers], made, loss)
+        self._tell(rows, [each.figures for each in came], made, loss)
 
     def _tell(self, rows: list[Any], figures: list[Figures], made: Made, loss: float) -> None:
         before = self.record.step
@@ -302,10 +313,8 @@ class Lead:
         self.record.evaluation(step, values)
 
     def _close_ledger(self) -> None:
-        rows = self.dealer.end()
-        for row in rows:
-            self.figures.pop(row.seq, None)
-        self.record.rows(rows)
+        self.record.rows(self.dealer.end())
+        self.arrivals.clear()
 
     def _end(self, stopped: bool) -> dict[str, Any]:
         """Say to all that the run has ended, and wait until they have heard; to the servers when the groups are gone."""

@@ -8,7 +8,8 @@ lead → follower    SEND group fence ticket errand · APPLY version samples · 
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 HELLO, ASK, PUSH, PART, VALUES = 1, 2, 3, 4, 5
 WELCOME, DEAL, EVALUATE, WEIGHTS, HAVE, FENCED, END = 11, 12, 13, 14, 15, 16, 17
@@ -33,12 +34,27 @@ def to_ids(data: bytes | bytearray) -> list[int]:
     return list(struct.unpack(f"!{len(data) // 8}q", data))
 
 
-def of_takes(loss: float, takes: Sequence[tuple[int, float]]) -> bytes:
-    """What an update takes, tickets and weights, and its loss, as bytes."""
-    return _LOSS.pack(loss) + b"".join(_USED.pack(ticket, weight) for ticket, weight in takes)
+@dataclass(frozen=True)
+class UsedGradient:
+    """A gradient that an update uses, by the number of its ticket, and what it counts."""
+
+    ticket: int
+    weight: float
 
 
-def to_takes(data: bytes | bytearray) -> tuple[float, list[tuple[int, float]]]:
-    """The loss and what is taken, of such bytes."""
-    (loss,) = _LOSS.unpack(data[: _LOSS.size])
-    return loss, [(ticket, weight) for ticket, weight in _USED.iter_unpack(data[_LOSS.size :])]
+@dataclass(frozen=True)
+class ServerUpdate:
+    """An update: its loss, and the gradients that it uses, in their order."""
+
+    loss: float
+    used: tuple[UsedGradient, ...]
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        return _LOSS.pack(self.loss) + b"".join(_USED.pack(each.ticket, each.weight) for each in self.used)
+
+    @staticmethod
+    def unpack(data: bytes | bytearray) -> "ServerUpdate":
+        """The update of such bytes."""
+        (loss,) = _LOSS.unpack(data[: _LOSS.size])
+        return ServerUpdate(loss, tuple(UsedGradient(*pair) for pair in _USED.iter_unpack(data[_LOSS.size :])))

@@ -15,10 +15,10 @@ import psutil
 
 from plait.engine.engine import Engine
 from plait.engine.run_directory import RunDirectory
+from plait.engine.server.dealing import Dealer, Rules
+from plait.engine.server.ledger import LedgerRow
 from plait.engine.server.setting import ServerSetting
 from plait.engine.server.state import Made
-from plait.parallel.server.dealing import Dealer, Rules
-from plait.parallel.server.ledger import LedgerRow
 from plait.tensors.finite import number
 
 FILE = "ledger.jsonl"

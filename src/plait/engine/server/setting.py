@@ -11,9 +11,9 @@ import torch
 
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.engine.server.dealing import Rules
 from plait.launch import limits
 from plait.launch.loopback import LocalStore
-from plait.parallel.server.dealing import Rules
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Position
 from plait.engine.engine import Engine
 from plait.engine.server import messages as say
+from plait.engine.server.layout import Layout, shared_out, weighted
+from plait.engine.server.nesterov import DelayedNesterov
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch.channel import Hub, Peer
 from plait.launch.place import Place, among
 from plait.parallel.mesh import Mesh
-from plait.parallel.server.layout import Layout, shared_out, weighted
-from plait.parallel.server.nesterov import DelayedNesterov
 from plait.tensors.norm import total_norm
 
 CPU = torch.device("cpu")
@@ -102,17 +102,17 @@ class Server:
         data = self.packed() if ticket >= 0 else self.snaps[-1 - ticket]
         peer.send(say.WEIGHTS, (ticket, self.version), data)
 
-    def apply(self, takes: Sequence[tuple[int, float]], loss: float, samples: int) -> Made:
-        """The update that takes these gradients: (ticket, weight)."""
-        rank_model, each = self.engine.rank_model, self.setting.rules.each
-        taken = [(1.0 if each else weight, self.parts.pop(ticket)) for ticket, weight in takes]
-        self.applied += [ticket for ticket, _ in takes]
+    def apply(self, step: say.ServerUpdate, samples: int) -> Made:
+        """Make an update. `samples`: of all clocks before it, for the schedule."""
+        rank_model, each, loss = self.engine.rank_model, self.setting.rules.each, step.loss
+        taken = [(1.0 if each else used.weight, self.parts.pop(used.ticket)) for used in step.used]
+        self.applied += [used.ticket for used in step.used]
         gradients = weighted(taken)
         for name, parameter in rank_model.params.items():
             parameter.grad = gradients.get(name)
         norm = self._norm(list(gradients.values()))
         if isinstance(rank_model.optimizer, DelayedNesterov):
-            rank_model.optimizer.share = takes[0][1]
+            rank_model.optimizer.share = step.used[0].weight
         lr = self._rate(samples)
         skipped = self.setting.on_nan != "ignore" and not (math.isfinite(norm) and math.isfinite(loss))
         if skipped and self.setting.on_nan == "stop":
@@ -155,11 +155,11 @@ class Server:
             fix=("--on-nan skip    leaves it out", "a lower learning rate, or  clip=1.0  in the job"),
         )
 
-    def change(self, changes: Sequence[tuple[float, dict[str, Tensor]]]) -> None:
+    def change(self, weights: Sequence[float], changes: Sequence[dict[str, Tensor]]) -> None:
         """Buffers as groups' forward passes changed them: by the weighted mean of the changes, whole numbers by the largest."""
         with torch.no_grad():
             for name, buffer in self.buffers.items():
-                found = [(weight, moved[name]) for weight, moved in changes if name in moved]
+                found = [(weight, moved[name]) for weight, moved in zip(weights, changes) if name in moved]
                 for weight, moved in found if buffer.is_floating_point() else ():
                     buffer.add_(moved, alpha=weight)
                 if found and not buffer.is_floating_point():

@@ -53,7 +53,7 @@ EXACT = False
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.sync == "async" and plan.replica_groups > 1
+    return plan.server_count > 0
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:

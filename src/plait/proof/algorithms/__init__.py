@@ -2,6 +2,6 @@
 
 find              which plan has an algorithm of its own
 replicas          replica groups: local and post-local SGD, DiLoCo, streaming DiLoCo
-server            groups that send gradients to a server: its ledger, played again
+server            groups that send gradients to a server: their run, and its ledger played again
 compressed        compressed sums with error feedback (compress)
 """

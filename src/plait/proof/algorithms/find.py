@@ -12,14 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.compression import strategy as compression
 from plait.parallel.order import Strategy
 from plait.parallel.replica_groups import strategy as replica_groups
-from plait.proof.algorithms import compressed, replicas
+from plait.parallel.server import strategy as technique
+from plait.proof.algorithms import compressed, replicas, server
+from plait.proof.verdict import Verdict
 
 Train = Callable[..., dict[str, Any]]
+Compare = Callable[[Job, Plan, int, Callable[[Job, Plan, int], Job]], Verdict]
+"""(job, plan, steps, what makes rare paths common) -> verdict."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class OwnTraining:
     """It computes the batch share by share, with what is made of the batch as a whole (its statistics) of each share."""
     shortened: Callable[[Plan, int], tuple[Plan, int]] = lambda plan, steps: (plan, steps)
     """(plan, steps) that come to everything that it does, of a plan that would want many more steps."""
+    compare: Compare | None = None
+    """What compares the run with the algorithm, if its processes are no ranks that step together."""
 
 
 def shortened(plan: Plan, steps: int) -> tuple[Plan, int]:
@@ -55,6 +62,7 @@ def _enough(plan: Plan) -> int:
 OWN = (
     OwnTraining(compression.of_copies, compressed.train, compression.named, (compression,), by_share=True),
     OwnTraining(replica_groups.wanted, replicas.train, replica_groups.named, (replica_groups,), shortened=shortened),
+    OwnTraining(technique.wanted, server.train, server.named, (technique,), compare=server.compare),
 )
 """The first that is wanted counts: a combination of two comes before each of them."""
 

@@ -18,8 +18,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from plait.data.batch import Position
-from plait.parallel.server.ledger import Death, LedgerRow
-from plait.parallel.server.portions import Clocks, Portion
+from plait.engine.server.ledger import Death, LedgerRow
+from plait.engine.server.portions import Clocks, Portion
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,8 @@ class Dealer:
     def made(self, update: Update) -> list[LedgerRow]:
         """The update was made: its rows, the dropped ones first."""
         rows = self._drop(update.drops, f"staler than {self.rules.staleness}")
+        for ticket in (*update.drops, *update.takes):
+            del self.out[ticket.number]
         total = sum(t.weight for t in update.takes)
         for ticket in update.takes:
             weight = ticket.portion.share if self.rules.each else ticket.weight / total
@@ -200,22 +202,17 @@ class Dealer:
         return [self._row(ticket, -1, 0.0, why) for ticket in tickets]
 
     def _row(self, ticket: Ticket, made: int, weight: float, dropped: str = "") -> LedgerRow:
-        del self.out[ticket.number]
-        return self._written(ticket.portion, (ticket.group, ticket.fence, ticket.read), made, weight, dropped)
-
-    def _written(
-        self, portion: Portion, whose: tuple[int, int, int], made: int, weight: float, dropped: str
-    ) -> LedgerRow:
+        portion = ticket.portion
         self.left[portion.clock] -= 1
         if not self.left[portion.clock]:
             del self.left[portion.clock]
         self.samples += portion.count
         self.resumes_at = max(self.resumes_at, portion.clock + 1)
         self.positions = {clock: at for clock, at in self.positions.items() if clock >= self.resumes_at}
-        ids, (group, fence, read) = tuple(self.clocks.ids(portion)), whose
         row = LedgerRow(
-            self.seq, group, fence, portion.clock, portion.epoch, portion.first, ids, read, made, weight, dropped
-        )
+            self.seq, ticket.group, ticket.fence, portion.clock, portion.epoch, portion.first, tuple(self.clocks.ids(portion)),
+            ticket.read, made, weight, dropped,
+        )  # fmt: skip
         self.seq += 1
         return row
 
@@ -236,10 +233,9 @@ class Dealer:
     def end(self) -> list[LedgerRow]:
         """All clocks are done: what is left of a quorum is dropped."""
         why = "the run ended before it came"
-        rows = self._drop(tuple(self.out.values()), why)
-        for portion in (*self.back, *self.fresh):
-            rows.append(self._written(portion, (-1, 0, self.version), -1, 0.0, why))
-        self.back, self.fresh = [], []
+        nobodys = [Ticket(-1, -1, 0, portion, self.version) for portion in (*self.back, *self.fresh)]
+        rows = self._drop((*self.out.values(), *nobodys), why)
+        self.out, self.back, self.fresh = {}, [], []
         return rows
 
     def pending(self) -> list[Portion]:
