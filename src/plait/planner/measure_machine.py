@@ -199,7 +199,7 @@ def _exchanged(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
 
 
 def _all_gather(whole: torch.Tensor, group: MeasuredGroup, scatter: bool = False) -> Callable[[], Any]:
-    """Between devices the library's collectives of one tensor, which are those of training."""
+    """As in training: between processes messages of ours, between devices the library's collectives of one tensor."""
     if directly(whole.device):
         return _exchanged(whole, group)
     mine = whole.chunk(group.size)[group.rank].clone()

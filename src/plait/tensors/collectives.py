@@ -213,7 +213,7 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """The whole, from each rank's rows of `dim`. Not differentiated."""
     rank, x = group.rank(), x.contiguous()
     whole = x.new_empty([*x.shape[:dim], rows.length, *x.shape[dim + 1 :]])
-    if not directly(x.device) and _alike(rows, x):
+    if not directly(x.device) and _alike(rows, x):  # processes exchange parts straight into the whole, in one copy less
         straight = _one_after_another(rows, dim, x)
         room = whole if straight else x.new_empty([len(rows.sizes), *x.shape])
         if not isinstance(group, Absent):
@@ -224,7 +224,7 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
         place = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
         straight = place is not None and place.is_contiguous()
         parts.append(place if straight else x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
-    if directly(x.device):
+    if directly(x.device):  # uneven parts are exchanged as they are; gloo's own gather wants them of one size
         _exchange([x] * len(parts), parts, group)
         parts[rank].copy_(x)
     elif not isinstance(group, Absent):
@@ -269,7 +269,7 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
             SUM_PARTS(result.view(-1), joined, group=group)
         return result
     parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
-    if not directly(x.device):
+    if not directly(x.device):  # parts of unequal size
         result = torch.empty_like(parts[rank])
         if not isinstance(group, Absent):
             dist.reduce_scatter(result, parts, group=group)
@@ -339,8 +339,5 @@ def differences(
     rows += [upload(digests(elsewhere).tolist(), device, torch.int64)] if elsewhere else []
     mine, ranks = torch.cat(rows), dist.get_world_size(group)
     everyone = mine.new_empty(ranks, len(mine))
-    if directly(device):
-        dist.all_gather(list(everyone.unbind()), mine, group=group)
-    else:
-        GATHER_PARTS(everyone.view(-1), mine, group=group)
+    GATHER_PARTS(everyone.view(-1), mine, group=group)
     return [name for name, _ in (*there, *elsewhere)], (everyone != mine).any(0)

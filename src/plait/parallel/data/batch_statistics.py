@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.tensors.collectives import GATHER_PARTS, directly
+from plait.tensors.collectives import GATHER_PARTS
 from plait.tensors.torch_private import all_gather_tensor, all_reduce
 
 
@@ -77,14 +77,9 @@ def _everyone(mine: Tensor, group: ProcessGroup | None) -> Tensor:
     """The rows of all ranks: [ranks, 2 * channels + 1]."""
     if group is not None and torch.compiler.is_compiling():
         return all_gather_tensor(mine[None], 0, group)
-    ranks = dist.get_world_size(group)
-    if not directly(mine.device):
-        rows = mine.new_empty(ranks, len(mine))
-        GATHER_PARTS(rows.view(-1), mine, group=group)
-        return rows
-    everyone = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.stack(everyone)
+    rows = mine.new_empty(dist.get_world_size(group), len(mine))
+    GATHER_PARTS(rows.view(-1), mine, group=group)
+    return rows
 
 
 def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:

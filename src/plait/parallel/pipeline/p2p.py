@@ -203,7 +203,7 @@ def empty(slots: Sequence[Slot], samples: int, device: torch.device, *, forward:
     a tensor for each number format; on a device one of the host beside them."""
     if forward:
         return [slot.empty(samples, device) for slot in slots]
-    sizes, inside = dict[torch.dtype, int](), int(directly(device))
+    sizes, inside = dict[torch.dtype, int](), int(directly(device))  # processes know numbers at once: they travel inside
     given = [slot for slot in slots if slot.grad]
     for slot in given:
         sizes[slot.dtype] = sizes.get(slot.dtype, 0) + prod(slot.shape(samples)) + inside

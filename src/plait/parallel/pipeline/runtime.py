@@ -104,7 +104,7 @@ class PipelineRuntime:
     def __init__(self, stages: PipelineStages, group: ProcessGroup, table: Callable[[int], Table]):
         self.stages, self.group, self.table = stages, group, table
         self.rank = group.rank()
-        self.ahead = AHEAD if directly(stages.device) else 0
+        self.ahead = AHEAD if directly(stages.device) else 0  # NCCL would make sends wait behind receives that are posted before them
         self.routes = cache(self._routes)
         self.randomness: Randomness
         self.peers = BatchPeers()
