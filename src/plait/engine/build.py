@@ -14,13 +14,13 @@ from plait.config.job import Job, user_line
 from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.engine import turns
-from plait.engine.analyse import setup_of, to_device, whole_sketch
+from plait.engine.analyse import KnownModel, setup_of, to_device, whole_sketch
 from plait.launch import allocator
 from plait.launch.devices import kind_of, of_rank, unseen
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model import fused_optimizer, single_steps
-from plait.model.make import BuiltModel, make, make_optimizer
+from plait.model.make import make, make_optimizer
 from plait.model.sketch import Sketch
 from plait.parallel import average, gradient_hooks, whole_tensors
 from plait.parallel.fsdp import strategy as fsdp
@@ -102,12 +102,9 @@ def pick_device(wanted: str, place: Place) -> torch.device:
 
 
 def build(
-    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: tuple[BuiltModel, Sketch] | None = None
+    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: KnownModel | None = None
 ) -> RankModel:  # fmt: skip
-    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
-
-    `known`: a model that is made already, and what `whole_sketch` told of one like it, which is the same on every rank.
-    """
+    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64)."""
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device, single_messages=plan.pp > 1)
@@ -115,9 +112,9 @@ def build(
 
     # The whole model, and what is to be known of it.
     share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
-    made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known[0]
+    made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known.made
     setup = setup_of(job, plan, place, device, cast, made=made)
-    sketch = whole_sketch(setup, made) if known is None else known[1]
+    sketch = whole_sketch(setup, made) if known is None else known.sketch
 
     # Which rank has which part of it, and the groups of ranks that communicate.
     table = shard_plan(job, plan, sketch, directly(device))

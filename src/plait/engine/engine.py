@@ -35,6 +35,7 @@ from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
 from plait.data.shares import ahead
+from plait.engine.analyse import KnownModel
 from plait.engine.batch_weights import run_here, weights_of
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
@@ -50,8 +51,6 @@ from plait.engine.train_step import TrainStep
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
 from plait.launch.place import Place, current
-from plait.model.make import BuiltModel
-from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
 from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.finite import Rule
@@ -72,7 +71,7 @@ class Engine:
     def __init__(
         self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
         workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None, on_nan: str = "stop",
-        known: tuple[BuiltModel, Sketch] | None = None, read_weights: bool = True, callbacks: Sequence[Callback] = (),
+        known: KnownModel | None = None, read_weights: bool = True, callbacks: Sequence[Callback] = (),
         group_norms: bool = False,
     ):  # fmt: skip
         plan = Plan.parse(plan) if isinstance(plan, str) else plan

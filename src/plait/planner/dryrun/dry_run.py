@@ -26,7 +26,7 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, whole
-from plait.engine.analyse import analyse, setup_of
+from plait.engine.analyse import KnownModel, analyse, setup_of
 from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
@@ -228,7 +228,7 @@ def alone(
         warnings.filterwarnings(
             "ignore", "The .grad attribute"
         )  # torch looks at it when a real tensor becomes a fake one
-        place, known = Place(rank, plan.world), (BuiltModel(model, model), sketch)
+        place, known = Place(rank, plan.world), KnownModel(BuiltModel(model, model), sketch)
         engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
         engine.passes.logged.silent = True
         for reducer in engine.rank_model.reducers.values():  # another rank may have the gradient of a parameter they share

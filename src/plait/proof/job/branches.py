@@ -15,10 +15,11 @@ from torch import Tensor
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Micro
+from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.proof.job.look import forward, parted, rows_apart
-from plait.proof.job.trial import Known, Point
+from plait.proof.job.trial import Point
 from plait.tensors.torch_private import TorchDispatchMode, leaves
 
 SCALES = (*(1.2**k for k in range(1, 9)), *(0.8**k for k in range(1, 7)))
@@ -70,7 +71,7 @@ class _Runs:
         return [t for t in leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()], choices.read
 
 
-def look(job: Job, cut: Plan, known: Known, point: Point, place: Place, *, seconds: float) -> dict[str, Any]:
+def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place, *, seconds: float) -> dict[str, Any]:
     """{"found": …} of the first sizes of weights at which parts choose otherwise. `seconds`: of processor time, to look for them."""
     runs, end = _Runs(*parted(job, cut, known, point, place), point.step), time.process_time() + seconds
     first = runs.at(1.0)

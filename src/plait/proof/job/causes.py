@@ -9,13 +9,14 @@ from plait.config.job import Job
 from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.data.batch import is_map, opened
+from plait.engine.analyse import KnownModel
 from plait.engine.try_metrics import line_of
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.launch.supervise import Listener
 from plait.proof.job import branches, counters
 from plait.proof.job.look import look, look_later, read_again, read_as
-from plait.proof.job.trial import Known, Point
+from plait.proof.job.trial import Point
 
 TOLERANCE, FLOOR = 1e-9, 1e-5
 """As those of verify: relative to a tensor's size, or to this share of the largest gradient."""
@@ -26,7 +27,7 @@ Found = dict[str, Any]
 
 
 def problems_of(
-    job: Job, cut: Plan, known: Known, points: list[Point], sides: Sides, named: tuple[str, ...], *, changes: bool = False
+    job: Job, cut: Plan, known: KnownModel, points: list[Point], sides: Sides, named: tuple[str, ...], *, changes: bool = False
 ) -> tuple[list[Problem], list[str]]:  # fmt: skip
     """(what makes the cut job another training, what could not be told). `named` is told as inexact already. `changes`: a call
     changes values of the model that are no parameters and no buffers."""
@@ -47,7 +48,7 @@ def problems_of(
     if apart is None and alone["coupled"] is None:
         if changes and cut.microbatches > 1 and (late := _of_counts(job, cut, known, points[0], told)):
             return late, told
-        if known[1].by_values and not named and not alone["asks"]:
+        if known.sketch.by_values and not named and not alone["asks"]:
             return _of_branches(job, cut, known, points[0]), told
         return [], told
     point = points[0] if apart is None else apart[0]
@@ -207,7 +208,7 @@ def late_problem(found: counters.LateDifference) -> Problem:
     return Problem("J035", what, why=found.why, where="Job(model=…)", fix=FIX_CARRIED)
 
 
-def _of_branches(job: Job, cut: Plan, known: Known, point: Point) -> list[Problem]:
+def _of_branches(job: Job, cut: Plan, known: KnownModel, point: Point) -> list[Problem]:
     try:
         (seen,) = _aside(lambda place: branches.look(job, cut, known, point, place, seconds=SECONDS))
     except PlaitError:
@@ -222,7 +223,7 @@ def _of_branches(job: Job, cut: Plan, known: Known, point: Point) -> list[Proble
     return [Problem("J031", what, why=why, where="Job(model=…)", fix=fix)]
 
 
-def _of_counts(job: Job, cut: Plan, known: Known, point: Point, told: list[str]) -> list[Problem]:
+def _of_counts(job: Job, cut: Plan, known: KnownModel, point: Point, told: list[str]) -> list[Problem]:
     try:
         (seen,) = _aside(lambda place: look_later(job, cut, known, point, place))
     except PlaitError as error:

@@ -32,7 +32,7 @@ from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import is_map, opened
 from plait.data.sampling import Sampling
-from plait.engine.analyse import analyse, setup_of
+from plait.engine.analyse import KnownModel, analyse, setup_of
 from plait.engine.build import inexact
 from plait.launch import fork
 from plait.launch.place import Place, cores, pose
@@ -42,7 +42,7 @@ from plait.parallel.precision import forward_format
 from plait.proof import own_batch
 from plait.proof.job.causes import problems_of, unlike_readers
 from plait.proof.job.counters import Changed, values
-from plait.proof.job.trial import WIDE, Known, Point, digests, measure, one_device
+from plait.proof.job.trial import WIDE, Point, digests, measure, one_device
 from plait.proof.noted_data import first_of
 from plait.proof.short_epochs import first_step
 from plait.randomness.keyed import host_kept
@@ -232,7 +232,7 @@ def _compared(
     if cut.shares < plan.shares:
         unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
     known, named = _known(looked_at, cut, place)
-    weights = sum(p.numel() for p in known[0].model.parameters()) * 8
+    weights = sum(p.numel() for p in known.made.model.parameters()) * 8
     needed = weights * (2 + 4 * (cut.world + 1))
     if needed > psutil.virtual_memory().available // 2:
         what = f"the model in float64, on {cut.world + 1} processes, takes {needed / 2**30:.1f} GiB: more than half of the memory left"
@@ -264,7 +264,7 @@ def _compared(
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 
 
-def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, tuple[str, ...]]:
+def _known(job: Job, cut: Plan, place: Place) -> tuple[KnownModel, tuple[str, ...]]:
     """The model in float64 and what is known of it, and what of the cut is named as inexact anyway."""
     made = make(job, CPU, WIDE, None, None)
     sketch = analyse(setup_of(job, Plan(), place, CPU, WIDE, made=made), made)
@@ -272,7 +272,7 @@ def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, tuple[str, ...]]:
         for name in sketch.batch_norms:  # named as inexact: what else there is shows without them
             made.model.get_submodule(name).training = False
         sketch = replace(sketch, batch_norms=())
-    return (made, sketch), tuple(inexact(cut, sketch, made.model, CPU))
+    return KnownModel(made, sketch), tuple(inexact(cut, sketch, made.model, CPU))
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ class Affordable:
     """What a pass changed of what the model keeps outside parameters and buffers."""
 
 
-def _affordable(job: Job, known: Known, cut: Plan, level: str) -> Affordable:
-    model, pair = copy.deepcopy(known[0].model), 2
+def _affordable(job: Job, known: KnownModel, cut: Plan, level: str) -> Affordable:
+    model, pair = copy.deepcopy(known.made.model), 2
     data = opened(job.data)
     from plait.data.batch import example, first_samples
 
@@ -343,7 +343,7 @@ def _uneven(job: Job, cut: Plan, limit: int) -> list[Point]:
 
 
 def _sides(
-    job: Job, cut: Plan, known: Known, points: list[Point], *, size: int, seconds: float
+    job: Job, cut: Plan, known: KnownModel, points: list[Point], *, size: int, seconds: float
 ) -> list[dict[str, Any]]:
     """What the ranks of the cut measured, and last one device. `size` and `seconds`: for the loss alone."""
 

@@ -19,12 +19,13 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import MapStyle, Micro, is_map, opened, weigh
 from plait.data.sampling import epoch_order
+from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place, pose
 from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.proof.job import counters
-from plait.proof.job.trial import WIDE, Known, Point, digests, in_float64, move_weights, read
+from plait.proof.job.trial import WIDE, Point, digests, in_float64, move_weights, read
 from plait.proof.noted_data import ChosenSamples
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
@@ -36,7 +37,7 @@ TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
 
 
-def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[str, Any]:
+def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> dict[str, Any]:
     """Where one device and the parts of a point's batch part company. JSON values only."""
     engine, whole, parts = parted(job, cut, known, point, place)
     rank_model = engine.rank_model
@@ -65,7 +66,7 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
     return found | _losses(job, (whole, first[0]), list(zip(parts, (outputs for outputs, _ in ran))))
 
 
-def look_later(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[str, Any]:
+def look_later(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> dict[str, Any]:
     """{"late": what depends on how often the model was called, in a list}. JSON values only."""
     engine, _, parts = parted(job, cut, known, point, place)
     tensors = lambda outputs: [t.detach().clone() for t in leaves(outputs) if isinstance(t, Tensor)]  # noqa: E731
@@ -83,7 +84,7 @@ def _repeats(model: nn.Module, run: Callable[[], tuple[Any, Seen]]) -> bool:
     return _first_unlike(seen[0], seen[1], (0, 1, 1)) is None
 
 
-def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
+def parted(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
     """One device, a point's batch, and the parts that the plan cuts it in, as micro-batches of one process."""
     engine = in_float64(job, Plan(), place, known)
     for name in engine.rank_model.whole_sketch.batch_norms:  # between ranks these are synchronised

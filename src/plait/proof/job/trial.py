@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map
+from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
-from plait.model.make import BuiltModel, call
-from plait.model.sketch import Sketch
+from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.proof.noted_data import ChosenSamples, seen_in
 from plait.randomness.keyed import key, permutation
@@ -32,7 +32,6 @@ from plait.tensors.transfers import move
 
 WIDE = torch.float64
 BLOCK = 4096
-Known = tuple[BuiltModel, Sketch]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Point:
     ids: tuple[int, ...] = ()
 
 
-def in_float64(job: Job, plan: Plan, place: Place, known: Known) -> Engine:
+def in_float64(job: Job, plan: Plan, place: Place, known: KnownModel) -> Engine:
     """An engine in float64 that is given its model, and what is known of it."""
     return Engine(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore", known=known)
 
@@ -96,13 +95,13 @@ def _chosen(engine: Engine, point: Point) -> Batch:
         engine.data = before
 
 
-def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place) -> dict[str, Any]:
+def measure(job: Job, cut: Plan, known: KnownModel, points: list[Point], place: Place) -> dict[str, Any]:
     """Losses and gradients of the points on this rank of `cut`, and digests of the samples it read. JSON values only."""
     return _measured(in_float64(job, cut, place, known), points)
 
 
 def one_device(
-    job: Job, known: Known, points: list[Point], place: Place, *, cut: Plan, size: int, seconds: float
+    job: Job, known: KnownModel, points: list[Point], place: Place, *, cut: Plan, size: int, seconds: float
 ) -> dict[str, Any]:
     """The same of one device; and whether the loss is separable where `cut` cuts a batch of `size`, as far as `seconds` go."""
     engine = in_float64(job, Plan(), place, known)
