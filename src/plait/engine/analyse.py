@@ -56,7 +56,7 @@ def setup_of(job: Job, plan: Plan, place: Place, device: torch.device, cast: tor
     own = dict(model.named_parameters())
     found = RankSetup(
         job, plan, place, device, cast, model, data, example,
-        call=call if plan.pp == 1 and cast is None else partial(_as_trained, plan, cast, device),
+        call=_call_as_trained(plan, cast, lambda: device_of(model, device)),
         inputs=DeviceCopies(device),
         attributes={n: ParameterAttributes.of(p) for n, p in own.items()},
         parameter_hooks={n: hooks for n, p in own.items() if (hooks := ParameterHooks.taken(p))},
@@ -111,19 +111,18 @@ def _analyse(setup: RankSetup, made: BuiltModel, seen: Sketch | None) -> Sketch:
 def _sketched(setup: RankSetup, made: BuiltModel) -> Sketch:
     """The sketch of a model as it is on the device, which chooses what operators do inside. One that runs with its numbers only
     has to go there as a whole."""
-
-    def of(model: nn.Module, at: torch.device) -> Sketch:
-        judge = lambda n: partial(_judged_as_trained, setup.cast, judged(setup.job, setup.samples(n, at)[1]))  # noqa: E731
-        return sketch(model, lambda n: setup.samples(n, at)[0], setup.call, setup.job.units, judge)
-
+    at = setup.device  # of `made.fake`, where the model itself may be in the host's memory
+    run = _call_as_trained(setup.plan, setup.cast, lambda: at)
+    judge = lambda n: partial(_judged_as_trained, setup.cast, judged(setup.job, setup.samples(n, at)[1]))  # noqa: E731
+    of = lambda model: sketch(model, lambda n: setup.samples(n, at)[0], run, setup.job.units, judge)  # noqa: E731
     if not made.on_host:
-        return of(made.fake, setup.device)
+        return of(made.fake)
     with suppress(*fake_failures()):
-        found = of(made.fake, setup.device)
+        found = of(made.fake)
         if not found.by_values:
             return found
-    to_device(made.model, setup.device)
-    return of(made.model, setup.device)
+    to_device(made.model, at)
+    return of(made.model)
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
@@ -142,10 +141,15 @@ def _judged_as_trained(cast: torch.dtype | None, judge: Callable[[Any], Any], ou
         return judge(outputs)
 
 
-def _as_trained(plan: Plan, cast: torch.dtype | None, device: torch.device, model: nn.Module, inputs: object) -> Any:
-    """A call in the number format of training: stages wait for outputs in the format that they will have."""
-    with trained_format(plan, cast, device_of(model, device).type, model):
-        return call(model, inputs)
+def _call_as_trained(plan: Plan, cast: torch.dtype | None, at: Callable[[], torch.device]) -> Callable[[nn.Module, Any], Any]:
+    """A call in the number format of training: stages wait for outputs in the format that they will have. `at`: where the model runs,
+    which is not asked of its own tensors, since to ask a tensor without numbers is an operator to those who watch."""
+
+    def run(model: nn.Module, inputs: object) -> Any:
+        with trained_format(plan, cast, at().type, model):
+            return call(model, inputs)
+
+    return call if plan.pp == 1 and cast is None else run
 
 
 def with_open_head(sketched: Sketch, job: Job) -> Sketch:
