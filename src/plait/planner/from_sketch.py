@@ -153,7 +153,7 @@ class Cuts:
         tables = dict.fromkeys(_weights(self.slices.vocabulary), 0)
         return {cut.parameter: cut.dim for group in self.slices.groups for cut in group.cuts} | tables
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """Parameters that tp cuts."""
         return frozenset(self.dims)
