@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from plait.model.outside_writes import OutsideWrites
+from plait.model.outside_writes import FollowedWrites, OutsideWrites
 from plait.tensors.float64 import Shadow, Wide
 from plait.tensors.torch_private import storage_key
 
@@ -11,7 +11,7 @@ from plait.tensors.torch_private import storage_key
 def test_a_trial_keeps_no_memory_that_it_does_not_use() -> None:
     """Of the process: 40 results of 16 MB each, and gradients."""
     layer = nn.Linear(2000, 2000, bias=False)
-    with OutsideWrites() as trial:
+    with FollowedWrites() as trial:
         began = resident()
         for _ in range(40):
             layer(torch.ones(2000, 2000)).sum().backward()
@@ -49,7 +49,7 @@ def resident() -> int:
 
 def test_a_trial_is_undone() -> None:
     average: Tensor = torch.ones(4)
-    with OutsideWrites() as trial:
+    with FollowedWrites() as trial:
         trial.mark(weight := torch.zeros(4))
         average.mul_(0.9).add_(weight)
     assert trial.follows and average.tolist() == [1.0] * 4

@@ -1,13 +1,15 @@
 """The command line. It imports torch only once a command needs it, so `plait --help` answers at once."""
 
 import argparse
+import gc
 import json
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from io import TextIOWrapper
@@ -224,7 +226,27 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
 
 def _in(module: str) -> Callable[[Any], int]:
     """The function `run` of a file, which is imported when it is called."""
-    return lambda options: import_module(module).run(options)
+
+    def run(options: Any) -> int:
+        if module not in sys.modules:
+            with uncollected():
+                import_module(module)
+        return import_module(module).run(options)
+
+    return run
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A context for imports: 300,000 objects that stay. Collections of garbage leave them out, while they are made and later."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def _help(options: of.HelpOptions) -> int:

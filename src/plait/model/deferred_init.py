@@ -87,8 +87,12 @@ class _Following(TorchDispatchMode):
         return new
 
 
-def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(tensors an operator writes, tensors it reads)."""
+Roles = tuple[list[Tensor], list[Tensor]]
+"""(tensors an operator writes, tensors it reads)."""
+
+
+def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Roles:
+    """What a call of an operator writes and reads."""
     written, read = list[Tensor](), list[Tensor]()
     arguments = _arguments(func)
     for (_, writes), value in zip(arguments, args):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.model.deferred_init import roles
-from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, OpOverload, storage_key, tree_leaves
+from plait.model.deferred_init import Roles
+from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
 
 
 class Mutations:
@@ -42,20 +42,20 @@ class Mutations:
         self.outside: dict[str, set[str]] = {}
         """Weights from which tensors outside of the model are written, and the modules whose own code does it."""
         for marks in (self.sampled, self.unshared):
-            _mark(marks, inputs)
+            marks.update(_storages(inputs))
 
-    def operator(
-        self, module: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
-    ) -> None:
+    def operator(self, module: str, touched: Roles, result: object) -> None:
         """One that a module's own code has run."""
-        written, read = roles(func, args, kwargs)
+        written, read = touched
         for tensor in written:
             if name := self.own.get(storage_key(tensor)):
                 self.by.setdefault(name, set()).add(module)
-        for marks in (self.sampled, self.unshared):
-            if any(storage_key(t) in marks for t in (*written, *read)):
-                _mark(marks, [result, written])
-        if not any(storage_key(t) in self.sampled for t in (*written, *read)):
+        keys = {storage_key(t) for t in (*written, *read)}
+        marked = [marks for marks in (self.sampled, self.unshared) if not marks.keys().isdisjoint(keys)]
+        made = _storages([result, written]) if marked else []
+        for marks in marked:
+            marks.update(made)
+        if self.sampled.keys().isdisjoint(keys):
             self._follow(module, written, read, result)
 
     def _follow(self, module: str, written: list[Any], read: list[Any], result: object) -> None:
@@ -107,7 +107,7 @@ def same_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _mark(marks: dict[int, Any], values: object) -> None:
-    for t in tree_leaves(values):
-        if isinstance(t, torch.Tensor):
-            marks[storage_key(t)] = t.untyped_storage() if t.layout is torch.strided else t
+def _storages(values: object) -> list[tuple[int, Any]]:
+    """The storages of tensors, with their keys."""
+    found = (t for t in tree_leaves(values) if isinstance(t, torch.Tensor))
+    return [(storage_key(t), t.untyped_storage() if t.layout is torch.strided else t) for t in found]

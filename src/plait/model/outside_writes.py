@@ -11,13 +11,10 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from plait.model.deferred_init import roles
+from plait.model.deferred_init import Roles, roles
 from plait.tensors.float64 import Shadow
 from plait.tensors.torch_private import OpOverload, TorchDispatchMode, no_modes, storage_key
 from plait.tensors.trees import flat
-
-WEIGHTS = 0
-"""The origin of what is made from the trial's parameters and gradients; others are the storages of tensors from outside."""
 
 
 class OutsideWrites(TorchDispatchMode):
@@ -26,39 +23,28 @@ class OutsideWrites(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.follows = False
-        """A tensor from outside was written, with what is made from weights, gradients or other tensors from outside."""
         self._made = dict[int, ReferenceType[object]]()
         """Storages of the trial's own tensors, while they live."""
-        self._origins = dict[int, frozenset[int]]()
         self._before = list[tuple[Tensor, Tensor]]()
-
-    def mark(self, *weights: Tensor | None) -> None:
-        """These are parameters or gradients of the trial."""
-        for t in (t for t in weights if t is not None):
-            self._origins[storage_key(t)] = frozenset({WEIGHTS})
-            self._keep(t)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        written, read = roles(func, args, kwargs)
-        origins = frozenset[int]().union(*map(self._origin, (*written, *read)))
+        return self.run(func, args, kwargs, roles(func, args, kwargs))
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], touched: Roles) -> Any:
+        """The result of an operator that touches these tensors."""
+        written, read = touched
         for t in written:
             if storage_key(t) not in self._made:
                 with no_modes():
                     self._before.append((t, t.detach().clone()))
-                self.follows = self.follows or bool(origins - {storage_key(t)})
         result = func(*args, **kwargs)
-        taken = {storage_key(t) for t in (*written, *read)}
-        results = list(flat(result))
-        for t in results:
-            if storage_key(t) not in taken:
-                self._keep(t)
-        for t in (*written, *results):
-            if (key := storage_key(t)) in self._made:
-                self._origins[key] = origins
+        given = {storage_key(t) for t in (*written, *read)}
+        for t in flat(result):
+            if storage_key(t) not in given:
+                self.keep(t)
         return result
 
     def __exit__(
@@ -71,15 +57,51 @@ class OutsideWrites(TorchDispatchMode):
         Shadow.written({storage_key(tensor) for tensor, _ in self._before})
         self._before.clear()
 
-    def _keep(self, t: Tensor) -> None:
+    def keep(self, t: Tensor) -> None:
         """Know it as the trial's own; when its storage ends, another may get the number."""
-        key, made, origins = storage_key(t), self._made, self._origins
+        key, forget = storage_key(t), self.forget
+        self._made[key] = ref(t.untyped_storage() if t.layout is torch.strided else t, lambda _: forget(key))
 
-        def ended(_: object) -> None:
-            made.pop(key, None)
-            origins.pop(key, None)
+    def forget(self, key: int) -> None:
+        """A storage of the trial's own has ended."""
+        self._made.pop(key, None)
 
-        made[key] = ref(t.untyped_storage() if t.layout is torch.strided else t, ended)
+
+WEIGHTS = 0
+"""The origin of what is made from the trial's parameters and gradients; others are the storages of tensors from outside."""
+
+
+class FollowedWrites(OutsideWrites):
+    """The same, which also follows what the trial writes into tensors from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follows = False
+        """A tensor from outside was written, with what is made from weights, gradients or other tensors from outside."""
+        self._origins = dict[int, frozenset[int]]()
+
+    def mark(self, *weights: Tensor | None) -> None:
+        """These are parameters or gradients of the trial."""
+        for t in (t for t in weights if t is not None):
+            self._origins[storage_key(t)] = frozenset({WEIGHTS})
+            self.keep(t)
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], touched: Roles) -> Any:
+        """As of its base."""
+        written, read = touched
+        origins = frozenset[int]().union(*map(self._origin, (*written, *read)))
+        outside = [t for t in written if storage_key(t) not in self._made]
+        self.follows = self.follows or any(origins - {storage_key(t)} for t in outside)
+        result = super().run(func, args, kwargs, touched)
+        for t in (*written, *flat(result)):
+            if (key := storage_key(t)) in self._made:
+                self._origins[key] = origins
+        return result
+
+    def forget(self, key: int) -> None:
+        """A storage of the trial's own has ended."""
+        super().forget(key)
+        self._origins.pop(key, None)
 
     def _origin(self, t: Tensor) -> frozenset[int]:
         key = storage_key(t)

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
+from plait.model.deferred_init import roles
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import LISTENER, Mutations
 from plait.model.outside_writes import OutsideWrites
@@ -33,7 +34,6 @@ from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
     WrapperTensor,
     own_buffers,
     schema,
@@ -104,7 +104,7 @@ def trace_run(
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
             listening = LISTENER.set(writes)
             try:
-                with OutsideWrites(), watcher, watcher.operators:
+                with watcher.operators, watcher:
                     output = call(model, inputs)
                     loss = None if judge is None else judge(output)
             finally:
@@ -292,7 +292,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's operators that communicate."""
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OutsideWrites):
     def __init__(self, watcher: _Watcher):
         super().__init__()
         self.watcher, self.keyed, self.per_sample = watcher, False, False
@@ -301,12 +301,13 @@ class _Operators(TorchDispatchMode):
         kwargs, watcher = kwargs or {}, self.watcher
         if func.namespace in COLLECTIVES and watcher.keys is None:  # with keys it is a rank's part that runs, which communicates
             raise one_device.communicates(f"the job's forward pass or loss communicates: {func}")
-        result = func(*args, **kwargs)
+        touched = roles(func, args, kwargs)
+        result = self.run(func, args, kwargs, touched)
         if watcher.meter is not None:
             watcher.meter.operator(func, args, kwargs, result)
         name, _, module = watcher.owner[-1]
         if watcher.writes is not None:
-            watcher.writes.operator(name, func, args, kwargs, result)
+            watcher.writes.operator(name, touched, result)
         if func in SEEDED and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             if self.keyed and distributions.rule_of(func) in distributions.REDRAWN:
                 place, keys = watcher.place(), watcher.keys

@@ -8,7 +8,7 @@ from math import ceil, inf
 from plait.config.keys import SAME_LOSS, WITHIN
 from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import table
-from plait.parallel.pipeline.schedules import Table
+from plait.parallel.pipeline.schedules import Table, owners
 from plait.parallel.pipeline.simulate import makespan
 from plait.planner import late
 from plait.planner import memory as room
@@ -210,7 +210,8 @@ def ordered(kind: tuple[str, int, int], micro: int) -> Table:
 @lru_cache(maxsize=512)
 def owned(kind: tuple[str, int, int]) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank."""
-    owner = ordered(kind, kind[1]).owner
+    schedule, ranks, per_rank = kind
+    owner = ordered(kind, ranks).owner if schedule == "auto" else owners(schedule, ranks, per_rank)
     return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind[1]))
 
 

@@ -152,7 +152,7 @@ class Cuts:
             found[name] = "inner"
         return found
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """Parameters that tp cuts."""
         return frozenset(cut.parameter for cut in self.parameters)

@@ -63,7 +63,11 @@ def memory(
     `frozen` is the share of the weights that is not trained.
     """
     trained = replace(software, gradients=software.gradients * (1 - frozen))
-    found = [_rank(stages, plan, samples, live[k % len(live)], trained) for k, stages in enumerate(ranks)]
+    unlike: dict[object, tuple[Sequence[Stage], int]] = {}
+    for k, stages in enumerate(ranks):  # most of them have as many blocks of each kind, and hold as much at once
+        alive = live[k % len(live)]
+        unlike.setdefault((alive, *(tuple((id(b), n) for b, n in stage) for stage in stages)), (stages, alive))
+    found = [_rank(stages, plan, samples, alive, trained) for stages, alive in unlike.values()]
     for categories in found:
         categories["optimizer"] *= 1 - frozen
     return max(found, key=lambda categories: sum(categories.values()))

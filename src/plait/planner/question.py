@@ -19,7 +19,8 @@ from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
 from plait.parallel import mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
-from plait.parallel.pipeline.partition import StageLayout, check
+from plait.parallel.pipeline.partition import check, cut
+from plait.parallel.pipeline.schedules import problems
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
 from plait.planner.space import SearchSpace
@@ -42,6 +43,60 @@ BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
 
 
 @dataclass(frozen=True)
+class JobLimits:
+    """Why a job cannot be split in some ways, whatever the machine. Each is found out once, for all searches of the job."""
+
+    job: Job
+    sketch: Sketch
+    cuts: Cuts
+
+    def unlike(self, plan: Plan) -> Problem | None:
+        """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
+        kind = self._optimizer
+        if refused := optimizer_check.without_eval_mode(kind, plan) or optimizer_check.without_whole_weights(kind, plan):
+            return refused
+        for axis in optimizer_check.axes_of(plan):
+            key = axis, plan.ep > 1
+            if key not in self._tried:
+                lots = optimizer_check.lots_of(sharding(self.job, self.sketch, self.cuts, 2 if plan.ep > 1 else 1), axis)
+                self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, kind)
+            found, helps = self._tried[key]
+            if found and not (helps and optimizer_check.can_be_whole(plan, axis)):
+                return optimizer_check.problem(found, axis, plan)
+        return None
+
+    @cached_property
+    def _optimizer(self) -> optimizer_check.OptimizerKind:
+        return optimizer_check.kind_of(self.job, self.sketch)
+
+    @cached_property
+    def _tried(self) -> dict[tuple[str, bool], tuple[tuple[str, str] | None, bool]]:
+        return {}
+
+    @cached_property
+    def uneven(self) -> Callable[[int], str]:
+        """`uneven` of so many ranks."""
+        return cache(partial(uneven, self.cuts))
+
+    @cached_property
+    def staged(self) -> Callable[[int, int, str], str]:
+        """Why the model cannot be cut into stages: of ranks, of how many for each, and of the schedule."""
+        partition = cache(lambda stages: cut(self.sketch, stages, self.job.stages))
+
+        def why(pp: int, per_rank: int, schedule: str) -> str:
+            try:
+                parts = partition(pp * per_rank)
+                if wrong := problems(schedule, pp, pp, per_rank):
+                    return "; ".join(wrong)
+                check(self.sketch, parts, per_rank > 1)
+            except (PlaitError, ValueError) as error:
+                return error.problems[0].what if isinstance(error, PlaitError) else str(error)
+            return ""
+
+        return cache(why)
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """A job on a machine, ready to be searched."""
 
@@ -51,6 +106,7 @@ class PlanRequest:
     sketch: Sketch
     cuts: Cuts
     software: Software
+    limits: JobLimits
     guessed: bool
     """Nothing is known of the machine's speed: figures of some processor were taken."""
 
@@ -74,7 +130,7 @@ class PlanRequest:
         cuts = cuts_of(sketch, model, inputs, job, tp) if split else Cuts()
         known, guessed = sped(machine)
         say("comparing plans")
-        return PlanRequest(job, name, known, sketch, cuts, software(job, sketch), guessed)
+        return PlanRequest(job, name, known, sketch, cuts, software(job, sketch), JobLimits(job, sketch, cuts), guessed)
 
     def on(self, machine: Machine) -> "PlanRequest":
         """The same job on another machine."""
@@ -101,29 +157,6 @@ class PlanRequest:
         """The most ranks that can share out the heads of all its attention."""
         calls = [c.work for c in self.sketch.calls if c.work.keys]
         return gcd(*(round(p.batch) for work in calls for p in work.products if not p.weight))
-
-    def unlike(self, plan: Plan) -> Problem | None:
-        """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
-        kind = self._optimizer
-        if refused := optimizer_check.without_eval_mode(kind, plan) or optimizer_check.without_whole_weights(kind, plan):
-            return refused
-        for axis in optimizer_check.axes_of(plan):
-            key = axis, plan.ep > 1
-            if key not in self._tried:
-                lots = optimizer_check.lots_of(sharding(self.job, self.sketch, self.cuts, 2 if plan.ep > 1 else 1), axis)
-                self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, self._optimizer)
-            found, helps = self._tried[key]
-            if found and not (helps and optimizer_check.can_be_whole(plan, axis)):
-                return optimizer_check.problem(found, axis, plan)
-        return None
-
-    @cached_property
-    def _optimizer(self) -> optimizer_check.OptimizerKind:
-        return optimizer_check.kind_of(self.job, self.sketch)
-
-    @cached_property
-    def _tried(self) -> dict[tuple[str, bool], tuple[tuple[str, str] | None, bool]]:
-        return {}
 
     @cached_property
     def pace(self) -> TimeModel:
@@ -152,7 +185,7 @@ class PlanRequest:
 
     def refused(self) -> Callable[[Plan], str]:
         """Why a plan cannot work, or nothing: what its strategies refuse, and stages that the model cannot be cut into."""
-        staged = cache(partial(_staged, self.sketch, self.job))
+        limits = self.limits
         device = "cuda" if self.accelerated else "cpu"
         parted = any(self.sketch.has(g.container) for g in self.cuts.slices.groups) or bool(self.cuts.slices.vocabulary)
 
@@ -169,11 +202,11 @@ class PlanRequest:
                 return UNPRICED_CP
             if problem := mutations.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
-            if problem := scripted.refused(plan, self.sketch.scripted, self.sketch.counting) or self.unlike(plan):
+            if problem := scripted.refused(plan, self.sketch.scripted, self.sketch.counting) or limits.unlike(plan):
                 return problem.what
-            if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
+            if plan.tp > 1 and (reason := limits.uneven(plan.tp)):
                 return reason
-            return staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""
+            return limits.staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""
 
         return why
 
@@ -194,19 +227,10 @@ def rooms(machine: Machine, memory: float | None = None) -> tuple[float, ...]:
 def uneven(cuts: Cuts, ranks: int) -> str:
     """Why so many ranks cannot have equal slices: a number that the model's code has fixed does not divide."""
     for group in cuts.slices.groups:
-        for cut in group.cuts:
-            length = cut.ranges[0][0][1]
-            if length * 2 % ranks and len(cut.ranges[0]) == 1:
-                return f"{cut.parameter} has {length * 2} features, which tp={ranks} does not divide"
-    return ""
-
-
-def _staged(sketch: Sketch, job: Job, pp: int, per_rank: int, schedule: str) -> str:
-    try:
-        plan = Plan(pp=pp, stages_per_rank=per_rank, schedule=schedule, microbatches=pp)
-        check(sketch, StageLayout.of(plan, sketch, job.stages).cut, per_rank > 1)
-    except (PlaitError, ValueError) as error:
-        return error.problems[0].what if isinstance(error, PlaitError) else str(error)
+        for part in group.cuts:
+            length = part.ranges[0][0][1]
+            if length * 2 % ranks and len(part.ranges[0]) == 1:
+                return f"{part.parameter} has {length * 2} features, which tp={ranks} does not divide"
     return ""
 
 

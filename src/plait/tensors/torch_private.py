@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,8 @@ RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_re
 """What recurrent layers call."""
 scalar_of = torch.ops.aten._local_scalar_dense.default
 """The operator behind `.item()`, `.tolist()` and `float(…)` of a tensor."""
+asks_device = torch.ops.prim.device.default
+"""The operator by which C++ asks a tensor subclass for its device."""
 all_reduce = _functional_collectives.all_reduce
 """(tensor, "sum", group) -> a new tensor, also in a compiled graph."""
 all_gather_tensor = getattr(_functional_collectives, "all_gather_single", _functional_collectives.all_gather_tensor)
@@ -192,6 +195,7 @@ def compiled_so_far() -> tuple[int, int]:
 class _Seeded:
     """Membership test: does this operator draw from a generator?"""
 
+    @cache  # noqa: B019  there is one
     def __contains__(self, op: object) -> bool:
         return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
@@ -409,7 +413,8 @@ def alias(t: Tensor) -> Tensor:
 
 
 class TorchDispatchMode(_TorchDispatchMode):
-    """torch's dispatch mode, which lets higher-order operators pass."""
+    """torch's dispatch mode, which lets higher-order operators pass. Modes do not see the question for a fake tensor's device, which
+    autograd asks twice as often as operators run."""
 
     supports_higher_order_operators = True
 
@@ -417,7 +422,9 @@ class TorchDispatchMode(_TorchDispatchMode):
         own = cls.__dict__.get("__torch_dispatch__")
         if own is not None:
 
-            def dispatch(self, func, types, args=(), kwargs=None):
+            def dispatch(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+                if func is asks_device and isinstance(args[0], FakeTensor):
+                    return args[0].device
                 if isinstance(func, HigherOrderOperator):
                     return self.passed(func, args, kwargs or {})
                 return own(self, func, types, args, kwargs)

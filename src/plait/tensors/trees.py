@@ -103,15 +103,18 @@ def refill(old: object, new: object) -> None:
         vars(old).update(vars(new))
 
 
-def flat(tree: object) -> Iterator[Tensor]:
+def flat(tree: object) -> list[Tensor]:
     """The tensors among the arguments or results of a torch function or operator: in lists, tuples and dicts only."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from flat(item)
-    elif isinstance(tree, dict):
-        yield from flat(list(tree.values()))
+        return [tree]
+    found: list[Tensor] = []
+    if isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple, dict)):
+                found += flat(item)
+    return found
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from plait.config.plan import Plan
 from plait.launch import one_device
 from plait.model.combined_optimizer import CombinedOptimizer
 from plait.model.optimizer_modes import evaluation_mode, has_modes
-from plait.model.outside_writes import OutsideWrites
+from plait.model.outside_writes import FollowedWrites, OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
@@ -137,7 +137,7 @@ def kind_of(job: Job, sketch: Sketch) -> OptimizerKind:
 
 def _follows(job: Job, shapes: Shapes, attributes: Attributes) -> bool:
     """Whether a step writes weights, or what is made from them, into tensors that the optimizer did not make."""
-    with OutsideWrites() as watch:
+    with FollowedWrites() as watch:
         try:
             parameters = _stand_ins(shapes, attributes)
             for parameter in parameters.values():

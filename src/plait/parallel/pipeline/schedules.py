@@ -100,6 +100,11 @@ def folded(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(rank for turn in range(stages_per_rank) for rank in (back if turn % 2 else there))
 
 
+def owners(schedule: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Who holds each stage, under a schedule other than `auto`."""
+    return (folded if schedule == "zbv" else looped)(ranks, stages_per_rank)
+
+
 def _joined(row: Iterable[Action]) -> Row:
     joined: list[Action] = []
     for action in row:
@@ -135,7 +140,7 @@ def textbook(schedule: str, ranks: int, microbatches: int, stages_per_rank: int 
     """The table of a schedule other than `auto`, the same for the same numbers. ValueError where `problems` finds some."""
     if wrong := problems(schedule, ranks, microbatches, stages_per_rank):
         raise ValueError("; ".join(wrong))
-    owner = (folded if schedule == "zbv" else looped)(ranks, stages_per_rank)
+    owner = owners(schedule, ranks, stages_per_rank)
     rank_row = ROWS[schedule]
     return Table.of(
         schedule, microbatches, owner, (rank_row(r, ranks, microbatches, stages_per_rank) for r in range(ranks))

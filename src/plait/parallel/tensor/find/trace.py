@@ -29,7 +29,7 @@ from plait.model.meter import flat, tensors_in
 from plait.randomness import keyed
 from plait.randomness.distributions import DROPOUTS, dropout_call
 from plait.tensors.modules import forwards_kept
-from plait.tensors.torch_private import leaves, storage_key, tree_map, tree_map_only
+from plait.tensors.torch_private import leaves, no_functions, storage_key, tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
 
@@ -231,9 +231,10 @@ class DataflowTrace(TorchFunctionMode):
         def as_map(*args: Any, **kwargs: Any) -> Any:
             if self._off:
                 return forward(*args, **kwargs)
-            given = list(tensors_in((args, kwargs)))
-            self._use(given)
-            reads = self._sources(given)
+            with no_functions():
+                given = list(tensors_in((args, kwargs)))
+                self._use(given)
+                reads = self._sources(given)
             self._off += 1
             try:
                 output = forward(*args, **kwargs) if self.numbers else hollow(module, forward, args, kwargs)
@@ -243,17 +244,19 @@ class DataflowTrace(TorchFunctionMode):
                 self._off -= 1
             self.calls.append(MapCall(name, next(self._new_bits), self._parents(), reads, output))
             self._alive.append(output)
-            for tensor in tensors_in(output):
-                self._of[id(tensor)] = 1 << self.calls[-1].bit
-                if tensor.grad_fn is not None:
-                    self._nodes[tensor.grad_fn] = 1 << self.calls[-1].bit
+            with no_functions():
+                for tensor in tensors_in(output):
+                    self._of[id(tensor)] = 1 << self.calls[-1].bit
+                    if tensor.grad_fn is not None:
+                        self._nodes[tensor.grad_fn] = 1 << self.calls[-1].bit
             return output
 
         @functools.wraps(forward)
         def as_frame(*args: Any, **kwargs: Any) -> Any:
             if self._off:
                 return forward(*args, **kwargs)
-            given = self._sources(tensors_in((args, kwargs)))
+            with no_functions():
+                given = self._sources(tensors_in((args, kwargs)))
             parents = (*self._parents(), len(self.frames))
             state = keyed.host_state()
             frame = ModuleCall(name, module, parents, snapshot(args), snapshot(kwargs), given, state)
@@ -285,10 +288,13 @@ class DataflowTrace(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._off:
-            return result
-        inputs, outputs = [*flat(args), *flat(kwargs)], list(flat(result))
-        name = getattr(func, "__name__", "")
+        if not self._off:
+            with no_functions():  # other modes need not see what this one asks
+                self._passed(getattr(func, "__name__", ""), [*flat(args), *flat(kwargs)], flat(result))
+        return result
+
+    def _passed(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """A function of this name made the outputs of the inputs."""
         if outputs or name in _VALUES or name == "__setitem__":
             self._use(inputs)
             sources = self._sources(inputs)
@@ -302,7 +308,6 @@ class DataflowTrace(TorchFunctionMode):
                 if id(tensor) in old:  # in place, or out=
                     self._mark_storage(tensor, sources)
         self._hold(outputs)
-        return result
 
     def _use(self, tensors: list[Tensor]) -> None:
         self._time += 1
