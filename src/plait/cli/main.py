@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from io import TextIOWrapper
 from textwrap import fill
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from plait.cli import plan_keys
@@ -226,14 +227,14 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
 
 def _in(module: str) -> Callable[[Any], int]:
     """The function `run` of a file, which is imported when it is called."""
+    return lambda options: _imported(module).run(options)
 
-    def run(options: Any) -> int:
-        if module not in sys.modules:
-            with uncollected():
-                import_module(module)
-        return import_module(module).run(options)
 
-    return run
+def _imported(module: str) -> ModuleType:
+    if module not in sys.modules:
+        with uncollected():
+            import_module(module)
+    return sys.modules[module]
 
 
 @contextmanager

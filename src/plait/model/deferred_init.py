@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from plait.tensors.modules import put_parameters
 from plait.tensors.parameters import like
 from plait.tensors.torch_private import (
-    SEEDED,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     fake_failures,
+    is_seeded,
     schema,
     storage_key,
     tree_leaves,
@@ -176,7 +176,7 @@ class Drawing(_Following):
         if len(written) == 1 and (k := self.index(written[0])) is not None:
             if not self.stories[k].live(number):
                 self.number = number
-                if func in SEEDED:  # it is overwritten before anyone reads it: only the generator must move on
+                if is_seeded(func):  # it is overwritten before anyone reads it: only the generator must move on
                     t = written[0]
                     func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
                 self._end(touched, number)

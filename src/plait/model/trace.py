@@ -29,12 +29,12 @@ from plait.tensors import higher_order, scripted
 from plait.tensors.fake import PartlyFake
 from plait.tensors.modules import ModuleState
 from plait.tensors.torch_private import (
-    SEEDED,
     BatchNormBase,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     WrapperTensor,
+    is_seeded,
     own_buffers,
     schema,
     storage_key,
@@ -308,7 +308,7 @@ class _Operators(OutsideWrites):
         name, _, module = watcher.owner[-1]
         if watcher.writes is not None:
             watcher.writes.operator(name, touched, result)
-        if func in SEEDED and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
+        if is_seeded(func) and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             if self.keyed and distributions.rule_of(func) in distributions.REDRAWN:
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = (result if isinstance(result, torch.Tensor) else result[0]).shape

@@ -50,7 +50,7 @@ from plait.randomness.distributions import (
 from plait.randomness.in_graphs import LAYERS, UNIT, draw_inside
 from plait.randomness.sub_block import Rule, SubBlocks, first_of
 from plait.tensors.modules import own_forward
-from plait.tensors.torch_private import SEEDED, TorchDispatchMode, WrapperTensor, checkpoint_frame
+from plait.tensors.torch_private import TorchDispatchMode, WrapperTensor, checkpoint_frame, is_seeded
 
 
 def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
@@ -385,7 +385,7 @@ class KeyedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func not in SEEDED or rule_of(func) not in REDRAWN:
+        if not is_seeded(func) or rule_of(func) not in REDRAWN:
             return result
         place = self.randomness.place()
         if not DRAWING.get():

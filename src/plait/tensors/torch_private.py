@@ -192,15 +192,10 @@ def compiled_so_far() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], given_up
 
 
-class _Seeded:
-    """Membership test: does this operator draw from a generator?"""
-
-    @cache  # noqa: B019  there is one
-    def __contains__(self, op: object) -> bool:
-        return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-
-
-SEEDED = _Seeded()
+@cache
+def is_seeded(op: object) -> bool:
+    """Whether an operator draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def fake_failures() -> tuple[type[BaseException], ...]:

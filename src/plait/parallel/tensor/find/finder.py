@@ -231,6 +231,7 @@ class _Finder:
         wide = lambda t: t.to("cpu", format_in(t, torch.float64))  # noqa: E731
         example = tree_map_only(Tensor, wide, inputs)
         self.follow = self._followed(opaque, example, call, given)
+        self.named = dict(model.named_parameters())
         self.holders: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):
@@ -365,10 +366,9 @@ class _Finder:
 
     def _alone(self, group: ColumnRowPair) -> None:
         """Refuse a group with a parameter that something else uses too."""
-        named = dict(self.model.named_parameters())
         layers = {*group.columns, group.row}
         for name in (*(cut.parameter for cut in group.cuts), *group.partial):
-            holders = self.holders[id(named[name])] if name in named else [name, "another layer"]
+            holders = self.holders[id(self.named[name])] if name in self.named else [name, "another layer"]
             if len(holders) > 1:
                 raise Refused(f"{' and '.join(holders)} have the same weight")
             bit = 1 << self.follow.bits[name] if name in self.follow.bits else 0

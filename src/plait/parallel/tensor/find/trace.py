@@ -107,7 +107,8 @@ def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]
 def _random(like: Tensor) -> Tensor:
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(like.requires_grad).clone()
+    drawn = torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5)
+    return drawn.add_(torch.zeros((), dtype=torch.float64, requires_grad=True)) if like.requires_grad else drawn
 
 
 class TooLarge(Exception):
