@@ -88,7 +88,7 @@ def struck(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> 
 
 
 class Striker:
-    """The strikes of one process, by their numbers: it is told what the process begins, and acts if one of them is due.
+    """The strikes of one process, by their numbers. Whoever begins a phase or reads a sample calls it, and it acts if one is due.
 
     `folder`: of the marks. A process that is started again finds there what it has suffered before. `plait chaos` puts one around
     a rank's place; a job that has no such place (under other launchers, in tests, in `bench/faults.py`) calls `begins` itself.

@@ -41,7 +41,7 @@ from plait.tensors.torch_private import fake_failures, own_buffers
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is made already, and what `whole_sketch` told of one like it, which is the same on every rank."""
+    """A model that is already made, and its sketch as `whole_sketch` returns it, which is the same on every rank."""
 
     made: BuiltModel
     sketch: Sketch

@@ -54,11 +54,12 @@ class Passes:
     def run(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
         """Forward and backward of all. `ready` is given the weighted losses when the last backward is about to begin."""
         self.logged.begin()
+        idle = bool(pieces) and all(piece.idle for piece in pieces)
         with self.rank_model.batch_peers.here(), higher_order.opaque():
             if self.rank_model.techniques.pipeline is None:
-                self._one_by_one(pieces, step, ready)
+                self._one_by_one(pieces, step, ready, idle)
             else:
-                self._pipelined(self.rank_model.techniques.pipeline, pieces, step, ready)
+                self._pipelined(self.rank_model.techniques.pipeline, pieces, step, ready, idle)
         self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
 
     @property
@@ -66,8 +67,8 @@ class Passes:
         """Number of the micro-batch whose forward or backward runs."""
         return self.number if self.rank_model.techniques.pipeline is None else self.rank_model.techniques.pipeline.at
 
-    def _one_by_one(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
-        rank_model, losses, idle = self.rank_model, list[Tensor](), all(piece.idle for piece in pieces)
+    def _one_by_one(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool) -> None:
+        rank_model, losses = self.rank_model, list[Tensor]()
         for piece in pieces:
             last, self.number = piece is pieces[-1], piece.number
             self.turns.reducer.begin(last, idle)
@@ -122,8 +123,10 @@ class Passes:
         with self.rank_model.batch_peers.thread(), self._format(), recording(refused_in_threads()):
             yield
 
-    def _pipelined(self, pipe: PipelineRuntime, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
-        reducer, idle = self.turns.reducer, bool(pieces) and all(piece.idle for piece in pieces)
+    def _pipelined(
+        self, pipe: PipelineRuntime, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool
+    ) -> None:
+        reducer = self.turns.reducer
         pipe.number = step
         pipe.clock.beat = self.spans.beat
         if self.spans.clock is not None:

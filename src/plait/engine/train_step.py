@@ -113,16 +113,15 @@ class TrainStep:
 
         # Reduce: what is not sent yet, then wait. The row that comes back is summed over all ranks.
         self.spans.begin("reduce")
-        over_groups = rank_model.techniques.replica_groups is not None and rank_model.techniques.replica_groups.sums(batch.after.step)
-        step_row = training.turns.reducer.finish(over_groups)
+        step_row = training.turns.reducer.finish(self._sums_over_groups(batch))
 
         # Gradients of other phases, which travel in the same buckets, are dropped; the job's hooks are called with sums, as on one device.
         training.turns.forget_others()
         training.trained.check(batch.after.step)
         for summed in rank_model.hooks.gradients_summed:
             summed(training.turns.reducer)
-        if rank_model.techniques.replica_groups is not None:
-            rank_model.techniques.replica_groups.given(total > 0)
+        if self.techniques.replica_groups is not None:
+            self.techniques.replica_groups.given(total > 0)
         self.spans.end("reduce")
         return step_row
 
@@ -180,7 +179,7 @@ class TrainStep:
         """The update by numbers that the host has read: finite?, clip, optimizer."""
         training, loss_scale = self.training, self.techniques.loss_scale
         if pending.finite:
-            scale = 1.0 if loss_scale is None else loss_scale.value
+            scale = 1.0 if loss_scale is None else loss_scale.value  # a dry run reads zeros from the row
             factor = clip_factor(pending.norm, training.turns.clip(training.job)) / scale
             gradients = self._gradients()
             if gradients and factor != 1.0:
@@ -231,12 +230,17 @@ class TrainStep:
         stats.new_names, stats.logged = float(log.has_new_names), log.send()
         training.turns.reducer.ready(stats.pack(self.rank_model.device))
 
+    def _sums_over_groups(self, batch: Batch) -> bool:
+        """Whether all replica groups sum their gradients together in this step."""
+        groups = self.techniques.replica_groups
+        return groups is not None and groups.sums(batch.after.step)
+
     def _pending(self, batch: Batch) -> PendingStats:
         training, used = self.training, self.techniques
-        summed = used.replica_groups is not None and used.replica_groups.sums(batch.after.step)
         return PendingStats(
             training.plan, batch, group_names(self.rank_model) if self.norms else [], training.passes.logged.sent, training.passes.losses,
-            training.guard.skips_nonfinite, scaled=used.loss_scale is not None, loss_factor=training.plan.replica_groups if summed else 1.0,
+            training.guard.skips_nonfinite, scaled=used.loss_scale is not None,
+            loss_factor=training.plan.replica_groups if self._sums_over_groups(batch) else 1.0,
             to_average=used.average is not None and training.turns.last,
         )  # fmt: skip
 

@@ -93,7 +93,8 @@ class GradientReducer:
         self.groups = mesh.group("replica_groups") if table.plan.replica_groups > 1 else None
         """Ranks of other replica groups that hold the same parts."""
         self.late = late_sums(table, mesh, set(names))
-        self.replicas = {n: table.replicas(n, mesh.at) for n in names if n in own}
+        self.replicas = {n: 1 if self.whole else table.replicas(n, mesh.at) for n in names if n in own}
+        """How many of the ranks that sum a norm have the same part; 1 where each knows it alone."""
         self.flagged: list[str] = [] if shards is None else names
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
@@ -117,12 +118,11 @@ class GradientReducer:
     def finish(self, over_groups: bool = False) -> Tensor:
         """Give every parameter its summed gradient, and none to those that nobody used; the summed row of the step, whose numbers are there
         once `norm` was asked for. `over_groups`: all replica groups sum theirs together in this step."""
-        sums, row = self.sums, None
-        if sums is not None and sums.rounds:
+        rounds = self.sums is not None and self.sums.rounds
+        if rounds:
             self._sum_late()
-            row = sums.finish()
-        else:
-            row = None if sums is None else sums.finish()
+        row = None if self.sums is None else self.sums.finish()
+        if not rounds:
             self._sum_late()
         if self.whole:
             return self.step_row if row is None else row
@@ -167,7 +167,7 @@ class GradientReducer:
         for name in names:
             gradient = self.own[name].grad if name in self.own else None
             if gradient is not None:
-                alike.setdefault(1 if self.whole else self.replicas[name], []).append(gradient)
+                alike.setdefault(self.replicas[name], []).append(gradient)
         device = self.step_row.device
         shares = [square_sum(found, device) / count for count, found in alike.items()]
         return torch.stack(shares).sum() if shares else square_sum((), device)

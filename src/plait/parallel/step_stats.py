@@ -69,17 +69,11 @@ class StepStats:
     """Of each name that all ranks know, in the order of `StepLog.names`."""
 
     @classmethod
-    def zeros(cls, plan: Plan, names: int = 0) -> Self:
-        """Stats with a place for everything that ranks of this plan sum, and for so many logged names."""
+    def zeros(cls, plan: Plan) -> Self:
+        """Stats with a place for everything that ranks of this plan sum; nothing is logged."""
         by_rank = [0.0] * plan.world
         room = by_rank if plan.batch_shares == "auto" else []
-        logged = [WeightedSum(0.0, 0.0)] * names
-        return cls(samples=[0.0] * plan.ranks, busy=[*by_rank], waited=[*by_rank], room=[*room], logged=logged)
-
-    @classmethod
-    def width(cls, plan: Plan, names: int = 0) -> int:
-        """Elements of the packed row, with so many logged names."""
-        return len(list(cls.zeros(plan, names)._numbers()))
+        return cls(samples=[0.0] * plan.ranks, busy=[*by_rank], waited=[*by_rank], room=[*room])
 
     def add_losses(self, losses: Sequence[Tensor], plan: Plan, device: torch.device) -> None:
         """This rank's weighted losses of the step. Ranks that compute the same loss each add their fraction."""

@@ -262,7 +262,7 @@ def _runs(blocks: Iterable[Block]) -> list[Block]:
 def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job: Job, tp: bool = True) -> Cuts:
     """What tp and ep can cut of a job's model; `model` may be one of fake tensors. `tp`: a plan may slice layers.
 
-    Where rows go depends on numbers, so mixtures are looked for in a model that is really rank_model, if that is small enough.
+    Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.
     """
     norms = tuple(name for name, m in model.named_modules() if isinstance(m, BatchNormBase))
     slices, why = Slices(), ""
