@@ -34,6 +34,7 @@ from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.proof import candidate, formats, phases, reference, tensor_files, verify
+from plait.proof.probes import TENSORS, Trace
 
 PLANS = (
     "dp=2", "dp=2 microbatches=3", "dp=3 microbatches=2", "fsdp=2", "fsdp=2 microbatches=2", "fsdp=2 zero=1", "dp=2 recompute=full",
@@ -72,7 +73,7 @@ def judged(job: Job, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _one_device(job: Job, plan: Plan, folder: Path) -> Any:
+def _one_device(job: Job, plan: Plan, folder: Path) -> Trace:
     def work(place: Place) -> dict[str, Any]:
         ones = list[reference.OneDevice]()
 
@@ -82,18 +83,15 @@ def _one_device(job: Job, plan: Plan, folder: Path) -> Any:
             return {}
 
         out = reference.train(job, 1, verify.CLIP, torch.float64, "cpu", then=then)
-        out |= verify._in_own_formats(job, plan, ones[0], out["clip"], samples=0)
-        verify._save(folder / "reference", {k: out.pop(k, {}) for k in candidate.GROUPS})
-        return out
+        return out | verify.in_own_formats(job, plan, ones[0], out["clip"], samples=0)
 
-    (facts,) = fork.run(work, 1)
-    return verify._trace(folder / "reference", facts)
+    return Trace.of_process(folder / "reference", work)
 
 
 def _ranks(job: Job, how: tuple[Plan, int], folder: Path) -> list[dict[str, Any]]:
     def work(place: Place) -> dict[str, Any]:
-        notes, made = candidate._in_own_formats(job, (str(how[0]), how[1]), "cpu", place)
-        for name in candidate.GROUPS:
+        notes, made = candidate.in_own_formats(job, (str(how[0]), how[1]), "cpu", place)
+        for name in TENSORS:
             tensor_files.write(folder / f"{name}-{place.rank}.safetensors", made.get(name, {}))
         return {"formats": notes, "held": [], "parts": {}, "inexact": [], "rows": []}
 

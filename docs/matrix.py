@@ -72,21 +72,6 @@ def features() -> dict[str, Any]:
     return FEATURES
 
 
-def train_references_once() -> None:
-    """Most columns of a row have the same reference, one device with the same batches: train it once."""
-    from plait.proof import verify
-
-    trained, train = {}, verify._reference
-
-    def reference(job: Any, plan: Any, steps: int, device: str, folder: Path) -> Any:
-        key = id(job), plan.shares * plan.microbatches, steps
-        if key not in trained:
-            trained[key] = job, train(job, plan, steps, device, folder)
-        return trained[key][1]
-
-    verify._reference = reference
-
-
 def cell(job: Any, column: str) -> Cell:
     """What verify says, in a symbol and a note."""
     from plait.config.errors import PlaitError
@@ -172,7 +157,6 @@ def main(words: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    train_references_once()
     jobs = {row: job() for row, job in features().items()}
     rows, version = list(jobs), torch.__version__.partition("+")[0]
     known = written(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}

@@ -210,3 +210,32 @@ def test_faults_that_are_told_have_their_tests() -> None:
     named = set(re.findall(r"`(test_\w+)`", told))
     there = "".join(path.read_text() for folder in ("device", "unit") for path in (ROOT / "tests" / folder).glob("test_*.py"))
     assert len(named) >= 12 and not [name for name in named if f"def {name}(" not in there]
+
+
+def test_what_benches_take_from_plait_exists_and_is_public() -> None:
+    """A bench that is run rarely is not broken by a renaming in silence."""
+    broken = []
+    for path in [*ROOT.glob("bench/*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("examples/**/*.py")]:
+        tree, modules = ast.parse(path.read_text(encoding="utf-8")), dict[str, object]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "plait":
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    if importlib.util.find_spec(str(node.module)) is None:
+                        broken.append(f"{path.name}:{node.lineno}: {node.module}")
+                    elif not hasattr(importlib.import_module(str(node.module)), alias.name) and not is_module(whole):
+                        broken.append(f"{path.name}:{node.lineno}: {whole}")
+                    elif is_module(whole):
+                        modules[alias.asname or alias.name] = importlib.import_module(whole)
+        for node in ast.walk(tree):
+            module = modules.get(node.value.id) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else None
+            if module is not None and (node.attr.startswith("_") or not hasattr(module, node.attr)):
+                broken.append(f"{path.name}:{node.lineno}: {node.value.id}.{node.attr}")
+    assert not broken, broken
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is a module, no package
+        return False

@@ -110,7 +110,7 @@ def run(
     metrics = engine.evaluate()
     own, made = _of_own_size(engine, notes, jobs[1], facts)
     tensors |= made
-    step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
+    step, made = in_own_formats(jobs[0], facts.get("formats"), device, place)
     tensors |= made
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
@@ -183,7 +183,7 @@ def _of_own_size(
     return noted, made
 
 
-def _in_own_formats(
+def in_own_formats(
     job: Job, wanted: tuple[str, int] | None, device: str, place: Place
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """A step in the number formats of the plan (`proof/formats.py`), when a plan and a batch are given: notes, and tensors."""

@@ -391,7 +391,7 @@ def _one_device(
         then=then,
     )  # fmt: skip
     samples = job.batch if job.batch == jobs[1].batch else 0  # a job that cannot train on fewer
-    out |= _in_own_formats(job, plan, models[0], out["clip"], samples) if seconds else {}
+    out |= in_own_formats(job, plan, models[0], out["clip"], samples) if seconds else {}
     out |= _carried(jobs[1], models[0], plan) if models and job.phases is None else {}
     return {**out, "seen": holder[0].seen, "names": []}
 
@@ -428,7 +428,7 @@ def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:
     return data, holder
 
 
-def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float, samples: int) -> dict[str, Any]:
+def in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float, samples: int) -> dict[str, Any]:
     """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
     if plan.compile:
         return {}
