@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import plait
-from plait.cli.main import uncollected
 from plait.config.job import Job
+from plait.config.library import uncollected
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.model import trace

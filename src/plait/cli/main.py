@@ -1,15 +1,13 @@
 """The command line. It imports torch only once a command needs it, so `plait --help` answers at once."""
 
 import argparse
-import gc
 import json
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from io import TextIOWrapper
@@ -32,6 +30,7 @@ from plait.config.errors import (
     trace_of,
 )  # fmt: skip
 from plait.config.keys import KEYS
+from plait.config.library import uncollected
 from plait.config.option import REQUIRED, CommandOptions, Option, options_of
 from plait.config.version import __version__
 from plait.launch import forkable
@@ -235,19 +234,6 @@ def _imported(module: str) -> ModuleType:
         with uncollected():
             import_module(module)
     return sys.modules[module]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """A context for imports: 300,000 objects that stay. Collections of garbage leave them out, while they are made and later."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
 
 
 def _help(options: of.HelpOptions) -> int:

@@ -1,5 +1,6 @@
 """`plait plan`: choose a plan for a job on a machine; and `--plan auto` of `plait train`."""
 
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
+from plait.config.library import uncollected
 from plait.config.machine import Machine
 from plait.config.option import check_range
 from plait.config.plan import Plan
@@ -53,11 +55,12 @@ def run(options: PlanOptions) -> int:
         from plait.launch import fork
 
         fork.stay_forkable()
-    job = load_job(options.job, options.arguments)
-    job = with_batch(job, options.batch)
+    with uncollected():  # a job imports what its model needs
+        job = with_batch(load_job(options.job, options.arguments), options.batch)
     split, tp = machine.devices > 1, pins.get("tp") != 1
     say = _progress if sys.stderr.isatty() and not options.json else lambda text: None
     asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
+    gc.freeze()  # no collection walks through the sketch while plans are compared
 
     def again(arguments: dict[str, str]) -> PlanRequest:
         return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=split, tp=tp)

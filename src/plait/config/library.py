@@ -1,12 +1,15 @@
 """Which code is of a library, and which the user's own."""
 
 import functools
+import gc
 import logging
 import os
 import site
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PLAIT = str(Path(__file__).parents[1]) + os.sep
@@ -64,3 +67,17 @@ def _distributed(folder: str) -> frozenset[str]:
     if not os.path.isdir(folder) or not any(name.endswith(".dist-info") for name in os.listdir(folder)):
         return frozenset()
     return frozenset(file.parts[0] for found in distributions(path=[folder]) for file in found.files or ())
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A context for what makes many objects that stay, as imports do: collections of garbage leave these out, while they are made and
+    later."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()

@@ -101,10 +101,8 @@ class _Looking:
             self.bounds[key] = bound(self.pace, plan, samples)
         return self.bounds[key]
 
-    def waiting(self, plan: Plan) -> float:
-        """Seconds that a plan waits for the host at least, if an even share of the optimizer's state is there."""
-        if plan.offload == "none":
-            return 0.0
+    def updating(self, plan: Plan) -> float:
+        """Seconds of a plan's update at least: those of an even share of the optimizer's state, wherever it is kept."""
         return touched(self.pace, plan, self.owned(plan) / plan.pp / plan.fsdp * (1 - self.pace.work.frozen))
 
     def owned(self, plan: Plan) -> float:
@@ -159,7 +157,7 @@ class _Looking:
         if self.least(plan, samples) > self.question.memory:
             self.counts["do not fit"] += 1
             return False
-        if self.bound(plan, samples) + self.waiting(plan) > self.limit():
+        if self.bound(plan, samples) + self.updating(plan) > self.limit():
             self.counts["slower"] += 1
             return True
         if why := self.refused(plan):
@@ -201,4 +199,4 @@ def bound(pace: TimeModel, plan: Plan, samples: float) -> float:
         total += (work.forward + work.back_input + work.back_weight) * block.count
         way += (work.forward + work.back_input) * block.count
     stages = 1 if plan.pp == 1 else MOST["stages"]
-    return total * plan.microbatches / plan.pp + way * (plan.pp - 1) / (2 * plan.pp * stages)
+    return max(way, total * plan.microbatches / plan.pp + way * (plan.pp - 1) / (2 * plan.pp * stages))
