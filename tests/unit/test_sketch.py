@@ -219,3 +219,38 @@ def test_inputs_by_name_and_by_position(kind: type) -> None:
         return pair if kind is dict else tuple(pair.values())
 
     assert sketch(Named(), inputs, call).places == {"drop#1#1": 0}
+
+
+class Pair(nn.Module):
+    """Two units, and a function between them of what the first returns."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], aside: bool = False):
+        super().__init__()
+        self.between, self.aside = between, aside
+        self.first, self.second = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        y = self.second(self.between(x))
+        return (y, x) if self.aside else y
+
+
+@pytest.mark.parametrize(
+    ("between", "aside", "comes"),
+    [
+        (lambda x: x, False, True),
+        (lambda x: x.detach(), False, False),
+        (lambda x: torch.clone(x).data * 2, False, False),
+        (lambda x: torch.ones_like(x), False, False),
+        (lambda x: torch.where(x > 0, 1.0, -1.0), False, False),
+        (lambda x: x.detach() + x.mean(), False, True),
+        (lambda x: x.add_(x.detach()), False, True),
+        (lambda x: x.detach(), True, True),
+    ],
+    ids=["given", "detached", "data", "its form", "a comparison", "partly", "in place", "also returned"],
+)
+def test_a_gradient_comes_back_only_to_what_is_not_detached(between: Callable[[Tensor], Tensor], aside: bool, comes: bool) -> None:
+    """A stage waited for gradients that never come, and a dry run took them to have come: V012 of a right run under pp and fsdp."""
+    first, second = of(Pair(between, aside), 4).calls
+    assert (first.backward, [slot.grad for slot in first.template.slots]) == (comes, [comes])
+    assert second.backward and [slot.grad for slot in second.template.slots] == [True]

@@ -72,7 +72,7 @@ class UnitCall:
     work: OperationCounts = field(default_factory=OperationCounts, compare=False)
     """What its forward consists of."""
     backward: bool = True
-    """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
+    """A gradient comes back to its output: something in it or before it is trained, and what it returns is not detached."""
     writes: bool = False
     """It changes a tensor that it is given, in place."""
     back: int | str | None = None

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.model.operations import Effort
-from plait.tensors.torch_private import OpOverload, leaves, storage_key, tree_map, version
-from plait.tensors.trees import carried, flat, learn, taken, tensors, tensors_in
+from plait.tensors.torch_private import OpOverload, is_view, leaves, storage_key, tree_map, version
+from plait.tensors.trees import TensorForm, carried, flat, learn, taken, tensors, tensors_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: those by place, and by name."""
@@ -51,6 +51,9 @@ class MeteredCall:
     """Bytes of a number of its output."""
     effort: Effort = field(default_factory=Effort)
     backward: bool = False
+    """A gradient comes back to its output."""
+    ends: tuple[Any, ...] = ()
+    """Autograd's nodes of the tensors that it returned; None of one that a write into it, or into what it is a view of, may replace."""
     writes: bool = False
     back: int | str | None = None
     leaks: set[int] = field(default_factory=set)
@@ -177,6 +180,7 @@ class Meter:
             call.leaks.add(BETWEEN)
             call.aside.add(BETWEEN)
         call.returned = taken(output)
+        call.ends = tuple(None if is_view(t) else t.grad_fn for t in returned if t.requires_grad)
         same = {id(t) for t, _ in self.versions}
         if {id(t) for t in tensors_in(self.arguments)} & {id(t) for t in returned if id(t) not in same}:
             call.back = _place(self.arguments, output)
@@ -199,6 +203,7 @@ class Meter:
             self.metered.calls[i].aside.add(OUTPUT)
         for i, way in self._carried(tensors_in(output if loss is None else loss)):
             self.metered.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
+        self._gradients(output if loss is None else loss)
         for call, size in self.kept.values():
             if call is None:
                 self.metered.saved += size
@@ -206,6 +211,25 @@ class Meter:
                 self.metered.calls[call].saved += size
         self.alive.clear()  # autograd's graph may hold itself through these
         return self.metered
+
+    def _gradients(self, end: object) -> None:
+        """Which calls' outputs gradients come back to, when backward begins at `end`: those of a value that was detached are in nobody's
+        way. A call that hands on values otherwise than by what it returns may get gradients by them."""
+        reached, open_ = set[Any](), [t.grad_fn for t in tensors_in(end) if t.grad_fn is not None]
+        while open_:
+            node = open_.pop()
+            if node not in reached:
+                reached.add(node)
+                open_ += [after for after, _ in node.next_functions if after is not None]
+        for call in self.metered.calls:
+            sure = not (self.metered.differentiates or call.aside or call.writes or None in call.ends)
+            if sure and not reached.intersection(call.ends):
+                spec, leaves = call.returned
+                call.backward = False
+                call.returned = spec, tuple(
+                    TensorForm(form.shape, form.dtype, False, form.order) if isinstance(form, TensorForm) else form for form in leaves
+                )
+            call.ends = ()
 
     def _used(self, homes: set[str] | None) -> None:
         """Something that lies in these units is used here: from outside, unless one of them is running."""
