@@ -47,6 +47,14 @@ def test_other_models_are_equal(job: Callable[[], Job], text: str) -> None:
     assert verify(job(), Plan.parse(f"{text} compile=true")).equal
 
 
+@pytest.mark.slow
+@pytest.mark.messages
+def test_a_model_that_the_job_compiles_is_equal() -> None:
+    """Its batch statistics are gathered inside of its graph, by another operator than in a dry run: V012 accused it."""
+    job = jobs.make(lambda: torch.compile(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), backend="eager"))
+    assert verify(job, Plan.parse("dp=2")).equal
+
+
 class Channels(nn.Module):
     """Drops out what lies in memory in another order, which its mask does not."""
 

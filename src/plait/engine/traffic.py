@@ -20,7 +20,6 @@ from plait.config.keys import AXES, OTHER_SAMPLES
 from plait.config.plan import Plan
 from plait.engine.logged import AGREEING
 from plait.losses.global_batch import CURRENT
-from plait.tensors.collectives import directly
 from plait.tensors.torch_private import TorchDispatchMode, group_in, tree_leaves
 
 POINTED = ("send", "recv_")
@@ -150,15 +149,14 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if namespace == "c10d":
             self.traffic.note(name.partition(".")[0], args)
-        elif namespace == "_c10d_functional" and (usual := _outside_a_graph(name, *args[:1])):
+        elif namespace == "_c10d_functional" and (usual := _outside_a_graph(name)):
             self.traffic.note(usual, (*args[:1], *args[:1]))
         return func(*args, **(kwargs or {}))
 
 
-def _outside_a_graph(name: str, mine: object = None) -> str:
-    """What the operator of a compiled graph, which is given `mine`, is called outside of one."""
-    apart = isinstance(mine, Tensor) and directly(mine.device)
-    compiled = {"all_gather_into_tensor": "allgather_" if apart else "_allgather_base_", "all_reduce": "allreduce_"}
+def _outside_a_graph(name: str) -> str:
+    """What the operator of a compiled graph is called outside of one."""
+    compiled = {"all_gather_into_tensor": "_allgather_base_", "all_reduce": "allreduce_"}
     return next((usual for start, usual in compiled.items() if name.startswith(start)), "")
 
 
