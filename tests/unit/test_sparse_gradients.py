@@ -1,5 +1,6 @@
 """Layers whose gradients are sparse tensors are refused by name, wherever they are; one that is not trained has none."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,10 @@ from torch.nn import functional as F
 
 import plait
 from plait.config.errors import PlaitError
-from plait.model.make import make_model
+from plait.config.plan import Plan
+from plait.model.make import call, make_model
+from plait.model.sketch import sketch
+from plait.proof.verify import verify
 
 
 def job(model: Callable[[], nn.Module]) -> plait.Job:
@@ -35,3 +39,38 @@ def test_a_trained_table_is_refused(model: Callable[[], nn.Module]) -> None:
 
 def test_a_frozen_table_is_not() -> None:
     make_model(job(lambda: nn.Sequential(pretrained(frozen=True), nn.Linear(2, 1))))
+
+
+class Looked(nn.Module):
+    """Looks rows up by a function, which a table among its layers does not show."""
+
+    def __init__(self, look: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], trained: bool = True):
+        super().__init__()
+        self.look, self.table = look, nn.Parameter(torch.ones(5, 2), requires_grad=trained)
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.look(x, self.table))
+
+
+def looks(n: int) -> torch.Tensor:
+    return torch.zeros(n, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("look", (
+    lambda x, table: F.embedding(x, table, sparse=True).mean(1),
+    lambda x, table: F.embedding_bag(x, table, sparse=True),
+))  # fmt: skip
+def test_a_function_that_looks_rows_up_is_refused(look: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(PlaitError) as raised:
+        sketch(Looked(look), looks, call)
+    assert raised.value.codes == ["J012"]
+    assert sketch(Looked(look, trained=False), looks, call).calls
+
+
+def test_a_proof_names_sparse_gradients() -> None:
+    samples = [(torch.zeros(3, dtype=torch.int64), torch.zeros(1)) for _ in range(12)]
+    model = lambda: Looked(lambda x, table: F.embedding(x, table, sparse=True).mean(1))  # noqa: E731
+    with pytest.raises(PlaitError) as raised:
+        verify(dataclasses.replace(job(model), data=lambda: samples), Plan.parse("dp=2"))
+    assert raised.value.codes == ["J012"]

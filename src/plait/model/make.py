@@ -124,13 +124,7 @@ def _supported(model: nn.Module) -> None:
         name for name, module in model.named_modules() if getattr(module, "sparse", False) is True and _trained(module)
     ]
     if sparse:
-        what = f"{sparse[0]} makes sparse gradients, which plait does not sum"
-        why = "their sum over ranks, norm and clipping are not defined here"
-        fix = (
-            "sparse=False    the same result under SGD without momentum and weight decay",
-            "sparse=False, torch.optim.Adam for SparseAdam    changes the result: Adam also moves rows without a gradient",
-        )
-        raise PlaitError(Problem("J012", what, why=why, fix=fix))
+        raise makes_sparse_gradients(sparse[0])
     own_kind = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if _of_own_kind(p)]
     if own_kind:
         kind = type(dict((*model.named_parameters(), *model.named_buffers()))[own_kind[0]].data)
@@ -140,6 +134,16 @@ def _supported(model: nn.Module) -> None:
             "keep quantised weights as plain integer parameters (requires_grad=False) or buffers, with their scales beside",
         )
         raise PlaitError(Problem("K023", what, why=why, fix=fix))
+
+
+def makes_sparse_gradients(where: str) -> PlaitError:
+    """J012: the code of a module, or of the job, makes gradients that are sparse tensors."""
+    why = "their sum over ranks, norm and clipping are not defined here"
+    fix = (
+        "sparse=False    the same result under SGD without momentum and weight decay",
+        "sparse=False, torch.optim.Adam for SparseAdam    changes the result: Adam also moves rows without a gradient",
+    )
+    return PlaitError(Problem("J012", f"{where} makes sparse gradients, which plait does not sum", why=why, fix=fix))
 
 
 def _trained(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
 from plait.launch import one_device
 from plait.model.costs import Unit
+from plait.model.make import makes_sparse_gradients
 from plait.model.optimizer_modes import evaluation_mode
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import sketch
@@ -262,12 +263,14 @@ def nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError
 
 def plain(job: Job, dtype: torch.dtype | None, device: str = "cpu") -> None:
     """One step of the job with nothing of plait's around it, in a number format or (None) in the job's own: whatever fails here
-    fails in plain PyTorch."""
+    fails in plain PyTorch. J012 for gradients that are sparse."""
     model, data = make_model(job, dtype, device), job.data()
     optimizer = optimizer_of(job, dict(model.named_parameters()))
     batch = tree_map_only(torch.Tensor, lambda t: t.to(device), _collate(data, next(samples(job, data))[2]))
     inputs, targets = batch if dtype is None else _ready(batch, dtype, device)
     job.loss(call(model, inputs), targets).backward()
+    if sparse := [n for n, p in model.named_parameters() if p.grad is not None and p.grad.layout is not torch.strided]:
+        raise makes_sparse_gradients(f"the job's use of {sparse[0]}")
     optimizer.step()
 
 
