@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import jobs_pipeline
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,13 @@ def test_every_rank_is_like_one_that_runs(line: str) -> None:
 def test_ranks_with_other_samples_or_shorter_parts_are_of_another_kind() -> None:
     assert kinds_of("dp=3").counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
     assert kinds_of("fsdp=5").counts() == {0: 3, 3: 1, 4: 1}  # of 3 rows: 1, 1, 1, 0, 0; of 8, 32
+
+
+def test_shards_of_one_size_of_unlike_slices_are_of_two_kinds() -> None:
+    """Shards are gathered as if all were as large as the largest, which is another for each slice: V012 of an LSTM under fsdp and tp."""
+    asked, plan = jobs_pipeline.LISTED["recurrent"](), Plan.parse("fsdp=2 tp=2")
+    sketch = known(asked, plan)[0]
+    assert RankKinds.of(shard_plan(asked, plan, sketch), sketch, 4).counts() == {0: 1, 1: 2, 2: 1}
 
 
 def test_stages_without_uneven_parts_have_no_kinds_for_them() -> None:

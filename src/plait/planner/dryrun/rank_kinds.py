@@ -44,8 +44,8 @@ class RankKinds:
 
 
 def _parts(table: ShardPlan) -> Callable[[At], Hashable]:
-    """What of a rank's parts makes it another kind: of parameters that are alike, how many it has and updates alone, their shape there, and
-    among how many ranks their gradients are summed."""
+    """What of a rank's parts makes it another kind: of parameters that are alike, how many it has and updates alone, their shape at rest and
+    gathered (a shard is sent as large as the largest), and among how many ranks their gradients are summed."""
     specs = {name: replace(spec, name="", owners=()) for name, spec in table.specs.items() if not spec.buffer}
     alike = list(dict.fromkeys(replace(spec, homes=()) for spec in specs.values()))
     number = {name: alike.index(replace(spec, homes=())) for name, spec in specs.items()}
@@ -56,7 +56,8 @@ def _parts(table: ShardPlan) -> Callable[[At], Hashable]:
         held = Counter[Hashable]()
         for (form, spec), count in rows.items():
             if spec.is_here(at):
-                held[form, sizes(spec.ranges(at)), tuple(len(one.only(at)) for one in spec.grad)] += count
+                shapes = sizes(spec.ranges(at)), sizes(spec.ranges(at, at_rest=False))
+                held[form, *shapes, tuple(len(one.only(at)) for one in spec.grad)] += count
         owned = Counter(number[name] for name in table.owned(at)) if whole else {}
         return frozenset(held.items()), frozenset(owned.items())
 
