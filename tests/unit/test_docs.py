@@ -221,7 +221,7 @@ def test_what_benches_take_from_plait_exists_and_is_public() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "plait":
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
-                    if importlib.util.find_spec(str(node.module)) is None:
+                    if not is_module(str(node.module)):
                         broken.append(f"{path.name}:{node.lineno}: {node.module}")
                     elif not hasattr(importlib.import_module(str(node.module)), alias.name) and not is_module(whole):
                         broken.append(f"{path.name}:{node.lineno}: {whole}")

@@ -1,4 +1,4 @@
-"""Layers whose gradients are sparse tensors are refused by name, wherever they are; one that is not trained has none."""
+"""Layers and functions whose gradients are sparse tensors are refused by name, wherever they are; one that is not trained has none."""
 
 import dataclasses
 from collections.abc import Callable

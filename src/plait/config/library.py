@@ -1,4 +1,4 @@
-"""Which code is of a library, and which the user's own."""
+"""Which code is of a library and which the user's own; how imports of libraries stay quiet and cheap."""
 
 import functools
 import gc
@@ -71,8 +71,7 @@ def _distributed(folder: str) -> frozenset[str]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A context for what makes many objects that stay, as imports do: collections of garbage leave these out, while they are made and
-    later."""
+    """A context for imports and the like, which create many objects that stay: the garbage collector skips these objects, now and later."""
     enabled = gc.isenabled()
     gc.disable()
     try:

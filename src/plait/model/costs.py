@@ -72,7 +72,7 @@ class UnitCall:
     work: OperationCounts = field(default_factory=OperationCounts, compare=False)
     """What its forward consists of."""
     backward: bool = True
-    """A gradient comes back to its output: something in it or before it is trained, and what it returns is not detached."""
+    """Backward computes a gradient of its output: the call or an earlier one has trained parameters, and the output is not detached."""
     writes: bool = False
     """It changes a tensor that it is given, in place."""
     back: int | str | None = None

@@ -124,7 +124,7 @@ def _supported(model: nn.Module) -> None:
         name for name, module in model.named_modules() if getattr(module, "sparse", False) is True and _trained(module)
     ]
     if sparse:
-        raise makes_sparse_gradients(sparse[0])
+        raise sparse_gradients_error(sparse[0])
     own_kind = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if _of_own_kind(p)]
     if own_kind:
         kind = type(dict((*model.named_parameters(), *model.named_buffers()))[own_kind[0]].data)
@@ -136,8 +136,8 @@ def _supported(model: nn.Module) -> None:
         raise PlaitError(Problem("K023", what, why=why, fix=fix))
 
 
-def makes_sparse_gradients(where: str) -> PlaitError:
-    """J012: the code of a module, or of the job, makes gradients that are sparse tensors."""
+def sparse_gradients_error(where: str) -> PlaitError:
+    """J012: a module or a function produces sparse gradients. `where`: its name, the subject of the message."""
     why = "their sum over ranks, norm and clipping are not defined here"
     fix = (
         "sparse=False    the same result under SGD without momentum and weight decay",

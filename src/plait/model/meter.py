@@ -51,9 +51,9 @@ class MeteredCall:
     """Bytes of a number of its output."""
     effort: Effort = field(default_factory=Effort)
     backward: bool = False
-    """A gradient comes back to its output."""
-    ends: tuple[Any, ...] = ()
-    """Autograd's nodes of the tensors that it returned; None of one that a write into it, or into what it is a view of, may replace."""
+    """Backward computes a gradient of its output."""
+    grad_fns: tuple[Any, ...] = ()
+    """`grad_fn` of each returned tensor that requires a gradient; None for a leaf, and for a view, whose `grad_fn` a write may replace."""
     writes: bool = False
     back: int | str | None = None
     leaks: set[int] = field(default_factory=set)
@@ -180,7 +180,7 @@ class Meter:
             call.leaks.add(BETWEEN)
             call.aside.add(BETWEEN)
         call.returned = taken(output)
-        call.ends = tuple(None if is_view(t) else t.grad_fn for t in returned if t.requires_grad)
+        call.grad_fns = tuple(None if is_view(t) else t.grad_fn for t in returned if t.requires_grad)
         same = {id(t) for t, _ in self.versions}
         if {id(t) for t in tensors_in(self.arguments)} & {id(t) for t in returned if id(t) not in same}:
             call.back = _place(self.arguments, output)
@@ -203,7 +203,7 @@ class Meter:
             self.metered.calls[i].aside.add(OUTPUT)
         for i, way in self._carried(tensors_in(output if loss is None else loss)):
             self.metered.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
-        self._gradients(output if loss is None else loss)
+        self._mark_backward(output if loss is None else loss)
         for call, size in self.kept.values():
             if call is None:
                 self.metered.saved += size
@@ -212,9 +212,9 @@ class Meter:
         self.alive.clear()  # autograd's graph may hold itself through these
         return self.metered
 
-    def _gradients(self, end: object) -> None:
-        """Which calls' outputs gradients come back to, when backward begins at `end`: those of a value that was detached are in nobody's
-        way. A call that hands on values otherwise than by what it returns may get gradients by them."""
+    def _mark_backward(self, end: object) -> None:
+        """Clear `backward` of calls whose outputs autograd does not reach from `end`, such as detached ones. A call is left as it is if
+        its values may leave it by another way than its output."""
         reached, open_ = set[Any](), [t.grad_fn for t in tensors_in(end) if t.grad_fn is not None]
         while open_:
             node = open_.pop()
@@ -222,14 +222,14 @@ class Meter:
                 reached.add(node)
                 open_ += [after for after, _ in node.next_functions if after is not None]
         for call in self.metered.calls:
-            sure = not (self.metered.differentiates or call.aside or call.writes or None in call.ends)
-            if sure and not reached.intersection(call.ends):
+            sure = not (self.metered.differentiates or call.aside or call.writes or None in call.grad_fns)
+            if sure and not reached.intersection(call.grad_fns):
                 spec, leaves = call.returned
                 call.backward = False
                 call.returned = spec, tuple(
                     TensorForm(form.shape, form.dtype, False, form.order) if isinstance(form, TensorForm) else form for form in leaves
                 )
-            call.ends = ()
+            call.grad_fns = ()
 
     def _used(self, homes: set[str] | None) -> None:
         """Something that lies in these units is used here: from outside, unless one of them is running."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
 from plait.model.deferred_init import roles
-from plait.model.make import makes_sparse_gradients
+from plait.model.make import sparse_gradients_error
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import LISTENER, Mutations
 from plait.model.outside_writes import OutsideWrites
@@ -41,12 +41,11 @@ from plait.tensors.torch_private import (
     storage_key,
     tree_map_only,
 )
-from plait.tensors.trees import flat
 
 Call = Callable[[nn.Module, Any], Any]
 _NORMS = ("native_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit", "cudnn_batch_norm")
-_TABLES = ("embedding", "embedding_bag", "_embedding_bag")
-"""Names of functions and operators whose gradients are sparse where their argument `sparse` says so."""
+_TABLES = ("embedding", "_embedding_bag")
+"""Names of operators whose weight has a sparse gradient if their argument `sparse` is true."""
 
 
 @dataclass
@@ -259,12 +258,10 @@ class _Watcher(TorchFunctionMode):
         if distributions.draws_in_packed(func, args):
             self.seen.packed.append(self.owner[-1][0] or type(self.owner[-1][2]).__name__)
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
-        looks = getattr(func, "__name__", "") in _TABLES
-        self.operators.trained_table = looks and any(t.requires_grad for t in flat((args, kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
-            self.operators.keyed = self.operators.per_sample = self.operators.trained_table = False
+            self.operators.keyed = self.operators.per_sample = False
 
     def _whole(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing looks into it: what it draws cannot be keyed, what it computes is not counted."""
@@ -301,15 +298,16 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 class _Operators(OutsideWrites):
     def __init__(self, watcher: _Watcher):
         super().__init__()
-        self.watcher, self.keyed, self.per_sample, self.trained_table = watcher, False, False, False
+        self.watcher, self.keyed, self.per_sample = watcher, False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, watcher = kwargs or {}, self.watcher
         if func.namespace in COLLECTIVES and watcher.keys is None:  # with keys it is a rank's part that runs, which communicates
             raise one_device.communicates(f"the job's forward pass or loss communicates: {func}")
         name, _, module = watcher.owner[-1]
-        if self.trained_table and func.overloadpacket.__name__ in _TABLES and _argument(func, args, kwargs, "sparse"):
-            raise makes_sparse_gradients(name or type(module).__name__)
+        sparse = func.overloadpacket.__name__ in _TABLES and _argument(func, args, kwargs, "sparse")
+        if sparse and _argument(func, args, kwargs, "weight").requires_grad:
+            raise sparse_gradients_error(name or type(module).__name__)
         touched = roles(func, args, kwargs)
         result = self.run(func, args, kwargs, touched)
         if watcher.meter is not None:

@@ -75,11 +75,6 @@ def _table() -> Tensor:
     return (0.5 + (at * 0.6180339887498949).frac()).view(PERIOD, SUMS)
 
 
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs between graphs where the job itself compiles its model: what looks on is no part of the model."""
-    return torch.compiler.disable(hook)
-
-
 def products(t: Tensor, ranges: Ranges | None = None) -> Tensor:
     """Of each vector along the last dim [..., n] its products: [..., PRODUCTS]. `ranges`: which places of the whole it has."""
     t = t.detach().to("cpu", torch.float64)
@@ -166,14 +161,15 @@ class Notes(UnitNotes):
         self._inside: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
         self.closed = False
+        # Hooks run between graphs if the job compiles its model: the recorder is no part of the model.
         if units is not None and not scripted.is_scripted(model):  # it takes no hooks, and is no unit either
-            self._hooks.append(model.register_forward_pre_hook(untraced(self._begin), prepend=True))
-            self._hooks.append(model.register_forward_pre_hook(untraced(lambda *_: self._listen(""))))
+            self._hooks.append(model.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True))
+            self._hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._listen(""))))
         for name, module in self.units.items():
             self._hooks += [
-                module.register_forward_pre_hook(untraced(partial(self._enter, name)), prepend=True, with_kwargs=True),
-                module.register_forward_pre_hook(untraced(lambda *_, name=name: self._use(name))),
-                module.register_forward_hook(untraced(partial(self._leave, name))),
+                module.register_forward_pre_hook(torch.compiler.disable(partial(self._enter, name)), prepend=True, with_kwargs=True),
+                module.register_forward_pre_hook(torch.compiler.disable(lambda *_, name=name: self._use(name))),
+                module.register_forward_hook(torch.compiler.disable(partial(self._leave, name))),
             ]
 
     def batch(self, step: int, micros: list[tuple[int, int, Any]]) -> None:
@@ -190,7 +186,7 @@ class Notes(UnitNotes):
         for unit, module in self.units.items():
             for path, inner in scripted.plain(module):
                 if path and not any(True for _ in inner.children()):
-                    self._hooks.append(inner.register_forward_hook(untraced(partial(self._again, unit))))
+                    self._hooks.append(inner.register_forward_hook(torch.compiler.disable(partial(self._again, unit))))
 
     def close(self) -> None:
         """Note nothing more, whatever is told."""

@@ -123,7 +123,7 @@ class _Step:
                 found = (leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
                 self.values += [Value(name, "output", leaf.detach().clone()) for leaf in found]
 
-            return hook
+            return torch.compiler.disable(hook)
 
         units = {unit.name: model.get_submodule(unit.name) for unit in self.one.units}
         handles = [module.register_forward_hook(note(name)) for name, module in units.items()]

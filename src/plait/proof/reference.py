@@ -29,7 +29,7 @@ from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
 from plait.launch import one_device
 from plait.model.costs import Unit
-from plait.model.make import makes_sparse_gradients
+from plait.model.make import sparse_gradients_error
 from plait.model.optimizer_modes import evaluation_mode
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import sketch
@@ -270,7 +270,7 @@ def plain(job: Job, dtype: torch.dtype | None, device: str = "cpu") -> None:
     inputs, targets = batch if dtype is None else _ready(batch, dtype, device)
     job.loss(call(model, inputs), targets).backward()
     if sparse := [n for n, p in model.named_parameters() if p.grad is not None and p.grad.layout is not torch.strided]:
-        raise makes_sparse_gradients(f"the job's use of {sparse[0]}")
+        raise sparse_gradients_error(f"the job's use of {sparse[0]}")
     optimizer.step()
 
 

@@ -113,7 +113,7 @@ def _forward(engine: Engine, micro: Micro, step: int) -> tuple[Any, Seen]:
             calls[name] = calls.get(name, 0) + 1
             seen[name, calls[name]] = [t.detach().clone() for t in leaves(output) if isinstance(t, Tensor)]
 
-        return hook
+        return torch.compiler.disable(hook)
 
     handles = [module.register_forward_hook(note(name)) for name, module in engine.model.named_modules()]
     outputs = forward(engine, micro, step, nullcontext())
