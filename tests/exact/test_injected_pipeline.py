@@ -93,14 +93,14 @@ def test_a_gradient_of_zeros_where_there_is_none(monkeypatch: pytest.MonkeyPatch
     """43: weight decay moves what no gradient came to."""
     import jobs_uncut
 
-    real = runtime.PipelineRuntime._send_back
+    real = GradientReducer.finish
 
-    def send_back(self: Any, was: Any, stage: int, micro: int) -> None:
-        for leaf in was.leaves:
-            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        real(self, was, stage, micro)
+    def finish(self: Any, *args: Any) -> Any:
+        for parameter in self.own.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return real(self, *args)
 
-    monkeypatch.setattr(runtime.PipelineRuntime, "_send_back", send_back)
+    monkeypatch.setattr(GradientReducer, "finish", finish)
     sees(jobs_uncut.CUT["detached"](), "pp=2 microbatches=2", "G", "")
 
 
