@@ -8,12 +8,14 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from plait.tensors.part import Ranges, taken
-from plait.tensors.torch_private import FakeTensor, gradient_hooks, put_gradient_hooks
+from plait.tensors.torch_private import FakeTensor, FakeTensorMode, gradient_hooks, put_gradient_hooks
 
 Module = TypeVar("Module", bound=nn.Module)
 Hook = Callable[..., Tensor | None]
@@ -32,7 +34,7 @@ class ParameterAttributes:
         """Those of a parameter. Attributes that torch itself sets on tensors of its class are no part of them."""
         kind, values, shape = type(parameter), dict(vars(parameter)), tuple(parameter.shape)
         if kind is not nn.Parameter and values:
-            for name in vars(nn.Parameter(parameter.detach(), False)):
+            for name in _of_fakes() if issubclass(kind, FakeTensor) else vars(nn.Parameter(parameter.detach(), False)):
                 values.pop(name, None)
         known = kind is not nn.Parameter and not issubclass(kind, FakeTensor) and not hasattr(parameter, "placements")
         return ParameterAttributes(kind if known else nn.Parameter, shape, values)
@@ -65,6 +67,13 @@ class ParameterAttributes:
             if value.shape[dim] == self.shape[dim] and held != ((0, self.shape[dim]),):
                 value = taken(value, dim, held)
         return value
+
+
+@cache
+def _of_fakes() -> frozenset[str]:
+    """Attributes that torch sets on every fake parameter."""
+    with FakeTensorMode():
+        return frozenset(vars(nn.Parameter(torch.empty(0), False)))
 
 
 def like(parameter: Tensor, data: Tensor, ranges: Sequence[Ranges] | None = None) -> nn.Parameter:
