@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from plait.config.plan import Plan
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.proof import candidate, formats, phases, reference, tensor_files, verify
+from plait.proof import candidate, formats, phases, reference, scenario, tensor_files, verify
 from plait.proof.probes import TENSORS, Trace
 
 PLANS = (
@@ -56,13 +57,13 @@ def judged(job: Job, plan: Plan) -> dict[str, Any]:
     coupled = any(hasattr(module, "running_mean") for module in job.model().modules())
     if coupled and plan.microbatches > 1:
         return {"untried": "batch statistics of micro-batches: not exact by nature, and not compared"}
-    hard = verify.harden(job, plan, parts if coupled else 1)
+    hard = scenario.harden(job, plan, parts if coupled else 1)
     with tempfile.TemporaryDirectory(prefix="plait-alarms-") as folder:
         expected = _one_device(hard, plan, Path(folder))
         if "formats" not in expected.facts:
             return {"untried": expected.facts["untried"]}
         known = expected.facts["formats"]
-        ranks = _ranks(phases.clipped(hard, expected.facts), (plan, known["batch"]), Path(folder))
+        ranks = _ranks(replace(phases.clipped(hard, expected.facts), batch=known["batch"]), plan, Path(folder))
         actual = candidate.whole(Path(folder), ranks)
     values, kept = formats.judged(expected, actual, ranks, None)
     losses = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
@@ -82,20 +83,20 @@ def _one_device(job: Job, plan: Plan, folder: Path) -> Trace:
             ones.append(one)
             return {}
 
-        out = reference.train(job, 1, verify.CLIP, torch.float64, "cpu", then=then)
+        out = reference.train(job, 1, scenario.CLIP, torch.float64, "cpu", then=then)
         return out | verify.in_own_formats(job, plan, ones[0], out["clip"], samples=0)
 
     return Trace.of_process(folder / "reference", work)
 
 
-def _ranks(job: Job, how: tuple[Plan, int], folder: Path) -> list[dict[str, Any]]:
+def _ranks(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
     def work(place: Place) -> dict[str, Any]:
-        notes, made = candidate.in_own_formats(job, (str(how[0]), how[1]), "cpu", place)
+        notes, made = candidate.in_own_formats(job, plan, "cpu", place)
         for name in TENSORS:
             tensor_files.write(folder / f"{name}-{place.rank}.safetensors", made.get(name, {}))
         return {"formats": notes, "held": [], "parts": {}, "inexact": [], "rows": []}
 
-    return fork.run(work, how[0].world, alike=how[0].pp == 1)
+    return fork.run(work, plan.world, alike=plan.pp == 1)
 
 
 def cases(kinds: list[str], seeds: range, plans: int) -> Iterator[tuple[str, int, str]]:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from rehearsed import rehearse
 
-from plait.config.job import Job
 from plait.parallel.fsdp import groups
 from plait.proof import own_batch, verify
+from plait.proof.scenario import Scenario
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,9 @@ def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def operations_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = verify._reference
 
-    def known(job: Job, *rest: Any) -> Any:
-        rehearse(job)
-        return plain(job, *rest)
+    def known(scenario: Scenario, own_size: bool) -> Any:
+        rehearse(scenario.job)
+        return plain(scenario, own_size)
 
     monkeypatch.setattr(verify, "_reference", known)
 

@@ -12,7 +12,8 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.proof import own_numerics, reference
-from plait.proof.verify import harden, verify
+from plait.proof.scenario import harden
+from plait.proof.verify import verify
 
 
 class Pairs:

@@ -18,7 +18,8 @@ from plait.config.plan import Plan
 from plait.data import ready
 from plait.data.sampling import data_of, example
 from plait.proof.noted_data import first_of
-from plait.proof.verify import harden, verify
+from plait.proof.scenario import harden
+from plait.proof.verify import verify
 
 X, Y = Numbers(64).x, Numbers(64).y
 EIGHT = 8

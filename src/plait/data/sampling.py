@@ -8,7 +8,7 @@ resumed goes on with the same steps, under every plan.
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -208,3 +208,10 @@ def check(job: Job, data: object) -> None:
             why = "a run that is resumed, and every rank, asks for it again: it is a function of (seed, epoch, length) alone"
             fix = ("draw from torch.Generator().manual_seed(seed + epoch)", "numpy.random.default_rng([seed, epoch])")
             raise PlaitError(Problem("J027", what, why=why, where=ORDER, fix=fix))
+
+
+def as_first_step(job: Job) -> Job:
+    """The job with batches as large as its first step, as far as a token budget decides that, and no budget."""
+    if job.token_budget is None or not is_map(data := opened(job.data)):
+        return job
+    return replace(job, batch=Sampling.of(job, len(data)).size(0, 0), token_budget=None)

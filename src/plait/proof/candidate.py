@@ -29,6 +29,7 @@ from plait.proof import notes as noting
 from plait.proof.noted_data import seen_in
 from plait.proof.phases import of_phases
 from plait.proof.probes import TENSORS, Trace
+from plait.proof.scenario import Scenario
 from plait.randomness.keyed import is_drawing
 from plait.tensors.collectives import digests
 from plait.tensors.part import Part
@@ -79,13 +80,11 @@ class StepNotes:
         return {n: p.grad for n, p in self.engine.rank_model.params.items() if p.grad is not None}
 
 
-def run(
-    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], place: Place, folder: Path
-) -> dict[str, Any]:
-    """Train one rank for (steps, device, facts of the reference) = `how`; its parts go into files, the rest is returned
-    as JSON values. `jobs`: the hard one that is trained, and the user's."""
-    steps, device, facts = how
-    engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
+def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Train one rank as the reference was trained, which told `facts`. The rank's parts go into files, the rest is returned as JSON
+    values."""
+    hard, plan, folder = scenario.hard, scenario.logic, scenario.folder
+    engine = Engine(hard, plan, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore")
     rank_model = engine.rank_model
     if rank_model.techniques.balance is not None:
         rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
@@ -93,10 +92,10 @@ def run(
     noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
     tensors = {"initial": {n: p.tensor.clone() for n, p in rank_model.parts().items() if n in rank_model.params}}
     source = engine.batches()
-    for step in range(steps):
+    for step in range(scenario.steps):
         batch = next(source, None)
         if batch is None:
-            raise PlaitError(proof_stopped(f"after {step} of {steps} steps: nothing is proved"))
+            raise PlaitError(proof_stopped(f"after {step} of {scenario.steps} steps: nothing is proved"))
         notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         for phase in engine.turns.of(step + 1):
             with noted.watching():
@@ -108,9 +107,11 @@ def run(
     tensors |= _at_the_end(rank_model)
     seen, told = seen_in(engine.data), notes.told(rank_model, folder / f"noted-{place.rank}.safetensors")
     metrics = engine.evaluate()
-    own, made = _of_own_size(engine, notes, jobs[1], facts)
+    own, made = _of_own_size(engine, notes, scenario.job, facts)
     tensors |= made
-    step, made = in_own_formats(jobs[0], facts.get("formats"), device, place)
+    step, made = {}, nothing_in_own_formats()
+    if known := facts.get("formats"):
+        step, made = in_own_formats(replace(hard, batch=known["batch"]), scenario.plan, scenario.device, place)
     tensors |= made
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
@@ -183,16 +184,17 @@ def _of_own_size(
     return noted, made
 
 
+def nothing_in_own_formats() -> dict[str, dict[str, Tensor]]:
+    """The tensors of a step in own formats that was not made."""
+    return {f"formats_{kind}": {} for kind in ("start", *formats.GROUPS)}
+
+
 def in_own_formats(
-    job: Job, wanted: tuple[str, int] | None, device: str, place: Place
+    job: Job, plan: Plan, device: str, place: Place
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """A step in the number formats of the plan (`proof/formats.py`), when a plan and a batch are given: notes, and tensors."""
-    made = {f"formats_{kind}": dict[str, Tensor]() for kind in ("start", *formats.GROUPS)}
-    if wanted is None:
-        return {}, made
-    plan = Plan.parse(wanted[0])
+    """A step in the number formats of the plan (`proof/formats.py`): what is noted, and tensors."""
     torch.set_num_threads(threads(place.world))  # as one device's: a dry run beside the ranks is not counted
-    engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
+    engine = Engine(job, plan, device=device, place=place, on_nan="ignore")
     rank_model, traffic = engine.rank_model, Traffic(place.rank, plan)
     if rank_model.techniques.loss_scale is not None:
         rank_model.techniques.loss_scale.load_state_dict({"value": formats.SCALE, "good_steps": 0})
@@ -208,7 +210,7 @@ def in_own_formats(
     with traffic.watch():
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, rank_model.optimizer_names or {})
-    made |= {"formats_gradient": gradient, "formats_weight": dict(rank_model.params), "formats_state": state}
+    made = nothing_in_own_formats() | {"formats_gradient": gradient, "formats_weight": dict(rank_model.params), "formats_state": state}
     owned = rank_model.table.owned(rank_model.mesh.at)
     wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {

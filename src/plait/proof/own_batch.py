@@ -25,11 +25,11 @@ from torch import Tensor
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Evaluate, Job
 from plait.data.batch import Data, MapStyle, is_map, opened
+from plait.data.sampling import as_first_step
 from plait.engine.engine import Engine
 from plait.proof import reference
 from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
 from plait.proof.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, rows, tensors
-from plait.proof.short_epochs import first_step
 from plait.randomness.keyed import host_kept, permutation
 from plait.tensors.torch_private import tree_leaves
 
@@ -83,7 +83,7 @@ class Own:
 def planned(job: Job, one: reference.OneDevice, seconds: float) -> Own:
     """The batches to try, by what a sample took in the steps that were made. `job`: as the user wrote it."""
     each, small = min(one.seconds[1:] or one.seconds), one.job.batch
-    data, job = opened(job.data), first_step(job)
+    data, job = opened(job.data), as_first_step(job)
     length = len(data) if is_map(data) else math.inf
     affordable = math.inf if seconds == math.inf else int(seconds / max(each, 1e-9)) - small
     fits = int(SHARE * psutil.virtual_memory().available / max(one.kept, 1.0))

@@ -1,11 +1,7 @@
 """`plait verify`: the split run and one device, both in float64, compared number by number.
 
-The job is made hard first, so that rare paths cannot hide: a small batch that divides unevenly over ranks and
-micro-batches (ragged weights), a data set short enough that a batch with fewer samples than ranks and a second epoch
-come up, a learning rate that is still warming up, and clipping at a fraction of the gradient norm (always active).
-Adam's eps is at least 1e-6, so that a gradient which is truly zero does not blow rounding up to a full step.
-Then `proof/reference.py` trains it on one device in plain PyTorch, the engine trains it under the plan, and the probes
-compare what they did:
+The job is made hard first (`proof/scenario.py`). Then `proof/reference.py` trains it on one device in plain PyTorch, the engine trains
+it under the plan, and the probes compare what they did:
 
     G  gradients of the first step, every parameter          U  weights after all steps, and every step's loss and norm
     R  tensors that are replicas, bit for bit, every step     D  sample ids and the samples themselves
@@ -25,6 +21,7 @@ tolerance of 1e-9, which is never loosened.
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,10 @@ from torch import Tensor
 
 from plait.checkpoint.opening import open_weights
 from plait.config.errors import PlaitError, in_a_line
-from plait.config.job import Job, optimized
+from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Data, checked, first_samples, is_map, largest, opened, opened_once
+from plait.data.batch import checked, first_samples, is_map, opened_once
 from plait.data.handles import check_unshared
-from plait.data.sampling import data_of
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.devices import check, kind_of
@@ -53,22 +49,19 @@ from plait.proof import (
     own_numerics,
     phases,
     reference,
-    short_epochs,
 )
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.job import counters
-from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of, sample_digest
 from plait.proof.probes import Trace
+from plait.proof.scenario import CLIP, Scenario, harden, parts_of
 from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
 from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import leaves
 
 REFERENCE = "the reference on one device"
-CLIP = 0.1
-"""Clipping at this share of the first gradient norm."""
 NEVER = 1e30
-"""The same where a job that does not clip is held to an algorithm that clips by another norm than one device."""
+"""`CLIP` of a job that does not clip, and is held to an algorithm that clips by another norm than one device."""
 
 
 def verify(
@@ -91,7 +84,7 @@ def verify(
     job = dataclasses.replace(job, data=opened_once(job.data))
     own = found(precision.unrounded(plan))
     if own is not None and own.compare is not None:
-        return own.compare(job, plan, steps, harden)
+        return own.compare(job, plan, steps)
     try:
         verdict = _compared(job, plan, steps, seconds, kind, False)
     except PlaitError as error:
@@ -106,23 +99,20 @@ def verify(
 def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_size: bool) -> Verdict:
     """The verdict of one comparison. `own_size`: all batches have the job's own size."""
     logic = precision.unrounded(plan)
-    own, limit = found(logic), CLIP
+    own, clip = found(logic), CLIP
     if own is not None:
         (logic, steps), seconds = own.shortened(logic, steps), 0.0
-        limit = CLIP if job.clip is not None else NEVER
+        clip = CLIP if job.clip is not None else NEVER
     with Scratch("verify") as folder:
-        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, folder, own_size)
-        hard = phases.clipped(hard, expected.facts)
+        scenario, expected = _reference(Scenario(job, job, plan, logic, steps, kind, clip, seconds, folder), own_size)
         told = None
         if own is not None:
-            expected, told = _algorithm(own, expected, (hard, logic), kind, folder)
-        facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
-        facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
-        results, dry = _candidate((hard, job), logic, (steps, kind, facts), folder)
+            expected, told = _algorithm(own, expected, scenario)
+        results, dry = _candidate(scenario, expected.facts)
         actual = candidate.whole(folder, results)
         named = actual.facts["inexact"]
         if own is not None:
-            actual = _held_to_algorithm(actual, results, expected, (own, logic))
+            actual = _held_to_algorithm(actual, results, expected, own, logic)
         verdict = judge(expected, actual, results, logic, dry["logic"], folder, algorithm=told)
     if expected.facts.get("late") and own is None:
         verdict = of_calls(verdict, expected.facts["late"])
@@ -148,27 +138,24 @@ def _tried_without_draws(verdict: Verdict, again: Callable[[], Verdict]) -> Verd
     return verdict if still.equal else dataclasses.replace(verdict, code=still.code, cause=still.cause, where=still.where)
 
 
-def _algorithm(
-    own: OwnTraining, one: Trace, jobs: tuple[Job, Plan], device: str, folder: Path
-) -> tuple[Trace, AlgorithmTold]:
+def _algorithm(own: OwnTraining, one: Trace, scenario: Scenario) -> tuple[Trace, AlgorithmTold]:
     """What the plan's own algorithm does in one process, clipped as `one` device was, and how far that is from it."""
-    (job, plan), steps = jobs, len(one.facts["rows"])
+    plan, steps = scenario.logic, len(one.facts["rows"])
 
     def alone(place: Place) -> dict[str, Any]:
-        data, holder = _noted(job)
-        noting, moves = dataclasses.replace(job, data=data), lambda: place.within("forward")
-        out = own.train(noting, plan, steps, one.facts["clip"], torch.float64, device, moves=moves)
+        data, holder = _noted(scenario.hard)
+        noting, moves = dataclasses.replace(scenario.hard, data=data), lambda: place.within("forward")
+        out = own.train(noting, plan, steps, one.facts["clip"], torch.float64, scenario.device, moves=moves)
         return {"metrics": {}, **out, "seen": holder[0].seen, "names": [], "own": None, "mean": one.facts["mean"]}
 
-    trace = Trace.of_process(folder / "algorithm", alone, "the plan's algorithm in one process")
+    trace = Trace.of_process(scenario.folder / "algorithm", alone, "the plan's algorithm in one process")
     return trace, told_of(own.named(plan), one, trace)
 
 
 def _held_to_algorithm(
-    actual: Trace, ranks: list[dict[str, Any]], expected: Trace, how: tuple[OwnTraining, Plan]
+    actual: Trace, ranks: list[dict[str, Any]], expected: Trace, own: OwnTraining, plan: Plan
 ) -> Trace:
     """The candidate with what is inexact beside its algorithm: what its technique names is what it is compared with."""
-    own, plan = how
     lines = [line for line in actual.facts["inexact"] if line not in by_algorithm(plan)]
     alone = "which the algorithm in one process computes share by share"
     norms = sorted({name for r in ranks for name in r["batch_norms"]})
@@ -179,21 +166,20 @@ def _held_to_algorithm(
     return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
 
 
-def _candidate(
-    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], folder: Path
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the same steps."""
-    wanted: dict[str, tuple[Job, Plan, torch.dtype | None]] = {"logic": (jobs[0], plan, torch.float64)}
-    if "formats" in how[2]:
-        text, batch = how[2]["formats"]
-        wanted["formats"] = (dataclasses.replace(jobs[0], batch=batch), Plan.parse(text), None)
+def _candidate(scenario: Scenario, facts: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the same steps. `facts`: the
+    reference's."""
+    plan = scenario.logic
+    wanted: dict[str, tuple[Job, Plan, torch.dtype | None]] = {"logic": (scenario.hard, plan, torch.float64)}
+    if facts.get("formats"):
+        wanted["formats"] = (dataclasses.replace(scenario.hard, batch=facts["formats"]["batch"]), scenario.plan, None)
 
     def work(place: Place) -> dict[str, Any]:
         pose(None if place.rank == plan.world else place.rank, plan.world)
         if place.rank < plan.world:
-            return candidate.run(jobs, plan, how, dataclasses.replace(place, world=plan.world), folder)
+            return candidate.run(scenario, facts, dataclasses.replace(place, world=plan.world))
         place.beat(-1, "build")
-        return {"formats": None} | {name: _dry(*given, how[1]) for name, given in wanted.items()}
+        return {"formats": None} | {name: _dry(*given, scenario.device) for name, given in wanted.items()}
 
     names = fork.Listener(names={plan.world: "the dry run"})
     *ranks, dry = fork.run(work, plan.world + 1, names, alike=plan.pp == 1)
@@ -243,33 +229,29 @@ def _with_own_batch(
     return dataclasses.replace(found, code=code, cause=cause)
 
 
-def _reference(
-    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float, float], device: str, folder: Path, own_size: bool
-) -> tuple[Job, Trace]:
-    """Train the reference. Its short batch leaves one rank without a sample. A model that cannot train on so few gets a short
-    batch with two for each part. `how`: steps, seconds for batches of the job's own size, and where to clip. `plans`: as it was
-    given, and in fp32."""
+def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
+    """Train the reference; and the scenario with the job that it trained. Its short batch leaves one rank without a sample. A model
+    that cannot train on so few gets a short batch with two for each part."""
+    job, plan = scenario.job, scenario.logic
     if job.weights is not None:
         open_weights(Path(job.weights))  # what cannot be read is said before a start
-    plan = plans[1]
-    parts = plan.replica_groups * plan.shares * plan.microbatches
-    hards = [] if own_size else [harden(job, plan, short) for short in (max(1, plan.shares - 1), 2 * parts)]
+    hards = [] if own_size else [harden(job, plan, short) for short in (max(1, plan.shares - 1), 2 * parts_of(plan))]
     if own_size or job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
         hards.append(harden(job, plan, 0, job.batch))
     failed: list[PlaitError] = []
     for hard in hards:
+        tried = dataclasses.replace(scenario, hard=hard)
         try:
-            side = lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place)  # noqa: E731
-            return hard, Trace.of_process(folder / "reference", side, REFERENCE)
+            trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE)
+            return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts)), trace
         except PlaitError as error:
             failed.append(error)
-    raise _on_one_device(failed[-1], hards[-1], device) from None
+    raise _on_one_device(failed[-1], hards[-1], scenario.device) from None
 
 
 def _wants_more_samples(error: PlaitError, job: Job, plan: Plan, device: str) -> bool:
     """Whether a rank failed since the job, in plain PyTorch, cannot train on as few samples as a part of the small batches has."""
-    parts = plan.replica_groups * plan.shares * plan.microbatches
-    own = job.batch // parts
+    own = job.batch // parts_of(plan)
     if error.codes[0] != "C005" or own < 2:
         return False
     fails, fine = (bool(_raised(dataclasses.replace(job, batch=n), None, device)) for n in (1, own))
@@ -320,82 +302,29 @@ def _activity(trace: str) -> str:
     return what if last >= 0 else "follow the job's forward pass"
 
 
-def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
-    """The job with the rare paths forced: see the module's text. `batch`, unless it is 0: instead of a small one."""
-    parts = plan.replica_groups * plan.shares * plan.microbatches
-    batch = batch or 2 * parts + max(1, parts // 2)
-    warm, given = 10 * batch, job.schedule
-
-    def schedule(samples: int) -> float:
-        return min(1.0, (samples + batch) / warm) * (given(samples) if given else 1.0)
-
-    def eps(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        def optimizer(parameters: list[Any]) -> Any:
-            made = make(parameters)
-            own_batch.raise_eps(made, 1e-6)
-            return made
-
-        return optimizer
-
-    hard = dataclasses.replace(
-        optimized(phases.hard(job), eps),
-        batch=batch,
-        schedule=schedule,
-        data=lambda: limited(data_of(job), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
-        ema=None if job.ema is None else dataclasses.replace(job.ema, every=min(job.ema.every, 2)),
-        evaluate=own_batch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
-        steps=10**9,
-    )
-    if not (job.order or job.token_budget):
-        return hard
-    hard, begins = short_epochs.hardened(job, hard, short)
-    return dataclasses.replace(hard, data=lambda: limited(opened(job.data), None, begins))
-
-
-def limited(data: Data, length: int | None, begins: Callable[[], list[Any]]) -> ChosenSamples | FirstSamples:
-    """The first `length` samples of a data set (None: all), each noted as it is read. `begins` gives those of the first step, whose
-    length the sketch is made of."""
-    samples = first_of(data, length, sample_digest)
-    if hasattr(data, "collate"):
-        samples.sketched_beside = begins
-    return samples
-
-
-def first_batch(job: Job, length: int, batch: int) -> list[Any]:
-    """The samples of the first step, of the first `length` of the job's data."""
-    data = opened(job.data)
-    if is_map(data):
-        length = min(length, len(data))
-    else:
-        data, length = first_of(data, batch), batch
-    return next(reference.samples(dataclasses.replace(job, batch=batch), data, length))[2]
-
-
-def _one_device(
-    jobs: tuple[Job, Job], how: tuple[int, float, float, Plan], device: str, folder: Path, place: Place
-) -> dict[str, Any]:
-    """`jobs`: the hard one, and the user's."""
-    job, (steps, seconds, limit, plan) = jobs[0], how
+def _one_device(scenario: Scenario, place: Place) -> dict[str, Any]:
+    """What the reference tells, in its own process."""
+    job = scenario.hard
     models = list[reference.OneDevice]()
     data, holder = _noted(job)
 
     def then(one: reference.OneDevice) -> dict[str, Any]:
         own_numerics.check(one)
-        one.notes.save(folder / "noted.safetensors")
+        one.notes.save(scenario.folder / "noted.safetensors")
         one.notes.close()  # what comes after is not located
         models.append(one)
-        return own_batch.on_one_device(jobs[1], one, seconds)
+        return own_batch.on_one_device(scenario.job, one, scenario.seconds)
 
     make_optimizer(
         job, dict(make_model(job).named_parameters())
     )  # raises when the job cannot be trained by plait at all
     out = (reference if job.phases is None else phases).train(
-        dataclasses.replace(job, data=data), steps, limit, torch.float64, device, moves=lambda: place.within("forward"),
-        then=then,
+        dataclasses.replace(job, data=data), scenario.steps, scenario.clip, torch.float64, scenario.device,
+        moves=lambda: place.within("forward"), then=then,
     )  # fmt: skip
-    samples = job.batch if job.batch == jobs[1].batch else 0  # a job that cannot train on fewer
-    out |= in_own_formats(job, plan, models[0], out["clip"], samples) if seconds else {}
-    out |= _carried(jobs[1], models[0], plan) if models and job.phases is None else {}
+    samples = job.batch if job.batch == scenario.job.batch else 0  # a job that cannot train on fewer
+    out |= in_own_formats(job, scenario.plan, models[0], out["clip"], samples) if scenario.seconds else {}
+    out |= _carried(scenario.job, models[0], scenario.plan) if models and job.phases is None else {}
     return {**out, "seen": holder[0].seen, "names": []}
 
 

@@ -23,8 +23,8 @@ from plait.proof.algorithms import compressed, replicas, server
 from plait.proof.verdict import Verdict
 
 Train = Callable[..., dict[str, Any]]
-Compare = Callable[[Job, Plan, int, Callable[[Job, Plan, int], Job]], Verdict]
-"""(job, plan, steps, what makes rare paths common) -> verdict."""
+Compare = Callable[[Job, Plan, int], Verdict]
+"""(job, plan, steps) -> verdict."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ what a job means, the keyed random numbers, and the ledger, and nothing else.
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -38,6 +38,7 @@ from plait.launch.supervise import Listener, Spare
 from plait.parallel import precision
 from plait.proof import own_numerics, reference
 from plait.proof.probes import Probe, Trace, floor_of, moved, rows, tensors
+from plait.proof.scenario import CLIP, harden
 from plait.proof.verdict import Verdict, told_of
 from plait.randomness.keyed import seed_host
 from plait.tensors.float64 import Wide
@@ -47,7 +48,6 @@ NOT_COMPARED = ("batches of the job's own size", "a step in the plan's own forma
 PAUSES = (0.03, 0.3, 1.0)
 """Seconds of the longest pause before a portion; the last group takes three times as long. The longer ones are for a machine that
 has so much else to do that nothing was stale."""
-CLIP = 0.1
 
 
 def named(plan: Plan) -> str:
@@ -55,8 +55,8 @@ def named(plan: Plan) -> str:
     return "the server's ledger, played again"
 
 
-def compare(job: Job, plan: Plan, steps: int, harden: Callable[[Job, Plan, int], Job]) -> Verdict:
-    """Run it, play it again, and compare. `harden` makes the job's rare paths common (`proof/verify.py`)."""
+def compare(job: Job, plan: Plan, steps: int) -> Verdict:
+    """Run it, play it again, and compare."""
     inner = replace(plan, dp=plan.replica_groups, replica_groups=1)
     try:
         return _compared(harden(job, inner, 1), plan, steps)

@@ -31,7 +31,7 @@ from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import is_map, opened
-from plait.data.sampling import Sampling
+from plait.data.sampling import Sampling, as_first_step
 from plait.engine.analyse import KnownModel, analyse, setup_of
 from plait.engine.build import inexact
 from plait.launch import fork
@@ -44,7 +44,6 @@ from plait.proof.job.causes import problems_of, unlike_readers
 from plait.proof.job.counters import Changed, values
 from plait.proof.job.trial import WIDE, Point, digests, measure, one_device
 from plait.proof.noted_data import first_of
-from plait.proof.short_epochs import first_step
 from plait.randomness.keyed import host_kept
 from plait.tensors import higher_order
 from plait.tensors.transfers import move
@@ -174,7 +173,7 @@ def _side(
     timer.start()
     torch.set_num_threads(1)  # a forked copy of a pool of threads is dead
     place.beat(-1, "build")
-    length, here_, compared, once = _opened(first_step(job))
+    length, here_, compared, once = _opened(as_first_step(job))
     key = _key([*words, length])
     for folder in before:
         found = stored(folder)
