@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from plait.model.operations import Effort
 from plait.tensors.torch_private import OpOverload, is_view, leaves, storage_key, tree_map, version
-from plait.tensors.trees import TensorForm, carried, flat, learn, taken, tensors, tensors_in
+from plait.tensors.trees import TensorForm, carried, flat, learn, nodes_behind, taken, tensors, tensors_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: those by place, and by name."""
@@ -215,12 +215,7 @@ class Meter:
     def _mark_backward(self, end: object) -> None:
         """Clear `backward` of calls whose outputs autograd does not reach from `end`, such as detached ones. A call is left as it is if
         its values may leave it by another way than its output."""
-        reached, open_ = set[Any](), [t.grad_fn for t in tensors_in(end) if t.grad_fn is not None]
-        while open_:
-            node = open_.pop()
-            if node not in reached:
-                reached.add(node)
-                open_ += [after for after, _ in node.next_functions if after is not None]
+        reached = set(nodes_behind(t.grad_fn for t in tensors_in(end)))
         for call in self.metered.calls:
             sure = not (self.metered.differentiates or call.aside or call.writes or None in call.grad_fns)
             if sure and not reached.intersection(call.grad_fns):

@@ -2,16 +2,18 @@
 
 torch's pytrees see into tuples, lists, dicts and dataclasses. Other classes are registered here when a unit first
 returns an object of one that is no more than its attributes and items: a state, a subclass of dict or list.
+And autograd's graph behind tensors (`nodes_behind`).
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from plait.config.errors import PlaitError, Problem
 from plait.tensors.rows import memory_order
@@ -122,6 +124,18 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
     found: dict[int, Tensor] = {}
     _walk(tree, DEPTH, found, set())
     return iter(found.values())
+
+
+def nodes_behind(starts: Iterable[Node | None], without: Container[Node] = ()) -> Iterator[Node]:
+    """Nodes of autograd's graph that a backward pass from `starts` goes through: each once, in the same order in every run. It goes
+    through none of `without`."""
+    met, ahead = set[Node](), [*starts]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in met and node not in without:
+            met.add(node)
+            yield node
+            ahead += [behind for behind, _ in node.next_functions]
 
 
 def _walk(item: object, depth: int, found: dict[int, Tensor], met: set[int]) -> None:

@@ -12,7 +12,7 @@ rows posing, and what it gathers is noted. Then it runs on each rank's rows, is 
 exactly that, and give its rows of the output.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
@@ -41,6 +40,7 @@ from plait.parallel.context.unit_in_rows import (
 from plait.tensors.modules import own_forward
 from plait.tensors.rows import AndAll, Rows, dense
 from plait.tensors.torch_private import BatchNormBase, leaves, named_leaves, tree_map, tree_map_only
+from plait.tensors.trees import nodes_behind
 
 NEAR = 1e-6
 """A model may compute in float32 whatever it is given."""
@@ -199,7 +199,8 @@ class _Trial:
 
         def hook(name: str, output: object) -> None:
             made = [t.local if isinstance(t, SequenceShard) else t for t in leaves(output) if isinstance(t, Tensor)]
-            if not found and any(isinstance(getattr(node, "variable", None), SequenceShard) for node in reached(made)):
+            behind = nodes_behind(t.grad_fn for t in made)
+            if not found and any(isinstance(getattr(node, "variable", None), SequenceShard) for node in behind):
                 found.append(name)
 
         hooks = [
@@ -233,18 +234,6 @@ class _Trial:
         numbers = {id(layout): number for number, layout in held.items()}
         self.besides = {path: (dim, numbers[id(layout)]) for path, (dim, layout) in output.besides.items()}
         return counted.get_total_flops()
-
-
-def reached(starts: Iterable[Tensor]) -> set[Node]:
-    """The nodes of autograd's graph that a backward pass from these tensors goes through."""
-    found = set[Node]()
-    left = [t.grad_fn for t in starts]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            left += [following for following, _ in node.next_functions]
-    return found
 
 
 class Counted(FlopCounterMode):

@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from plait.tensors.torch_private import GraphExecGroup
+from plait.tensors.trees import nodes_behind
 
 
 def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[Tensor]) -> Callable[[], None]:
@@ -83,12 +84,4 @@ def _leading(roots: list[Node], goals: set[Node]) -> Collection[Node]:
 
 def _parameters(node: Node, leading: Collection[Node]) -> Iterator[Tensor]:
     """Parameters that are reached from a node without touching the way to the inputs."""
-    met, ahead = set[Node](), [n for n, _ in node.next_functions if n is not None and n not in leading]
-    while ahead:
-        at = ahead.pop()
-        if at in met:
-            continue
-        met.add(at)
-        if hasattr(at, "variable"):
-            yield at.variable
-        ahead += [n for n, _ in at.next_functions if n is not None and n not in leading]
+    yield from (at.variable for at in nodes_behind((n for n, _ in node.next_functions), leading) if hasattr(at, "variable"))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, RegionArgument
 from plait.parallel.tensor.find.check import ReplayedModule, taken
 from plait.parallel.tensor.find.linear_maps import Map
 from plait.tensors.rows import Rows
+from plait.tensors.trees import nodes_behind
 
 ROUNDS = (2, 24)
 """At least and at most so many draws of random numbers."""
@@ -250,15 +250,8 @@ def _no_strangers(inputs: list[Tensor], known: list[Tensor], direct: list[Tensor
     """Refuse when what the row is given depends on a trained tensor that came by no way we know."""
     leaves = {id(t) for t in known}
     nodes = {t.grad_fn for t in (*known, *direct) if t.grad_fn is not None}
-    met: set[Node] = set()
-    stack = [x.grad_fn for x in inputs if x.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node in met or node in nodes:
-            continue
-        met.add(node)
+    for node in nodes_behind((x.grad_fn for x in inputs), nodes):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in leaves:
             where = container.name or "the model"
             raise Refused(f"a trained tensor reaches the code of {where} by another way than its arguments")
-        stack += [k for k, _ in node.next_functions if k is not None]
