@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,14 @@ def _tensors(tree: object) -> Iterator[tuple[int, Tensor]]:
             yield from ((i, leaf),) if leaf.numel() and not leaf.is_complex() else ()
 
 
+class CallTensor(NamedTuple):
+    """Which tensor of which call of a unit, by number, and in which micro-batch."""
+
+    call: int
+    tensor: int
+    micro: int
+
+
 class Notes(UnitNotes):
     """Notes what a model does on one side. `units`: names of the modules that are looked at; `micro`: the micro-batch that runs.
 
@@ -179,7 +187,7 @@ class Notes(UnitNotes):
         self.step, self.samples = step, {i: (first, count) for i, (first, count, _) in enumerate(micros) if count}
         for micro in self.samples:
             for i, leaf in _tensors(micros[micro][2]):
-                self._put("data", "", (0, i, micro), leaf, _held(leaf)[0].nan_to_num(0.125, 1024.0, -1024.0))
+                self._put("data", "", CallTensor(0, i, micro), leaf, _held(leaf)[0].nan_to_num(0.125, 1024.0, -1024.0))
 
     def compare_again(self) -> None:
         """Note where what runs twice, forward and again in backward, computes something else: for recomputation."""
@@ -206,7 +214,7 @@ class Notes(UnitNotes):
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._off():
             for i, leaf in _tensors((args, kwargs)):
-                self._put("in", name, (self._calls.get(name, 0), i, self.micro()), leaf)
+                self._put("in", name, CallTensor(self._calls.get(name, 0), i, self.micro()), leaf)
 
     def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._off():
@@ -214,7 +222,7 @@ class Notes(UnitNotes):
         call, micro, received = self._calls.get(name, 0), self.micro(), self.received()
         self._calls[name] = call + 1
         for i, leaf in _tensors(output if received else self.kept(output)):
-            at = call, i, micro
+            at = CallTensor(call, i, micro)
             self._put("got" if received else "out", name, at, leaf)
             local = _held(leaf)[0]
             if local.requires_grad and local.is_floating_point():
@@ -222,14 +230,14 @@ class Notes(UnitNotes):
                 local.register_hook(partial(self._back, what=what, name=name, at=at, step=self.step, leaf=leaf))
 
     def _back(
-        self, gradient: Tensor, *, what: str, name: str, at: tuple[int, int, int], step: int, leaf: Tensor
+        self, gradient: Tensor, *, what: str, name: str, at: CallTensor, step: int, leaf: Tensor
     ) -> None:
         if self.step == step and key(step, what, name, *at) not in self.rows:
             self._put(what, name, at, leaf, gradient)
             self._use(name, "used back")
 
-    def _put(self, what: str, name: str, at: tuple[int, int, int], leaf: Tensor, value: Tensor | None = None) -> None:
-        """Note a tensor of a unit, or its gradient. `at`: number of the call, of the tensor, of the micro-batch."""
+    def _put(self, what: str, name: str, at: CallTensor, leaf: Tensor, value: Tensor | None = None) -> None:
+        """Note a tensor of a unit, or its gradient."""
         local, cut, ranges = _held(leaf)
         value = local if value is None else value
         if not value.numel():
@@ -237,7 +245,7 @@ class Notes(UnitNotes):
         last = cut >= 0 and cut == value.dim() - 1
         known = key(self.step, what, name, *at)
         self.rows[known] = products(value, ranges if last else None)
-        self.about[known] = [*self.samples.get(at[2], (0, 0)), list(leaf.shape), cut, ranges]
+        self.about[known] = [*self.samples.get(at.micro, (0, 0)), list(leaf.shape), cut, ranges]
 
     def _again(self, unit: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         found = [products(_held(leaf)[0]) for _, leaf in _tensors(output) if leaf.is_floating_point()]

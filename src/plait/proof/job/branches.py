@@ -18,7 +18,7 @@ from plait.data.batch import Micro
 from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place
-from plait.proof.job.look import forward, parted, rows_apart
+from plait.proof.job.look import WHOLE, SampleRows, forward, parted
 from plait.proof.job.trial import Point
 from plait.tensors.torch_private import TorchDispatchMode, leaves
 
@@ -57,13 +57,13 @@ class _Runs:
         expected, chosen = self._outputs(self.whole)
         for part in self.parts:
             for a, b in zip(expected, self._outputs(part)[0]):
-                unlike = rows_apart(a, b, (part.first, part.count, self.whole.count))
+                unlike = SampleRows.of(part, self.whole).apart(a, b)
                 if unlike is not None and self._again(expected):
                     return chosen, (scale, self.whole.ids[part.first + unlike[0]], unlike[1], part.count)
         return chosen, None
 
     def _again(self, expected: list[Tensor]) -> bool:
-        return all(rows_apart(a, b, (0, 1, 1)) is None for a, b in zip(expected, self._outputs(self.whole)[0]))
+        return all(WHOLE.apart(a, b) is None for a, b in zip(expected, self._outputs(self.whole)[0]))
 
     def _outputs(self, micro: Micro) -> tuple[list[Tensor], list[bool]]:
         choices = _Choices()
@@ -84,7 +84,7 @@ def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place, *, 
                 return {"found": None}
             chosen, found = runs.at(scale)
             if found is None and chosen != before:
-                found = _between(runs.at, (last, before), scale)
+                found = _between(runs.at, before, last, scale)
             if found is not None:
                 return {"found": found}
             last, before = scale, chosen
@@ -92,12 +92,13 @@ def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place, *, 
 
 
 def _between(
-    at: Callable[[float], tuple[list[bool], Found | None]], low: tuple[float, list[bool]], high: float
+    at: Callable[[float], tuple[list[bool], Found | None]], before: list[bool], low: float, high: float
 ) -> Found | None:
+    """What is found where the choices become others than those `before`, at `low`."""
     for _ in range(HALVES):
-        middle = (low[0] + high) / 2
+        middle = (low + high) / 2
         chosen, found = at(middle)
         if found is not None:
             return found
-        low, high = ((middle, chosen), high) if chosen == low[1] else (low, middle)
+        low, high = (middle, high) if chosen == before else (low, middle)
     return None

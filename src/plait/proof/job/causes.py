@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
@@ -51,7 +52,7 @@ def problems_of(
         if known.sketch.by_values and not named and not alone["asks"]:
             return _of_branches(job, cut, known, points[0]), told
         return [], told
-    point = points[0] if apart is None else apart[0]
+    point = points[0] if apart is None else apart.point
     try:
         (seen,) = _aside(lambda place: look(job, cut, known, point, place))
     except PlaitError as error:
@@ -60,7 +61,7 @@ def problems_of(
     if alone["coupled"] is not None:
         found.append(_of_loss(job, cut, alone["coupled"], seen, alone["size"]))
     elif apart is not None and not found and seen.get("losses") and _unlike(seen):
-        found.append(_of_loss(job, cut, seen | {"scale": 1.0, "apart": apart[2]}, seen, apart[0].size))
+        found.append(_of_loss(job, cut, seen | {"scale": 1.0, "apart": apart.far}, seen, point.size))
     elif apart is not None and not found:
         found.append(_of_gradient(job, cut, apart))
     return found, told
@@ -81,21 +82,35 @@ def unlike_sample(sides: Sides) -> tuple[int, int] | None:
     return None
 
 
-def first_apart(points: list[Point], sides: Sides) -> tuple[Point, str, float, float, float] | None:
-    """(point, what differs, how far relative to its size, loss of one device, loss of the cut job) of the first that does."""
+@dataclass(frozen=True)
+class Apart:
+    """A point at which the cut job is another training."""
+
+    point: Point
+    name: str
+    """A parameter whose gradient differs, or loss."""
+    far: float
+    """Relative to its size."""
+    loss: float
+    """Of one device."""
+    cut_loss: float
+
+
+def first_apart(points: list[Point], sides: Sides) -> Apart | None:
+    """The first of some points at which the cut job is another training."""
     for k, point in enumerate(points):
         alone, cut = sides[-1]["rows"][k], sides[0]["rows"][k]
         a, b = alone["loss"], cut["loss"]
         if not (math.isfinite(a) and math.isfinite(alone["norm"])):
             continue
         if not abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1e-12):
-            return point, "loss", abs(a - b) / max(abs(a), 1e-300), a, b
+            return Apart(point, "loss", abs(a - b) / max(abs(a), 1e-300), a, b)
         largest = max((row[1] for row in alone["gradients"].values()), default=0.0)
         for name in dict.fromkeys([*alone["gradients"], *cut["gradients"]]):
             (p, size), (q, other) = (side["gradients"].get(name, (0.0, 0.0)) for side in (alone, cut))
             scale = max(size, other, FLOOR * largest, 1e-300)
             if not max(abs(p - q), abs(size - other)) <= 10 * TOLERANCE * scale:
-                return point, name, abs(p - q) / scale, a, b
+                return Apart(point, name, abs(p - q) / scale, a, b)
     return None
 
 
@@ -290,12 +305,12 @@ def _fix(seen: Found) -> tuple[str, ...]:
     )
 
 
-def _of_gradient(job: Job, cut: Plan, apart: tuple[Point, str, float, float, float]) -> Problem:
-    point, name, far, a, b = apart
+def _of_gradient(job: Job, cut: Plan, apart: Apart) -> Problem:
+    point, name = apart.point, apart.name
     what = "the job cut by the plan is another training than on one device"
     why = f"step {point.step + 1}, {point.size} samples ({_how(cut)}): "
-    gradient = f"the gradient of {name} differs by {far:.1e} of its size"
-    why += f"the loss is {b:.9g} instead of {a:.9g}" if name == "loss" else gradient
+    gradient = f"the gradient of {name} differs by {apart.far:.1e} of its size"
+    why += f"the loss is {apart.cut_loss:.9g} instead of {apart.loss:.9g}" if name == "loss" else gradient
     kept = "something is kept from call to call"
     why += "; outputs and loss of each part, computed one after the other, do not show it: "
     why += kept if name == "loss" else f"a backward pass makes something of all samples that it is given, or {kept}"

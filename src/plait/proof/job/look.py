@@ -5,7 +5,7 @@ Runs in a process of its own, when the check has found a difference; it need not
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
@@ -37,6 +37,45 @@ TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
 
 
+@dataclass(frozen=True)
+class SampleRows:
+    """Samples `first` to `first + count`, of `size`: the rows of a whole batch that a part of it has."""
+
+    first: int
+    count: int
+    size: int
+
+    @staticmethod
+    def of(part: Micro, whole: Micro) -> "SampleRows":
+        """Those of a part of a batch."""
+        return SampleRows(part.first, part.count, whole.count)
+
+    def apart(self, a: Tensor, b: Tensor) -> tuple[int, float] | None:
+        """(row, how far relative to the size) where `b` is furthest from its rows of `a`; None where it is nowhere far."""
+        dims = [d for d in range(a.dim()) if a.shape[d] * self.count == b.shape[d] * self.size and a.shape[d] % self.size == 0]
+        if self.size > 1 and not dims:
+            return None
+        dim = dims[0] if dims else 0
+        each = a.shape[dim] // self.size if dims else 1
+        a = a.narrow(dim, self.first * each, self.count * each) if dims else a
+        for d in range(a.dim()):  # what is padded further is compared as far as both go
+            most = min(a.shape[d], b.shape[d])
+            a, b = a.narrow(d, 0, most), b.narrow(d, 0, most)
+        if not a.numel():
+            return None
+        scale = max(float(a.abs().max()), 1e-12)
+        rows = (a - b).abs()
+        worst = float(rows.max()) / scale
+        if not worst > TOLERANCE:
+            return None
+        at = int(rows.movedim(dim, 0).reshape(rows.shape[dim], -1).amax(1).argmax()) if rows.dim() else 0
+        return at // each, worst
+
+
+WHOLE = SampleRows(0, 1, 1)
+"""All rows of any batch."""
+
+
 def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> dict[str, Any]:
     """Where one device and the parts of a point's batch part company. JSON values only."""
     engine, whole, parts = parted(job, cut, known, point, place)
@@ -48,7 +87,7 @@ def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> 
     first, after = run(whole), counters.values(rank_model.module)
     second = run(whole)
     found: dict[str, Any] = {"host": rank_model.whole_sketch.host_random, "padding": False}
-    again = _first_unlike(first[1], second[1], (0, 1, 1))
+    again = _first_unlike(first[1], second[1], WHOLE)
     if again is not None:
         found["again"] = [again[0], _kind(rank_model.module, again[0])]
         changed = counters.Changed.of(before, after)
@@ -57,13 +96,13 @@ def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> 
     found["collate"] = _collated(whole, parts)
     ran = [run(part) for part in parts]
     for part, (_, seen) in zip(parts, ran):
-        unlike = _first_unlike(first[1], seen, (part.first, part.count, whole.count))
+        unlike = _first_unlike(first[1], seen, SampleRows.of(part, whole))
         if unlike is not None:
             name, row, apart = unlike
             found["outputs"] = [name, _kind(rank_model.module, name), whole.ids[part.first + row], apart, part.count]
             found["padding"] = _by_padding(run, whole, part, first[1])
             return found
-    return found | _losses(job, (whole, first[0]), list(zip(parts, (outputs for outputs, _ in ran))))
+    return found | _losses(job, whole, parts, [outputs for outputs, _ in (first, *ran)])
 
 
 def look_later(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> dict[str, Any]:
@@ -81,7 +120,7 @@ def _repeats(model: nn.Module, run: Callable[[], tuple[Any, Seen]]) -> bool:
     for _ in range(2):
         with state_kept(model.modules()):
             seen.append(run()[1])
-    return _first_unlike(seen[0], seen[1], (0, 1, 1)) is None
+    return _first_unlike(seen[0], seen[1], WHOLE) is None
 
 
 def parted(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
@@ -122,36 +161,13 @@ def _forward(engine: Engine, micro: Micro, step: int) -> tuple[Any, Seen]:
     return outputs, seen
 
 
-def _first_unlike(whole: Seen, part: Seen, where: tuple[int, int, int]) -> tuple[str, int, float] | None:
-    """(module, row, how far) of the first output in `part` that is not its rows of the whole's. `where`: first, count, of."""
+def _first_unlike(whole: Seen, part: Seen, rows: SampleRows) -> tuple[str, int, float] | None:
+    """(module, row, how far) of the first output in `part` that is not its `rows` of the whole's."""
     for key, tensors in whole.items():
         for a, b in zip(tensors, part.get(key, ())):
-            if a.is_floating_point() and a.dim() == b.dim() and (found := rows_apart(a, b, where)) is not None:
+            if a.is_floating_point() and a.dim() == b.dim() and (found := rows.apart(a, b)) is not None:
                 return key[0], *found
     return None
-
-
-def rows_apart(a: Tensor, b: Tensor, where: tuple[int, int, int]) -> tuple[int, float] | None:
-    """(row, how far relative to the size) where `b` is furthest from its rows of `a`; None where it is nowhere far."""
-    first, count, size = where
-    dims = [d for d in range(a.dim()) if a.shape[d] * count == b.shape[d] * size and a.shape[d] % size == 0]
-    if size > 1 and not dims:
-        return None
-    dim = dims[0] if dims else 0
-    each = a.shape[dim] // size if dims else 1
-    a = a.narrow(dim, first * each, count * each) if dims else a
-    for d in range(a.dim()):  # what is padded further is compared as far as both go
-        most = min(a.shape[d], b.shape[d])
-        a, b = a.narrow(d, 0, most), b.narrow(d, 0, most)
-    if not a.numel():
-        return None
-    scale = max(float(a.abs().max()), 1e-12)
-    rows = (a - b).abs()
-    worst = float(rows.max()) / scale
-    if not worst > TOLERANCE:
-        return None
-    at = int(rows.movedim(dim, 0).reshape(rows.shape[dim], -1).amax(1).argmax()) if rows.dim() else 0
-    return at // each, worst
 
 
 def _kind(model: nn.Module, name: str) -> str:
@@ -180,17 +196,17 @@ def _by_padding(run: Callable[[Micro], tuple[Any, Seen]], whole: Micro, part: Mi
         return False
     cut = lambda t: t[part.first : part.first + part.count] if t.dim() and t.shape[0] == whole.count else t  # noqa: E731
     same = Micro(part.first, part.count, tree_map_only(Tensor, cut, whole.inputs), part.targets, part.ids)
-    return _first_unlike(expected, run(same)[1], (part.first, part.count, whole.count)) is None
+    return _first_unlike(expected, run(same)[1], SampleRows.of(part, whole)) is None
 
 
-def _losses(job: Job, whole: tuple[Micro, Any], parts: list[tuple[Micro, Any]]) -> dict[str, Any]:
-    """The loss of the whole and of the parts, and what the parts would have to weigh for it to be their mean."""
+def _losses(job: Job, whole: Micro, parts: list[Micro], outputs: list[Any]) -> dict[str, Any]:
+    """The loss of the whole and of the parts, and what the parts would have to weigh for it to be their mean. `outputs`: the whole's,
+    then each part's."""
     with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"):
-        at = lambda micro, outputs: float(job.loss(outputs, move(micro.targets, torch.device("cpu"), WIDE)))  # noqa: E731
-        total, losses = at(*whole), [at(*part) for part in parts]
-    weights = [weigh(job.weight, micro) for micro, _ in parts]
-    told = {"whole": total, "losses": losses, "weights": weights}
-    return told | {"hint": _hint(job, total, losses, [micro for micro, _ in parts])}
+        at = lambda micro, out: float(job.loss(out, move(micro.targets, torch.device("cpu"), WIDE)))  # noqa: E731
+        total, *losses = [at(micro, out) for micro, out in zip((whole, *parts), outputs)]
+    told = {"whole": total, "losses": losses, "weights": [weigh(job.weight, micro) for micro in parts]}
+    return told | {"hint": _hint(job, total, losses, parts)}
 
 
 def _hint(job: Job, whole: float, losses: list[float], parts: list[Micro]) -> str:
