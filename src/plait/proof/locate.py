@@ -14,12 +14,9 @@ from torch import Tensor
 
 from plait.config.keys import OTHER_SAMPLES, SAME_LOSS
 from plait.proof.notes import key
-from plait.proof.probes import TOLERANCE, apart, off, size_of
+from plait.proof.probes import FLOOR, TOLERANCE, apart, off, size_of
 from plait.proof.sides import Sides, Wrong
 from plait.proof.sum_faults import Sum, explained
-
-FLOOR = 1e-5
-"""A gradient that is truly zero is judged beside the largest of its step, at this share of it."""
 
 
 @dataclass(frozen=True)

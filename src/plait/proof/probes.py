@@ -18,6 +18,9 @@ from plait.launch.place import Place
 from plait.proof import tensor_files
 
 TOLERANCE = 1e-9
+"""Numbers of two runs in float64 that differ by more of their size are not the same training."""
+FLOOR = 1e-5
+"""A gradient that is truly zero is judged beside the largest of its step, at this share of it."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def ratio(expected: Tensor, actual: Tensor) -> float | None:
 
 def floor_of(tensors: dict[str, Tensor]) -> float:
     """The least scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
-    return 1e-5 * max(
+    return FLOOR * max(
         (float(t.abs().max()) for t in tensors.values() if t.numel() and not is_discrete(t)), default=0.0
     )
 

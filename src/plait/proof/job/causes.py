@@ -18,9 +18,8 @@ from plait.launch.supervise import Listener
 from plait.proof.job import branches, counters
 from plait.proof.job.look import look, look_later, read_again, read_as
 from plait.proof.job.trial import Point
+from plait.proof.probes import FLOOR, TOLERANCE
 
-TOLERANCE, FLOOR = 1e-9, 1e-5
-"""As those of verify: relative to a tensor's size, or to this share of the largest gradient."""
 SECONDS = 0.3
 """Of processor time to look for a branch that parts take otherwise."""
 Sides = list[dict[str, Any]]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.job import is_user_class
+from plait.proof.probes import TOLERANCE
 from plait.tensors.modules import state_kept
 from plait.tensors.torch_private import FakeTensor
 
@@ -28,7 +29,6 @@ LEVELS = 4
 """How deep containers are followed."""
 STEPS = (*range(1, 17), *(2**k for k in range(5, 24)))
 """Steps of a run whose counts are tried."""
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from plait.parallel.precision import forward_format
 from plait.proof.job import counters
 from plait.proof.job.trial import WIDE, Point, digests, in_float64, move_weights, read
 from plait.proof.noted_data import ChosenSamples
+from plait.proof.probes import TOLERANCE
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.modules import state_kept
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
 from plait.tensors.transfers import move
 
-TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
 
 
