@@ -18,7 +18,7 @@ from plait.data.batch import Micro
 from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place
-from plait.proof.job.look import WHOLE, SampleRows, forward, parted
+from plait.proof.job.look import WHOLE, PartRows, forward, parted
 from plait.proof.job.trial import Point
 from plait.tensors.torch_private import TorchDispatchMode, leaves
 
@@ -57,7 +57,7 @@ class _Runs:
         expected, chosen = self._outputs(self.whole)
         for part in self.parts:
             for a, b in zip(expected, self._outputs(part)[0]):
-                unlike = SampleRows.of(part, self.whole).apart(a, b)
+                unlike = PartRows.of(part, self.whole).apart(a, b)
                 if unlike is not None and self._again(expected):
                     return chosen, (scale, self.whole.ids[part.first + unlike[0]], unlike[1], part.count)
         return chosen, None

@@ -38,7 +38,7 @@ Seen = dict[tuple[str, int], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class SampleRows:
+class PartRows:
     """Samples `first` to `first + count`, of `size`: the rows of a whole batch that a part of it has."""
 
     first: int
@@ -46,9 +46,9 @@ class SampleRows:
     size: int
 
     @staticmethod
-    def of(part: Micro, whole: Micro) -> "SampleRows":
+    def of(part: Micro, whole: Micro) -> "PartRows":
         """Those of a part of a batch."""
-        return SampleRows(part.first, part.count, whole.count)
+        return PartRows(part.first, part.count, whole.count)
 
     def apart(self, a: Tensor, b: Tensor) -> tuple[int, float] | None:
         """(row, how far relative to the size) where `b` is furthest from its rows of `a`; None where it is nowhere far."""
@@ -72,7 +72,7 @@ class SampleRows:
         return at // each, worst
 
 
-WHOLE = SampleRows(0, 1, 1)
+WHOLE = PartRows(0, 1, 1)
 """All rows of any batch."""
 
 
@@ -96,7 +96,7 @@ def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place) -> 
     found["collate"] = _collated(whole, parts)
     ran = [run(part) for part in parts]
     for part, (_, seen) in zip(parts, ran):
-        unlike = _first_unlike(first[1], seen, SampleRows.of(part, whole))
+        unlike = _first_unlike(first[1], seen, PartRows.of(part, whole))
         if unlike is not None:
             name, row, apart = unlike
             found["outputs"] = [name, _kind(rank_model.module, name), whole.ids[part.first + row], apart, part.count]
@@ -161,7 +161,7 @@ def _forward(engine: Engine, micro: Micro, step: int) -> tuple[Any, Seen]:
     return outputs, seen
 
 
-def _first_unlike(whole: Seen, part: Seen, rows: SampleRows) -> tuple[str, int, float] | None:
+def _first_unlike(whole: Seen, part: Seen, rows: PartRows) -> tuple[str, int, float] | None:
     """(module, row, how far) of the first output in `part` that is not its `rows` of the whole's."""
     for key, tensors in whole.items():
         for a, b in zip(tensors, part.get(key, ())):
@@ -196,7 +196,7 @@ def _by_padding(run: Callable[[Micro], tuple[Any, Seen]], whole: Micro, part: Mi
         return False
     cut = lambda t: t[part.first : part.first + part.count] if t.dim() and t.shape[0] == whole.count else t  # noqa: E731
     same = Micro(part.first, part.count, tree_map_only(Tensor, cut, whole.inputs), part.targets, part.ids)
-    return _first_unlike(expected, run(same)[1], SampleRows.of(part, whole)) is None
+    return _first_unlike(expected, run(same)[1], PartRows.of(part, whole)) is None
 
 
 def _losses(job: Job, whole: Micro, parts: list[Micro], outputs: list[Any]) -> dict[str, Any]:
