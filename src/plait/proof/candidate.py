@@ -81,8 +81,8 @@ class StepNotes:
 
 
 def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train one rank as the reference was trained, which told `facts`. The rank's parts go into files, the rest is returned as JSON
-    values."""
+    """Train one rank under the scenario. Tensors are written to files in its folder; the rest is returned as JSON values. `facts`: those of
+    the reference's `Trace`."""
     hard, plan, folder = scenario.hard, scenario.logic, scenario.folder
     engine = Engine(hard, plan, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore")
     rank_model = engine.rank_model
@@ -109,7 +109,7 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     metrics = engine.evaluate()
     own, made = _of_own_size(engine, notes, scenario.job, facts)
     tensors |= made
-    step, made = {}, nothing_in_own_formats()
+    step, made = {}, _no_tensors_in_own_formats()
     if known := facts.get("formats"):
         step, made = in_own_formats(replace(hard, batch=known["batch"]), scenario.plan, scenario.device, place)
     tensors |= made
@@ -184,7 +184,7 @@ def _of_own_size(
     return noted, made
 
 
-def nothing_in_own_formats() -> dict[str, dict[str, Tensor]]:
+def _no_tensors_in_own_formats() -> dict[str, dict[str, Tensor]]:
     """The tensors of a step in own formats that was not made."""
     return {f"formats_{kind}": {} for kind in ("start", *formats.GROUPS)}
 
@@ -210,7 +210,7 @@ def in_own_formats(
     with traffic.watch():
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, rank_model.optimizer_names or {})
-    made = nothing_in_own_formats() | {"formats_gradient": gradient, "formats_weight": dict(rank_model.params), "formats_state": state}
+    made = _no_tensors_in_own_formats() | {"formats_gradient": gradient, "formats_weight": dict(rank_model.params), "formats_state": state}
     owned = rank_model.table.owned(rank_model.mesh.at)
     wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {

@@ -34,7 +34,7 @@ class ParameterAttributes:
         """Those of a parameter. Attributes that torch itself sets on tensors of its class are no part of them."""
         kind, values, shape = type(parameter), dict(vars(parameter)), tuple(parameter.shape)
         if kind is not nn.Parameter and values:
-            for name in _of_fakes() if issubclass(kind, FakeTensor) else vars(nn.Parameter(parameter.detach(), False)):
+            for name in _fake_attributes() if issubclass(kind, FakeTensor) else vars(nn.Parameter(parameter.detach(), False)):
                 values.pop(name, None)
         known = kind is not nn.Parameter and not issubclass(kind, FakeTensor) and not hasattr(parameter, "placements")
         return ParameterAttributes(kind if known else nn.Parameter, shape, values)
@@ -70,7 +70,7 @@ class ParameterAttributes:
 
 
 @cache
-def _of_fakes() -> frozenset[str]:
+def _fake_attributes() -> frozenset[str]:
     """Attributes that torch sets on every fake parameter."""
     with FakeTensorMode():
         return frozenset(vars(nn.Parameter(torch.empty(0), False)))

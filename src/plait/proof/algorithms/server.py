@@ -38,7 +38,7 @@ from plait.launch.supervise import Listener, Spare
 from plait.parallel import precision
 from plait.proof import own_numerics, reference
 from plait.proof.probes import Probe, Trace, floor_of, moved, rows, tensors
-from plait.proof.scenario import CLIP, harden
+from plait.proof.scenario import CLIP, harden, parts_of
 from plait.proof.verdict import Verdict, told_of
 from plait.randomness.keyed import seed_host
 from plait.tensors.float64 import Wide
@@ -61,7 +61,7 @@ def compare(job: Job, plan: Plan, steps: int) -> Verdict:
     try:
         return _compared(harden(job, inner, 1), plan, steps)
     except PlaitError:  # a model that cannot train on one sample gets a short batch with two for each part
-        return _compared(harden(job, inner, 2 * inner.shares * plan.microbatches), plan, steps)
+        return _compared(harden(job, inner, 2 * parts_of(inner)), plan, steps)
 
 
 def _compared(hard: Job, plan: Plan, steps: int) -> Verdict:

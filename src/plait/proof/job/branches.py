@@ -57,13 +57,13 @@ class _Runs:
         expected, chosen = self._outputs(self.whole)
         for part in self.parts:
             for a, b in zip(expected, self._outputs(part)[0]):
-                unlike = PartRows.of(part, self.whole).apart(a, b)
+                unlike = PartRows.of(part, self.whole).worst_row(a, b)
                 if unlike is not None and self._again(expected):
                     return chosen, (scale, self.whole.ids[part.first + unlike[0]], unlike[1], part.count)
         return chosen, None
 
     def _again(self, expected: list[Tensor]) -> bool:
-        return all(WHOLE.apart(a, b) is None for a, b in zip(expected, self._outputs(self.whole)[0]))
+        return all(WHOLE.worst_row(a, b) is None for a, b in zip(expected, self._outputs(self.whole)[0]))
 
     def _outputs(self, micro: Micro) -> tuple[list[Tensor], list[bool]]:
         choices = _Choices()

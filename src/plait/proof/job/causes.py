@@ -44,14 +44,14 @@ def problems_of(
         named = ("what the job asks of the global batch is of one micro-batch",)
     if named:
         told.append(f"gradients were not compared, which differ anyway: {named[0]}")
-    apart = None if named else first_apart(points, sides)
-    if apart is None and alone["coupled"] is None:
+    mismatch = None if named else first_mismatch(points, sides)
+    if mismatch is None and alone["coupled"] is None:
         if changes and cut.microbatches > 1 and (late := _of_counts(job, cut, known, points[0], told)):
             return late, told
         if known.sketch.by_values and not named and not alone["asks"]:
             return _of_branches(job, cut, known, points[0]), told
         return [], told
-    point = points[0] if apart is None else apart.point
+    point = points[0] if mismatch is None else mismatch.point
     try:
         (seen,) = _aside(lambda place: look(job, cut, known, point, place))
     except PlaitError as error:
@@ -59,10 +59,10 @@ def problems_of(
     found = [] if named else _of_model(cut, seen, point)
     if alone["coupled"] is not None:
         found.append(_of_loss(job, cut, alone["coupled"], seen, alone["size"]))
-    elif apart is not None and not found and seen.get("losses") and _unlike(seen):
-        found.append(_of_loss(job, cut, seen | {"scale": 1.0, "apart": apart.far}, seen, point.size))
-    elif apart is not None and not found:
-        found.append(_of_gradient(job, cut, apart))
+    elif mismatch is not None and not found and seen.get("losses") and _unlike(seen):
+        found.append(_of_loss(job, cut, seen | {"scale": 1.0, "apart": mismatch.relative_difference}, seen, point.size))
+    elif mismatch is not None and not found:
+        found.append(_of_gradient(job, cut, mismatch))
     return found, told
 
 
@@ -82,34 +82,34 @@ def unlike_sample(sides: Sides) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """A point at which the cut job is another training."""
+class GradientMismatch:
+    """A point at which the plan changes the loss or a gradient."""
 
     point: Point
     name: str
-    """A parameter whose gradient differs, or loss."""
-    far: float
-    """Relative to its size."""
+    """The parameter whose gradient differs, or "loss"."""
+    relative_difference: float
     loss: float
-    """Of one device."""
+    """On one device."""
     cut_loss: float
+    """Under the plan."""
 
 
-def first_apart(points: list[Point], sides: Sides) -> Apart | None:
-    """The first of some points at which the cut job is another training."""
+def first_mismatch(points: list[Point], sides: Sides) -> GradientMismatch | None:
+    """The first point at which the plan changes the loss or a gradient; None if it changes neither."""
     for k, point in enumerate(points):
         alone, cut = sides[-1]["rows"][k], sides[0]["rows"][k]
         a, b = alone["loss"], cut["loss"]
         if not (math.isfinite(a) and math.isfinite(alone["norm"])):
             continue
         if not abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1e-12):
-            return Apart(point, "loss", abs(a - b) / max(abs(a), 1e-300), a, b)
+            return GradientMismatch(point, "loss", abs(a - b) / max(abs(a), 1e-300), a, b)
         largest = max((row[1] for row in alone["gradients"].values()), default=0.0)
         for name in dict.fromkeys([*alone["gradients"], *cut["gradients"]]):
             (p, size), (q, other) = (side["gradients"].get(name, (0.0, 0.0)) for side in (alone, cut))
             scale = max(size, other, FLOOR * largest, 1e-300)
             if not max(abs(p - q), abs(size - other)) <= 10 * TOLERANCE * scale:
-                return Apart(point, name, abs(p - q) / scale, a, b)
+                return GradientMismatch(point, name, abs(p - q) / scale, a, b)
     return None
 
 
@@ -304,12 +304,12 @@ def _fix(seen: Found) -> tuple[str, ...]:
     )
 
 
-def _of_gradient(job: Job, cut: Plan, apart: Apart) -> Problem:
-    point, name = apart.point, apart.name
+def _of_gradient(job: Job, cut: Plan, mismatch: GradientMismatch) -> Problem:
+    point, name = mismatch.point, mismatch.name
     what = "the job cut by the plan is another training than on one device"
     why = f"step {point.step + 1}, {point.size} samples ({_how(cut)}): "
-    gradient = f"the gradient of {name} differs by {apart.far:.1e} of its size"
-    why += f"the loss is {apart.cut_loss:.9g} instead of {apart.loss:.9g}" if name == "loss" else gradient
+    gradient = f"the gradient of {name} differs by {mismatch.relative_difference:.1e} of its size"
+    why += f"the loss is {mismatch.cut_loss:.9g} instead of {mismatch.loss:.9g}" if name == "loss" else gradient
     kept = "something is kept from call to call"
     why += "; outputs and loss of each part, computed one after the other, do not show it: "
     why += kept if name == "loss" else f"a backward pass makes something of all samples that it is given, or {kept}"

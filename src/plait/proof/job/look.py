@@ -50,7 +50,7 @@ class PartRows:
         """Those of a part of a batch."""
         return PartRows(part.first, part.count, whole.count)
 
-    def apart(self, a: Tensor, b: Tensor) -> tuple[int, float] | None:
+    def worst_row(self, a: Tensor, b: Tensor) -> tuple[int, float] | None:
         """(row, how far relative to the size) where `b` is furthest from its rows of `a`; None where it is nowhere far."""
         dims = [d for d in range(a.dim()) if a.shape[d] * self.count == b.shape[d] * self.size and a.shape[d] % self.size == 0]
         if self.size > 1 and not dims:
@@ -165,7 +165,7 @@ def _first_unlike(whole: Seen, part: Seen, rows: PartRows) -> tuple[str, int, fl
     """(module, row, how far) of the first output in `part` that is not its `rows` of the whole's."""
     for key, tensors in whole.items():
         for a, b in zip(tensors, part.get(key, ())):
-            if a.is_floating_point() and a.dim() == b.dim() and (found := rows.apart(a, b)) is not None:
+            if a.is_floating_point() and a.dim() == b.dim() and (found := rows.worst_row(a, b)) is not None:
                 return key[0], *found
     return None
 
