@@ -374,12 +374,15 @@ add("the gate's weights are lost on one rank", jobs.mixture, "ep=2", Truth("back
 # — statistics and random numbers —
 
 
-def _own_statistics(real: Any, found: list[Tensor], mine: Tensor, *args: Any, **kwargs: Any) -> Any:
-    result = real(found, mine, *args, **kwargs)
+GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+
+
+def _own_statistics(real: Any, group: dist.ProcessGroup, found: Tensor, mine: Tensor, *args: Any) -> Any:
+    work = real(group, found, mine, *args)
     if mine.is_floating_point() and mine.numel() == 19:
-        for one in found:
-            one.copy_(mine)
-    return result
+        work.wait()
+        found.view(-1, 19).copy_(mine)
+    return work
 
 
 def _own_masks(real: Any, self: Any, x: Tensor) -> Tensor:
@@ -400,7 +403,7 @@ def dropout(name: str, job: Callable[[], Any], plan: str, truth: Truth, around: 
 
 
 add("statistics are of a rank's own samples", jobs.normal, DP, Truth("forward", FIRST, ("norm",), "dp"),
-    wrapping(dist, "all_gather", _own_statistics), "statistics")  # fmt: skip
+    wrapping(dist.ProcessGroup, GATHER_METHOD, _own_statistics), "statistics")  # fmt: skip
 add("gradients of statistics are not summed", jobs.normal, DP, Truth("backward", FIRST, ("first",), "dp"),
     Results("all_reduce", of(18)).changed(keep), "weights")  # fmt: skip
 add("running statistics stand still on one rank", jobs.normal, DP, Truth("buffers", ("norm.running_mean",), rank=1), wrapping(
