@@ -14,9 +14,9 @@ code is 1 when a look has failed.
     one_rank         NCCL with one rank: collectives, buckets, batch normalisation; the loss falls in every format
     two_ranks        `plait verify` of two ranks on one device: dp, fsdp, tp, pp, cp, ep (see gpu_carried.py)
     kernels          keyed masks, attention kernels of a ring, fused optimizers (gpu_kernels.py)
-    speed            tokens/s and MFU beside a hand-written loop, compiled and not, with dropout and without (gpu_speed.py)
-    prediction       time and memory by category, predicted and measured (gpu_speed.py)
     waits            host synchronisations of a step, with their lines (gpu_steps.py)
+    prediction       time and memory by category, predicted and measured (gpu_speed.py)
+    speed            tokens/s and MFU beside a hand-written loop, compiled and not, with dropout and without (gpu_speed.py)
     trace            what the device does in a step; a trace of the profiler is kept (gpu_steps.py)
 """
 
@@ -37,8 +37,8 @@ PARTS = {
     "two_ranks": Part("`plait verify` of two ranks on one device, in float64", gpu_checks.two_ranks),
     "kernels": Part("kernels", gpu_kernels.looks),
     "waits": Part("host synchronisations", gpu_steps.synchronisations),
-    "speed": Part("training steps of plait and of a hand-written loop", gpu_speed.looks),
     "prediction": Part("predicted and measured", gpu_speed.predictions),
+    "speed": Part("training steps of plait and of a hand-written loop", gpu_speed.looks),
     "trace": Part("what the device does in a step", gpu_steps.traces),
 }
 
