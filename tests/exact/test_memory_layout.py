@@ -9,7 +9,7 @@ from plait.config.plan import Plan
 from plait.parallel.context.sequences import shortened
 from plait.proof.verify import verify
 from plait.tensors.rows import memory_order
-from plait.tensors.trees import taken, template
+from plait.tensors.trees import ProbeSizes, taken, template
 
 CASES = [
     ("loss_in_forward", "cp=2 context=ulysses"), ("flat_words", "cp=2"), ("flat_words", "cp=2 context=ulysses"),
@@ -38,7 +38,7 @@ def test_what_a_stage_receives_lies_as_what_was_sent(order: tuple[int, ...]) -> 
         shape = [(samples, 4, 6)[d] for d in order]
         return torch.randn(shape).permute([order.index(d) for d in range(3)])
 
-    (slot,) = template(taken(made(3)), taken(made(5)), (3, 5)).slots
+    (slot,) = template(taken(made(3)), taken(made(5)), ProbeSizes(3, 5)).slots
     received, sent = slot.empty(7, torch.device("cpu")), made(7)
     assert received.shape == sent.shape and received.stride() == sent.stride() and slot.as_sent(sent).is_contiguous()
     assert memory_order(sent.narrow(1, 0, 3)) == (() if order == (0, 1, 2) else order)

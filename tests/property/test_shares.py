@@ -112,6 +112,6 @@ def test_no_share_outgrows_its_bound(ranks: int, batch: int, slow: int, data: An
     equal = sizes(batch, (1,) * ranks)
     for step in range(1, 80):
         held = balance.sizes(balance.course.at(step - 1))
-        balance.heard(step, (held, [s * n for s, n in zip(seconds, held)], room), 2)
+        balance.heard(step, held, [s * n for s, n in zip(seconds, held)], room, 2)
         assert sum(held) == batch and max(held) <= MOST * -(-batch // ranks)
         assert all(not fits or n <= max(fits, equal[i]) for i, (n, fits) in enumerate(zip(held, room)))

@@ -13,7 +13,7 @@ import torch
 from launched import TEST_JOB, Command, alive, rows
 from rarely import rarely, sampled
 
-from plait.cli.rounds import Losses
+from plait.cli.rounds import HostDevice, Losses
 from plait.config.errors import PlaitError, Problem
 
 KEPT = Path("/dev/shm")
@@ -151,7 +151,7 @@ def test_only_failures_at_the_same_step_are_counted() -> None:
 
 def test_a_device_that_fails_alone_at_one_step_is_left_out() -> None:
     killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
-    one, two = ("here", 1), ("here", 2)
+    one, two = HostDevice("here", 1), HostDevice("here", 2)
     losses = Losses(2)
     assert [losses.again(killed, 7, one) for _ in range(3)] == [True] * 3 and losses.leaves_out
     losses.leave_out()

@@ -126,7 +126,7 @@ def test_a_request_while_ranks_are_forked_ends_them() -> None:
 )  # fmt: skip
 def test_the_command_that_goes_on(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     monkeypatch.setattr(sys, "argv", words)
-    assert stopping.command("--resume", instead=("runs/a", "runs/job-1")) == said
+    assert stopping.command("--resume", resume="runs/a", to="runs/job-1") == said
 
 
 LOOP = """

@@ -27,7 +27,7 @@ from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.parallel.context.attention import _Drawn
 from plait.randomness import distributions, philox
-from plait.randomness.distributions import RULES, key, numbers_of, redraw
+from plait.randomness.distributions import RULES, OperatorCall, key, numbers_of, redraw
 from plait.randomness.keyed import Randomness
 from plait.randomness.philox import LOW, Keep, StreamPart, bits, dropping, fill, mask, staying, uniform
 from plait.randomness.sub_block import Axis, Box, HeldRows, SubBlocks, boxes, pieces
@@ -199,13 +199,13 @@ def test_native_dropout_is_keyed_as_bernoulli_is(dtype: torch.dtype) -> None:
     p, x = 0.3, torch.rand(4, 50).to(dtype) + 0.5
     where, place = [1, 2, 4, 4], "layer#1#1"
     drop = torch.ops.aten.native_dropout.default
-    out, stayed = redraw(drop(x, p, True), (drop, (x, p, True), {}), where, place, 0)
+    out, stayed = redraw(drop(x, p, True), OperatorCall(drop, (x, p, True), {}), where, place, 0)
     draw = torch.ops.aten.bernoulli_.float
-    drawn = redraw(torch.empty_like(x), (draw, (torch.empty_like(x), 1 - p), {}), where, place, 0)
+    drawn = redraw(torch.empty_like(x), OperatorCall(draw, (torch.empty_like(x), 1 - p), {}), where, place, 0)
     assert stayed.dtype is torch.bool and torch.equal(stayed, drawn == 1)
     assert torch.equal(out, x * drawn.div(1 - p))
     before = drop(x, p, False)
-    assert torch.equal(redraw(before, (drop, (x, p, False), {}), where, place, 0)[0], x)
+    assert torch.equal(redraw(before, OperatorCall(drop, (x, p, False), {}), where, place, 0)[0], x)
 
 
 def test_native_dropout_under_autograd() -> None:

@@ -23,7 +23,7 @@ from plait.parallel.pipeline.simulate import simulate
 from plait.planner import goals
 from plait.planner.answer import answer, ask, text, toml, why_not
 from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.estimate import alive, estimate, played
+from plait.planner.estimate import StageSchedule, alive, estimate, played
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
 from plait.planner.question import PlanRequest, sized
@@ -173,7 +173,7 @@ def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: in
     n = ranks * v
     times = tuple(tuple(base + 0.1 * ((s * 7) % n) for s in range(n)) for base in (1.0, 1.1, 0.9))
     real = simulate(table(schedule, ranks, micro, v), *times, 0.05)
-    assert played((schedule, ranks, v), micro, times, 0.05) == pytest.approx(real.makespan, rel=0.02)
+    assert played(StageSchedule(schedule, ranks, v), micro, times, 0.05) == pytest.approx(real.makespan, rel=0.02)
     if schedule != "gpipe":
         assert alive(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.table.live
 

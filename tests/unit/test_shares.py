@@ -33,7 +33,7 @@ def play(
     for step in range(steps):
         held = balance.sizes(balance.course.at(step))
         history.append(held)
-        balance.heard(step + 1, (held, spent, [0] * ranks), 2)
+        balance.heard(step + 1, held, spent, [0] * ranks, 2)
         spent = [takes(step, i, n) for i, n in enumerate(held)]
     return history
 
@@ -122,7 +122,7 @@ def test_what_is_said() -> None:
     balance, notes = Balance(32, 2), list[str]()
     for step in range(20):
         held = balance.sizes(balance.course.at(step))
-        notes.append(balance.heard(step + 1, (held, [0.01 * held[0], 0.03 * held[1]], [0, 0]), 2))
+        notes.append(balance.heard(step + 1, held, [0.01 * held[0], 0.03 * held[1]], [0, 0], 2))
     said = [note for note in notes if note]
     assert told((24, 8)) == "3:1" and len(said) == 1
     assert said[0].startswith(

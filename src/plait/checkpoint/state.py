@@ -149,7 +149,7 @@ def values_of(training: Training) -> dict[str, Any]:
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
             "type": type(training.optimizer).__name__,
-            "groups": [{**optimizer_state.plain(group), "params": params} for group, params in _groups(training)],
+            "groups": _groups(training),
             "scalars": _scalars(training),
         },
     }
@@ -162,9 +162,15 @@ def aliases_of(model: torch.nn.Module) -> dict[str, str]:
     return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
 
 
-def _groups(training: Training) -> list[tuple[dict[str, Any], list[str]]]:
-    names = training.rank_model.optimizer_names or {}
-    return [(group, [names[id(p)] for p in group["params"]]) for group in optimizer_state.groups(training.optimizer)]
+def _groups(training: Training) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups as a manifest has them, with the names of their parameters on this rank."""
+    names, groups = training.rank_model.optimizer_names or {}, optimizer_state.groups(training.optimizer)
+    return [{**optimizer_state.plain(group), "params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+
+def _updated(training: Training) -> list[str]:
+    """The names of the parameters that this rank's optimizer updates, in its order."""
+    return [name for group in _groups(training) for name in group["params"]]
 
 
 def _scalars(training: Training) -> dict[str, Any]:
@@ -204,11 +210,10 @@ def mismatch(training: Training, manifest: Manifest, everyone: set[str]) -> str 
     return None
 
 
-def _same_group(mine: tuple[dict[str, Any], list[str]], saved: dict[str, Any]) -> bool:
+def _same_group(mine: dict[str, Any], saved: dict[str, Any]) -> bool:
     """Whether this rank's parameters are among the saved group's, and every value is of the kind it has here."""
-    plain = optimizer_state.plain(mine[0])
-    kinds = all(k not in plain or _alike(plain[k], v) for k, v in saved.items() if k != "params")
-    return kinds and set(mine[1]) <= set(saved["params"])
+    kinds = all(k not in mine or _alike(mine[k], v) for k, v in saved.items() if k != "params")
+    return kinds and set(mine["params"]) <= set(saved["params"])
 
 
 def _alike(a: object, b: object) -> bool:
@@ -230,7 +235,7 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
             parts.pop(f"model/{name}", None)
     elsewhere = training.rank_model.table.owned_by_others(training.rank_model.mesh.at)
     owned = training.rank_model.table.owned(training.rank_model.mesh.at)
-    mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
+    mine = {name for name in _updated(training) if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
         parameter, _ = _split(name)
         if name.startswith(f"{own}optimizer/") and parameter in mine:
@@ -278,7 +283,7 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
 
     The model's parts were filled in place. Returns what to say of it, a line each.
     """
-    index = {name: i for i, name in enumerate(name for _, names in _groups(training) for name in names)}
+    index = {name: i for i, name in enumerate(_updated(training))}
     state: dict[int, dict[str, Any]] = {}
     own = _own(training, manifest)
     for name, part in parts.items():
@@ -323,7 +328,7 @@ def implausible(training: Training, manifest: Manifest, hyper: list[dict[str, An
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
         kept.setdefault(parameter, {})[key] = _number(value)
-    ordered = [name for _, names in _groups(training) for name in names]
+    ordered = _updated(training)
     return optimizer_state.plausible(training, lambda i: kept.get(ordered[i]), hyper)
 
 

@@ -13,7 +13,7 @@ one machine's ranks kept is brought into the run's checkpoints.
 import shutil
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.cli.other_plans import OtherPlans
@@ -37,6 +37,13 @@ BROUGHT = "brought"
 """In the run directory: pieces of a state that machines bring together."""
 
 
+class HostDevice(NamedTuple):
+    """A device, by its machine's name and its number there."""
+
+    host: str
+    number: int
+
+
 class Losses:
     """Counts what is lost, and judges whether the run goes on."""
 
@@ -44,14 +51,14 @@ class Losses:
         self.limit, self.fewer = limit, fewer
         self.tries, self.reached, self.left_out = 0, -1, -9
         """Times in a row at one step; that step; the step at which a device was left out."""
-        self.here = set[tuple[str, int] | None]()
-        """The devices (host and number) that were lost at this step."""
-        self.by_device = Counter[tuple[str, int]]()
+        self.here = set[HostDevice | None]()
+        """The devices that were lost at this step."""
+        self.by_device = Counter[HostDevice]()
         self.raised: str | None = None
         """What the job's own code raised last, or how it ended its process, and where."""
 
     def again(
-        self, error: BaseException, reached: int, device: tuple[str, int] | None = None, spare: bool = True
+        self, error: BaseException, reached: int, device: HostDevice | None = None, spare: bool = True
     ) -> bool:
         """Whether the run goes on after this; `reached`: steps that were done by then; `device`: whose rank was lost; `spare`: the
         run could do without it."""
@@ -89,12 +96,11 @@ class Losses:
         self.left_out, self.tries = self.reached, 0
         self.here.clear()
 
-    def named(self, device: tuple[str, int] | None) -> str | None:
+    def named(self, device: HostDevice | None) -> str | None:
         """A line on a device that is lost again and again."""
         if device is None or self.by_device[device] < OFTEN:
             return None
-        host, number = device
-        return f"note  {self.by_device[device]} ranks were lost on {host}, device {number}: is it in order?"
+        return f"note  {self.by_device[device]} ranks were lost on {device.host}, device {device.number}: is it in order?"
 
 
 class Rounds:
@@ -266,14 +272,14 @@ class Rounds:
         machine = self.now.machine_of(self.listener.guilty)
         return len(self.now.devices[machine]) > 1 or machine > 0
 
-    def _device(self) -> tuple[str, int] | None:
+    def _device(self) -> HostDevice | None:
         rank = self.listener.guilty
         if not 0 <= rank < self.now.world:
             return None
         host = self.node.host(self.now.machine_of(rank)) if self.node is not None else "this machine"
-        return host, self.now.device_of(rank)
+        return HostDevice(host, self.now.device_of(rank))
 
-    def _say_lost(self, error: PlaitError, device: tuple[str, int] | None, fewer: bool) -> None:
+    def _say_lost(self, error: PlaitError, device: HostDevice | None, fewer: bool) -> None:
         problem, losses = error.problems[0], self.losses
         why = f" ({problem.why.splitlines()[0]})" if problem.why else ""
         tried = "" if fewer else f" ({losses.tries} of {losses.limit} at this step)"

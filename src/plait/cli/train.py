@@ -307,7 +307,7 @@ def _finish(
         saved = f"stopped at step {result['step']} · saved {result['checkpoint']}"
         launcher = f"{member.launcher.partition(' (')[0]} … " if member is not None else ""
         named = resume if resume not in (None, "", AUTO) else ""
-        again = command(*(["--resume"] if resume is None else []), instead=(named, str(run.path)))
+        again = command(*(["--resume"] if resume is None else []), resume=named, to=str(run.path))
         console.say(f"{saved} · exit code {RESUMABLE}: run me again with\n    {launcher}{again}")
         return RESUMABLE, summary
     if result["device_bytes"]:

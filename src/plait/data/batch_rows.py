@@ -10,7 +10,8 @@ from torch import Tensor
 
 from plait.tensors.rows import dense
 
-Pair = tuple[object, object]
+Pair = tuple[Any, Any]
+"""(inputs, targets) of one or more samples, as a job's data gives them."""
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ class Engine:
         if rank_model.techniques.balance is not None:
             samples, busy = zip(*numbers.by_rank)
             numbers.note = rank_model.techniques.balance.heard(
-                done, (samples, busy, room_of_share(self.plan, totals.room)), ahead(self.workers)
+                done, samples, busy, room_of_share(self.plan, totals.room), ahead(self.workers)
             )
 
     def _heard(self, signals: RunSignals) -> None:

@@ -32,6 +32,7 @@ from plait.data.batch import (
     opened,
     part,
 )
+from plait.data.batch_rows import Pair
 from plait.data.iterables import agree, digest
 from plait.data.padding import Padding
 from plait.data.sample_errors import naming_samples
@@ -99,7 +100,7 @@ def forward_size(rank_model: RankModel) -> int:
     return largest(min(share.sizes(job.batch)), 1, plan.microbatches)
 
 
-def _sums(rank_model: RankModel, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
+def _sums(rank_model: RankModel, pair: Pair, count: int) -> dict[str, Tensor]:
     """Of a batch with `count` samples that are this rank's: each metric's sum and number of values."""
     assert rank_model.job.evaluate is not None
     rank_model.setup.inputs.begin([pair])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -179,21 +179,28 @@ def agree(records: dict[int, Traffic], like: Callable[[int], int]) -> None:
                 found = whose.sorted.get(key, (group, [], {}))
                 if whose.rank not in done:
                     done.add(whose.rank)
-                    _same(group, (record.rank, together), (whose.rank, found[1]))
+                    _same(group, RankMessages(record.rank, together), RankMessages(whose.rank, found[1]))
                 back = -peer % len(group.ranks)
                 if peer and (whose.rank, peer) not in done:
                     done.add((whose.rank, peer))
                     sent, taken = pointed.get(("send", peer), []), found[2].get(("recv_", back), [])
-                    _same(group, (record.rank, sent), (whose.rank, taken))
+                    _same(group, RankMessages(record.rank, sent), RankMessages(whose.rank, taken))
 
 
-def _same(group: GroupSeen, mine: tuple[int, list[Message]], others: tuple[int, list[Message]]) -> None:
-    for i, (a, b) in enumerate(zip_longest(mine[1], others[1]), 1):
+class RankMessages(NamedTuple):
+    """Messages of a rank, in their order."""
+
+    rank: int
+    messages: list[Message]
+
+
+def _same(group: GroupSeen, mine: RankMessages, others: RankMessages) -> None:
+    for i, (a, b) in enumerate(zip_longest(mine.messages, others.messages), 1):
         if a is None or b is None or _content(a) != _content(b):
             told = [str(m) if m is not None else "nothing more" for m in (a, b)]
             raise PlaitError(Problem(
-                "D001", f"ranks {mine[0]} and {others[0]} would wait for each other: number {i} on {group.axes}",
-                why=f"rank {mine[0]}: {told[0]}; rank {others[0]}: {told[1]}", fix=("another plan",),
+                "D001", f"ranks {mine.rank} and {others.rank} would wait for each other: number {i} on {group.axes}",
+                why=f"rank {mine.rank}: {told[0]}; rank {others.rank}: {told[1]}", fix=("another plan",),
             ))  # fmt: skip
 
 

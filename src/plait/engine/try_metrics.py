@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import user_line
 from plait.data import batch as data
+from plait.data.batch_rows import Pair
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.model.trace import fakes_of
@@ -36,7 +37,6 @@ MOST = 256 << 20
 """Bytes of made-up outputs. Larger ones stay without numbers, and metrics may rightly fail on those."""
 CERTAIN = (NameError, AttributeError, ImportError, TypeError)
 """What metrics raise by mistake, whatever numbers they are given; the last also where there are none."""
-Pair = tuple[Any, Any]
 Metrics = Callable[[Any, Any], dict[str, Any]]
 
 

@@ -223,11 +223,10 @@ def told() -> Iterator[None]:
         raise stopped.error() from None
 
 
-def command(*more: str, instead: tuple[str, str] = ("", "")) -> str:
-    """This process's command line, as it is typed again: with more words, and one instead of another."""
+def command(*more: str, resume: str = "", to: str = "") -> str:
+    """This process's command line, as it is typed again: with more words, and resuming from `to` where it says `resume`."""
     program, *words = sys.argv
     if Path(program).name not in ("plait", "__main__.py") or words[:1] != ["train"]:
         return " ".join(["the same command", *more])
-    old, new = instead
-    words = [word.replace(old, new) if old and word in (old, f"--resume={old}") else word for word in words]
+    words = [word.replace(resume, to) if resume and word in (resume, f"--resume={resume}") else word for word in words]
     return shlex.join(["plait", *words, *more])

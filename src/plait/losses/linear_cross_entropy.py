@@ -70,19 +70,26 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.detach(), weight.detach(), bias if bias is None else bias.detach()
     held = None
     if rows is not None and group is not None and group.size() > 1:
-        hidden, held = enter(hidden, group), (rows.ranks[group.rank()], group)
+        hidden, held = enter(hidden, group), VocabularyRows(rows.ranks[group.rank()], group)
     loss = _Chunked.apply(hidden, weight, bias, targets, _Options(ignore_index, chunk, count, held))
     return loss if spread is None else total(loss, spread.group)
 
 
+class VocabularyRows(NamedTuple):
+    """The rows of a vocabulary that this rank has, and the ranks that have the others."""
+
+    ranges: Ranges
+    group: ProcessGroup
+
+
 @dataclass(frozen=True)
 class _Options:
-    """`count`: of the targets that the mean is over. `held`: this rank's rows of the vocabulary and the ranks, if cut."""
+    """`count`: of the targets that the mean is over. `held`: None where the vocabulary is whole."""
 
     ignore_index: int
     chunk: int
     count: Tensor
-    held: tuple[Ranges, ProcessGroup] | None
+    held: VocabularyRows | None
 
 
 class _Chunked(torch.autograd.Function):
@@ -132,7 +139,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _log_softmax(
-    logits: Tensor, index: Tensor, wide: torch.dtype, held: tuple[Ranges, ProcessGroup] | None
+    logits: Tensor, index: Tensor, wide: torch.dtype, held: VocabularyRows | None
 ) -> tuple[Tensor, ...]:
     """Of [tokens, words] and targets [tokens, 1]: logarithms of the probabilities, and of the targets'; where a target
     stands among this rank's words, and whether it does."""

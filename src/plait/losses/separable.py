@@ -48,13 +48,12 @@ class Coupled:
 
 
 def coupled(
-    job: Job, pair: tuple[object, object], parts: list[Part], seconds: float, inside: Callable[[], AbstractContextManager[Any]]
+    job: Job, outputs: object, targets: object, parts: list[Part], seconds: float, inside: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[Coupled | None, int, str]:  # fmt: skip
-    """(the first point at which the loss of (outputs, targets) is not separable, points tried, why none was).
+    """(the first point at which the loss is not separable, points tried, why none was).
 
     `parts`: (first, count) of each. `inside`: what the loss runs in. No more than `seconds` of processor time are spent.
     """
-    outputs, targets = pair
     size = sum(count for _, count in parts)
     leaves(outputs)  # makes trees of dataclasses
     if not (_by_sample(outputs, size) and _by_sample(targets, size)):

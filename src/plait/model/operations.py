@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from plait.tensors.torch_private import OpOverload, schema, storage_key
-from plait.tensors.trees import flat
+from plait.tensors.trees import ProbeSizes, flat
 
 
 def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
@@ -162,7 +162,7 @@ def _products(
     return [Product(rows, flops / 2 / rows / max(1, columns), columns, weight=weight)]
 
 
-def line(small: Effort, large: Effort | None, sizes: tuple[int, int]) -> list[Product]:
+def line(small: Effort, large: Effort | None, sizes: ProbeSizes) -> list[Product]:
     """Products of one sample, from those of batches of two sizes; from one batch alone, all is taken to grow."""
     a, b = sizes
     if large is None or len(large.products) != len(small.products):

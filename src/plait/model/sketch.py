@@ -9,7 +9,7 @@ A model that looks at values in its forward pass cannot run on fake tensors; a c
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -29,11 +29,11 @@ from plait.model.trace import Call, RunTrace, trace_run
 from plait.randomness import keyed
 from plait.tensors.parameters import ParameterAttributes, copy_module
 from plait.tensors.scripted import is_scripted
-from plait.tensors.trees import template
+from plait.tensors.trees import ProbeSizes, template
 
 
 def places_of(
-    rounds: list[list[RunTrace]], sizes: tuple[int, int], decides: bool = False
+    rounds: list[list[RunTrace]], sizes: ProbeSizes, decides: bool = False
 ) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
     """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim. `decides`: the
     model decides at random what to run, so that a draw of one batch may be missing for another."""
@@ -65,7 +65,7 @@ UNKNOWN = -1
 
 ROUNDS = 8
 """Pairs of runs for a model that decides at random what to run."""
-PROBES = (3, 5)
+PROBES = ProbeSizes(3, 5)
 """The two batch sizes of the runs: odd, so that dims of the model rarely have them."""
 
 
@@ -331,8 +331,8 @@ def single(call: MeteredCall) -> UnitCall:
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
     form = template(small.returned, None if large is None else large.returned, PROBES)
-    numbers = small.output // max(1, small.itemsize), 0 if large is None else large.output // max(1, small.itemsize)
-    work = _work(small.effort, None if large is None else large.effort, numbers)
+    ends = [run.output // max(1, small.itemsize) for run in (small, large) if run is not None]
+    work = _work(small.effort, None if large is None else large.effort, ends)
     flags = {
         "backward": small.backward,
         "given": small.given,
@@ -344,15 +344,15 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **flags)
 
 
-def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> OperationCounts:
-    """What a call consists of. `returned`: elements of its output in both runs."""
+def _work(small: Effort, large: Effort | None, returned: Sequence[int] = (0, 0)) -> OperationCounts:
+    """What a call consists of. `returned`: elements of its output in each run."""
     a, b = PROBES
 
     def each(one: float, other: float) -> float:
         return one / a if large is None else (other - one) / (b - a)
 
     other = small if large is None else large
-    wide = each(small.moved[returned[0]], other.moved[returned[1]])
+    wide = each(small.moved[returned[0]], other.moved[returned[-1]])
     whole = each(sum(small.moved.values()), sum(other.moved.values()))
     keys = each(small.keys, other.keys)
     return OperationCounts(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)

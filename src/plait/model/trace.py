@@ -319,7 +319,7 @@ class _Operators(OutsideWrites):
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = (result if isinstance(result, torch.Tensor) else result[0]).shape
                 if keys is not None:
-                    call, dim = (func, args, kwargs), keys.places.get(place, -1)
+                    call, dim = distributions.OperatorCall(func, args, kwargs), keys.places.get(place, -1)
                     result = distributions.redraw(result, call, list(keys.where), place, dim)
             else:
                 watcher.seen.unkeyed.append(name or type(module).__name__)

@@ -46,7 +46,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
-from plait.randomness.keyed import RepeatableForward, host_state, restore_host
+from plait.randomness.keyed import HostState, RepeatableForward, host_state, restore_host
 from plait.tensors import scripted
 from plait.tensors.float64 import Wide
 from plait.tensors.held_values import HeldValues
@@ -122,7 +122,7 @@ class Recomputed(RepeatableForward):
         """As the module's own forward."""
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        state, runs = host_state()[:2] if self.host_random else None, 0
+        state, runs = host_state() if self.host_random else None, 0
         attributes, given = attributes_of(self.plain), SimpleNamespace(args=args, kwargs=kwargs)
         passed = HeldValues([given], libraries=True)
         counting = [
@@ -143,24 +143,24 @@ class Recomputed(RepeatableForward):
     @contextmanager
     def _second(
         self,
-        state: tuple[Any, Any] | None,
+        state: HostState | None,
         attributes: Attributes,
         counting: list[tuple[dict[str, Tensor | None], str, Tensor | None]],
     ) -> Iterator[None]:
         """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
-        now = host_state()[:2]
+        now = host_state()
         with state_kept(self.plain, hooks=False):
             for buffers, name, value in counting:
                 buffers[name] = None if value is None else value.clone()
             put_back(attributes)
             try:
                 if state is not None:
-                    restore_host((*state, torch.get_rng_state()))
+                    restore_host(HostState(state.python, state.numpy, torch.get_rng_state()))
                 with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
                     yield
             finally:
                 if state is not None:
-                    restore_host((*now, torch.get_rng_state()))
+                    restore_host(HostState(now.python, now.numpy, torch.get_rng_state()))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Replicas:
             with number_format(), self.randomness[i].at(step, first + offset, n):
                 results[i] = call(self.models[i], mine)
 
-        _in_threads(run, parts)
+        _in_threads([partial(run, *part) for part in parts])
         leaves(results[parts[0][0]])  # makes trees of dataclasses
         outputs = [tree_flatten(results[i])[0] for i, _, _ in parts]
         spec = tree_flatten(results[parts[0][0]])[1]
@@ -65,7 +66,7 @@ class Replicas:
                 with self.randomness[i].replay():
                     torch.autograd.backward([o for o, _ in pairs], upstream)
 
-            _in_threads(back, parts)
+            _in_threads([partial(back, *part) for part in parts])
 
         return tree_unflatten(whole, spec), backward
 
@@ -94,20 +95,20 @@ def _gather(parts: list[Any], device: torch.device) -> Any:
     return whole.requires_grad_(parts[0].requires_grad)
 
 
-def _in_threads(run: Callable[..., None], parts: list[tuple[int, int, int]]) -> None:
-    """Run each part in its own thread; the first exception is raised here."""
+def _in_threads(runs: list[Callable[[], None]]) -> None:
+    """Run each in its own thread, the first in this one; the first exception is raised here."""
     failures: list[BaseException] = []
 
-    def guarded(part: tuple[int, int, int]) -> None:
+    def guarded(run: Callable[[], None]) -> None:
         try:
-            run(*part)
+            run()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(part,)) for part in parts[1:]]
+    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs[1:]]
     for thread in threads:
         thread.start()
-    guarded(parts[0])
+    guarded(runs[0])
     for thread in threads:
         thread.join()
     if failures:

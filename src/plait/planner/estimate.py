@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
+from typing import NamedTuple
 
 from plait.config.keys import SAME_LOSS, WITHIN
 from plait.config.plan import Plan
@@ -51,7 +52,7 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     """Price a plan whose micro-batches have so many samples on each rank; of one that takes more bytes, only those."""
     timed = [(b, pace.block(b, plan, samples)) for b in pace.work.blocks]
     cut = stages(timed, plan.pp * plan.stages_per_rank, pace.software.even)
-    held = owned((plan.schedule, plan.pp, plan.stages_per_rank)) if plan.pp > 1 else ((0,),)
+    held = owned(StageSchedule.of(plan)) if plan.pp > 1 else ((0,),)
     parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
     memory = room.memory(parted, plan, samples, alive(plan), pace.software, pace.work.frozen)
     weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
@@ -168,7 +169,7 @@ def pipeline(
         inner = plan.along(SAME_LOSS)
         link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
         times = (_rounded(forward), _rounded(inputs), _rounded(weight))
-        total = played((plan.schedule, plan.pp, plan.stages_per_rank), m, times, round(link, 7))
+        total = played(StageSchedule.of(plan), m, times, round(link, 7))
     return {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
 
 
@@ -176,10 +177,23 @@ def _rounded(times: list[float]) -> tuple[float, ...]:
     return tuple(round(t, 7) for t in times)
 
 
+class StageSchedule(NamedTuple):
+    """A pipeline's schedule, and how its stages lie on its ranks."""
+
+    schedule: str
+    ranks: int
+    per_rank: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "StageSchedule":
+        """A plan's."""
+        return cls(plan.schedule, plan.pp, plan.stages_per_rank)
+
+
 @lru_cache(maxsize=65536)
-def played(kind: tuple[str, int, int], micro: int, times: Times, link: float) -> float:
+def played(kind: StageSchedule, micro: int, times: Times, link: float) -> float:
     """The makespan of a table. The middle of a long one repeats, so two short ones tell."""
-    ranks = kind[1]
+    ranks = kind.ranks
     if micro <= 3 * ranks:
         return makespan(ordered(kind, micro), times, link)
     short, long = ordered(kind, shown(micro, ranks) - ranks), ordered(kind, shown(micro, ranks))
@@ -197,22 +211,20 @@ def alive(plan: Plan) -> tuple[int, ...]:
     """How many stages' activations each rank holds at once."""
     if plan.pp == 1:
         return (1,)
-    return ordered((plan.schedule, plan.pp, plan.stages_per_rank), shown(plan.microbatches, plan.pp)).live
+    return ordered(StageSchedule.of(plan), shown(plan.microbatches, plan.pp)).live
 
 
 @lru_cache(maxsize=512)
-def ordered(kind: tuple[str, int, int], micro: int) -> Table:
-    """The table of (schedule, ranks, stages per rank)."""
-    schedule, ranks, per_rank = kind
-    return table(schedule, ranks, micro, per_rank)
+def ordered(kind: StageSchedule, micro: int) -> Table:
+    """The table of so many micro-batches."""
+    return table(kind.schedule, kind.ranks, micro, kind.per_rank)
 
 
 @lru_cache(maxsize=512)
-def owned(kind: tuple[str, int, int]) -> tuple[tuple[int, ...], ...]:
+def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank."""
-    schedule, ranks, per_rank = kind
-    owner = ordered(kind, ranks).owner if schedule == "auto" else owners(schedule, ranks, per_rank)
-    return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind[1]))
+    owner = ordered(kind, kind.ranks).owner if kind.schedule == "auto" else owners(*kind)
+    return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind.ranks))
 
 
 def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:

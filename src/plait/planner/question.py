@@ -60,8 +60,8 @@ class JobLimits:
             if key not in self._tried:
                 lots = optimizer_check.lots_of(sharding(self.job, self.sketch, self.cuts, 2 if plan.ep > 1 else 1), axis)
                 self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, kind)
-            found, helps = self._tried[key]
-            if found and not (helps and optimizer_check.can_be_whole(plan, axis)):
+            found = self._tried[key]
+            if found and not (found.whole_helps and optimizer_check.can_be_whole(plan, axis)):
                 return optimizer_check.problem(found, axis, plan)
         return None
 
@@ -70,7 +70,7 @@ class JobLimits:
         return optimizer_check.kind_of(self.job, self.sketch)
 
     @cached_property
-    def _tried(self) -> dict[tuple[str, bool], tuple[tuple[str, str] | None, bool]]:
+    def _tried(self) -> dict[tuple[str, bool], optimizer_check.OptimizerMismatch | None]:
         return {}
 
     @cached_property

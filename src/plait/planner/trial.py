@@ -29,7 +29,7 @@ from plait.launch.place import Place, cores
 from plait.launch.scratch import Scratch
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.simulate import makespan
-from plait.planner.estimate import ordered
+from plait.planner.estimate import StageSchedule, ordered
 
 STEPS, WARM = 9, 3
 """Steps of a try, and those at its beginning that do not count."""
@@ -111,7 +111,7 @@ def whole(plan: Plan, ranks: list[float], actions: list[dict[str, float]]) -> fl
     most = max(max(ranks), sum(ranks) / min(cores(), len(ranks)))
     if plan.pp == 1:
         return most
-    order = ordered((plan.schedule, plan.pp, plan.stages_per_rank), plan.microbatches)
+    order = ordered(StageSchedule.of(plan), plan.microbatches)
     own = max(total - sum(did.values()) for total, did in zip(ranks, actions))
     took: dict[str, float] = {}
     for did in actions:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.phases import Phase
+from plait.data.batch_rows import Pair
 from plait.engine.logged import recording
 from plait.proof import reference
 from plait.proof.probes import as_double
@@ -65,7 +66,7 @@ class _Step:
     """One device's step on the first batch of the job, from given weights in given formats."""
 
     one: reference.OneDevice
-    pair: tuple[Any, Any]
+    pair: Pair
     samples: int
     rounding: float = 0.0
     """Of the coarsest format that occurred so far."""
@@ -98,7 +99,7 @@ class _Step:
         self.values += [Value(name, "gradient", g) for name, g in gradients.items()]
         return self.values
 
-    def _loss(self, model: nn.Module, pair: tuple[Any, Any], phase: Phase | None) -> Tensor:
+    def _loss(self, model: nn.Module, pair: Pair, phase: Phase | None) -> Tensor:
         if phase is None:
             outputs = reference.call(model, pair[0])
             with loss_kept(self.one.job.loss, model):

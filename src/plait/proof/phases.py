@@ -12,6 +12,7 @@ import torch
 
 from plait.config.job import Job
 from plait.config.phases import Phase
+from plait.data.batch_rows import Pair
 from plait.model.optimizer_modes import train_mode
 from plait.model.parameter_groups import naming
 from plait.proof import reference
@@ -75,7 +76,7 @@ class _Phases:
         self.rates = {name: [g["lr"] for g in optimizer.param_groups] for name, optimizer in self.optimizers.items()}
 
     def passes(
-        self, phase: Phase, pair: tuple[object, object], samples: int, moves: Callable[[], None]
+        self, phase: Phase, pair: Pair, samples: int, moves: Callable[[], None]
     ) -> torch.Tensor:
         """The phase's loss of (inputs, targets), after its backward pass."""
         one = self.one

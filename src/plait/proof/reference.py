@@ -24,6 +24,7 @@ from plait.checkpoint.opening import open_weights
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
 from plait.data.batch import Data, example, in_tensors, is_map, pair_of
+from plait.data.batch_rows import Pair
 from plait.data.sample_errors import naming_samples
 from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
@@ -157,7 +158,7 @@ def train(
             out["gradients"] = gradients(model)
             first = float(torch.nn.utils.get_total_norm([p.grad for p in one.parameters if p.grad is not None]))
             out["clip"] = clip * first or clip  # a first gradient of zero: any limit is as good
-            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, (outputs, targets)), len(read[1])
+            seen = (*tree_map_only(torch.Tensor, torch.Tensor.detach, (outputs, targets)), len(read[1]))
         out["rows"].append(one.update(read, loss, out["clip"]))
         out["ids"].append([read[0], read[1]])
     out |= end(one) | then(one)
@@ -384,8 +385,8 @@ def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
         return load()
 
 
-def _is_mean(job: Job, model: torch.nn.Module, batch: tuple[object, object], n: int) -> bool | None:
-    """Whether the loss of a batch of n samples, (outputs, targets), is the weighted mean of the losses of its two parts; None when it
+def _is_mean(job: Job, model: torch.nn.Module, outputs: object, targets: object, n: int) -> bool | None:
+    """Whether the loss of a batch of n samples is the weighted mean of the losses of its two parts; None when it
     cannot be cut. What has no dim, such as a temperature that is returned, belongs to both parts."""
 
     def ask(outputs: object, targets: object) -> float:
@@ -396,10 +397,10 @@ def _is_mean(job: Job, model: torch.nn.Module, batch: tuple[object, object], n: 
         with torch.no_grad():
             total, weights = 0.0, 0.0
             for part in (slice(0, n // 2), slice(n // 2, n)):
-                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part] if x.ndim else x, batch)
+                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part] if x.ndim else x, (outputs, targets))
                 weight = float(torch.as_tensor(job.weight(t)).sum()) if job.weight else part.stop - part.start
                 total, weights = total + weight * ask(o, t), weights + weight
-            whole = ask(*batch)
+            whole = ask(outputs, targets)
     except Exception:  # outputs without a batch dim: nothing can be said
         return None
     return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
@@ -422,7 +423,7 @@ def _collate(data: Data, samples: list[Any]) -> Any:
     return pair_of(default_collate([in_tensors(sample) for sample in samples]))
 
 
-def _ready(pair: tuple[object, object], dtype: torch.dtype | None, device: str) -> Any:
+def _ready(pair: Pair, dtype: torch.dtype | None, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, format_in(t, dtype)), tuple(pair))
 
 

@@ -53,21 +53,29 @@ def rule_of(func: OpOverload) -> str:
     return func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
 
 
+class OperatorCall(NamedTuple):
+    """A call of one of torch's operators."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def redraw(
     result: Tensor | tuple[Tensor, Tensor],
-    call: tuple[OpOverload, tuple[Any, ...], dict[str, Any]],
+    call: OperatorCall,
     where: list[int],
     place: str,
     dim: int | None,
     windows: SubBlocks | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
-    drawn, name = result if isinstance(result, Tensor) else result[0], rule_of(call[0])
+    """Overwrite what a random operator drew in this call by keyed numbers."""
+    drawn, name = result if isinstance(result, Tensor) else result[0], rule_of(call.func)
     if isinstance(drawn, FakeTensor):
         return result
     numbers = numbers_of(drawn.shape, where, place, dim, windows)
     if not isinstance(result, Tensor):
-        return _redrop(result, call[1], numbers)
+        return _redrop(*result, call.args, numbers)
     between = uniform(drawn.shape, numbers, drawn.device)
     digits = DIGITS.get(drawn.dtype) if name in ("rand", "uniform") else None
     if digits is not None:
@@ -75,29 +83,26 @@ def redraw(
     return drawn.copy_(RULES[name](between, *_numbers(name, *call)))
 
 
-def undrawn(
-    result: Tensor | tuple[Tensor, Tensor], call: tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Overwrite what a random operator drew by its value at one half; `native_dropout` keeps everything."""
+def undrawn(result: Tensor | tuple[Tensor, Tensor], call: OperatorCall) -> Tensor | tuple[Tensor, Tensor]:
+    """Overwrite what a random operator drew in this call by its value at one half; `native_dropout` keeps everything."""
     if isinstance(result, Tensor):
-        half, name = torch.full(result.shape, 0.5, dtype=torch.float64, device=result.device), rule_of(call[0])
+        half, name = torch.full(result.shape, 0.5, dtype=torch.float64, device=result.device), rule_of(call.func)
         return result if isinstance(result, FakeTensor) else result.copy_(RULES[name](half, *_numbers(name, *call)))
     output, stayed = result
     if not isinstance(output, FakeTensor):
         stayed.fill_(True)
-        output.copy_(call[1][0])
+        output.copy_(call.args[0])
     return result
 
 
-def _redrop(result: tuple[Tensor, Tensor], args: tuple[Any, ...], numbers: StreamPart) -> tuple[Tensor, Tensor]:
-    """What `native_dropout` returned, (output, what stayed), with a keyed mask: CUDA draws attention's dropout by it."""
-    output, stayed = result
+def _redrop(output: Tensor, stayed: Tensor, args: tuple[Any, ...], numbers: StreamPart) -> tuple[Tensor, Tensor]:
+    """What `native_dropout` returned, with a keyed mask: CUDA draws attention's dropout by it."""
     input, p, training = (*args, True)[:3]
     if training is not False:
         drawn = mask(output.shape, numbers, staying(1.0 - p, output.dtype), output.dtype, output.device)
         stayed.copy_(drawn != 0)
         output.copy_(input * drawn)
-    return result
+    return output, stayed
 
 
 DIGITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}

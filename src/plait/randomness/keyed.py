@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from plait.randomness.distributions import (
     DROPOUTS,
     REDRAWN,
     DropoutCall,
+    OperatorCall,
     draw_mask,
     draw_nested,
     dropout_call,
@@ -72,16 +73,24 @@ def seed_device(*words: object) -> None:
         torch.cuda.manual_seed(key(*words) & 0x7FFFFFFFFFFFFFFF)
 
 
-def host_state() -> tuple[Any, Any, Tensor]:
+class HostState(NamedTuple):
+    """The states of the host's generators."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | tuple[Any, ...]
+    torch: Tensor
+
+
+def host_state() -> HostState:
     """The state of Python's, numpy's and torch's generators, for `restore_host`."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    return HostState(random.getstate(), np.random.get_state(), torch.get_rng_state())
 
 
-def restore_host(state: tuple[Any, Any, Tensor]) -> None:
+def restore_host(state: HostState) -> None:
     """Put the host generators back."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
 
 
 @contextmanager
@@ -389,9 +398,9 @@ class KeyedDraws(TorchDispatchMode):
             return result
         place = self.randomness.place()
         if not DRAWING.get():
-            return undrawn(result, (func, args, kwargs or {}))
+            return undrawn(result, OperatorCall(func, args, kwargs or {}))
         where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
-        return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
+        return redraw(result, OperatorCall(func, args, kwargs or {}), where, place, dim, self.randomness.windows)
 
 
 class _Keyed(TorchFunctionMode):

@@ -47,20 +47,20 @@ def page(shown: dict[str, Any]) -> str:
         )
         x += 34 + 6 * len(words)
     y = TOP
-    for key, seconds, words in (
+    for key, times, words in (
         ("fastest", "seconds", "for the same samples"),
         ("fastest_to_equal_loss", "seconds_to_equal_loss", "to the same loss, fitted to a small model"),
     ):
         parts.append(f'<text x="8" y="{y - 16}">{words}: times as fast as dp</text>')
-        parts += _grid(cells, (speeds, slower), (key, seconds), y)
+        parts += _grid(cells, speeds, slower, key=key, times=times, y=y)
         y += HEIGHT * len(slower) + GAP
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _grid(
-    cells: list[dict[str, Any]], axes: tuple[list[float], list[float]], keys: tuple[str, str], y: int
+    cells: list[dict[str, Any]], speeds: list[float], slower: list[float], *, key: str, times: str, y: int
 ) -> list[str]:
-    speeds, slower = axes
+    """Cells of these speeds of the link and these slownesses, from `y` on. `key` names the fastest, `times` the seconds of each."""
     found = [f'<text class="soft" x="8" y="{y + HEIGHT * j + 24}">{slow:g} ×</text>' for j, slow in enumerate(slower)]
     below = y + HEIGHT * len(slower) + 14
     found += [
@@ -69,8 +69,8 @@ def _grid(
     ]
     for cell in cells:
         left, top = LEFT + WIDTH * speeds.index(cell["bits_per_s"]), y + HEIGHT * slower.index(cell["slower"])
-        name, times = cell[keys[0]], cell[keys[1]]
-        gain = times["dp"] / times[name]
+        name, seconds = cell[key], cell[times]
+        gain = seconds["dp"] / seconds[name]
         found.append(
             f'<g class="cell"><rect class="k-{KINDS[name.split()[0]]}" x="{left + 1}" y="{top + 1}" width="{WIDTH - 2}" '
             f'height="{HEIGHT - 2}"/><text x="{left + WIDTH / 2}" y="{top + 17}">{escape(name)}</text>'

@@ -234,7 +234,14 @@ def taken(output: object) -> Form:
     return spec, tuple(form(t) if isinstance(t, Tensor) else t for t in flat_output)
 
 
-def template(small: Form, large: Form | None, sizes: tuple[int, int]) -> Template:
+class ProbeSizes(NamedTuple):
+    """Samples of two batches, from which what every other batch needs is read off."""
+
+    small: int
+    large: int
+
+
+def template(small: Form, large: Form | None, sizes: ProbeSizes) -> Template:
     """The template of a call's output, from its forms in batches of two sizes."""
     rows = []
     varies = large is not None and len(large[1]) != len(small[1])
@@ -244,8 +251,8 @@ def template(small: Form, large: Form | None, sizes: tuple[int, int]) -> Templat
             rows.append(one)
             varies |= isinstance(one, (int, float)) and one != other
             continue
-        each = tuple((b - a) / (sizes[1] - sizes[0]) for a, b in zip(one.shape, other.shape))
-        base = tuple(a - e * sizes[0] for a, e in zip(one.shape, each))
+        each = tuple((b - a) / (sizes.large - sizes.small) for a, b in zip(one.shape, other.shape))
+        base = tuple(a - e * sizes.small for a, e in zip(one.shape, each))
         rows.append(Slot(base, each, one.dtype, one.grad, one.order))
     return Template(small[0], tuple(rows), varies)
 

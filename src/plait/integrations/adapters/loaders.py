@@ -131,7 +131,7 @@ def read(loader: object, split: Split, code: str, *, world: int = 1, order: Orde
     """What a loader, or a data set without one, says. `world`: processes whose loaders each have such batches; `order`: instead of
     the sampler's. Raises `PlaitError` with the adapter's code."""
     if not isinstance(loader, DataLoader):
-        return _of(checked(loader, "the data"), default_collate, split, (0, order))
+        return _of(checked(loader, "the data"), default_collate, split, 0, order)
     dataset, collate = checked(loader.dataset, "DataLoader(…)"), loader.collate_fn
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
@@ -146,19 +146,18 @@ def read(loader: object, split: Split, code: str, *, world: int = 1, order: Orde
         if len(dataset) < unit:
             raise PlaitError(Problem(code, f"drop_last leaves nothing of {len(dataset)} samples in batches of {unit}"))
         left = len(dataset) // unit * unit
-        return _of(dataset, collate, split, (size, drop_last(unit, order)), left)
-    return _of(dataset, collate, split, (size, order))
+        return _of(dataset, collate, split, size, drop_last(unit, order), left)
+    return _of(dataset, collate, split, size, order)
 
 
 def _of(
-    dataset: Data, collate: Callable[[list[Any]], Any], split: Split, how: tuple[int, Order | None], length: int = 0
+    dataset: Data, collate: Callable[[list[Any]], Any], split: Split, batch: int, order: Order | None, length: int = 0
 ) -> Loaded:
-    """`how`: the loader's batch, and the order."""
     if is_map(dataset):
         made = IndexedSamples(dataset, collate, split)
-        return Loaded(lambda: made, how[0], length or len(dataset), how[1])
+        return Loaded(lambda: made, batch, length or len(dataset), order)
     stream = StreamedSamples(checked(dataset, "the data"), collate, split)
-    return Loaded(lambda: stream, how[0], 0, how[1])
+    return Loaded(lambda: stream, batch, 0, order)
 
 
 def _order(sampler: object, length: int, code: str) -> Order | None:

@@ -175,7 +175,7 @@ def by_ulysses(randomness: Callable[[], Randomness], group: ProcessGroup) -> Ans
             return rows.rows(plainly(replace(asked, q=q, k=k, v=v, mask=mask)))
         b, share, sizes = q.shape[0], q.shape[1], (queries.cut.length, keys.cut.length)
         drawn = _Drawn(randomness(), b, heads, False)
-        axes = [*drawn.heads((queries.rank * share, share)), *((size, ((0, size),)) for size in sizes)]
+        axes = [*drawn.heads(queries.rank * share, share), *((size, ((0, size),)) for size in sizes)]
         kept = drawn.kept(asked, axes).view(b, share, *sizes)
         scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
         return rows.rows(ring.attention(q, k, v, scores, ring.Ring(Absent(1), Rows.of(sizes[1:]))))
@@ -204,14 +204,14 @@ class _Drawn:
         self.batch, self.local = batch, heads
         self.first = first * (batch // self.samples) if self.samples and batch % self.samples == 0 else 0
 
-    def heads(self, some: tuple[int, int] | None = None) -> list[Axis]:
-        """The batch, and of the heads those that are held here; `some`: of these, (the first, how many)."""
+    def heads(self, first: int = 0, count: int | None = None) -> list[Axis]:
+        """The batch, and of the heads those that are held here; of these, `count` from the `first` on."""
         axis, shape = None, self.windows.shapes.get(self.place, ())
         if shape and self.batch == self.samples:
             axis = self.windows.rule(self.place, len(shape) - 3, math.prod(shape[:-2]), self.local)
         size, ranges = axis or (self.local, ((0, self.local),))
-        if some is not None:
-            ranges = within(ranges, *some)
+        if count is not None:
+            ranges = within(ranges, first, count)
         return [(self.batch, ((0, self.batch),)), (size, ranges)]
 
     def kept(self, asked: AttentionCall, axes: list[Axis]) -> Tensor:

@@ -11,6 +11,7 @@ backward takes output and lse over all keys, and gives the gradients of queries,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,27 @@ ALIGNED = 8
 LSE_ROWS = 32
 """To multiples of this many queries the memory-efficient kernel rounds its log-sum-exps up; those beyond are infinite."""
 NEVER = float("-inf")
-QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class AttentionInputs(NamedTuple):
+    """What attention is computed of; q [batch, heads, rows, width], k and v [batch, key heads, columns, width]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class BlockOutput(NamedTuple):
+    """Attention over some of the keys, as a kernel gives it or, in `blockwise.py`, in the format of `wide`."""
+
+    out: Tensor
+    """[batch, heads, rows, width]."""
+    lse: Tensor
+    """[batch, heads, rows]: the logarithm of the sum of the exponentials of a query's scores; minus infinity where it sees no key."""
+
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Of queries, keys, values and a learned mask."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +79,8 @@ def cut(t: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
 class Kernel:
     """One of torch's kernels. `forward(q, k, v, scores)`; `backward(grad, qkv, output, lse, scores)`."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, QKV, Tensor, Tensor, Scores], Gradients]
+    forward: Callable[[Tensor, Tensor, Tensor, Scores], BlockOutput]
+    backward: Callable[[Tensor, AttentionInputs, Tensor, Tensor, Scores], Gradients]
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Kernel | None:
@@ -124,11 +144,12 @@ def gather(grad: Tensor, heads: int) -> Tensor:
 # — the CPU's —
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    return flash_cpu[0](q, k, v, 0.0, scores.causal, attn_mask=added(scores.mask, q, k), scale=scores.scale)
+def _cpu(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BlockOutput:
+    out, lse = flash_cpu[0](q, k, v, 0.0, scores.causal, attn_mask=added(scores.mask, q, k), scale=scores.scale)
+    return BlockOutput(out, lse)
 
 
-def _cpu_back(grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
+def _cpu_back(grad: Tensor, qkv: AttentionInputs, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
     mask, known = added(scores.mask, *qkv[:2]), (out, lse)
     return *flash_cpu[1](grad, *qkv, *known, 0.0, scores.causal, attn_mask=mask, scale=scores.scale), None
 
@@ -144,12 +165,12 @@ def _wide(t: Tensor) -> Tensor:
     return t if t.shape[-1] % ALIGNED == 0 else F.pad(t, (0, -t.shape[-1] % ALIGNED))
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BlockOutput:
     out, lse, *_ = flash[0](_wide(q), _wide(k), _wide(v), 0.0, scores.causal, False, scale=scores.scale)
-    return out[..., : v.shape[-1]], lse
+    return BlockOutput(out[..., : v.shape[-1]], lse)
 
 
-def _flash_back(grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
+def _flash_back(grad: Tensor, qkv: AttentionInputs, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
     q, k, v = qkv
     drawn = (lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64))  # nothing is dropped out
     found = flash[1](
@@ -177,13 +198,13 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(*q.shape[:2], *mask.shape[2:])
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BlockOutput:
     mask = _aligned(scores.mask, q, k)
     found = memory_efficient[0](q, spread(k, q), spread(v, q), mask, True, 0.0, scores.causal, scale=scores.scale)
-    return found[0], found[1][..., : q.shape[2]]
+    return BlockOutput(found[0], found[1][..., : q.shape[2]])
 
 
-def _efficient_back(grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
+def _efficient_back(grad: Tensor, qkv: AttentionInputs, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
     q, k, v = qkv
     if torch.version.hip is None:
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
@@ -203,9 +224,9 @@ EFFICIENT = Kernel(_efficient, _efficient_back)
 # — cuDNN's —
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BlockOutput:
     out, lse, *_ = cudnn[0](q, k, v, None, True, 0.0, scores.causal, False, scale=scores.scale)
-    return out, lse.reshape(q.shape[:-1])
+    return BlockOutput(out, lse.reshape(q.shape[:-1]))
 
 
 @cache
@@ -216,7 +237,7 @@ def _lse_dims(device: torch.device) -> int:
     return cudnn[0](tried, tried, tried, None, True)[1].dim()
 
 
-def _cudnn_back(grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
+def _cudnn_back(grad: Tensor, qkv: AttentionInputs, out: Tensor, lse: Tensor, scores: Scores) -> Gradients:
     q, k, _ = qkv
     lse = lse.contiguous().reshape(*lse.shape, *(1,) * (_lse_dims(q.device) - lse.dim()))
     drawn = [lse.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is dropped out

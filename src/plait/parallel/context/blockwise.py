@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.parallel.context import attention_kernels
-from plait.parallel.context.attention_kernels import NEVER, Scores, cut, spread
+from plait.parallel.context.attention_kernels import NEVER, AttentionInputs, BlockOutput, Scores, cut, spread
 
 ROWS = 1024
 """Queries whose weights exist at the same time, where no kernel does it better."""
@@ -28,34 +28,34 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(output, lse) over no keys."""
+def empty(q: Tensor, v: Tensor) -> BlockOutput:
+    """Attention over no keys."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
-    return out, q.new_full(q.shape[:-1], NEVER, dtype=wide(q.dtype))
+    return BlockOutput(out, q.new_full(q.shape[:-1], NEVER, dtype=wide(q.dtype)))
 
 
-def merge(out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor]) -> None:
+def merge(out: Tensor, lse: Tensor, other: BlockOutput) -> None:
     """Add the result over more keys to `out` and `lse`, in place."""
-    both = torch.logaddexp(lse, other[1])
+    both = torch.logaddexp(lse, other.lse)
     base = both.masked_fill(both == NEVER, 0.0)
-    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(other[0] * (other[1] - base).exp_().unsqueeze(-1))
+    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(other.out * (other.lse - base).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """(output, lse) of attention over these keys; a query that sees none has zeros and minus infinity."""
+def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BlockOutput:
+    """Attention over these keys; a query that sees none has zeros."""
     kernel = attention_kernels.choose(q, k, v, scores)
     if kernel is None:
         parts = [_rows(q, k, v, scores, rows) for rows in _chunks(q)]
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+        return BlockOutput(*(torch.cat(each, 2) for each in zip(*parts)))
     out, lse = kernel.forward(q, k, v, scores)
     if scores.mask is not None:
         lse = lse.masked_fill(_blind(scores.mask, q.dtype), NEVER)
-    return out.to(wide(q.dtype)), lse.to(wide(q.dtype))
+    return BlockOutput(out.to(wide(q.dtype)), lse.to(wide(q.dtype)))
 
 
 def backward(
-    grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scores: Scores
+    grad: Tensor, qkv: AttentionInputs, out: Tensor, lse: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of queries, keys, values and (if it is learned) mask that come from these keys.
 
@@ -102,17 +102,17 @@ def _products(q: Tensor, k: Tensor, scores: Scores, rows: slice) -> Tensor:
     return s
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
+def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Scores, rows: slice) -> BlockOutput:
     s = _products(q, k, scores, rows)
     lse = torch.logsumexp(s, -1)
     p = (s - lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)).exp_()
     kept = cut(scores.kept, rows, slice(None))
     p = p if kept is None else p * kept
-    return p @ spread(v, q).to(p.dtype), lse
+    return BlockOutput(p @ spread(v, q).to(p.dtype), lse)
 
 
 def _rows_back(
-    grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scores: Scores, rows: slice
+    grad: Tensor, qkv: AttentionInputs, out: Tensor, lse: Tensor, scores: Scores, rows: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of some rows: the gradient of the output and of the scores, and the weights that values were multiplied with."""
     q, k, v = qkv

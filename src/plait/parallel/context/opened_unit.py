@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -243,8 +243,15 @@ class Counted(FlopCounterMode):
         super().__init__(display=False)
 
 
-Seen = dict[str, list[tuple[Arguments, object]]]
-"""Of modules by name: (what it is given, what it returns) of each call."""
+class SeenCall(NamedTuple):
+    """A call of a module: what it is given and what it returns."""
+
+    given: Arguments
+    output: object
+
+
+Seen = dict[str, list[SeenCall]]
+"""The calls of modules, by name."""
 
 
 @contextmanager
@@ -253,7 +260,7 @@ def _calls_of(modules: Mapping[str, nn.Module]) -> Iterator[Seen]:
     found: Seen = {name: [] for name in modules}
 
     def hook(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        found[name].append(((args, kwargs), tree_map_only(Tensor, torch.clone, output)))
+        found[name].append(SeenCall((args, kwargs), tree_map_only(Tensor, torch.clone, output)))
 
     hooks = [
         module.register_forward_hook(lambda _, args, kwargs, output, name=name: hook(name, args, kwargs, output), with_kwargs=True)
@@ -266,9 +273,9 @@ def _calls_of(modules: Mapping[str, nn.Module]) -> Iterator[Seen]:
             handle.remove()
 
 
-def _alone(module: nn.Module, seen: tuple[Arguments, object], cuts: Mapping[int, Rows]) -> bool:
+def _alone(module: nn.Module, seen: SeenCall, cuts: Mapping[int, Rows]) -> bool:
     """Whether a module gives on some rows what it gave for them: its arguments' first dim of a sequence's length is cut."""
-    given, output = seen
+    given, output = seen.given, seen.output
     for cut in cuts.values():
         for rank in {0, len(cut.ranks) - 1}:
             args, kwargs = tree_map_only(Tensor, partial(_first, cut, rank), copied(given))

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from plait.parallel.context import blockwise
-from plait.parallel.context.attention_kernels import Scores
+from plait.parallel.context.attention_kernels import AttentionInputs, BlockOutput, Scores
 from plait.tensors.rows import Rows
 
 TAG = 2**17
@@ -68,14 +68,28 @@ class Ring:
         ranges = self.cut.ranks[source]
         return torch.cat([torch.arange(first, first + length, device=device) for first, length in ranges])
 
-    def turn(self, sent: Tensor, size: int, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Send to the next rank, receive from the one before; both go on while others things are computed."""
+    def turn(self, sent: Tensor, size: int, tag: int) -> "RingMessage":
+        """Send to the next rank, receive from the one before; both go on while other things are computed."""
         assert isinstance(self.group, ProcessGroup)
         received = sent.new_empty(size)
         ahead, behind = (self.rank + 1) % self.group.size(), (self.rank - 1) % self.group.size()
         give = dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=ahead)
         take = dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=behind)
-        return received, dist.batch_isend_irecv([give, take])
+        return RingMessage(received, dist.batch_isend_irecv([give, take]))
+
+
+@dataclass(frozen=True)
+class RingMessage:
+    """What comes from the rank before while this one sends to the next."""
+
+    received: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """What has come, once it is there."""
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> Tensor:
@@ -113,25 +127,25 @@ class _Ring(torch.autograd.Function):
         home, travelling = Tensor(), None
         for source, k_, v_ in _round(k, v, ring):
             found = _block_back(
-                grad, (q, k_, v_), (out, lse), scores=scores, ring=ring, source=source, dq=dq, dmask=dmask
+                grad, AttentionInputs(q, k_, v_), BlockOutput(out, lse), scores=scores, ring=ring, source=source, dq=dq, dmask=dmask
             )
             if source == ring.rank:
                 home = found
             else:  # the rank before has met this stretch a step ago: what it found comes after it
-                found = found if travelling is None else found + _arrived(travelling)
+                found = found if travelling is None else found + travelling.wait()
                 after = (source - 1) % ring.group.size()
                 size = _flat_size(k, v, ring.cut.sizes[after]) if after != ring.rank else home.numel()
                 travelling = ring.turn(found, size, TAG + 1)
         if travelling is not None:
-            home = home + _arrived(travelling)
+            home = home + travelling.wait()
         dk, dv = _unpacked(home, k, v, k.shape[2])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask, None, None
 
 
 def _block_back(
     grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    known: tuple[Tensor, Tensor],
+    qkv: AttentionInputs,
+    known: BlockOutput,
     *,
     scores: Scores,
     ring: Ring,
@@ -140,13 +154,13 @@ def _block_back(
     dmask: Tensor | None,
 ) -> Tensor:
     """The gradients of a stretch's keys and values that come from this rank's queries. Those of the queries and of the mask
-    are added to `dq` and `dmask`. `known`: output and log-sum-exps over all keys."""
+    are added to `dq` and `dmask`. `known`: attention over all keys."""
     (q, k, v), (out, lse) = qkv, known
     dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (k, v))
     here = _columns(scores, ring, source)
     for rows, columns, causal in ring.jobs(source, scores.causal):
         part = here.only(rows, columns, causal)
-        given = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        given = AttentionInputs(q[:, :, rows], k[:, :, columns], v[:, :, columns])
         a, b, c, d = blockwise.backward(grad[:, :, rows], given, out[:, :, rows], lse[:, :, rows], part)
         dq[:, :, rows] += a
         dk[:, :, columns] += b
@@ -178,14 +192,7 @@ def _round(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tens
             coming = ring.turn(held, _flat_size(k, v, ring.cut.sizes[(source - 1) % ranks]), TAG)
         yield (source, *((k, v) if step == 0 else _unpacked(held, k, v, ring.cut.sizes[source])))
         if coming is not None:
-            held = _arrived(coming)
-
-
-def _arrived(turn: tuple[Tensor, list[dist.Work]]) -> Tensor:
-    received, works = turn
-    for work in works:
-        work.wait()
-    return received
+            held = coming.wait()
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ Paper
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class _Synchronised(BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:  # ranks evaluate unequal numbers of batches, so none waits for others
             held = None if self.running_mean is None or self.running_var is None else (self.running_mean, self.running_var)
-            return _of_this_rank(input, held, (self.weight, self.bias), held is None, 0.0, self.eps)
+            return _of_this_rank(input, held, Affine(self.weight, self.bias), held is None, 0.0, self.eps)
         check_dims(self, input)
         running: Running = None
         if self.training and self.track_running_stats and self.running_mean is not None:
@@ -73,7 +73,7 @@ class _Synchronised(BatchNormBase):
         steps, momentum = self.num_batches_tracked, self.momentum
         share = steps.to(running[0].dtype).reciprocal() if running and steps is not None and momentum is None else momentum
         ranks = StatisticsRanks(self._group, self._peers.idle)
-        return _normalised(input, running, (self.weight, self.bias), share, self.eps, ranks)
+        return _normalised(input, running, Affine(self.weight, self.bias), share, self.eps, ranks)
 
 
 class _SynchronisedInside(BatchNormBase):
@@ -108,9 +108,10 @@ class _StatisticsOfAllRanks(TorchFunctionMode):
         if not of["training"]:
             return func(*args, **kwargs or {})
         running = (of["running_mean"], of["running_var"]) if of["running_mean"] is not None else None
+        affine = Affine(of["weight"], of["bias"])
         if self.ranks is None:
-            return _of_this_rank(of["input"], running, (of["weight"], of["bias"]), True, of["momentum"], of["eps"])
-        return _normalised(of["input"], running, (of["weight"], of["bias"]), of["momentum"], of["eps"], self.ranks)
+            return _of_this_rank(of["input"], running, affine, True, of["momentum"], of["eps"])
+        return _normalised(of["input"], running, affine, of["momentum"], of["eps"], self.ranks)
 
 
 def _call(*names: str) -> inspect.Signature:
@@ -125,12 +126,21 @@ CALLS: dict[Callable[..., Any], inspect.Signature] = {
         "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
     ),
 }
+
+
+class Affine(NamedTuple):
+    """What normalised numbers are multiplied by and what is added, [channels] each; None: not learned."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 Running = tuple[Tensor, Tensor] | None
 """The running mean and variance, to be moved."""
 
 
 def _of_this_rank(
-    input: Tensor, running: Running, affine: tuple[Tensor | None, Tensor | None], batch: bool, momentum: float, eps: float
+    input: Tensor, running: Running, affine: Affine, batch: bool, momentum: float, eps: float
 ) -> Tensor:  # fmt: skip
     """`F.batch_norm`, which also takes a single sample. `batch`: normalize by its statistics, and not by `running`."""
     cudnn = torch.backends.cudnn.enabled
@@ -139,7 +149,7 @@ def _of_this_rank(
 
 
 def _normalised(
-    input: Tensor, running: Running, affine: tuple[Tensor | None, Tensor | None], momentum: float | Tensor | None, eps: float,
+    input: Tensor, running: Running, affine: Affine, momentum: float | Tensor | None, eps: float,
     ranks: StatisticsRanks,
 ) -> Tensor:  # fmt: skip
     """The input normalised by the statistics of all ranks, towards which `running` moves by the share `momentum`."""

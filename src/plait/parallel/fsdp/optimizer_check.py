@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,22 @@ def needs(job: Job, table: ShardPlan, sketch: Sketch) -> OptimizerNeeds:
     if refused := without_eval_mode(kind, plan) or without_whole_weights(kind, plan):
         raise PlaitError(refused)
     for axis in axes_of(plan):
-        found, helps = tried(job, sketch, lots_of(table, axis), kind)
-        if found and not (helps and can_be_whole(plan, axis)):
+        found = tried(job, sketch, lots_of(table, axis), kind)
+        if found and not (found.whole_helps and can_be_whole(plan, axis)):
             raise PlaitError(problem(found, axis, plan))
         looks = looks or found is not None
     return OptimizerNeeds(looks, kind.singly)
+
+
+@dataclass(frozen=True)
+class OptimizerMismatch:
+    """An optimizer that does something else with what ranks have of the parameters than with all of them."""
+
+    optimizer: str
+    """Name of its class."""
+    why: str
+    whole_helps: bool = False
+    """It does the same where one rank updates whole tensors for those that hold their parts."""
 
 
 @dataclass(frozen=True)
@@ -181,16 +192,15 @@ def _as_written() -> Iterator[None]:
         yield
 
 
-def tried(
-    job: Job, sketch: Sketch, lots: Mapping[str, Lot], kind: OptimizerKind
-) -> tuple[tuple[str, str] | None, bool]:
-    """((class, why) of an optimizer that does something else with what ranks have, whether whole tensors would help it)."""
+def tried(job: Job, sketch: Sketch, lots: Mapping[str, Lot], kind: OptimizerKind) -> OptimizerMismatch | None:
+    """Whether the job's optimizer does something else with what ranks have, and whether whole tensors would help it."""
     if kind.declared:
         parts = any(isinstance(lot, int) for lot in lots.values())
-        return ((kind.declared, f"its class says {DECLARED} = True"), True) if parts else (None, False)
-    found = differs(job, trained(sketch), lots, sketch.attributes, singly=kind.singly)
+        return OptimizerMismatch(kind.declared, f"its class says {DECLARED} = True", whole_helps=True) if parts else None
+    if (found := differs(job, trained(sketch), lots, sketch.attributes, singly=kind.singly)) is None:
+        return None
     alone: dict[str, Lot] = dict.fromkeys(lots, ALONE)
-    return found, found is not None and not differs(job, trained(sketch), alone, sketch.attributes, singly=kind.singly)
+    return replace(found, whole_helps=differs(job, trained(sketch), alone, sketch.attributes, singly=kind.singly) is None)
 
 
 def can_be_whole(plan: Plan, axis: str) -> bool:
@@ -220,13 +230,13 @@ def without_whole_weights(kind: OptimizerKind, plan: Plan) -> Problem | None:
     return Problem("P031", what, why=why, fix=fix)
 
 
-def problem(found: tuple[str, str], axis: str, plan: Plan) -> Problem:
-    """P022 of an axis. `found`: what `differs` says."""
+def problem(found: OptimizerMismatch, axis: str, plan: Plan) -> Problem:
+    """P022 of an axis."""
     needs = "offload=all" if axis == "fsdp" and plan.fsdp == 1 else f"{axis}={getattr(plan, axis)}"
     parts = "some of the parameters without the others" if axis == "pp" else "parts of parameters"
-    why = f"it was tried on all parameters and on what a rank has of them: {found[1]}"
+    why = f"it was tried on all parameters and on what a rank has of them: {found.why}"
     fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")
-    return Problem("P022", f"{found[0]} cannot update {parts}, which {needs} needs", why=why, fix=fix)
+    return Problem("P022", f"{found.optimizer} cannot update {parts}, which {needs} needs", why=why, fix=fix)
 
 
 def trained(sketch: Sketch) -> dict[str, tuple[int, ...]]:
@@ -259,13 +269,13 @@ def lots_of(table: ShardPlan, axis: str) -> dict[str, Lot]:
 @host_kept()
 def differs(
     job: Job, shapes: Shapes, lots: Mapping[str, Lot], attributes: Attributes | None = None, *, singly: bool = False
-) -> tuple[str, str] | None:
-    """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes and attributes.
-    `singly`: and make a step for each tensor."""
+) -> OptimizerMismatch | None:
+    """Whether the job's optimizer does something else where ranks have `lots` of parameters of these shapes and attributes, without a word
+    on whole tensors. `singly`: ranks make a step for each tensor."""
     held = [lots.get(name, WHOLE) for name in shapes]
     if all(lot == WHOLE for lot in held):
         return None
-    failed: tuple[str, str] | None = None
+    failed: OptimizerMismatch | None = None
     make = _maker(job, shapes, attributes or {})
     alone = (lambda parameters: _made_single(make(parameters))) if singly else make
     for tried in (small(list(shapes.values())), list(shapes.values())):
@@ -274,10 +284,10 @@ def differs(
         if _by_element(make, tried, held):
             return None
         try:
-            found = (_compared((make, alone), tried, held, course) for course in COURSES)
+            found = (_compared(make, alone, tried, held, course) for course in COURSES)
             return next((one for one in found if one is not None), None)
         except _Unmade as error:  # it may choose parameters by their sizes
-            failed = error.args[0], error.args[1]
+            failed = error.mismatch
     return None if ALONE in held else failed
 
 
@@ -332,7 +342,11 @@ def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Unmade(Exception):
-    """The optimizer failed on whole tensors: (class, why)."""
+    """The optimizer failed on whole tensors."""
+
+    def __init__(self, mismatch: OptimizerMismatch):
+        super().__init__(mismatch.why)
+        self.mismatch = mismatch
 
 
 def _made_single(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -341,10 +355,9 @@ def _made_single(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _compared(
-    makes: tuple[Make, Make], shapes: Sequence[tuple[int, ...]], held: list[Lot], course: TrialCourse
-) -> tuple[str, str] | None:
-    """`makes`: the optimizer as the job makes it, and as ranks have it."""
-    make, of_rank = makes
+    make: Make, of_rank: Make, shapes: Sequence[tuple[int, ...]], held: list[Lot], course: TrialCourse
+) -> OptimizerMismatch | None:
+    """The optimizer as the job makes it on all tensors, against the optimizer `of_rank` on what each of two ranks has of them."""
     generator, size = torch.Generator().manual_seed(0), course.size
     values = _drawn(shapes, generator)
     noise = [[size * t for t in _drawn(shapes, generator)] for _ in range(3)]
@@ -355,20 +368,21 @@ def _compared(
     except PlaitError:
         raise
     except Exception as error:  # an optimizer may raise anything
-        raise _Unmade(_kind(make, values), raised(error)) from error
+        raise _Unmade(OptimizerMismatch(_kind(make, values), raised(error))) from error
     alone = [k for k, lot in enumerate(held) if lot == ALONE]
     owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
     try:
         ranks = [_on_rank(of_rank, values, rows, course, held=held, owner=owner, rank=rank) for rank in range(2)]
     except Exception as error:  # the real one would have to run on parts as well
-        return _kind(make, values), raised(error)
+        return OptimizerMismatch(_kind(make, values), raised(error))
     for k, (expected, before) in enumerate(zip(whole, values)):
         lot = held[k] if before.dim() or held[k] == ALONE else WHOLE
         found = torch.cat([mine[k] for mine in ranks], lot) if isinstance(lot, int) else ranks[owner.get(k, 0)][k]
         moved = float((expected - before).abs().max()) if before.numel() else 0.0
         if moved and not float((found - expected).abs().max()) <= 1e-9 * moved + 1e-14 * float(before.abs().max()):
             where = "when others are elsewhere" if lot in (WHOLE, ALONE) else "in two parts"
-            return _kind(make, values), f"a tensor of shape {list(before.shape)} is updated differently {where}"
+            why = f"a tensor of shape {list(before.shape)} is updated differently {where}"
+            return OptimizerMismatch(_kind(make, values), why)
     return None
 
 

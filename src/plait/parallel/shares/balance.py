@@ -49,10 +49,9 @@ class Balance:
         """Samples of each share in a full batch."""
         return sizes(self.batch, parts, self.least)
 
-    def heard(self, done: int, row: tuple[Sequence[int], Sequence[float], Sequence[int]], ahead: int) -> str:
-        """After `done` steps, of which the last told its samples, the seconds of the step before, and how many samples fit into each
-        share's memory (0: not known). Other parts are for the step `ahead` of it. What is to be said."""
-        samples, seconds, room = row
+    def heard(self, done: int, samples: Sequence[int], seconds: Sequence[float], room: Sequence[int], ahead: int) -> str:
+        """The note to print after `done` steps, or nothing. Of each share: the `samples` of the last step, the `seconds` of the step
+        before, and how many samples its memory has `room` for (0: not known). Other parts are for the step `ahead` of it."""
         before, self.before = self.before, tuple(samples)
         since, parts = self.course.last
         new = 0 < since <= done - 2 < since + WARM  # number done - 2 is the step whose seconds are told

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.data.batch_rows import Pair
 from plait.model.make import BuiltModel
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
@@ -148,7 +149,7 @@ def _with_draws(
     outputs in the place of the loss, where it cannot be computed of so few samples: the first that works.
     """
 
-    def run(loss: Callable[[Any, Any], Any], model: nn.Module, pair: tuple[object, object]) -> object:
+    def run(loss: Callable[[Any, Any], Any], model: nn.Module, pair: Pair) -> object:
         with Wide() if wide else nullcontext():
             return loss(call(model, pair[0]), pair[1])
 

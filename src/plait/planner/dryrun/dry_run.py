@@ -26,6 +26,7 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, whole
+from plait.data.batch_rows import Pair
 from plait.engine.analyse import KnownModel, analyse, setup_of
 from plait.engine.build import check_plan
 from plait.engine.engine import Engine
@@ -47,7 +48,6 @@ from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_
 
 CPU = torch.device("cpu")
 Found = TypeVar("Found")
-Pair = tuple[object, object]
 SHOWN = 12
 """Kinds of ranks that the table has lines for, the fullest first."""
 

@@ -120,7 +120,7 @@ def one_device(
     batch = next(read(engine, [replace(points[0], size=size)]))
     inside = lambda: forward_format(cut, WIDE, "cpu")  # noqa: E731
     pair = many(kept[0], points[0].size, batch.size), move(batch.micro[0].targets, torch.device("cpu"), WIDE)
-    told, scales, untried = separable.coupled(job, pair, parts_of(cut, batch.size), seconds, inside)
+    told, scales, untried = separable.coupled(job, *pair, parts_of(cut, batch.size), seconds, inside)
     return found | {"coupled": told.told() if told else None, "scales": scales, "untried": untried, "size": batch.size}
 
 

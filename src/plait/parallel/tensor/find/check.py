@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,21 @@ class OtherCode(Exception):
     """The code did something else than in the whole."""
 
 
+class MapInput(NamedTuple):
+    """What a call of a map is given."""
+
+    name: str
+    number: int
+    """Of the call, among those of this map."""
+    x: Tensor
+
+
 @dataclass
 class ReplayedRun:
     """What a run of a container showed."""
 
-    given: list[tuple[str, int, Tensor]] = field(default_factory=list)
-    """(map, number of the call, its input) in order."""
+    given: list[MapInput] = field(default_factory=list)
+    """Of the calls of maps, in order."""
     output: list[Any] = field(default_factory=list)
     """Leaves of what the container returned; the key of an argument that it hands on as it is."""
     arguments: dict[int | str, Tensor] = field(default_factory=dict)
@@ -56,7 +65,7 @@ class ReplayedRun:
 
     def gradients(self, given: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
         """The gradient of what each map returned. `given`: that of what maps are given."""
-        ends = [(x, given[name, k]) for name, k, x in self.given if (name, k) in given and x.requires_grad]
+        ends = [(g.x, given[g.name, g.number]) for g in self.given if (g.name, g.number) in given and g.x.requires_grad]
         answers = self.answers or {}
         if not ends or not answers:
             return {}
@@ -139,7 +148,7 @@ class ReplayedModule:
                 number = counts[name] = counts.get(name, -1) + 1
                 if (name, number) not in values:
                     raise OtherCode(f"{name} is called more often {self.than}")
-                shown.given.append((name, number, next(iter((*args, *kwargs.values())), torch.zeros(()))))
+                shown.given.append(MapInput(name, number, next(iter((*args, *kwargs.values())), torch.zeros(()))))
                 answer = self._answer(shown.given[-1], values[name, number], features)
                 if shown.answers is None or not isinstance(answer, Tensor) or not answer.is_floating_point():
                     return answer
@@ -150,10 +159,10 @@ class ReplayedModule:
 
         return make
 
-    def _answer(self, call: tuple[str, int, Tensor], value: object, features: Ranges | None) -> Any:
+    def _answer(self, call: MapInput, value: object, features: Ranges | None) -> Any:
         """What a map returns: these features of the value, or all of it."""
         if features is not None and isinstance(value, Tensor):
-            return taken(value, self.maps[call[0]].feature, features)
+            return taken(value, self.maps[call.name].feature, features)
         return tree_map_only(Tensor, torch.clone, value)
 
     def _arguments(self, shown: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
@@ -176,7 +185,7 @@ class ReplayedModule:
     def differs(self, whole: ReplayedRun, part: ReplayedRun, groups: Iterable[ColumnRowPair], rank: int) -> str:
         """What is wrong with a rank's run, or nothing."""
         rows = {group.row: next(c for c in group.cuts if c.parameter == f"{group.row}.weight") for group in groups}
-        if [x[:2] for x in whole.given] != [x[:2] for x in part.given]:
+        if [(g.name, g.number) for g in whole.given] != [(g.name, g.number) for g in part.given]:
             return "its code calls other layers on a slice than on the whole"
         for (name, _, a), (_, _, b) in zip(whole.given, part.given):
             want = taken(a, self.maps[name].feature, rows[name].ranges[rank]) if name in rows else a

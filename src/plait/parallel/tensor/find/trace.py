@@ -47,7 +47,7 @@ class ModuleCall:
     """What it was given, as it was before the call."""
     given: int
     """Sources of that."""
-    state: tuple[Any, Any, Tensor]
+    state: keyed.HostState
     """Of the host's generators of random numbers, before the call."""
     left: int = 0
     """When it ended."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.model.slices import ColumnRowPair, PositionwiseUnit, RegionArgument, RegionBorder, Slices
-from plait.parallel.tensor.find.check import OtherCode, ReplayedModule, ReplayedRun, Values
+from plait.parallel.tensor.find.check import MapInput, OtherCode, ReplayedModule, ReplayedRun, Values
 from plait.parallel.tensor.find.linear_maps import Map
 from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
 from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
@@ -154,7 +154,7 @@ class UnitOnRows(ReplayedModule):
             raise OtherCode(f"on a stretch {name} is given something else than that stretch of the whole")
         return dims[0]
 
-    def _answer(self, call: tuple[str, int, Tensor], value: object, features: Ranges | None) -> Any:
+    def _answer(self, call: MapInput, value: object, features: Ranges | None) -> Any:
         """What a map returns: columns all rows, a row this rank's, others those that they are given."""
         if self.cut is None:
             return super()._answer(call, value, features)
