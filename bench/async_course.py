@@ -16,10 +16,9 @@ from virtual_clock import Wire
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
-from plait.engine.server.dealing import Dealer, Ticket
+from plait.engine.server.dealing import Clocks, Dealer, Ticket
 from plait.engine.server.group import Trainer
-from plait.engine.server.messages import ServerUpdate, UsedGradient
-from plait.engine.server.portions import Clocks
+from plait.engine.server.layout import ServerUpdate, UsedGradient
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Server
 from plait.launch.place import Place

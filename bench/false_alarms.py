@@ -34,7 +34,7 @@ from plait.config.plan import Plan
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.proof import candidate, formats, phases, reference, scenario, tensor_files, verify
+from plait.proof import candidate, formats, phases, probes, reference, scenario, verify
 from plait.proof.probes import TENSORS, Trace
 
 PLANS = (
@@ -93,7 +93,7 @@ def _ranks(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
     def work(place: Place) -> dict[str, Any]:
         notes, made = candidate.in_own_formats(job, plan, "cpu", place)
         for name in TENSORS:
-            tensor_files.write(folder / f"{name}-{place.rank}.safetensors", made.get(name, {}))
+            probes.write(folder / f"{name}-{place.rank}.safetensors", made.get(name, {}))
         return {"formats": notes, "held": [], "parts": {}, "inexact": [], "rows": []}
 
     return fork.run(work, plan.world, alike=plan.pp == 1)

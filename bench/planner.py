@@ -24,10 +24,10 @@ from scores import Case, choice, memory, percent, times
 from sites import machine_of
 
 from plait.config import network
+from plait.planner.answer import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.time import Software, TimeModel
-from plait.planner.uncertainty import PARTS, SPENT, Correction, Traits, correction
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 2 << 30

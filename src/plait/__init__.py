@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from plait.config.plan import Plan
     from plait.data import orders
     from plait.data.packing import document_mask, packed
-    from plait.engine.callbacks import Callback
+    from plait.engine.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile
     from plait.engine.engine import Engine
+    from plait.engine.generate import Generate
     from plait.engine.logged import log
-    from plait.engine.samples import Generate
-    from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
     from plait.engine.step import Step
     from plait.integrations.adapters.keras import from_keras
     from plait.integrations.adapters.lightning import from_lightning
@@ -82,21 +81,21 @@ __all__ = [
 ]
 
 _HOME = {
-    "BestCheckpoint": "plait.engine.standard_callbacks",
+    "BestCheckpoint": "plait.engine.callbacks",
     "Callback": "plait.engine.callbacks",
     "CombinedOptimizer": "plait.model.combined_optimizer",
     "EMA": "plait.config.job",
-    "EarlyStopping": "plait.engine.standard_callbacks",
+    "EarlyStopping": "plait.engine.callbacks",
     "Engine": "plait.engine.engine",
     "Evaluate": "plait.config.job",
     "ExportWeights": "plait.integrations.export_weights",
-    "Generate": "plait.engine.samples",
+    "Generate": "plait.engine.generate",
     "Job": "plait.config.job",
     "LinearCrossEntropy": "plait.losses.linear_cross_entropy",
     "Phase": "plait.config.phases",
     "PlaitError": "plait.config.errors",
     "Plan": "plait.config.plan",
-    "Profile": "plait.engine.standard_callbacks",
+    "Profile": "plait.engine.callbacks",
     "Run": "plait.report.run",
     "Step": "plait.engine.engine",
     "TokenBudget": "plait.config.job",

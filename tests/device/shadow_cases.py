@@ -28,7 +28,7 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine import build
 from plait.engine.engine import Engine
-from plait.engine.rank_options import RankOptions
+from plait.engine.rank_start import RankOptions
 from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
 from plait.engine.train import train

@@ -18,7 +18,7 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.parallel.compression import compressor, powersgd, rounded
 from plait.parallel.compression.compressor import Compressor
-from plait.parallel.data.compressed import CompressedSums
+from plait.parallel.data.buckets import CompressedSums
 from plait.proof.verify import verify
 
 

@@ -34,9 +34,8 @@ from plait.parallel.data.buckets import BucketSums
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.rank_model import RankModel
-from plait.planner.dryrun.dry_run import CPU, known
+from plait.planner.dryrun.dry_run import CPU, RankKinds, known
 from plait.planner.dryrun.pretend import Pretending, process_group
-from plait.planner.dryrun.rank_kinds import RankKinds
 from plait.tensors.torch_private import FakeTensorMode
 
 Facts = dict[str, Any]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from plait.data.batch import BatchShare, Position
 from plait.data.loading import batches
 from plait.data.shares import Course, InTurn, ahead, sizes
-from plait.parallel.shares.balance import MOST, Balance
-from plait.parallel.shares.fit import Cost, balanced, slowest
+from plait.parallel.shares.balance import MOST, Balance, Cost, balanced, slowest
 from plait.tensors.rows import split
 from property.test_data import Ids, Iterates, Stateful
 

@@ -12,8 +12,7 @@ from launched import TEST_JOB, Command, alive
 
 from plait.chaos import matrix, table
 from plait.chaos.fault import KEPT, NOT_RUN, SHORT, Fault
-from plait.chaos.outcome import CannotPose, Outcome
-from plait.chaos.scene import Scene, Setting
+from plait.chaos.scene import CannotPose, Outcome, Scene, Setting
 from plait.chaos.watched import adopt
 from plait.config.command_options import TrainOptions
 from plait.config.job import Job, load_job

@@ -18,7 +18,7 @@ from launched import Command
 from torch import Tensor
 
 from plait import Engine, Job, PlaitError
-from plait.checkpoint.hugging_face import describe
+from plait.checkpoint.export import describe
 from plait.cli.main import main
 
 PORT = Path(__file__).parents[2] / "examples/ports/lora"

@@ -15,10 +15,9 @@ from plait import Job, PlaitError, Plan
 from plait.cli.main import main
 from plait.engine.traffic import Message, Traffic, agree
 from plait.parallel.order import shard_plan
-from plait.planner.dryrun.dry_run import dry_run, known
+from plait.planner.dryrun.dry_run import RankKinds, dry_run, known
 from plait.planner.dryrun.measure import measure
 from plait.planner.dryrun.pretend import Pretending, process_group
-from plait.planner.dryrun.rank_kinds import RankKinds
 from plait.tensors.torch_private import FakeTensorMode
 
 WIDTH, BATCH = 8, 20

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from plait.checkpoint import optimizer_state
-from plait.engine import device_update
-from plait.model import fused_optimizer
+from plait.engine import train_step
+from plait.model import optimizers
 from plait.tensors.torch_private import FakeTensorMode
 
 
@@ -16,7 +16,7 @@ def fused(kind: Any, devices: tuple[str, ...], dtype: torch.dtype = torch.float3
     with FakeTensorMode():
         held = [nn.Parameter(torch.empty(2, device=device, dtype=dtype)) for device in devices]
     optimizer = kind([{"params": [p]} for p in held], lr=0.1, **given)
-    fused_optimizer.choose(optimizer, torch.device("cpu" if "cpu" in devices[:1] else "cuda"))
+    optimizers.choose(optimizer, torch.device("cpu" if "cpu" in devices[:1] else "cuda"))
     return [group.get("fused") for group in optimizer.param_groups]
 
 
@@ -38,19 +38,19 @@ def test_what_the_job_says_is_kept() -> None:
 
 def test_momentum_begins_as_without_fusing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parameters that get their first gradient late, also in a step that is left out."""
-    monkeypatch.setattr(fused_optimizer, "_there", lambda p: True)
+    monkeypatch.setattr(optimizers, "_there", lambda p: True)
 
     def trained(gradients: list[tuple[float | None, float | None]], left_out: int = -1, **given: Any) -> list[Any]:
         held = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
         optimizer = torch.optim.SGD([{"params": [p]} for p in held], lr=0.1, momentum=0.9, nesterov=True, **given)
-        fused_optimizer.choose(optimizer, torch.device("cuda" if not given else "cpu"))
+        optimizers.choose(optimizer, torch.device("cuda" if not given else "cpu"))
         for step, numbers in enumerate(gradients):
             for p, number in zip(held, numbers):
                 p.grad = None if number is None else torch.full((3,), number)
             finite = torch.tensor(step != left_out) if not given else None
             if given and step == left_out:
                 continue
-            device_update.step(optimizer, finite)
+            train_step.step(optimizer, finite)
         return [p.tolist() for p in held] + [bool(group.get("fused")) for group in optimizer.param_groups]
 
     for left_out in (-1, 1):
@@ -58,7 +58,7 @@ def test_momentum_begins_as_without_fusing(monkeypatch: pytest.MonkeyPatch) -> N
         (*mine, one, two), (*its, _, _) = trained(course, left_out), trained(course, left_out, foreach=False)
         assert one and two and mine == [pytest.approx(numbers) for numbers in its]
     damped = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9, dampening=0.5)
-    fused_optimizer.choose(damped, torch.device("cuda"))
+    optimizers.choose(damped, torch.device("cuda"))
     assert not damped.param_groups[0]["fused"], "its first gradient counts otherwise than the next"
 
 

@@ -28,8 +28,8 @@ import plait
 from plait import PlaitError
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare, Position
-from plait.data.handles import check_loaders, check_unshared, connection_in
 from plait.data.loading import batches
+from plait.data.reachable import check_loaders, check_unshared, connection_in
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.proof.verify import verify

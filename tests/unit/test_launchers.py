@@ -14,9 +14,8 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch.launchers import find as finder
 from plait.launch.launchers.find import LAUNCHERS, find
-from plait.launch.launchers.launcher import Launcher
-from plait.launch.launchers.membership import Membership
-from plait.launch.launchers.slurm import first_host, unused
+from plait.launch.launchers.known import first_host, unused
+from plait.launch.launchers.launcher import Launcher, Membership
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plait.checkpoint.names import matched
+from plait.checkpoint.opening import matched
 from plait.model.pretrained import NameRules
 
 BASE = ["model.embed.weight", "model.0.q.weight", "model.0.q.bias", "lm_head.weight"]

@@ -21,7 +21,7 @@ from plait.launch.detect import read_machine
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import simulate
 from plait.planner import goals
-from plait.planner.answer import answer, ask, text, toml, why_not
+from plait.planner.answer import NOISE, Traits, answer, ask, correction, text, toml, why_not
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import StageSchedule, alive, estimate, played
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
@@ -30,7 +30,6 @@ from plait.planner.question import PlanRequest, sized
 from plait.planner.search import Candidate, Found, search
 from plait.planner.space import branch_samples, branches
 from plait.planner.time import Cores, Software, TimeModel
-from plait.planner.uncertainty import NOISE, Traits, correction
 
 
 class Layer(nn.Module):

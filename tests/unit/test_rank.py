@@ -8,7 +8,7 @@ import jobs
 
 import plait
 from plait.config.plan import Plan
-from plait.engine.rank_options import RankOptions
+from plait.engine.rank_start import RankOptions
 from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
 from plait.engine.train import train

@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from plait.checkpoint.manifest import _shares
 from plait.config.plan import Plan
-from plait.engine.speed import room_of_share, slowest_of_share
+from plait.engine.spans import room_of_share, slowest_of_share
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.shares import strategy
-from plait.parallel.shares.balance import Balance, told
-from plait.parallel.shares.fit import costs
-from plait.tensors.waits import apart, waits
+from plait.parallel.shares.balance import Balance, costs, told
+from plait.tensors.transfers import apart, waits
 
 Takes = Callable[[int, int, int], float]
 """(step, share, samples) -> seconds."""

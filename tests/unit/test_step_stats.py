@@ -7,7 +7,7 @@ import torch
 
 from plait.config.plan import Plan
 from plait.engine.logged import StepLog
-from plait.engine.pending_stats import PendingStats
+from plait.engine.stats_reader import PendingStats
 from plait.parallel.step_stats import RunSignals, StepStats, WeightedSum
 from plait.tensors.transfers import HostCopy
 

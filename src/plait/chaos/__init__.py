@@ -1,6 +1,5 @@
 """The fault matrix: what goes wrong on purpose in small runs of the user's own job, and whether plait keeps what it promises.
 
-outcome           what was measured of a fault
 strike            what happens inside a rank, at a step and phase
 watched           a `plait train` in a process of its own, seen from outside
 record            what a run left, and whether it is that of the undisturbed one

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.chaos.fault import Fault
-from plait.chaos.outcome import Outcome
-from plait.chaos.scene import Scene
+from plait.chaos.scene import Outcome, Scene
 from plait.checkpoint.manifest import MANIFEST, seal, unseal
 from plait.engine.run_directory import RunDirectory
 

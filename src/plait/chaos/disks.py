@@ -9,9 +9,8 @@ from pathlib import Path
 
 from plait.chaos.fault import Fault
 from plait.chaos.hosts import mounted, ran
-from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.ranks import undisturbed
-from plait.chaos.scene import SHARED, Scene
+from plait.chaos.scene import SHARED, CannotPose, Outcome, Scene
 from plait.chaos.watched import Watched
 
 SPARE = 1 << 20

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.chaos.outcome import Outcome
-from plait.chaos.scene import Scene
+from plait.chaos.scene import Outcome, Scene
 
 KEPT, SHORT, NOT_RUN, NO_PROMISE = "kept", "fell short", "not run", "no promise"
 """Verdicts. `NO_PROMISE`: plait promises nothing; what was seen is told all the same."""

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable
 
 from plait.chaos.fault import Fault
-from plait.chaos.outcome import Outcome
 from plait.chaos.ranks import undisturbed
 from plait.chaos.record import Record
-from plait.chaos.scene import Scene
+from plait.chaos.scene import Outcome, Scene
 from plait.chaos.strike import Strike
 
 HOUR = 3600.0

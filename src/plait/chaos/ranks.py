@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.chaos.fault import Fault
-from plait.chaos.outcome import Outcome
-from plait.chaos.scene import SOON, UNHURRIED, Scene
+from plait.chaos.scene import SOON, UNHURRIED, Outcome, Scene
 from plait.chaos.strike import Strike
 
 GOES_ON = "named, all ranks forked anew, goes on by itself"

@@ -5,11 +5,10 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from plait.chaos.hosts import Hosts
-from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.record import Record
 from plait.chaos.strike import Mark, Strike, marks, struck
 from plait.chaos.watched import Beginning, NotInTime, Watched, orphans
@@ -20,6 +19,35 @@ from plait.config.keys import SAME_PARTS
 from plait.config.option import words_of
 from plait.config.plan import Plan
 from plait.launch.place import cores, fix_threads, threads
+
+
+class CannotPose(Exception):
+    """This machine, job or plan cannot be given the fault; the text says why."""
+
+
+@dataclass
+class Outcome:
+    """What was seen of one fault."""
+
+    detected: float | None = None
+    """Seconds from the fault to the first line that tells of it."""
+    again: float | None = None
+    """Seconds from the fault to the end of the next new step."""
+    resumed: bool = False
+    """A person had to start the run again: `again` counts from that start."""
+    lost: int | None = None
+    """Steps that were complete and had to be made again."""
+    equal: str = ""
+    """Whether losses, samples and weights are those of the undisturbed run."""
+    drawn: list[str] = field(default_factory=list)
+    """What chance chose: ranks, steps, bytes of a file."""
+    short: list[str] = field(default_factory=list)
+    """Where plait fell short of its promise."""
+    said: str = ""
+    """The line that told of it."""
+    output: str = ""
+    """The end of what its runs said, where plait fell short."""
+
 
 SOON = 5.0
 """Seconds in which plait is to say that a rank is lost; more where ranks share cores."""

@@ -16,8 +16,6 @@ replica_groups    what it holds of replica groups, and of each of them alone
 saving            a save beside training
 base              frozen parameters that it names and does not hold
 opening           weights that somebody keeps, opened
-names             which tensor of a file is which of the model
 weights           others' weights in
 export            its weights out
-hugging_face      what a Hugging Face folder has besides
 """

@@ -27,7 +27,7 @@ from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import is_user_class
 from plait.config.plan import Plan
-from plait.model.optimizer_modes import wrapped
+from plait.model.optimizers import wrapped
 from plait.tensors.modules import OURS
 from plait.tensors.part import Part, whole
 from plait.tensors.torch_private import own_buffers

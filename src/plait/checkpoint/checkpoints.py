@@ -33,7 +33,7 @@ from plait.checkpoint.training import Training, exchange_json, problems_in, rais
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.data.batch import is_map
 from plait.data.sampling import Sampling
-from plait.tensors.finite import several
+from plait.tensors.norm import several
 from plait.tensors.part import Part
 
 

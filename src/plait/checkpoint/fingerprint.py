@@ -27,7 +27,7 @@ from plait.config.job import Job
 from plait.config.library import is_library, is_user_module
 from plait.data.batch import is_map, seeded_sample
 from plait.data.sampling import epoch_order
-from plait.model.fused_optimizer import OPEN
+from plait.model.optimizers import OPEN
 from plait.parallel import precision
 from plait.parallel.compression import strategy as compression
 from plait.randomness.keyed import host_kept

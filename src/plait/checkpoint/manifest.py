@@ -27,7 +27,7 @@ KINDS = ("model", "optimizer", "ema", "eval", "groups", "compress", "carried")
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 EVAL = "eval/"
-"""How the names of weights begin that the optimizer has in eval mode (`model/optimizer_modes.py`)."""
+"""How the names of weights begin that the optimizer has in eval mode (`model/optimizers.py`)."""
 DEPTH = 10
 """How deep the values may be nested that callbacks keep."""
 CARRIED_DEPTH = 50

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from plait.checkpoint.carried_state import CarriedState
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
-from plait.model.fused_optimizer import OPEN
-from plait.model.optimizer_modes import has_modes, weights_in_eval_mode, wrapped
+from plait.model.optimizers import OPEN, has_modes, weights_in_eval_mode, wrapped
 from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.tensors.parameters import like

@@ -24,7 +24,7 @@ from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, KINDS, MANIFEST, parse, seal, unseal
 from plait.checkpoint.reading import rectangle
 from plait.checkpoint.safetensors_file import Damaged, write
-from plait.tensors.finite import Rule, wrong_scalars
+from plait.tensors.norm import Rule, wrong_scalars
 from plait.tensors.part import Part
 
 

@@ -23,7 +23,7 @@ from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
 from plait.checkpoint.training import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
-from plait.model.optimizer_modes import weights_in_eval_mode
+from plait.model.optimizers import weights_in_eval_mode
 from plait.parallel.compression.compressor import RESIDUAL
 from plait.tensors.part import Part, whole
 

@@ -18,7 +18,7 @@ from plait.data.batch import Data, Position
 from plait.launch.place import Place
 from plait.parallel.rank_model import RankModel
 from plait.tensors.collectives import exchange
-from plait.tensors.finite import Rule
+from plait.tensors.norm import Rule
 
 
 class CallbackState(Protocol):

@@ -10,8 +10,7 @@ from torch import nn
 from plait.checkpoint import state
 from plait.checkpoint.base import digest_of
 from plait.checkpoint.manifest import Base, Entry, damaged
-from plait.checkpoint.names import Match, matched
-from plait.checkpoint.opening import open_weights
+from plait.checkpoint.opening import Match, matched, open_weights
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
 from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
@@ -23,7 +22,7 @@ from plait.tensors.part import Part, whole
 def load_weights(training: Training, path: Path) -> None:
     """Fill the model's parameters and buffers from `path`; every rank calls it, and reads its own parts.
 
-    K008 when names or shapes differ from the model's (`checkpoint/names.py` says what may), K021 for adapters that are made of
+    K008 when names or shapes differ from the model's (`checkpoint/opening.py` says what may), K021 for adapters that are made of
     the base's numbers. Numbers are cast to the model's format. Nothing is changed unless all ranks can read all of theirs.
     """
     mine = state.model_parts(training)

@@ -12,7 +12,6 @@ rounds            what is decided between two starts of the ranks
 other_plans       plans for fewer ranks, found while training goes on
 request           what plait train was asked for
 console           what a person sees while a run goes on
-inline            the live line of a run in a notebook
 plan              plait plan
 tensor_table      plait plan --show tensor
 parameter_table   plait plan --show parameters

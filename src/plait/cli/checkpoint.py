@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.checkpoints import Checkpoints, marks, unsound, verify
-from plait.checkpoint.export import Wanted
-from plait.checkpoint.hugging_face import export_folder, has_adapter
+from plait.checkpoint.export import Wanted, export_folder, has_adapter
 from plait.checkpoint.manifest import EVAL, MANIFEST, Manifest, damaged, read_manifest
 from plait.checkpoint.opening import PICKLED
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, Damaged
 from plait.config.command_options import CheckpointOptions
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.tensors.finite import several
+from plait.tensors.norm import several
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 OTHERS = (*PICKLED, ".safetensor", ".h5", ".onnx", ".gguf", ".npz", ".npy", ".msgpack", ".json", ".zip", ".tar")

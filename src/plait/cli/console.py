@@ -1,4 +1,9 @@
-"""What a person sees while a run goes on: one live line on a terminal, a key=value line every 10 s elsewhere."""
+"""What a person sees while a run goes on: one live line on a terminal, a key=value line every 10 s elsewhere.
+
+In a notebook the live line is one output of the cell that is written over, and taken away at the end. Notebooks show what is displayed
+under a name again when the name is used again; no widgets are needed. In IPython on a terminal, and in Python without it, nothing is
+displayed.
+"""
 
 import codecs
 import os
@@ -7,15 +12,47 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console as Rich
 from rich.live import Live
 from rich.text import Text
 
-from plait.cli.inline import InlineLine
 from plait.config.errors import shown
 from plait.launch.hangs import ranks_in_words
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+
+
+class InlineLine:
+    """One line below a cell; nothing is there before its first text."""
+
+    def __init__(self):
+        self.handle: DisplayHandle | None = None
+
+    @staticmethod
+    def here() -> "InlineLine | None":
+        """A line in the cell that is running now; None where there is no notebook."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        return InlineLine() if hasattr(shell, "kernel") else None
+
+    def update(self, text: str) -> None:
+        """Show this instead of what is there."""
+        from IPython.display import DisplayHandle
+
+        if self.handle is None:
+            self.handle = DisplayHandle()
+            self.handle.display({"text/plain": text}, raw=True)
+        else:
+            self.handle.update({"text/plain": text}, raw=True)
+
+    def close(self) -> None:
+        """Take it away."""
+        if self.handle is not None:
+            self.update("")
+
 
 EVERY = 10.0
 """Seconds between lines when the output is not a terminal."""

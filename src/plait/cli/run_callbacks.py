@@ -104,8 +104,7 @@ def _made(function: Callable[[], Any] | None, options: TrainOptions) -> "list[Ca
     """The callbacks: the user's first, the best checkpoint last. U011."""
     from plait.config.errors import in_a_line
     from plait.config.job import user_line
-    from plait.engine.callbacks import Callback, checked
-    from plait.engine.standard_callbacks import BestCheckpoint, EarlyStopping, Profile
+    from plait.engine.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile, checked
     from plait.integrations.export_weights import ExportWeights
 
     made, name = list[Callback](), options.callbacks

@@ -22,13 +22,13 @@ from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
 from plait.engine.memory_use import fullest
 from plait.engine.pieces import Neighbours
-from plait.engine.rank_options import RankOptions
+from plait.engine.rank_start import RankOptions
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
 from plait.engine.train import train
 from plait.launch import attempts, fork, nccl
 from plait.launch.devices import called, check, cuda_names, kind_of, unused
-from plait.launch.launchers.membership import Membership
+from plait.launch.launchers.launcher import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
 from plait.launch.round import Round

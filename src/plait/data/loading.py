@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from plait.config.errors import PlaitError, Problem, problem_of
 from plait.data.batch import Batch, BatchShare, Data, MapStyle, Micro, Position, empty, is_map, part
-from plait.data.handles import check_loaders
 from plait.data.iterables import OfShare, SeededReader, cut, digest, read_apart, read_before
 from plait.data.padding import packed
+from plait.data.reachable import check_loaders
 from plait.data.sample_errors import naming_samples
 from plait.data.sampling import Sampling
 from plait.launch.descriptors import own_offsets

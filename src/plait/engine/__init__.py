@@ -2,33 +2,26 @@
 
 train             the training of one rank: the loop from step to step
 train_step        one step, in the order in which it happens
-rank_options      what one rank trains, saves and records
 rank_start        where a rank's training begins: its engine, at a checkpoint or given weights
 rank_failures     what a rank keeps when its training ends in an error
 run_schedule      after which steps a run ends and evaluates
 run_notes         what a rank reports to the terminal beside its steps
-out_of_memory     a rank whose device is full
 analyse           what a rank knows of the model before anything of it is cut
 build             from job and plan to a rank's model and optimizer
 engine            one rank's training, to be driven step by step: batches, steps, checkpoints
 callbacks         what a job has done beside its steps
-standard_callbacks  early stopping, the best checkpoint, traces of steps
 logged            numbers that a job records while a step runs
 passes            forward and backward passes of a step
 trained           which parameters a run trains, and that it stays so
 step              what a step did
-pending_stats     a step whose numbers are on their way to the host
 batch_weights     what micro-batches weigh in the loss, and which of them a rank runs
 stats_reader      when the host reads what came of a step, and what follows from it
-device_update     an update that the host queues without knowing whether it will be made
 spans             what took time in a step
 turns             the phases of a step, one after the other
 memory            a rank's memory, measured
 memory_use        what it was used for, beside the bill
-speed             how long a rank computes; how many samples fit
 evaluate          metrics over held-out data
 generate          prompts continued by the model in training
-samples           what it makes of some prompts, now and then
 try_metrics       the job's metrics, tried before training
 batch_dependence  whether a model in eval mode uses the other samples of a batch
 nonfinite         steps that are not finite

@@ -19,7 +19,7 @@ from plait.launch import allocator
 from plait.launch.devices import kind_of, of_rank, unseen
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
-from plait.model import fused_optimizer, single_steps
+from plait.model import optimizers
 from plait.model.make import make, make_optimizer
 from plait.model.sketch import Sketch
 from plait.parallel import average, gradient_hooks, whole_tensors
@@ -157,8 +157,8 @@ def _with_optimizer(split: SplitModel) -> RankModel:
     everything = split.to_update()
     optimizer, names = make_optimizer(split.job, everything)
     if split.whole_sketch.single_steps:
-        single_steps.step_singly(optimizer)
-    fused_optimizer.choose(optimizer, split.device)
+        optimizers.step_singly(optimizer)
+    optimizers.choose(optimizer, split.device)
     for name in everything.keys() - split.params.keys():
         optimizer.state.pop(everything[name], None)
     return RankModel(

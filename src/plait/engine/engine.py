@@ -43,9 +43,8 @@ from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes
-from plait.engine.pending_stats import PendingStats
-from plait.engine.spans import Spans
-from plait.engine.speed import SpeedMeter, room_of_share
+from plait.engine.spans import Spans, SpeedMeter, room_of_share
+from plait.engine.stats_reader import PendingStats
 from plait.engine.step import Step
 from plait.engine.train_step import TrainStep
 from plait.engine.trained import TrainedParameters
@@ -53,7 +52,7 @@ from plait.engine.turns import Turns
 from plait.launch.place import Place, current
 from plait.parallel.average import evaluated_weights
 from plait.parallel.step_stats import RunSignals, StepStats
-from plait.tensors.finite import Rule
+from plait.tensors.norm import Rule
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import HostCopy
 

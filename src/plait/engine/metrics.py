@@ -25,7 +25,7 @@ from plait.engine.memory_use import MemoryUse
 from plait.engine.run_directory import RunDirectory
 from plait.engine.spans import sort_of
 from plait.engine.step import Step
-from plait.tensors.finite import number
+from plait.tensors.norm import number
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
 

@@ -24,7 +24,7 @@ from plait.engine.passes import Passes
 from plait.parallel.loss_scale import SMALLEST
 from plait.parallel.rank_model import RankModel
 from plait.tensors.collectives import exchange
-from plait.tensors.finite import Rule, finite, several
+from plait.tensors.norm import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
 
 CHOICES = ("stop", "skip", "ignore")

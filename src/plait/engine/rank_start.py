@@ -1,24 +1,64 @@
 """Where a rank's training begins: its engine is made, and put at a checkpoint, at given weights, or at the job's own."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint import hugging_face, optimizer_state
+from plait.checkpoint import export, optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
+from plait.config.job import Job
+from plait.config.plan import Plan
 from plait.data import sampling
 from plait.engine.build import broadcast_text
+from plait.engine.callbacks import Callback
 from plait.engine.elastic import Keeper
 from plait.engine.engine import Engine
-from plait.engine.rank_options import RankOptions
+from plait.engine.metrics import MetricsFollower
 from plait.engine.resume import AUTO, writing
 from plait.engine.run_directory import RunDirectory
 from plait.engine.run_notes import RunNotes
 from plait.engine.run_schedule import is_last
-from plait.engine.server.facts import left_out
+from plait.engine.server.state import left_out
 from plait.launch import nccl
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """What one rank trains, and what it saves and records meanwhile. Ranks of a run have the same."""
+
+    name: str
+    """The job's name as given: path/to/job.py:function."""
+    job: Job
+    plan: Plan
+    arguments: dict[str, str]
+    """What the job was called with: kept in checkpoints."""
+    device: str = "auto"
+    workers: int = 0
+    """Loader processes of each rank."""
+    on_nan: str = "stop"
+    """What to do in a step whose loss or gradient norm is not finite: stop, skip or ignore."""
+    callbacks: Callable[[], list[Callback]] | None = None
+    """Makes the callbacks, on each rank."""
+    group_norms: bool = False
+    """Record the gradient norm of each parameter group."""
+    trackers: tuple[MetricsFollower, ...] = ()
+    """Experiment trackers, which also get the metrics."""
+    resume: str | None = None
+    """The run or checkpoint to resume; empty or `auto`: the newest, if there is one; None: start anew."""
+    allow_changes: bool = False
+    """Resume although the job changed such that its place in the data means something else."""
+    onward: bool = False
+    """The number of steps is given: resume also after an early end."""
+    save: str = "trained"
+    """What checkpoints hold of a model with frozen parameters that were read from `Job.weights`: trained ones, or all."""
+    save_every: int = 100
+    """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints that are kept."""
 
 
 def make_engine(options: RankOptions, run: RunDirectory, place: Place) -> Engine:
@@ -62,7 +102,7 @@ def restore(engine: Engine, options: RankOptions, run: RunDirectory, notes: RunN
         engine.base = None
     if engine.place.rank == 0:
         with writing(run.path):
-            hugging_face.describe(engine.model, options.job.weights, run.path / hugging_face.FOLDER)
+            export.describe(engine.model, options.job.weights, run.path / export.FOLDER)
     return checkpoint
 
 

@@ -10,7 +10,7 @@ from plait.launch.failure_report import short
 from plait.launch.place import Place
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.tensor import choose
-from plait.tensors.finite import number
+from plait.tensors.norm import number
 
 
 class RunNotes:

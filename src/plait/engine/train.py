@@ -24,8 +24,7 @@ from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.pieces import Neighbours
 from plait.engine.rank_failures import failure_of, good_state_saved
-from plait.engine.rank_options import RankOptions
-from plait.engine.rank_start import make_engine, restore
+from plait.engine.rank_start import RankOptions, make_engine, restore
 from plait.engine.run_directory import RunDirectory
 from plait.engine.run_notes import RunNotes, StepTally
 from plait.engine.run_schedule import catch_up, evaluate_if_due, is_last

@@ -19,8 +19,14 @@ Two of the four micro-batches of a step, on a rank of dp, and what it sends:
 
 On a CPU the host reads loss and norm before the update; on a GPU it queues the update first, and reads them in the next step: see
 [Note: Reading late] in `stats_reader.py`. A job with phases walks through all of this once for each phase that is due.
+
+[Note: An update that the device skips]
+Whether loss and norm are finite is a number on the device, and so are the factor of the clipping and the loss scale. torch's fused
+optimizers take such a number (`found_inf`, as `torch.amp.GradScaler` gives it) and change nothing where it is 1: no moment, no count of
+steps. With an optimizer that is not fused the host has to know first, and reads the row of the step before it queues the update.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -28,18 +34,69 @@ import torch
 from torch import Tensor
 
 from plait.data.batch import Batch
-from plait.engine import batch_weights, device_update
-from plait.engine.pending_stats import PendingStats
-from plait.engine.spans import Spans
-from plait.engine.speed import SpeedMeter
-from plait.engine.stats_reader import ReadTraining, StatsReader
+from plait.engine import batch_weights
+from plait.engine.spans import Spans, SpeedMeter
+from plait.engine.stats_reader import PendingStats, ReadTraining, StatsReader
 from plait.engine.step import Step, merged, tokens
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
+from plait.model.optimizers import momentum_begins_at_zero
 from plait.parallel.rank_model import RankModel
 from plait.parallel.step_stats import RunSignals, StepStats
-from plait.tensors.torch_private import scale_
+from plait.tensors.torch_private import scale_, takes_found_inf
 from plait.tensors.transfers import HostCopy
+
+
+def may_run_ahead(rank_model: RankModel, skips_nonfinite: bool) -> bool:
+    """Whether updates may be queued before the host has read the numbers of their steps.
+
+    `skips_nonfinite`: a step that is not finite changes nothing.
+    """
+    skips = not (skips_nonfinite or rank_model.techniques.loss_scale is not None)
+    skips = skips or (takes_found_inf(rank_model.optimizer) and momentum_begins_at_zero(rank_model.optimizer))
+    here = rank_model.techniques.masters is None and rank_model.plan.offload == "none" and rank_model.plan.compress == "none"
+    return skips and here and told_late(rank_model)
+
+
+def told_late(rank_model: RankModel) -> bool:
+    """Whether nothing that the next step does goes by the numbers of this one."""
+    parts = (rank_model.techniques.replica_groups, rank_model.techniques.replicas, rank_model.techniques.balance, rank_model.job.phases)
+    return rank_model.device.type == "cuda" and all(part is None for part in parts)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, most: float | None, scale: Tensor | None) -> None:
+    """Divide gradients by the loss scale, and clip them to a global norm (as `torch.nn.utils.clip_grad_norm_`), on the device.
+
+    `norm`: of the gradients as they are, with the scale; a float64 scalar, as the scale is.
+    """
+    if scale is None and most is None:
+        return
+    factor = norm.new_ones(()) if most is None else (most / (norm / (1.0 if scale is None else scale) + 1e-6)).clamp(max=1.0)
+    if scale is not None:
+        factor = factor / scale
+    by_format: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_format.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, some in by_format.items():
+        if dtype.itemsize > 2:
+            scale_(some, factor.to(dtype))
+        else:  # a factor rounded to 16 bits would be another
+            for gradient in some:
+                gradient.copy_(gradient.float().mul_(factor.float()))
+
+
+def step(optimizer: torch.optim.Optimizer, finite: Tensor | None) -> None:
+    """Queue the optimizer's step, which is made where `finite`, a boolean scalar on the device, is true. None: always."""
+    if finite is None:
+        optimizer.step()
+        return
+    given: dict[str, Tensor] = {"found_inf": (~finite).float()}
+    vars(optimizer).update(given)
+    try:
+        optimizer.step()
+    finally:
+        for name in given:
+            delattr(optimizer, name)
 
 
 class SteppedTraining(ReadTraining, batch_weights.SharesBatch, Protocol):
@@ -70,9 +127,9 @@ class TrainStep:
         self.training, self.spans, self.norms = training, spans, norms
         self.rank_model = rank_model = training.rank_model
         self.techniques, self.reader = rank_model.techniques, StatsReader(training)
-        self.runs_ahead = device_update.may_run_ahead(rank_model, training.guard.skips_nonfinite)
+        self.runs_ahead = may_run_ahead(rank_model, training.guard.skips_nonfinite)
         """Updates are queued before their numbers are read."""
-        self.reads_at_once = not device_update.told_late(rank_model)
+        self.reads_at_once = not told_late(rank_model)
         """What goes by a step's numbers is done in the step."""
         self.has_state = False
         """The optimizer has made its state."""
@@ -198,9 +255,9 @@ class TrainStep:
         finite = norm.isfinite() if loss_scale is not None or skips else None
         if finite is not None and skips:
             finite = finite & StepStats.loss_in(step_row).isfinite()
-        device_update.clip(self._gradients(), norm, training.job.clip, None if loss_scale is None else loss_scale.factor)
+        clip(self._gradients(), norm, training.job.clip, None if loss_scale is None else loss_scale.factor)
         self.half_updated = True
-        device_update.step(training.optimizer, finite)
+        step(training.optimizer, finite)
         if loss_scale is not None and finite is not None:
             loss_scale.update(finite)
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from plait import Callback, PlaitError
-from plait.checkpoint.export import Wanted
-from plait.checkpoint.hugging_face import export_folder
+from plait.checkpoint.export import Wanted, export_folder
 from plait.checkpoint.saving import SaveThread, discard, sync_directory
 from plait.config.errors import Problem, in_a_line
 from plait.engine.callbacks import RunningEngine

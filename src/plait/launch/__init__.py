@@ -14,8 +14,8 @@ limits            what the operating system must grant
 place             rank, world, and the process group
 launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which
 nccl              what NCCL is told: patience, flight recorder, communicators
-allocator         how memory is taken from a device
 groups            process groups beside one that somebody else made
+allocator         how memory is taken from a device
 one_device        what the job's code sees of torch.distributed: nothing
 attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
 said_once         what all of torchrun's ranks would say is said by one

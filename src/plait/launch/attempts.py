@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, RESUMABLE, PlaitError, Problem
 from plait.launch import interfaces
-from plait.launch.launchers.membership import Membership
+from plait.launch.launchers.launcher import Membership
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -17,8 +17,8 @@ from plait.launch import attempts, nccl, rendezvous
 from plait.launch.child import die_with_parent
 from plait.launch.interfaces import LOOPBACK
 from plait.launch.launchers.find import LAUNCHERS, find, mismatch
-from plait.launch.launchers.membership import Membership
-from plait.launch.launchers.slurm import unused
+from plait.launch.launchers.known import unused
+from plait.launch.launchers.launcher import Membership
 from plait.launch.loopback import LocalStore
 from plait.launch.rendezvous import Meeting
 from plait.launch.stopping import StopRequest

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import gate, interfaces, loopback, secret
 from plait.launch.interfaces import Interface
-from plait.launch.launchers.membership import Membership
+from plait.launch.launchers.launcher import Membership
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -3,11 +3,9 @@
 make              the job's model and optimizer, and how the model is called
 pretrained        models whose weights come from a file
 parameter_groups  the names of parameters inside Job.optimizer; groups by them
-single_steps      optimizers that stack tensors, stepped with one tensor at a time
 outside_writes    what a trial of an optimizer writes outside of it
-optimizer_modes   optimizers with a train and an eval mode
+optimizers        optimizers with two modes, that stack tensors, and the kernels of those that are left open
 combined_optimizer  several optimizers as one
-fused_optimizer   which of torch's kernels update the weights on a GPU
 schedule          a scheduler of torch as Job.schedule
 transformers      what Hugging Face models need: no cache, experts in float64
 fake_model        the model without memory for its weights
@@ -19,7 +17,6 @@ operations        matrix products, element-wise work and flops of a call
 mutations         what a forward pass writes into the model
 costs             units and their calls as values
 sketch            all that is known of a model
-sync_batch_norm   SyncBatchNorm without messages of its own
 table             the sketch as text
 slices            what tensor parallelism can cut, as values
 experts           mixtures of experts, as values

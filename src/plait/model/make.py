@@ -1,4 +1,9 @@
-"""Making what a job describes: its model with the weights it has on one device, and its optimizer."""
+"""Making what a job describes: its model with the weights it has on one device, and its optimizer.
+
+In a process with a process group torch's `SyncBatchNorm` raises on a CPU, and elsewhere sums over all ranks, whatever they
+hold. A rank's model has it without communication, as torch itself computes it in a single process, and `parallel/data/batch_norm.py`
+then gathers its statistics as those of any batch norm.
+"""
 
 import inspect
 import math
@@ -21,12 +26,35 @@ from plait.launch import one_device
 from plait.model import transformers
 from plait.model.deferred_init import defer
 from plait.model.parameter_groups import optimizer_of
-from plait.model.sync_batch_norm import make_local
 from plait.randomness.keyed import host_kept
 from plait.tensors.collectives import differing, digest
 from plait.tensors.fake import emptied_on
 from plait.tensors.modules import convert, exchange_tensors, format_in
 from plait.tensors.torch_private import FakeTensorMode
+
+
+class LocalSyncBatchNorm(nn.SyncBatchNorm):
+    """A SyncBatchNorm that does not communicate: the forward of torch's other batch norms."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super(nn.SyncBatchNorm, self).forward(input)
+
+
+def make_local(model: nn.Module) -> None:
+    """Let no SyncBatchNorm of the model communicate, also of a subclass that calls torch's forward. Names, parameters and
+    buffers stay. J054 for one with a process group of its own."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm) or isinstance(module, LocalSyncBatchNorm):
+            continue
+        if module.process_group is not None:
+            what = f"{name or 'the model'} is a SyncBatchNorm with a process group of its own"
+            why = "its statistics are of some of the samples of a batch; which, depends on the ranks and not on the job"
+            fix = ("nn.SyncBatchNorm.convert_sync_batchnorm(model)    without process_group: statistics of the batch",)
+            raise PlaitError(Problem("J054", what, why=why, fix=fix))
+        kind = type(module)
+        local = LocalSyncBatchNorm if kind is nn.SyncBatchNorm else type(kind.__name__, (kind, LocalSyncBatchNorm), {})
+        module.__class__ = local
+
 
 CPU = torch.device("cpu")
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)

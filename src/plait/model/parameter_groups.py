@@ -20,7 +20,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.phases import JointOptimizer
 from plait.launch import one_device
-from plait.model.optimizer_modes import train_mode
+from plait.model.optimizers import train_mode
 
 Named = tuple[str, Any]
 """Name and parameter."""

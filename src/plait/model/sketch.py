@@ -142,7 +142,7 @@ class Sketch:
     whole_update: bool = False
     """The job's optimizer looks at whole tensors, of which the plan's ranks hold parts (`parallel/whole_tensors.py`)."""
     single_steps: bool = False
-    """The job's optimizer stacks tensors, and makes a step for each of them (`model/single_steps.py`)."""
+    """The job's optimizer stacks tensors, and makes a step for each of them (`model/optimizers.py`)."""
     slices: Slices = field(default_factory=Slices)
     """What tensor parallelism can cut; found only for a plan that has it."""
     cuts: tuple[ParameterSlice, ...] = ()

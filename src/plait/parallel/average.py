@@ -8,7 +8,7 @@ What a rank averages is `SplitModel.own`, or under `offload=optimizer` its copy 
 
 To evaluate, the numbers of average and weights change places, and afterwards change back. No second model is made.
 
-An optimizer with two modes (`model/optimizer_modes.py`) evaluates other weights than it trains: those are averaged, and where there is
+An optimizer with two modes (`model/optimizers.py`) evaluates other weights than it trains: those are averaged, and where there is
 no average, those are evaluated.
 
 Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; `torch.optim.swa_utils` does the same on one device.
@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model.optimizer_modes import evaluation_mode
+from plait.model.optimizers import evaluation_mode
 from plait.parallel.rank_model import RankModel, SplitModel
 from plait.tensors.moving_average import MovingAverage
 

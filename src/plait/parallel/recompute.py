@@ -49,9 +49,8 @@ from plait.parallel.rank_model import SplitModel
 from plait.randomness.keyed import HostState, RepeatableForward, host_state, restore_host
 from plait.tensors import scripted
 from plait.tensors.float64 import Wide
-from plait.tensors.held_values import HeldValues
 from plait.tensors.higher_order import keeping
-from plait.tensors.modules import Attributes, attributes_of, put_back, state_kept
+from plait.tensors.modules import Attributes, HeldValues, attributes_of, put_back, state_kept
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
 AXIS = None

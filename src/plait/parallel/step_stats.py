@@ -4,7 +4,7 @@
 The packed row is a float64 tensor on the rank's device, with the fields of `StepStats` in the order of their declaration. It travels with
 the last gradients, since a message of its own would cost as much as a small model's gradients. A number that one rank alone knows, such as
 the seconds that it computed, has a place for each rank, where the others add zero. So the totals hold all of them after one sum.
-What computed the loss stays on the device: nothing here waits for it, and the host reads the totals later (`engine/pending_stats.py`).
+What computed the loss stays on the device: nothing here waits for it, and the host reads the totals later (`engine/stats_reader.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

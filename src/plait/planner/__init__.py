@@ -15,7 +15,6 @@ exactness         what rare synchronisation costs in exactness, and the link spe
 late_map          which way to synchronise is fastest, by link and spread of speeds
 inexact           the best plans that are another training
 goals             what fewer and more devices do; the cheapest, fewest, largest
-uncertainty       how sure a prediction is
 trial             a few real steps of plans
 measure_machine   what `plait bench` measures
 refusals          what is refused before there are ranks

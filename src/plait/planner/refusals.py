@@ -8,7 +8,7 @@ does nothing else, so that what cannot work is said before there are ranks or a 
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.handles import check_unshared
+from plait.data.reachable import check_unshared
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place

@@ -10,7 +10,6 @@ own_numerics      whether float64 computes the job's own model
 own_batch         batches of the job's own size
 formats           a step in the plan's own number formats
 rounding          the limits of that step, measured by runs that are moved by rounding
-tensor_files      what processes leave each other
 probes            how far apart the sides are
 notes             what units were given and returned
 sides             the notes of both, side by side

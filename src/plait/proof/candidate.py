@@ -24,7 +24,7 @@ from plait.engine.traffic import Traffic
 from plait.launch.place import Place, threads
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.rank_model import RankModel
-from plait.proof import formats, own_batch, tensor_files
+from plait.proof import formats, own_batch, probes
 from plait.proof import notes as noting
 from plait.proof.noted_data import seen_in
 from plait.proof.phases import of_phases
@@ -116,7 +116,7 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
     for name, group in tensors.items():
-        tensor_files.write(folder / f"{name}-{place.rank}.safetensors", group)
+        probes.write(folder / f"{name}-{place.rank}.safetensors", group)
     return {
         "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
@@ -283,7 +283,7 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
     groups: dict[str, dict[str, Tensor]] = {name: {} for name in TENSORS}
     for name, group in groups.items():
         for rank, r in enumerate(ranks):
-            for key, tensor in tensor_files.read(folder / f"{name}-{rank}.safetensors").items():
+            for key, tensor in probes.read(folder / f"{name}-{rank}.safetensors").items():
                 parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
                 shape, ranges = parts.get(key) or parts[key.partition("|")[0]]
                 if key not in group:

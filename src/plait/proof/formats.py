@@ -30,7 +30,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare, Micro, beside, collate, is_map, weigh
 from plait.launch.place import threads
-from plait.model import fused_optimizer
+from plait.model import optimizers
 from plait.model.parameter_groups import optimizer_of
 from plait.parallel import fp8
 from plait.parallel.fsdp import strategy as fsdp
@@ -247,7 +247,7 @@ class Reference:
         clip((p for p in model.parameters() if p.requires_grad), self.clip)
         trained = {n: self._kept(p) for n, p in model.named_parameters()}
         optimizer = optimizer_of(job, trained)
-        fused_optimizer.choose(optimizer, torch.device(self.one.device))
+        optimizers.choose(optimizer, torch.device(self.one.device))
         for group in optimizer.param_groups:
             group["lr"] *= job.schedule(0) if job.schedule else 1.0
         optimizer.step()

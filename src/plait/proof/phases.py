@@ -13,7 +13,7 @@ import torch
 from plait.config.job import Job
 from plait.config.phases import Phase
 from plait.data.batch_rows import Pair
-from plait.model.optimizer_modes import train_mode
+from plait.model.optimizers import train_mode
 from plait.model.parameter_groups import naming
 from plait.proof import reference
 from plait.proof.reference import OneDevice

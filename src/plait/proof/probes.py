@@ -2,6 +2,8 @@
 
 A relative difference is taken to the scale of the tensor, or of its neighbourhood when the tensor is truly zero (the
 gradient of an attention's key bias is): rounding of neighbours is all that such a tensor holds.
+
+Processes of a proof leave what they computed in files of tensors by name. Complex tensors are stored as real pairs.
 """
 
 import math
@@ -11,11 +13,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.proof import tensor_files
+
+_COMPLEX = " (real and imaginary)"
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors into a safetensors file."""
+    plain = {name: t.detach().cpu().resolve_conj() for name, t in tensors.items()}
+    real = {n + _COMPLEX * t.is_complex(): torch.view_as_real(t) if t.is_complex() else t for n, t in plain.items()}
+    save_file({name: t.contiguous().clone() for name, t in real.items()}, path)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that `write` wrote.
+
+    Pairs are copied: tensors of a file begin at multiples of 8 bytes, and functions of complex128 end the process at such addresses.
+    """
+    stored = load_file(path)
+    return {
+        n.removesuffix(_COMPLEX): torch.view_as_complex(t.clone()) if n.endswith(_COMPLEX) else t
+        for n, t in stored.items()
+    }
+
 
 TOLERANCE = 1e-9
 """Numbers of two runs in float64 that differ by more of their size are not the same training."""
@@ -51,11 +75,11 @@ class Trace:
             out = work(place)
             folder.mkdir()
             for group in TENSORS:
-                tensor_files.write(folder / f"{group}.safetensors", out.pop(group, {}))
+                write(folder / f"{group}.safetensors", out.pop(group, {}))
             return out
 
         (facts,) = fork.run(side, 1, fork.Listener(names={0: name} if name else {}))
-        return Trace(facts, **{group: tensor_files.read(folder / f"{group}.safetensors") for group in TENSORS})
+        return Trace(facts, **{group: read(folder / f"{group}.safetensors") for group in TENSORS})
 
 
 TENSORS = tuple(each.name for each in fields(Trace) if each.name != "facts")

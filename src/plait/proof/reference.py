@@ -31,7 +31,7 @@ from plait.engine.logged import recording
 from plait.launch import one_device
 from plait.model.costs import Unit
 from plait.model.make import sparse_gradients_error
-from plait.model.optimizer_modes import evaluation_mode
+from plait.model.optimizers import evaluation_mode
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import sketch
 from plait.proof.notes import Notes

@@ -33,7 +33,7 @@ from plait.config.errors import PlaitError, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import checked, first_samples, is_map, opened_once
-from plait.data.handles import check_unshared
+from plait.data.reachable import check_unshared
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.devices import check, kind_of
@@ -292,7 +292,7 @@ def _raised(job: Job, dtype: torch.dtype | None, device: str) -> str:
 ACTIVITIES = {
     "tensors/float64.py": "compute the job in float64", "model/": "record the job's forward pass",
     "randomness/": "key the job's random numbers", "proof/notes.py": "note what the job's modules return",
-    "safetensors": "save what the job computes", "proof/tensor_files.py": "save what the job computes",
+    "safetensors": "save what the job computes", "proof/probes.py": "save what the job computes",
 }  # fmt: skip
 
 

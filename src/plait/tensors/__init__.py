@@ -11,14 +11,11 @@ sharded_sums      its sums and softmax
 sharded_losses    its losses: cross-entropy without the whole logits, and others
 multihead         torch's multi-head attention on a rank's heads
 parameters        what a job has put on parameters, and other tensors with the same
-held_values       what containers and generators among a module's attributes hold, put back
 modules           a module under another forward, tried and put back, with other parameters, in eval mode
 fake              runs on fake tensors: shapes without numbers
 trees             tensors in lists, dicts and objects; the form of a unit's output
 transfers         numbers between host and device without a wait
-waits             when a rank waits for messages of others
 moving_average    the exponential moving average of tensors
-finite            whether numbers are finite
 norm              the norm that gradients are clipped by
 float64           no narrowing to float32 in a proof
 higher_order      operators that take functions (torch.cond, scan)

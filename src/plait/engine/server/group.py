@@ -16,7 +16,7 @@ from plait.data.batch import Batch, BatchShare, Position, is_map, weigh
 from plait.data.loading import StepSamples, reader
 from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
-from plait.engine.server import messages as say
+from plait.engine.server import layout as say
 from plait.engine.server.layout import Layout, shared_out
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.spans import sort_of

@@ -13,19 +13,17 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import is_map
 from plait.data.sampling import Sampling
-from plait.engine.server import messages as say
-from plait.engine.server.dealing import Dealer, Ticket, Update
-from plait.engine.server.facts import ServerFacts
+from plait.engine.server import layout as say
+from plait.engine.server.dealing import Clocks, Dealer, Ticket, Update
 from plait.engine.server.group import not_dealt
 from plait.engine.server.layout import Layout
-from plait.engine.server.portions import Clocks
 from plait.engine.server.record import Figures, ServerRecord
 from plait.engine.server.setting import Doors, ServerSetting
-from plait.engine.server.state import Made, Server
+from plait.engine.server.state import Made, Server, ServerFacts
 from plait.launch.channel import Packet, Peer
 from plait.launch.place import Place
 from plait.parallel.server.strategy import inexact
-from plait.tensors.finite import number
+from plait.tensors.norm import number
 
 
 @dataclass

@@ -19,7 +19,7 @@ from plait.engine.server.dealing import Dealer, Rules
 from plait.engine.server.ledger import LedgerRow
 from plait.engine.server.setting import ServerSetting
 from plait.engine.server.state import Made
-from plait.tensors.finite import number
+from plait.tensors.norm import number
 
 FILE = "ledger.jsonl"
 

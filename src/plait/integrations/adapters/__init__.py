@@ -7,7 +7,6 @@ trainer           plait.from_trainer: the Trainer of transformers
 lightning         plait.from_lightning: a LightningModule
 lightning_module  a LightningModule whose forward is its training step
 keras             plait.from_keras: a compiled Keras model on torch
-instances         a model that is there already, handed out fresh
 optimizers        an optimizer that is there already, made again for other parameters
 schedulers        a learning-rate scheduler as a factor of the samples seen
 loaders           what a DataLoader says of training: samples, order, batch

@@ -15,7 +15,7 @@ from plait import Evaluate, Job, PlaitError, log
 from plait.config.errors import Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
-from plait.integrations.adapters import instances, loaders, optimizers, schedulers
+from plait.integrations.adapters import loaders, optimizers, schedulers
 from plait.integrations.adapters.lightning_module import CODE, HELD_OUT, TRAINING, as_model
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def from_lightning(
         data_of = loaders.read(held, _named(HELD_OUT), CODE, order=sequential).data
         evaluate = Evaluate(data_of, lambda outputs, targets: outputs, every=every)
     return Job(
-        model=instances.handed_out(module, CODE), loss=lambda outputs, targets: outputs, data=loaded.data, optimizer=optimizer,
+        model=optimizers.handed_out(module, CODE), loss=lambda outputs, targets: outputs, data=loaded.data, optimizer=optimizer,
         batch=batch, steps=steps, weight=weight, schedule=schedule, clip=clip or options["clip"], seed=seed, evaluate=evaluate,
         order=loaded.order,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 from plait import Evaluate, Job, PlaitError
 from plait.config.errors import Problem
 from plait.data.sampling import Order
-from plait.integrations.adapters import instances, loaders, optimizers, own_losses, schedulers
+from plait.integrations.adapters import loaders, optimizers, own_losses, schedulers
 
 CODE = "J038"
 
@@ -55,7 +55,7 @@ def from_loop(
         clock = loaded.epochs_made(CODE) if per_epoch else loaded.steps_made(batch)
         schedule = schedulers.factor(scheduler, clock, CODE)
     return Job(
-        model=instances.handed_out(model, CODE), loss=_given(loss), data=loaded.data, optimizer=make, batch=batch,
+        model=optimizers.handed_out(model, CODE), loss=_given(loss), data=loaded.data, optimizer=make, batch=batch,
         steps=loaded.length_of(batch, steps, epochs, CODE), weight=weight, schedule=schedule, clip=clip, seed=seed,
         evaluate=evaluate, order=loaded.order,
     )  # fmt: skip

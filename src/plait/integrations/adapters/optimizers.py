@@ -1,19 +1,20 @@
-"""An optimizer that is there already, made again for other parameters: its class, its groups, their settings.
+"""A model and an optimizer that are there already, made again: a job's are made several times, in several processes.
 
-A parameter is found again by its place among the model's trained parameters, an order that every plan keeps.
+A model is handed out fresh at every call. An optimizer is made again for other parameters with its class, its groups and their settings:
+a parameter is found again by its place among the model's trained parameters, an order that every plan keeps.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait import PlaitError
 from plait.config.errors import Problem, in_a_line
-from plait.tensors.parameters import like
+from plait.tensors.parameters import copy_module, like
 
 NOT_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that its constructor is not given. `initial_lr` is what a scheduler left: the rate that it multiplies."""
@@ -84,3 +85,34 @@ def _unmade(optimizer: Optimizer, code: str, why: str) -> PlaitError:
     what = f"the {type(optimizer).__name__} cannot be made again for other parameters"
     fix = ("optimizer=lambda parameters: …    a function that makes it",)
     return PlaitError(Problem(code, what, why=why, fix=fix))
+
+
+def handed_out(model: nn.Module, code: str) -> Callable[[], nn.Module]:
+    """Makes copies of the model, with the weights that it has now. No random number is drawn.
+
+    The model is held, not copied before it is needed; one on a GPU is copied to host memory. Raises `PlaitError` with the
+    adapter's code for what is no module, or cannot be copied.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the model is a {type(model).__name__}, not a torch.nn.Module"
+        raise PlaitError(Problem(code, what, fix=("give the model itself, as it is before training",)))
+    if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
+        model = copy_module(model).cpu()
+
+    def fresh() -> nn.Module:
+        try:
+            return copy_module(model, {id(t): t.detach().clone() for t in _plain_tensors(model)})
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            what = f"the {type(model).__name__} cannot be copied: {in_a_line(error)}"
+            why = "each process trains a copy of the model it was given"
+            fix = ("dataclasses.replace(job, model=lambda: …)    a function that makes the model",)
+            raise PlaitError(Problem(code, what, why=why, fix=fix)) from error
+
+    return fresh
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Its tensors that are no parameters. torch copies them storage by storage, which a model of fake tensors has not."""
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (t for t in vars(module).values() if type(t) is Tensor)

@@ -10,13 +10,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from plait.config.errors import PlaitError, Problem
-from plait.launch.launchers.clouds import DSTACK, LEPTON, SKYPILOT
-from plait.launch.launchers.kubernetes import INDEXED_JOB, PYTORCH_JOB, TRAIN_JOB
-from plait.launch.launchers.launcher import Reading
-from plait.launch.launchers.membership import Membership
-from plait.launch.launchers.mpi import FLUX, HYDRA, JSRUN, MVAPICH, OPEN_MPI, PALS
-from plait.launch.launchers.slurm import SLURM
-from plait.launch.launchers.torchrun import BY_HAND, LOCAL_RANKS, TORCHRUN
+from plait.launch.launchers.known import (
+    BY_HAND,
+    DSTACK,
+    FLUX,
+    HYDRA,
+    INDEXED_JOB,
+    JSRUN,
+    LEPTON,
+    LOCAL_RANKS,
+    MVAPICH,
+    OPEN_MPI,
+    PALS,
+    PYTORCH_JOB,
+    SKYPILOT,
+    SLURM,
+    TORCHRUN,
+    TRAIN_JOB,
+)
+from plait.launch.launchers.launcher import Membership, Reading
 
 LAUNCHERS = {
     one.name: one

@@ -6,8 +6,6 @@ sequences         which calls of units run on a stretch, as values
 check             whether a unit may, in float64
 opened_unit       units in which positions meet otherwise than in torch's attention
 unit_in_rows      a unit run on some rows
-left_out          modules of a unit that look at no other position
-communication     which units tell other ranks something
 runtime           the forward pass of a rank, unit by unit
 sequence_layout   which rows a rank holds, and the tensor that stands for all of them
 sequence_shard    what functions of torch do with such a tensor

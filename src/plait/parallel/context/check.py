@@ -27,8 +27,7 @@ from plait.parallel.context.attention import (
     check_heads,
     plainly,
 )
-from plait.parallel.context.left_out import Running, leave_out
-from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, opened
+from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, Running, leave_out, opened
 from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, short, too_short
 from plait.parallel.context.unit_in_rows import (

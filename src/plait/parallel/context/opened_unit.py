@@ -10,10 +10,14 @@ cannot be given such a tensor (compiled by `torch.jit`, a `torch.autograd.Functi
 That this is right is checked as everything is, in float64 and on one device, before training. The unit runs once with all
 rows posing, and what it gathers is noted. Then it runs on each rank's rows, is told what was noted, and must ask for rows of
 exactly that, and give its rows of the output.
+
+Where a unit's rows pose as the whole sequence, those of all modules in it do. A mixture of experts cannot: which rows go to an expert
+depends on numbers. Where a module stops because it needs all rows, and no attention is called in it, it is left out (`left_out`): it
+is given plain rows, and what it returns poses again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +28,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
 from plait.parallel.context.attention import Answer, AttentionCall, ShardedAttention, WholeAttention, apart, plainly
-from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Arguments, At, SequencePlan, UnitPlan, refused
@@ -41,6 +44,57 @@ from plait.tensors.modules import own_forward
 from plait.tensors.rows import AndAll, Rows, dense
 from plait.tensors.torch_private import BatchNormBase, leaves, named_leaves, tree_map, tree_map_only
 from plait.tensors.trees import nodes_behind
+
+
+def leave_out(module: nn.Module) -> None:
+    """From now on this module runs on plain rows."""
+    module.forward = partial(_plainly, own_forward(module))  # pyrefly: ignore[bad-assignment]
+
+
+def _plainly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    known = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, SequenceShard)]
+    if not known:
+        return forward(*args, **kwargs)
+    x = max(known, key=lambda t: t.local.dim())
+
+    def whole(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, SequenceShard):
+            return leaf
+        return x.like(leaf) if leaf.shape[: x.cut + 1] == x.local.shape[: x.cut + 1] else leaf
+
+    args, kwargs = tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
+    return tree_map(whole, forward(*args, **kwargs))
+
+
+class Running(ExitStack):
+    """Which modules of a unit run, while it is entered."""
+
+    def __init__(self, unit: nn.Module):
+        super().__init__()
+        self.unit, self.now = unit, list[str]()
+        self.attending: set[str] = set()
+        """In which attention was called."""
+
+    def __enter__(self) -> "Running":
+        self.now.clear()
+        for name, module in self.unit.named_modules():
+            before = module.register_forward_pre_hook(lambda *_, name=name: self.now.append(name))
+            after = module.register_forward_hook(self._left)
+            self.callback(before.remove)
+            self.callback(after.remove)
+        return self
+
+    def _left(self, *_: Any) -> None:
+        self.now.pop()
+
+    def attends(self) -> None:
+        """Attention is called now."""
+        self.attending.update(self.now)
+
+    def stopped(self) -> str:
+        """After an exception: the outermost module it passed through in which no attention is called; or nothing."""
+        return next((name for name in self.now if name and name not in self.attending), "")
+
 
 NEAR = 1e-6
 """A model may compute in float32 whatever it is given."""

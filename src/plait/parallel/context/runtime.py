@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import STRETCHES
 from plait.parallel.context.attention import Answer, Asked, ShardedAttention
-from plait.parallel.context.left_out import leave_out
-from plait.parallel.context.opened_unit import on_wholes
+from plait.parallel.context.opened_unit import leave_out, on_wholes
 from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard, for_loss, gathered
 from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, too_short

@@ -47,7 +47,7 @@ class UnitPlan:
     poses: bool = False
     """Its code looks at lengths: it sees those of whole sequences, and computes this rank's rows (`Stretch`)."""
     alone: tuple[str, ...] = ()
-    """Its modules that do not pose (`parallel/context/left_out.py`)."""
+    """Its modules that do not pose (`parallel/context/opened_unit.py`)."""
     opened: bool = False
     """Positions meet in its own code, which gathers what it needs of other ranks (`parallel/context/opened_unit.py`)."""
     together: tuple[str, ...] = ()

@@ -57,8 +57,7 @@ from plait.model.make import call
 from plait.model.sketch import Sketch
 from plait.parallel.context.attention import ShardedAttention, by_ring, by_ulysses, check_heads
 from plait.parallel.context.check import checked_units
-from plait.parallel.context.communication import Communication, communication
-from plait.parallel.context.find import find
+from plait.parallel.context.find import Communication, communication, find
 from plait.parallel.context.opened_unit import Layout, worth
 from plait.parallel.context.runtime import ContextParallelUnits
 from plait.parallel.context.sequence_layout import GroupLayout

@@ -2,7 +2,6 @@
 
 strategy          what it is, what it refuses, how a rank is wired
 buckets           gradients summed in buckets during backward
-compressed        gradients summed in fewer bytes, after backward
 batch_norm        batch statistics over all ranks
 batch_statistics  what they are computed from, and the gradient
 """

@@ -44,8 +44,7 @@ from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm
-from plait.parallel.data.buckets import BucketSums
-from plait.parallel.data.compressed import CompressedSums
+from plait.parallel.data.buckets import BucketSums, CompressedSums
 from plait.parallel.mutations import apart
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import REPLICAS, Reduce, ShardPlan

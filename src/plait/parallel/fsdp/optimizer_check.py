@@ -22,10 +22,9 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch import one_device
 from plait.model.combined_optimizer import CombinedOptimizer
-from plait.model.optimizer_modes import evaluation_mode, has_modes
+from plait.model.optimizers import evaluation_mode, has_modes, step_singly
 from plait.model.outside_writes import FollowedWrites, OutsideWrites
 from plait.model.parameter_groups import optimizer_of
-from plait.model.single_steps import step_singly
 from plait.model.sketch import Sketch
 from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import host_kept

@@ -2,5 +2,4 @@
 
 strategy          what it is, what it costs, what is exact; what it refuses
 synchronise       what a rank sends its like in other groups, when, and what it makes of what comes back
-fragments         which part of the model is synchronised when
 """

@@ -2,5 +2,4 @@
 
 strategy  parts as given, or by measured speeds
 balance   measured speeds turned into parts while training
-fit       what a share takes by its samples, and the parts with which all end together
 """

@@ -6,5 +6,4 @@ find/             finding the slices of any model
 sequence/         sequence parallelism between the slices
 wiring            a rank's slices, where their region begins and ends
 vocabulary        embeddings and heads cut by rows of the vocabulary
-local_draws       what the first rank draws at random, seen without ranks
 """

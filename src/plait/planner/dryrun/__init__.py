@@ -1,7 +1,6 @@
 """The dry run: a plan built and stepped on one rank of each kind, without processes, devices or weights.
 
 dry_run           runs each kind of rank
-rank_kinds        which ranks are alike
 pretend           a world that is not there
 allocations       what is allocated and freed
 measure           the memory of a step

@@ -28,8 +28,8 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.sampling import Sampling
+from plait.engine.server.dealing import Clocks
 from plait.engine.server.ledger import LedgerRow, problems
-from plait.engine.server.portions import Clocks
 from plait.engine.server.processes import start
 from plait.engine.server.record import FILE
 from plait.engine.server.setting import ServerSetting
