@@ -45,6 +45,8 @@ PLANS = (
     ("ofsamples", "dp=2"),
     ("growing", "dp=2"),
     ("running", "pp=2"),
+    ("collecting", "dp=2"),
+    ("collecting", "tp=2"),
 )
 
 

@@ -403,6 +403,15 @@ def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
     assert expected.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
 
 
+def test_hooks_that_are_registered_are_counted() -> None:
+    """Those on modules and on tensors, also when they are removed again."""
+    before = torch_private.hooks_made()
+    layer = torch.nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: None).remove()
+    layer.weight.register_hook(lambda grad: grad).remove()
+    assert torch_private.hooks_made() == before + 2
+
+
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @contract("torch._dynamo.config", "torch._dynamo.utils.counters", "…._forward_pre_hooks", "…._forward_hooks")
 def test_what_was_compiled_is_counted_and_hooks_are_compared() -> None:

@@ -83,8 +83,9 @@ class Engine:
         """What differs from rank to rank in what an iterable gives."""
         built = self.rank_model
         self.carried = CarriedState(
-            built.module, job.loss, built.optimizer, built.device, built.whole_sketch.sampled, watch=not plan.compile
-        )
+            built.module, job.loss, built.optimizer, built.device, sampled=built.whole_sketch.sampled,
+            hook_flags=built.whole_sketch.hook_flags, watch=not plan.compile,
+        )  # fmt: skip
         """What the model, the loss and the optimizer carry from step to step outside of parameters, buffers and `optimizer.state`."""
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))

@@ -1,4 +1,4 @@
-"""What a forward pass changes of the model itself: buffers that count or average, weights that follow others.
+"""What a forward pass changes of the model itself: buffers that count or average, weights that follow others, hooks that it registers.
 
 Such a model's training depends on how often its forward runs, and, when what is written comes from the samples, on which
 samples one run sees: copies that see other samples drift apart, and nothing in a step brings them together again. So
@@ -7,6 +7,7 @@ storage it lies in. What comes from a sample is what some operator made from one
 rank's own samples is the same, except through `plait.global_mean` and `plait.global_batch`, which give all ranks the same.
 """
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,7 +15,44 @@ import torch
 from torch import nn
 
 from plait.model.deferred_init import Roles
-from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
+from plait.tensors.torch_private import (
+    BatchNormBase,
+    FakeTensor,
+    FakeTensorMode,
+    hooks_made,
+    hooks_of,
+    storage_key,
+    tree_leaves,
+)
+
+
+class HookFlags:
+    """Finds the attributes by which a model remembers that its forward pass has registered hooks on its modules, as those of transformers do
+    to collect what layers return. No checkpoint has hooks: where such an attribute came from one, the model would run without them."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
+        self.modules = list(modules)
+        self.found: list[str] = []
+        self._true = {name: _true(module) for name, module in self.modules}
+        self._made, self._hooks = hooks_made(), self._count()
+
+    def look(self, running: Iterable[tuple[str, nn.Module]]) -> None:
+        """A module is about to be entered or left, inside of those that are `running`. Attributes that have become true since the last
+        look, in which hooks were registered too, stand for these hooks."""
+        if hooks_made() != self._made:
+            self._made, before, self._hooks = hooks_made(), self._hooks, self._count()
+            for name, module in self.modules if self._hooks > before else ():
+                self.found += [f"{name}.{flag}".lstrip(".") for flag in sorted(_true(module) - self._true[name])]
+                self._true[name] = _true(module)
+        self._true |= {name: _true(module) for name, module in running if name in self._true}
+
+    def _count(self) -> int:
+        return sum(len(table) for _, module in self.modules for table in hooks_of(module))
+
+
+def _true(module: nn.Module) -> set[str]:
+    """Names of a module's own attributes that are True."""
+    return {name for name, value in vars(module).items() if value is True}
 
 
 class Mutations:

@@ -22,7 +22,7 @@ from plait.launch import one_device
 from plait.model.deferred_init import roles
 from plait.model.make import sparse_gradients_error
 from plait.model.meter import Meter, Metered, homes
-from plait.model.mutations import LISTENER, Mutations
+from plait.model.mutations import LISTENER, HookFlags, Mutations
 from plait.model.outside_writes import OutsideWrites
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
@@ -64,6 +64,8 @@ class RunTrace:
     """Weights from which it writes tensors outside of the model, and the modules whose code does it."""
     sampled: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
+    hook_flags: list[str] = field(default_factory=list)
+    """Attributes by which the model remembers that its forward pass has registered hooks."""
     host_random: bool = False
     opaque: list[tuple[str, str]] = field(default_factory=list)
     """Operators of higher order, and the modules whose code calls them."""
@@ -203,6 +205,7 @@ class _Watcher(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.writes: Mutations | None = None
+        self.flags: HookFlags | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -211,8 +214,10 @@ class _Watcher(TorchFunctionMode):
         for name, module in scripted.plain(self.owner[0][2]):
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        self.flags = HookFlags(scripted.plain(self.owner[0][2]))
         try:
             yield
+            self.seen.hook_flags = self.flags.found
         finally:
             for handle in handles:
                 handle.remove()
@@ -221,12 +226,18 @@ class _Watcher(TorchFunctionMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.meter is not None:
                 self.meter.enter(name, module, (args, kwargs))
+            self._look()
             self.calls[name] = self.calls.get(name, 0) + 1
             self.owner.append((name, f"{name}#{self.calls[name]}", module))
 
         return enter
 
+    def _look(self) -> None:
+        if self.flags is not None:
+            self.flags.look((name, module) for name, _, module in self.owner)
+
     def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
+        self._look()
         self.owner.pop()
         output_instead = None
         if self.meter is not None:

@@ -44,8 +44,10 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )  # fmt: skip
+from torch.utils.hooks import RemovableHandle
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
+
 GraphExecGroup = checkpoint.GraphExecGroup
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
@@ -136,6 +138,11 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module itself, by name; changing the dict changes the module."""
     return module._buffers
+
+
+def hooks_made() -> int:
+    """How many hooks, on modules and on tensors, this process has registered through torch's handles."""
+    return RemovableHandle.next_id
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
