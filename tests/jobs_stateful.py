@@ -4,6 +4,7 @@ import collections
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,19 @@ class Collecting(Scaled):
 
     def carried(self, x: Tensor) -> Any:
         return 0.5 if getattr(self, "has_run", False) else 0.0
+
+
+class Lazily(Scaled):
+    """Its first forward makes a function, and remembers that it has; it counts its calls too."""
+
+    calls, ready = 0, False
+
+    def carried(self, x: Tensor) -> Any:
+        if not self.ready:
+            self.shrink = partial(torch.mul, 0.1)
+            self.ready = True
+        self.calls += 1
+        return self.shrink(torch.tensor(float(self.calls)))
 
 
 class Queued(Scaled):
@@ -274,6 +288,7 @@ MODELS = (
     Recurrent,
     Running,
     Collecting,
+    Lazily,
     Queued,
     Drawing,
     Extra,

@@ -31,7 +31,7 @@ def trained(kind: str, folder: Path, resume: bool) -> tuple[dict[str, torch.Tens
         return weights(engine), engine
 
 
-QUICK = ("recurrent", "queued", "collecting")
+QUICK = ("recurrent", "queued", "collecting", "lazily")
 EACH = [*jobs_stateful.LOSSES, *(kind for kind in jobs_stateful.KINDS if kind not in ("unsavable", "opaqueextra"))]
 
 
@@ -42,11 +42,12 @@ def test_a_resumed_training_goes_on_with_what_was_carried(kind: str, tmp_path: P
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
-def test_an_attribute_that_stands_for_hooks_is_not_carried(tmp_path: Path) -> None:
-    """Another process has no such hooks: with the attribute from a checkpoint its model would run without them."""
-    _, engine = trained("collecting", tmp_path, resume=False)
-    assert engine.rank_model.whole_sketch.hook_flags == ("collects",)
-    assert {*engine.carried.take().values} == {"has_run", "seen"}
+@pytest.mark.parametrize("kind, flag, carried", [("collecting", "collects", {"has_run", "seen"}), ("lazily", "ready", {"calls"})])
+def test_an_attribute_that_stands_for_what_a_process_has_is_not_carried(kind: str, flag: str, carried: set[str], tmp_path: Path) -> None:
+    """Another process has no such hooks or functions: with the attribute from a checkpoint its model would run without them."""
+    _, engine = trained(kind, tmp_path, resume=False)
+    assert engine.rank_model.whole_sketch.process_flags == (flag,)
+    assert {*engine.carried.take().values} == carried
 
 
 @pytest.mark.slow

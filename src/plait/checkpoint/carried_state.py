@@ -90,12 +90,12 @@ class CarriedState:
 
     def __init__(
         self, model: nn.Module, loss: object, optimizer: Optimizer | None, device: torch.device, *,
-        sampled: Collection[str] = (), hook_flags: Collection[str] = (), watch: bool = True,
+        sampled: Collection[str] = (), process_flags: Collection[str] = (), watch: bool = True,
     ):  # fmt: skip
-        """`sampled`: buffers that are made from the samples a rank sees. `hook_flags`: attributes that stand for hooks on modules, which a
-        forward pass registers in each process anew. `watch`: find out what each step makes anew."""
+        """`sampled`: buffers that are made from the samples a rank sees. `process_flags`: attributes that stand for what a forward pass
+        makes in each process anew, such as hooks. `watch`: find out what each step makes anew."""
         self.device, self.watch, self.steps = device, AttributeWatch(), 0
-        self.watches, self._sampled, self._hook_flags = watch, frozenset(sampled), frozenset(hook_flags)
+        self.watches, self._sampled, self._process_flags = watch, frozenset(sampled), frozenset(process_flags)
         self._numbers = set[tuple[str, str]]()
         """Places of numbers and texts that steps change."""
         self._before: dict[str, Any] | None = None
@@ -127,7 +127,7 @@ class CarriedState:
         for at, owner in self._owners.items():
             known = IGNORED if isinstance(owner, nn.Module) else SAVED if isinstance(owner, Optimizer) else frozenset[str]()
             for name, value in list(vars(owner).items()):
-                if name not in known and not _is_structure(value) and f"{at}.{name}".lstrip(".") not in self._hook_flags:
+                if name not in known and not _is_structure(value) and f"{at}.{name}".lstrip(".") not in self._process_flags:
                     yield at, name, value
             if isinstance(owner, nn.Module):
                 yield from ((at, name, buffer) for name, buffer in own_buffers(owner).items() if self._counts(at, name))
@@ -223,7 +223,7 @@ class CarriedState:
         """Put values back (rows of `CarriedValue`); names of what could not be."""
         lost = []
         for key, told in values.items():
-            if key in self._hook_flags:
+            if key in self._process_flags:
                 continue
             at, _, name = key.rpartition(".")
             owner = self._owners.get(at)

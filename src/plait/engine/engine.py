@@ -84,7 +84,7 @@ class Engine:
         built = self.rank_model
         self.carried = CarriedState(
             built.module, job.loss, built.optimizer, built.device, sampled=built.whole_sketch.sampled,
-            hook_flags=built.whole_sketch.hook_flags, watch=not plan.compile,
+            process_flags=built.whole_sketch.process_flags, watch=not plan.compile,
         )  # fmt: skip
         """What the model, the loss and the optimizer carry from step to step outside of parameters, buffers and `optimizer.state`."""
         self.position = Position()

@@ -1,4 +1,4 @@
-"""What a forward pass changes of the model itself: buffers that count or average, weights that follow others, hooks that it registers.
+"""What a forward pass changes of the model itself: buffers that count or average, weights that follow others, what it makes for its own process.
 
 Such a model's training depends on how often its forward runs, and, when what is written comes from the samples, on which
 samples one run sees: copies that see other samples drift apart, and nothing in a step brings them together again. So
@@ -9,6 +9,7 @@ rank's own samples is the same, except through `plait.global_mean` and `plait.gl
 
 from collections.abc import Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,33 +27,56 @@ from plait.tensors.torch_private import (
 )
 
 
-class HookFlags:
-    """Finds the attributes by which a model remembers that its forward pass has registered hooks on its modules, as those of transformers do
-    to collect what layers return. No checkpoint has hooks: where such an attribute came from one, the model would run without them."""
+class ProcessFlags:
+    """Finds the attributes by which a model remembers that its forward pass has made something that no checkpoint holds: hooks on its modules,
+    as those of transformers that collect what layers return, or functions. Where such an attribute came from a checkpoint, the model would
+    run without what it stands for."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
         self.modules = list(modules)
         self.found: list[str] = []
-        self._true = {name: _true(module) for name, module in self.modules}
+        self._known = {name: _Attributes.of(module) for name, module in self.modules}
         self._made, self._hooks = hooks_made(), self._count()
 
     def look(self, running: Iterable[tuple[str, nn.Module]]) -> None:
         """A module is about to be entered or left, inside of those that are `running`. Attributes that have become true since the last
-        look, in which hooks were registered too, stand for these hooks."""
+        look, in which hooks were registered or a function was kept, stand for these."""
         if hooks_made() != self._made:
             self._made, before, self._hooks = hooks_made(), self._hooks, self._count()
-            for name, module in self.modules if self._hooks > before else ():
-                self.found += [f"{name}.{flag}".lstrip(".") for flag in sorted(_true(module) - self._true[name])]
-                self._true[name] = _true(module)
-        self._true |= {name: _true(module) for name, module in running if name in self._true}
+            if self._hooks > before:
+                self._note(self.modules)
+        for name, module in running:
+            known = self._known.get(name)
+            if known is not None and known.names != vars(module).keys():
+                self._note([(name, module)] if known.has_new_function(module) else ())
+            if known is not None:
+                self._known[name] = _Attributes.of(module)
+
+    def _note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        for name, module in modules:
+            now = _Attributes.of(module)
+            self.found += [f"{name}.{flag}".lstrip(".") for flag in sorted(now.true - self._known[name].true)]
+            self._known[name] = now
 
     def _count(self) -> int:
         return sum(len(table) for _, module in self.modules for table in hooks_of(module))
 
 
-def _true(module: nn.Module) -> set[str]:
-    """Names of a module's own attributes that are True."""
-    return {name for name, value in vars(module).items() if value is True}
+@dataclass(frozen=True)
+class _Attributes:
+    """A module's own attributes: their names, and the names of those that are True."""
+
+    names: frozenset[str]
+    true: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Attributes":
+        own = vars(module)
+        return cls(frozenset(own), frozenset(name for name, value in own.items() if value is True))
+
+    def has_new_function(self, module: nn.Module) -> bool:
+        """Whether it keeps a function that was not there."""
+        return any(callable(value) for name, value in vars(module).items() if name not in self.names)
 
 
 class Mutations:

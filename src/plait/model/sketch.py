@@ -107,8 +107,8 @@ class Sketch:
     """Of both, those whose new value comes from the samples."""
     unshared: tuple[str, ...] = ()
     """Of these, those that a rank makes of its own samples, without `plait.global_mean` and `plait.global_batch`."""
-    hook_flags: tuple[str, ...] = ()
-    """Attributes by which the model remembers that its forward pass has registered hooks, which no checkpoint has."""
+    process_flags: tuple[str, ...] = ()
+    """Attributes that are true because this process has made something that no checkpoint holds, such as hooks (`model/mutations.py`)."""
     coupled_in_eval: str = ""
     """What of it uses the batch in eval mode, in a phrase (`engine/batch_dependence.py`)."""
     host_random: bool = False
@@ -210,7 +210,7 @@ def sketch(
         followed={name: tuple(sorted(by)) for run in small for name, by in run.followed.items()},
         sampled=_unique(name for run in small for name in run.sampled),
         unshared=_unique(name for run in small for name in run.unshared),
-        hook_flags=_unique(name for run in small for name in run.hook_flags),
+        process_flags=_unique(name for run in small for name in run.process_flags),
         host_random=host_random,
         decides=decides,
         by_values=probe.by_values,

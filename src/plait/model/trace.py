@@ -22,7 +22,7 @@ from plait.launch import one_device
 from plait.model.deferred_init import roles
 from plait.model.make import sparse_gradients_error
 from plait.model.meter import Meter, Metered, homes
-from plait.model.mutations import LISTENER, HookFlags, Mutations
+from plait.model.mutations import LISTENER, Mutations, ProcessFlags
 from plait.model.outside_writes import OutsideWrites
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
@@ -64,8 +64,8 @@ class RunTrace:
     """Weights from which it writes tensors outside of the model, and the modules whose code does it."""
     sampled: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
-    hook_flags: list[str] = field(default_factory=list)
-    """Attributes by which the model remembers that its forward pass has registered hooks."""
+    process_flags: list[str] = field(default_factory=list)
+    """Attributes that are true because this process has made something that no checkpoint holds (`ProcessFlags`)."""
     host_random: bool = False
     opaque: list[tuple[str, str]] = field(default_factory=list)
     """Operators of higher order, and the modules whose code calls them."""
@@ -205,7 +205,7 @@ class _Watcher(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.writes: Mutations | None = None
-        self.flags: HookFlags | None = None
+        self.flags: ProcessFlags | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -214,10 +214,10 @@ class _Watcher(TorchFunctionMode):
         for name, module in scripted.plain(self.owner[0][2]):
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
-        self.flags = HookFlags(scripted.plain(self.owner[0][2]))
+        self.flags = ProcessFlags(scripted.plain(self.owner[0][2]))
         try:
             yield
-            self.seen.hook_flags = self.flags.found
+            self.seen.process_flags = self.flags.found
         finally:
             for handle in handles:
                 handle.remove()

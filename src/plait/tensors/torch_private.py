@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.utils import checkpoint
+from torch.utils import checkpoint, hooks
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
@@ -44,7 +44,6 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )  # fmt: skip
-from torch.utils.hooks import RemovableHandle
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 
@@ -141,8 +140,8 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def hooks_made() -> int:
-    """How many hooks, on modules and on tensors, this process has registered through torch's handles."""
-    return RemovableHandle.next_id
+    """How many hooks, on modules and on tensors, this process has registered."""
+    return hooks.RemovableHandle.next_id
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
