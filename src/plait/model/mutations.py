@@ -38,19 +38,17 @@ class ProcessFlags:
         self._known = {name: _Attributes.of(module) for name, module in self.modules}
         self._made, self._hooks = hooks_made(), self._count()
 
-    def look(self, running: Iterable[tuple[str, nn.Module]]) -> None:
-        """A module is about to be entered or left, inside of those that are `running`. Attributes that have become true since the last
-        look, in which hooks were registered or a function was kept, stand for these."""
+    def look(self, name: str, module: nn.Module) -> None:
+        """The code of this module has run since the last look. Attributes that have become true since, while hooks were registered or a
+        function was kept, stand for these."""
         if hooks_made() != self._made:
             self._made, before, self._hooks = hooks_made(), self._hooks, self._count()
             if self._hooks > before:
                 self._note(self.modules)
-        for name, module in running:
-            known = self._known.get(name)
-            if known is not None and known.names != vars(module).keys():
-                self._note([(name, module)] if known.has_new_function(module) else ())
-            if known is not None:
-                self._known[name] = _Attributes.of(module)
+        if name in self._known:
+            if self._known[name].has_new_function(module):
+                self._note([(name, module)])
+            self._known[name] = _Attributes.of(module)
 
     def _note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         for name, module in modules:
@@ -76,7 +74,8 @@ class _Attributes:
 
     def has_new_function(self, module: nn.Module) -> bool:
         """Whether it keeps a function that was not there."""
-        return any(callable(value) for name, value in vars(module).items() if name not in self.names)
+        own = vars(module)
+        return own.keys() != self.names and any(callable(own[name]) for name in own.keys() - self.names)
 
 
 class Mutations:

@@ -234,7 +234,7 @@ class _Watcher(TorchFunctionMode):
 
     def _look(self) -> None:
         if self.flags is not None:
-            self.flags.look((name, module) for name, _, module in self.owner)
+            self.flags.look(self.owner[-1][0], self.owner[-1][2])
 
     def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         self._look()
