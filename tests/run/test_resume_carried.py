@@ -46,7 +46,8 @@ PLANS = (
     ("growing", "dp=2"),
     ("running", "pp=2"),
     ("collecting", "dp=2"),
-    ("collecting", "tp=2"),
+    ("collecting", "fsdp=2"),
+    ("lazily", "dp=2"),
 )
 
 

@@ -28,7 +28,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import is_user_class
 from plait.config.plan import Plan
 from plait.model.optimizers import wrapped
-from plait.tensors.modules import OURS
+from plait.tensors.modules import OURS, STRUCTURE
 from plait.tensors.part import Part, whole
 from plait.tensors.torch_private import own_buffers
 
@@ -36,7 +36,7 @@ LOSS = "Job.loss"
 """How the names of what the loss carries begin."""
 OPTIMIZER = "Job.optimizer"
 """How the names of what the optimizer carries begin."""
-IGNORED = frozenset({*vars(nn.Module()), *OURS})
+IGNORED = STRUCTURE | OURS
 """Attributes of every module that say nothing of its state."""
 SAVED = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every optimizer that checkpoints hold by parameter (`checkpoint/optimizer_state.py`)."""
@@ -120,14 +120,14 @@ class CarriedState:
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for owner, name, value in self._places():
-            yield f"{owner}.{name}".lstrip("."), value
+            yield _key(owner, name), value
 
     def _places(self) -> Iterator[tuple[str, str, Any]]:
         """(owner's name, attribute, value) of everything that may be carried."""
         for at, owner in self._owners.items():
             known = IGNORED if isinstance(owner, nn.Module) else SAVED if isinstance(owner, Optimizer) else frozenset[str]()
             for name, value in list(vars(owner).items()):
-                if name not in known and not _is_structure(value) and f"{at}.{name}".lstrip(".") not in self._process_flags:
+                if name not in known and not _is_structure(value) and _key(at, name) not in self._process_flags:
                     yield at, name, value
             if isinstance(owner, nn.Module):
                 yield from ((at, name, buffer) for name, buffer in own_buffers(owner).items() if self._counts(at, name))
@@ -136,7 +136,7 @@ class CarriedState:
 
     def _counts(self, at: str, name: str) -> bool:
         """Whether a buffer is not simply one of the model's tensors that all ranks have alike."""
-        key = f"{at}.{name}".lstrip(".")
+        key = _key(at, name)
         owner = self._owners[at]
         assert isinstance(owner, nn.Module)
         ours = at.startswith(LOSS) or key in self._sampled or key in self._left_out
@@ -149,7 +149,7 @@ class CarriedState:
             for at, owner in self._owners.items()
             if isinstance(owner, nn.Module) and not at.startswith(LOSS)
         )
-        named = {f"{at}.{n}".lstrip("."): b for at, owner in modules for n, b in own_buffers(owner).items()}
+        named = {_key(at, n): b for at, owner in modules for n, b in own_buffers(owner).items()}
         return {name for name, buffer in named.items() if self._forms.get(name) != _form_of(buffer)}
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class CarriedState:
     def begin_step(self) -> None:
         """A step begins."""
         self.watch.begin_step()
-        self._before = {f"{at}.{name}".lstrip("."): vars(self._owners[at]).get(name) for at, name in self._numbers}
+        self._before = {_key(at, name): vars(self._owners[at]).get(name) for at, name in self._numbers}
 
     def end_step(self) -> None:
         """A step was made: after the first, what it has changed is watched."""
@@ -190,7 +190,7 @@ class CarriedState:
         """What this rank carries now. What is new among it is watched from the next step on."""
         found = Carried()
         for at, name, value in self._places():
-            key, owner = f"{at}.{name}".lstrip("."), self._owners[at]
+            key, owner = _key(at, name), self._owners[at]
             first = self._first.get(key)
             same = first is not None and first.holds(value)
             if (same and isinstance(value, CONSTANT)) or self.watch.is_made_anew(owner, name):
@@ -369,6 +369,11 @@ def _inside(loss: object) -> dict[str, object]:
     if isinstance(loss, nn.Module):
         return {f"{LOSS}.{name}".removesuffix("."): module for name, module in loss.named_modules()}
     return {LOSS: loss} if hasattr(loss, "__dict__") and is_user_class(type(loss)) else {}
+
+
+def _key(owner: str, name: str) -> str:
+    """The name of an attribute, by its owner's; the model's own is ""."""
+    return f"{owner}.{name}".lstrip(".")
 
 
 def _form_of(buffer: Tensor | None) -> tuple[Any, ...] | None:

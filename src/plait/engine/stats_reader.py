@@ -7,7 +7,7 @@ wait for it in every step. So the host runs ahead:
     host     passes of N │ read N-1 │ update of N │ passes of N+1 │ read N │ update of N+1 │ …
     device          passes of N         │  update of N  │         passes of N+1         │ …
 
-It queues the update, which the device skips where loss or norm are not finite (`device_update.py`), and the row of numbers travels to the
+It queues the update, which the device skips where loss or norm are not finite (`train_step.py`), and the row of numbers travels to the
 host while it queues the passes of the next step. It is read before that step's update. If step N-1 was skipped, the passes just made of
 step N began from buffers that the skipped step had written: they are undone, the place where it began is searched for, and the run stops, or
 goes on and makes the passes of step N again. So all that a CPU would have done is done, one step later.

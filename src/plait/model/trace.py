@@ -114,6 +114,8 @@ def trace_run(
                     loss = None if judge is None else judge(output)
             finally:
                 LISTENER.reset(listening)
+        if watcher.flags is not None:
+            watcher.seen.process_flags = watcher.flags.found
         if writes is not None:
             watcher.seen.counting = writes.buffers()
             watcher.seen.rewritten = writes.weights()
@@ -205,7 +207,7 @@ class _Watcher(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.writes: Mutations | None = None
-        self.flags: ProcessFlags | None = None
+        self.flags = ProcessFlags(scripted.plain(model)) if keys is None else None  # a step of training asks for none
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -214,10 +216,8 @@ class _Watcher(TorchFunctionMode):
         for name, module in scripted.plain(self.owner[0][2]):
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
-        self.flags = ProcessFlags(scripted.plain(self.owner[0][2]))
         try:
             yield
-            self.seen.process_flags = self.flags.found
         finally:
             for handle in handles:
                 handle.remove()

@@ -6,7 +6,7 @@ A reducer lives from the first micro-batch of a step to its update:
     ready    before the last backward pass: gradients are sent as soon as they are there, with the row of the step where it fits in
     finish   after it: every gradient is that of the global batch
 
-Replicas and shards are summed first, by a `ReplicaSums`: in buckets (`data/buckets.py`), compressed (`data/compressed.py`), or into shards
+Replicas and shards are summed first, by a `ReplicaSums`: in buckets or compressed (`data/buckets.py`), or into shards
 (`fsdp/runtime.py`). Then come the late sums, of which a rank has only a part, because other stages, slices, stretches or experts use
 the same parameter; and one small message with the row of the step and the norm, in which every part of every parameter counts once.
 """

@@ -78,7 +78,7 @@ class _Torchrun(Launcher):
 @dataclass(frozen=True)
 class _ByHand(Launcher):
     def started(self, environment: Mapping[str, str]) -> bool:
-        """Not where the pods of a PyTorchJob are numbered so, one for each machine (see `kubernetes`)."""
+        """Not where the pods of a PyTorchJob are numbered so, one for each machine (see `_PyTorchJob`)."""
         per_pod = {"NPROC_PER_NODE", "PET_NPROC_PER_NODE"} & set(environment)
         return super().started(environment) and ("LOCAL_RANK" in environment or not per_pod)
 
