@@ -24,7 +24,6 @@ from plait.config.job import Job, load_job
 from plait.config.keys import OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare
-from plait.engine.analyse import KnownModel
 from plait.engine.build import build
 from plait.launch.place import Place
 from plait.model.make import BuiltModel, make
@@ -175,7 +174,7 @@ def ranks(name: str, plan: Plan, gpu: bool) -> Iterator[tuple[int, Facts, Facts]
         model = make(job, CPU, None, None, None).model
         directly = patch("plait.engine.build.directly", lambda device: not gpu)  # the one place where sums depend on the device
         with directly, process_group(rank, plan.world), Pretending(FakeTensorMode(allow_non_fake_inputs=True), real=True):
-            rank_model = build(job, plan, Place(rank, plan.world), CPU, known=KnownModel(BuiltModel(model, model), sketch))
+            rank_model = build(job, plan, Place(rank, plan.world), CPU, made=BuiltModel(model, model), sketch=sketch)
             yield rank, real(rank_model) | {"kind": local(kinds.like(rank))}, told(table, rank, rank_model) | {"kind": local(rank)}
 
 

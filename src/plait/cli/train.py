@@ -33,6 +33,7 @@ from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
 from plait.launch.round import Round
 from plait.launch.stopping import Stopped, StopRequest, command, ending_waits, told
+from plait.model.sketch import Sketch
 from plait.planner.refusals import foresee
 from plait.proof.job import check as jobcheck
 from plait.tensors.rows import split
@@ -64,7 +65,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     """Fork this machine's ranks, and watch over them."""
     plan, first = request.plan, node is None or node.index == 0
     check(kind_of(request.device), plan.world - plan.server_count if node is None else node.each)
-    foresee(request.job, plan, kind_of(request.device))
+    sketch = foresee(request.job, plan, kind_of(request.device))
     _refuse_fewer(request)
     if request.job.weights and request.resume is None:
         open_weights(Path(request.job.weights))  # what cannot be read is said before a start
@@ -84,7 +85,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         if plan.server_count:
             results = served.ranks(request, run, listener, output.begin)
         else:
-            results = _ranks(request, rounds, listener, output)
+            results = _ranks(request, sketch, rounds, listener, output)
     except BaseException as error:
         if isinstance(error, Stopped):
             error = rounds.stopped(error)
@@ -108,8 +109,11 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     return (RESUMABLE if results[0]["stopped"] else 0), {"run": str(run.path), **results[0]}
 
 
-def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_Output") -> list[dict[str, Any]]:
-    """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine."""
+def _ranks(
+    request: Request, sketch: Sketch | None, rounds: Rounds, listener: fork.Listener, output: "_Output"
+) -> list[dict[str, Any]]:
+    """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine. `sketch`: of
+    the request's plan."""
     now, memory, node = rounds.first(), rounds.memory, rounds.node
     stop = StopRequest.of_process()
     leaves = memory is not None and not request.plan.rarely
@@ -129,9 +133,8 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
         handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
         if memory is not None:
             memory.begin()
-        target = partial(
-            _trained, replace(request, plan=plan), output.run, memory.path if memory is not None else None, now
-        )
+        options = rank_options(replace(request, plan=plan), sketch if plan == request.plan else None)
+        target = partial(_trained, options, output.run, memory.path if memory is not None else None, now)
         try:
             with stop.training():
                 results = fork.run(
@@ -145,17 +148,18 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
     return results
 
 
-def _trained(request: Request, run: RunDirectory, memory: Path | None, now: Round, place: Place) -> dict[str, Any]:
+def _trained(options: RankOptions, run: RunDirectory, memory: Path | None, now: Round, place: Place) -> dict[str, Any]:
     """A rank of the round."""
     neighbours = None
     if len(now.devices) > 1:
         neighbours = Neighbours(*now.neighbours_of(place.rank), now.kept_by(now.machine_of(place.rank)))
-    return train(rank_options(request), run, place, memory=memory, neighbours=neighbours, again=now.number > 0)
+    return train(options, run, place, memory=memory, neighbours=neighbours, again=now.number > 0)
 
 
-def rank_options(request: Request) -> RankOptions:
-    """What of a request each rank needs: its fields of the same names."""
-    return RankOptions(**{one.name: getattr(request, one.name) for one in fields(RankOptions)})
+def rank_options(request: Request, sketch: Sketch | None = None) -> RankOptions:
+    """What of a request each rank needs: its fields of the same names; and the sketch of the request's plan, if it is known."""
+    names = (one.name for one in fields(RankOptions) if one.name != "sketch")
+    return RankOptions(**{name: getattr(request, name) for name in names}, sketch=sketch)
 
 
 class _Output:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,14 +37,6 @@ from plait.tensors.float64 import proof_format
 from plait.tensors.modules import device_of, loss_kept, state_kept
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
 from plait.tensors.torch_private import fake_failures, own_buffers
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A model that is already made, and its sketch as `whole_sketch` returns it, which is the same on every rank."""
-
-    made: BuiltModel
-    sketch: Sketch
 
 
 def setup_of(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None, *, made: BuiltModel) -> RankSetup:

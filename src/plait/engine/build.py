@@ -14,13 +14,13 @@ from plait.config.job import Job, user_line
 from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.engine import turns
-from plait.engine.analyse import KnownModel, setup_of, to_device, whole_sketch
+from plait.engine.analyse import setup_of, to_device, whole_sketch
 from plait.launch import allocator
 from plait.launch.devices import kind_of, of_rank, unseen
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model import optimizers
-from plait.model.make import make, make_optimizer
+from plait.model.make import BuiltModel, make, make_optimizer
 from plait.model.sketch import Sketch
 from plait.parallel import average, gradient_hooks, whole_tensors
 from plait.parallel.fsdp import strategy as fsdp
@@ -102,19 +102,22 @@ def pick_device(wanted: str, place: Place) -> torch.device:
 
 
 def build(
-    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: KnownModel | None = None
+    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, *,
+    made: BuiltModel | None = None, sketch: Sketch | None = None,
 ) -> RankModel:  # fmt: skip
-    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64)."""
+    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
+
+    `made`: the model, where it is there already; `sketch`: what `whole_sketch` found, where another process has looked.
+    """
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device, single_messages=plan.pp > 1)
     mesh = Mesh(plan, place.rank, group)
 
     # The whole model, and what is to be known of it.
-    share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
-    made = make(job, device, cast, group, share, _room(plan, device)) if known is None else known.made
+    made = _made(job, plan, place.rank, device, cast, group) if made is None else made
     setup = setup_of(job, plan, place, device, cast, made=made)
-    sketch = whole_sketch(setup, made) if known is None else known.sketch
+    sketch = whole_sketch(setup, made) if sketch is None else sketch
 
     # Which rank has which part of it, and the groups of ranks that communicate.
     table = shard_plan(job, plan, sketch, directly(device))
@@ -141,6 +144,19 @@ def build(
         created(rank_model.optimizer)
     place.wait(device, going=False)
     return rank_model
+
+
+def sketch_without_ranks(job: Job, plan: Plan, device: torch.device) -> Sketch:
+    """The sketch that every rank would find (`whole_sketch`), in a process that is none: it makes the model as the first rank does."""
+    made = _made(job, plan, 0, device, None, None)
+    return whole_sketch(setup_of(job, plan, Place(0, plan.world), device, None, made=made), made)
+
+
+def _made(
+    job: Job, plan: Plan, rank: int, device: torch.device, cast: torch.dtype | None, group: ProcessGroup | None
+) -> BuiltModel:
+    share = fsdp.share(plan, rank) if fsdp.wanted(plan) and not plan.across else None
+    return make(job, device, cast, group, share, _room(plan, device))
 
 
 def _uncut(setup: RankSetup, mesh: Mesh, table: ShardPlan, sketch: Sketch) -> SplitModel:

@@ -35,7 +35,6 @@ from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
 from plait.data.shares import ahead
-from plait.engine.analyse import KnownModel
 from plait.engine.batch_weights import run_here, weights_of
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
@@ -50,6 +49,8 @@ from plait.engine.train_step import TrainStep
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
 from plait.launch.place import Place, current
+from plait.model.make import BuiltModel
+from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
 from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.norm import Rule
@@ -63,20 +64,20 @@ class Engine:
     `device` is auto, cpu or cuda. `directory` is where checkpoints live. `workers` loader processes fetch ahead.
     `on_nan`: what to do in a step whose loss or gradient norm is not finite: stop (N001), skip (leave it out), or ignore.
     `callbacks` are called at points of the run; with `group_norms` a step has the gradient norm of each parameter group.
-    `cast` and `known` are those of `build`. `read_weights`: read `Job.weights` now, where there is no `known` model.
+    `cast`, `made` and `sketch` are those of `build`. `read_weights`: read `Job.weights` now, unless the model is `made` already.
     Raises `PlaitError` for whatever is wrong with the job, the plan or the machine.
     """
 
     def __init__(
         self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
         workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None, on_nan: str = "stop",
-        known: KnownModel | None = None, read_weights: bool = True, callbacks: Sequence[Callback] = (),
+        made: BuiltModel | None = None, sketch: Sketch | None = None, read_weights: bool = True, callbacks: Sequence[Callback] = (),
         group_norms: bool = False,
     ):  # fmt: skip
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.place = current() if place is None else place
         plan = plan.fill(self.place.world)
-        self.rank_model = build(job, plan, self.place, pick_device(device, self.place), cast, known)
+        self.rank_model = build(job, plan, self.place, pick_device(device, self.place), cast, made=made, sketch=sketch)
         self.job, self.plan, self.workers, self.data = job, plan, workers, self.rank_model.setup.data
         self._closing = [*self.rank_model.hooks.close]
         self.unlike: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ class Engine:
         """Where frozen parameters are that checkpoints do not hold."""
         self.callbacks = Callbacks(callbacks)
         self.checkpoints.told = self.callbacks.published
-        if job.weights is not None and known is None and read_weights:
+        if job.weights is not None and made is None and read_weights:
             self.load_weights(job.weights)
 
     def __enter__(self) -> "Engine":

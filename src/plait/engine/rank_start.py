@@ -24,6 +24,7 @@ from plait.engine.server.state import left_out
 from plait.launch import nccl
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
+from plait.model.sketch import Sketch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class RankOptions:
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints that are kept."""
+    sketch: Sketch | None = None
+    """Of the whole model, where it was found before ranks were forked; None: each rank finds it for itself."""
 
 
 def make_engine(options: RankOptions, run: RunDirectory, place: Place) -> Engine:
@@ -67,7 +70,7 @@ def make_engine(options: RankOptions, run: RunDirectory, place: Place) -> Engine
         nccl.settle(run.log(place.rank).parent)
     engine = Engine(
         options.job, options.plan, device=options.device, workers=options.workers, place=place, on_nan=options.on_nan,
-        read_weights=False, callbacks=options.callbacks() if options.callbacks is not None else (),
+        sketch=options.sketch, read_weights=False, callbacks=options.callbacks() if options.callbacks is not None else (),
         group_norms=options.group_norms,
     )  # fmt: skip
     engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), options.arguments

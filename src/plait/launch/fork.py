@@ -12,13 +12,16 @@ import faulthandler
 import gc
 import json
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from plait.config.errors import PlaitError
 from plait.launch import forkable, limits
@@ -36,6 +39,7 @@ from plait.launch.stacks import Stacks
 from plait.launch.stopping import REQUESTS, RankSignals, StopRequest, signal_pipe
 from plait.launch.supervise import Listener, Spare, Supervisor, Worker, end, kill
 
+T = TypeVar("T")
 Target = Callable[[Place], dict[str, Any] | None]
 OMP_PAUSE_HARD = 2
 """OpenMP 5.0, `omp_pause_resource_all`: give back all threads; the next parallel region makes new ones."""
@@ -90,6 +94,26 @@ def run(
         for worker in workers:
             worker.close(worker.reports)
             worker.close(worker.output)
+
+
+def computed(work: Callable[[Place], T]) -> T:
+    """What `work` returns in a forked process, where this one is to stay as it is: no user's code has run in it, and it can fork.
+
+    The value comes back through a file without a name, to which no other process can write, so it may be any that can be pickled.
+    Raises as `run` does, also where the value cannot be.
+    """
+    with tempfile.TemporaryFile() as file:
+
+        def target(place: Place) -> dict[str, Any]:
+            pickle.dump(work(place), file)
+            file.flush()
+            return {}
+
+        run(target, 1)
+        file.seek(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, of trees that it reads back
+            return pickle.load(file)
 
 
 @dataclass(frozen=True)

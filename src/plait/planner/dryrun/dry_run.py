@@ -30,7 +30,7 @@ from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, whole
 from plait.data.batch_rows import Pair
-from plait.engine.analyse import KnownModel, analyse, setup_of
+from plait.engine.analyse import analyse, setup_of
 from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
@@ -293,8 +293,8 @@ def alone(
         warnings.filterwarnings(
             "ignore", "The .grad attribute"
         )  # torch looks at it when a real tensor becomes a fake one
-        place, known = Place(rank, plan.world), KnownModel(BuiltModel(model, model), sketch)
-        engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
+        place, built = Place(rank, plan.world), BuiltModel(model, model)
+        engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, made=built, sketch=sketch)
         engine.passes.logged.silent = True
         for reducer in engine.rank_model.reducers.values():  # another rank may have the gradient of a parameter they share
             reducer.counts = lambda flags: [1.0] * len(flags)

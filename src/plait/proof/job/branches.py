@@ -15,11 +15,10 @@ from torch import Tensor
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Micro
-from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.proof.job.look import WHOLE, PartRows, forward, parted
-from plait.proof.job.trial import Point
+from plait.proof.job.trial import KnownModel, Point
 from plait.tensors.torch_private import TorchDispatchMode, leaves
 
 SCALES = (*(1.2**k for k in range(1, 9)), *(0.8**k for k in range(1, 7)))

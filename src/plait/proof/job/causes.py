@@ -10,14 +10,13 @@ from plait.config.job import Job
 from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.data.batch import is_map, opened
-from plait.engine.analyse import KnownModel
 from plait.engine.try_metrics import line_of
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.launch.supervise import Listener
 from plait.proof.job import branches, counters
 from plait.proof.job.look import look, look_later, read_again, read_as
-from plait.proof.job.trial import Point
+from plait.proof.job.trial import KnownModel, Point
 from plait.proof.probes import FLOOR, TOLERANCE
 
 SECONDS = 0.3

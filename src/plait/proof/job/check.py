@@ -32,7 +32,7 @@ from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import is_map, opened
 from plait.data.sampling import Sampling, as_first_step
-from plait.engine.analyse import KnownModel, analyse, setup_of
+from plait.engine.analyse import analyse, setup_of
 from plait.engine.build import inexact
 from plait.launch import fork
 from plait.launch.place import Place, cores, pose
@@ -42,7 +42,7 @@ from plait.parallel.precision import forward_format
 from plait.proof import own_batch
 from plait.proof.job.causes import problems_of, unlike_readers
 from plait.proof.job.counters import Changed, values
-from plait.proof.job.trial import WIDE, Point, digests, measure, one_device
+from plait.proof.job.trial import WIDE, KnownModel, Point, digests, measure, one_device
 from plait.proof.noted_data import first_of
 from plait.randomness.keyed import host_kept
 from plait.tensors import higher_order

@@ -19,13 +19,12 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import MapStyle, Micro, is_map, opened, weigh
 from plait.data.sampling import epoch_order
-from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place, pose
 from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.proof.job import counters
-from plait.proof.job.trial import WIDE, Point, digests, in_float64, move_weights, read
+from plait.proof.job.trial import WIDE, KnownModel, Point, digests, in_float64, move_weights, read
 from plait.proof.noted_data import ChosenSamples
 from plait.proof.probes import TOLERANCE
 from plait.randomness.keyed import seed_host

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map
-from plait.engine.analyse import KnownModel
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
-from plait.model.make import call
+from plait.model.make import BuiltModel, call
+from plait.model.sketch import Sketch
 from plait.parallel.precision import forward_format
 from plait.proof.noted_data import ChosenSamples, seen_in
 from plait.randomness.keyed import key, permutation
@@ -46,9 +46,17 @@ class Point:
     ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class KnownModel:
+    """The job's model in float64, and its sketch."""
+
+    made: BuiltModel
+    sketch: Sketch
+
+
 def in_float64(job: Job, plan: Plan, place: Place, known: KnownModel) -> Engine:
     """An engine in float64 that is given its model, and what is known of it."""
-    return Engine(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore", known=known)
+    return Engine(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore", made=known.made, sketch=known.sketch)
 
 
 def digests(sample: object) -> list[int]:
