@@ -1,6 +1,7 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -146,10 +147,13 @@ def build(
     return rank_model
 
 
-def sketch_without_ranks(job: Job, plan: Plan, device: torch.device) -> Sketch:
-    """The sketch that every rank would find (`whole_sketch`), in a process that is none: it makes the model as the first rank does."""
-    made = _made(job, plan, 0, device, None, None)
-    return whole_sketch(setup_of(job, plan, Place(0, plan.world), device, None, made=made), made)
+def sketch_without_ranks(job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None = None) -> Sketch:
+    """The sketch that every rank would find (`whole_sketch`), in a process that is none: it makes the model as the first rank does.
+
+    It can be handed to other processes: it lacks attributes of parameters, which may be anything and which ranks have themselves.
+    """
+    made = _made(job, plan, 0, device, cast, None)
+    return replace(whole_sketch(setup_of(job, plan, Place(0, plan.world), device, cast, made=made), made), attributes={})
 
 
 def _made(

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, Generic, NoReturn, TextIO, TypeVar
 
 from plait.config.errors import PlaitError
 from plait.launch import forkable, limits
@@ -96,24 +96,36 @@ def run(
             worker.close(worker.output)
 
 
-def computed(work: Callable[[Place], T]) -> T:
-    """What `work` returns in a forked process, where this one is to stay as it is: no user's code has run in it, and it can fork.
+class Handed(Generic[T]):
+    """A value that a forked process hands to the one that forked it: any that can be pickled. It goes through a file without a name, to
+    which no other process can write. OSError where there is no room for it."""
 
-    The value comes back through a file without a name, to which no other process can write, so it may be any that can be pickled.
-    Raises as `run` does, also where the value cannot be.
-    """
-    with tempfile.TemporaryFile() as file:
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
 
-        def target(place: Place) -> dict[str, Any]:
-            pickle.dump(work(place), file)
-            file.flush()
-            return {}
+    def put(self, value: T) -> None:
+        """Hand the value over, in the forked process."""
+        pickle.dump(value, self._file)
+        self._file.flush()
 
-        run(target, 1)
-        file.seek(0)
-        with warnings.catch_warnings():
+    def take(self) -> T:
+        """The value, once the forked process has ended."""
+        self._file.seek(0)
+        with self._file, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, of trees that it reads back
-            return pickle.load(file)
+            return pickle.load(self._file)
+
+
+def computed(work: Callable[[Place], T]) -> T:
+    """What `work` returns in a forked process. This one stays as it is: no user's code runs in it, and it can fork. Raises as `run` does."""
+    handed = Handed[T]()
+
+    def target(place: Place) -> dict[str, Any]:
+        handed.put(work(place))
+        return {}
+
+    run(target, 1)
+    return handed.take()
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ shared out: what cannot work is said before there are ranks or a run directory. 
 on this machine. On a GPU each finds it for itself, for an operator may be another kernel there.
 """
 
-from dataclasses import replace
-
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -54,4 +52,4 @@ def _look(job: Job, plan: Plan, device: str, place: Place) -> Sketch | None:
     if plan.pp > 1:
         layout = StageLayout.of(plan, sketch_of(plan, sketch, 0), job.stages)
         check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)
-    return replace(sketch, attributes={}) if device == "cpu" else None  # attributes may be anything, and ranks have their own
+    return sketch if device == "cpu" else None

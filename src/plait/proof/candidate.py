@@ -22,6 +22,7 @@ from plait.data.shares import InTurn
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
 from plait.launch.place import Place, threads
+from plait.model.sketch import Sketch
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.rank_model import RankModel
 from plait.proof import formats, own_batch, probes
@@ -84,7 +85,8 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     """Train one rank under the scenario. Tensors are written to files in its folder; the rest is returned as JSON values. `facts`: those of
     the reference's `Trace`."""
     hard, plan, folder = scenario.hard, scenario.logic, scenario.folder
-    engine = Engine(hard, plan, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore")
+    kept: dict[str, Any] = {"device": scenario.device, "place": place, "on_nan": "ignore"}
+    engine = Engine(hard, plan, cast=torch.float64, sketch=scenario.foreseen.logic, **kept)
     rank_model = engine.rank_model
     if rank_model.techniques.balance is not None:
         rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
@@ -111,7 +113,8 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     tensors |= made
     step, made = {}, _no_tensors_in_own_formats()
     if known := facts.get("formats"):
-        step, made = in_own_formats(replace(hard, batch=known["batch"]), scenario.plan, scenario.device, place)
+        hard = replace(hard, batch=known["batch"])
+        step, made = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.foreseen.formats)
     tensors |= made
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
@@ -190,11 +193,11 @@ def _no_tensors_in_own_formats() -> dict[str, dict[str, Tensor]]:
 
 
 def in_own_formats(
-    job: Job, plan: Plan, device: str, place: Place
+    job: Job, plan: Plan, device: str, place: Place, sketch: Sketch | None = None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """A step in the number formats of the plan (`proof/formats.py`): what is noted, and tensors."""
+    """A step in the number formats of the plan (`proof/formats.py`): what is noted, and tensors. `sketch`: as `Engine` is given it."""
     torch.set_num_threads(threads(place.world))  # as one device's: a dry run beside the ranks is not counted
-    engine = Engine(job, plan, device=device, place=place, on_nan="ignore")
+    engine = Engine(job, plan, device=device, place=place, on_nan="ignore", sketch=sketch)
     rank_model, traffic = engine.rank_model, Traffic(place.rank, plan)
     if rank_model.techniques.loss_scale is not None:
         rank_model.techniques.loss_scale.load_state_dict({"value": formats.SCALE, "good_steps": 0})

@@ -8,7 +8,7 @@ Processes of a proof leave what they computed in files of tensors by name. Compl
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,13 @@ class Trace:
     formats_state: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of_process(folder: Path, work: Callable[[Place], dict[str, Any]], name: str = "") -> "Trace":
-        """What `work` returns, done in a process of its own (`name`, for messages), which leaves the tensors in `folder`."""
+    def of_process(
+        folder: Path, work: Callable[[Place], dict[str, Any]], name: str = "", beside: Callable[[Place], dict[str, Any]] | None = None
+    ) -> "Trace":
+        """What `work` returns, done in a process of its own (`name`, for messages), which leaves the tensors in `folder`.
+
+        `beside` runs at the same time in another: what is not `work`'s matter, and would leave a core idle.
+        """
 
         def side(place: Place) -> dict[str, Any]:
             out = work(place)
@@ -78,7 +83,10 @@ class Trace:
                 write(folder / f"{group}.safetensors", out.pop(group, {}))
             return out
 
-        (facts,) = fork.run(side, 1, fork.Listener(names={0: name} if name else {}))
+        names = ({0: name} if name else {}) | {1: "the process that looks at the model"}
+        works = (side,) if beside is None else (side, beside)
+        target = lambda place: works[place.rank](replace(place, rank=0, world=1))  # noqa: E731
+        facts, *_ = fork.run(target, len(works), fork.Listener(names=names), alike=False)
         return Trace(facts, **{group: read(folder / f"{group}.safetensors") for group in TENSORS})
 
 

@@ -17,6 +17,7 @@ from plait.config.plan import Plan
 from plait.data import sampling
 from plait.data.batch import Data, is_map, largest, opened
 from plait.data.sampling import Sampling, data_of, epoch_order, token_lengths
+from plait.model.sketch import Sketch
 from plait.proof import own_batch, phases, reference
 from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of, sample_digest
 
@@ -24,6 +25,18 @@ CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
 FULL = 0.7
 """A step of a proof has about so much of its batch, where a token budget ends steps."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a process beside the reference finds of the model, in the place of each rank. None: the ranks find it."""
+
+    logic: Sketch | None = None
+    """The sketch under the plan in float64."""
+    formats: Sketch | None = None
+    """The sketch under the plan as it was given."""
+    sent: list[dict[str, Any]] | str = ""
+    """What every rank sends in a dry run of the first step in float64, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,7 @@ class Scenario:
     seconds: float
     """What batches of the job's own size may take on one device; 0: none, and no step in the plan's own formats."""
     folder: Path
+    foreseen: Foreseen = Foreseen()
 
 
 def parts_of(plan: Plan) -> int:

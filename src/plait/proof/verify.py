@@ -19,6 +19,7 @@ Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a 
 tolerance of 1e-9, which is never loosened.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,12 +35,13 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import checked, first_samples, is_map, opened_once
 from plait.data.reachable import check_unshared
-from plait.engine.build import check_plan
+from plait.engine.build import check_plan, sketch_without_ranks
 from plait.launch import fork
 from plait.launch.devices import check, kind_of
 from plait.launch.place import Place, pose
 from plait.launch.scratch import Scratch
-from plait.model.make import make_model, make_optimizer
+from plait.model.make import CPU, make_model, make_optimizer
+from plait.model.sketch import Sketch
 from plait.parallel import precision
 from plait.planner.dryrun.dry_run import first_step
 from plait.proof import (
@@ -53,7 +55,7 @@ from plait.proof import (
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.job import counters
 from plait.proof.probes import Trace
-from plait.proof.scenario import CLIP, Scenario, harden, parts_of
+from plait.proof.scenario import CLIP, Foreseen, Scenario, harden, parts_of
 from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
 from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
@@ -113,10 +115,10 @@ def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_s
         named = actual.facts["inexact"]
         if own is not None:
             actual = _held_to_algorithm(actual, results, expected, own, logic)
-        verdict = judge(expected, actual, results, logic, dry["logic"], folder, algorithm=told)
+        verdict = judge(expected, actual, results, logic, scenario.foreseen.sent, folder, algorithm=told)
     if expected.facts.get("late") and own is None:
         verdict = of_calls(verdict, expected.facts["late"])
-    verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
+    verdict = _with_own_batch(verdict, expected, actual, results, dry)
     rounded: Iterable[str] = precision.inexact(plan) if precision.wanted(plan) else ()
     if told is not None and precision.wanted(plan):
         rounded = (f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64",)
@@ -166,34 +168,56 @@ def _held_to_algorithm(
     return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
 
 
-def _candidate(scenario: Scenario, facts: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the same steps. `facts`: the
-    reference's."""
+def _candidate(
+    scenario: Scenario, facts: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | str | None]:
+    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the step in own formats, where there
+    is such a step. `facts`: the reference's."""
     plan = scenario.logic
-    wanted: dict[str, tuple[Job, Plan, torch.dtype | None]] = {"logic": (scenario.hard, plan, torch.float64)}
-    if facts.get("formats"):
-        wanted["formats"] = (dataclasses.replace(scenario.hard, batch=facts["formats"]["batch"]), scenario.plan, None)
 
     def work(place: Place) -> dict[str, Any]:
         pose(None if place.rank == plan.world else place.rank, plan.world)
         if place.rank < plan.world:
             return candidate.run(scenario, facts, dataclasses.replace(place, world=plan.world))
         place.beat(-1, "build")
-        return {"formats": None} | {name: _dry(*given, scenario.device) for name, given in wanted.items()}
+        job = dataclasses.replace(scenario.hard, batch=facts["formats"]["batch"])
+        return {"sent": _dry(job, scenario.plan, None, scenario.device, scenario.foreseen.formats)}
 
     names = fork.Listener(names={plan.world: "the dry run"})
-    *ranks, dry = fork.run(work, plan.world + 1, names, alike=plan.pp == 1)
-    return ranks, dry
+    results = fork.run(work, plan.world + bool(facts.get("formats")), names, alike=plan.pp == 1)
+    return results[: plan.world], results[plan.world]["sent"] if facts.get("formats") else None
 
 
-def _dry(job: Job, plan: Plan, cast: torch.dtype | None, device: str) -> list[dict[str, Any]] | str:
+def _foreseen(scenario: Scenario, handed: fork.Handed[Foreseen], place: Place) -> dict[str, Any]:
+    """Beside the reference: look at the model in the place of each rank, and make the dry run of the step in float64."""
+    pose(None, scenario.logic.world)
+    place.beat(-1, "build")
+    clips = {"clip": 1.0, "clips": dict.fromkeys((phase.name for phase in scenario.hard.phases or ()), 1.0)}
+    hard = phases.clipped(scenario.hard, clips)  # as the reference's is, only at another norm: what is sent is the same
+    logic = _sketch(hard, scenario.logic, torch.float64, scenario.device)
+    formats = _sketch(hard, scenario.plan, None, scenario.device) if scenario.seconds else None
+    handed.put(Foreseen(logic, formats, _dry(hard, scenario.logic, torch.float64, scenario.device, logic)))
+    return {}
+
+
+def _sketch(job: Job, plan: Plan, cast: torch.dtype | None, device: str) -> Sketch | None:
+    """What every rank would find of the model. None on a GPU, where an operator may be another kernel, and where anything is raised:
+    ranks raise it again, and say where."""
+    with contextlib.suppress(Exception):
+        return sketch_without_ranks(job, plan, CPU, cast) if device == "cpu" else None
+    return None
+
+
+def _dry(
+    job: Job, plan: Plan, cast: torch.dtype | None, device: str, sketch: Sketch | None
+) -> list[dict[str, Any]] | str:
     """What every rank sends in a dry run of the first step, or why there is none."""
     if plan.processes == "one":
         return [{"totals": {}, "sizes": None}]
     if device != "cpu":
         DIRECT.set(())
     try:
-        return [dataclasses.asdict(sent) for sent in first_step(job, plan, cast)]
+        return [dataclasses.asdict(sent) for sent in first_step(job, plan, cast, sketch)]
     except PlaitError as error:
         return str(error.problems[0].why or error.problems[0].what)
     except Exception as error:  # the job's code, on tensors without numbers
@@ -242,8 +266,10 @@ def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
     for hard in hards:
         tried = dataclasses.replace(scenario, hard=hard)
         try:
-            trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE)
-            return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts)), trace
+            handed = fork.Handed[Foreseen]()
+            beside = partial(_foreseen, tried, handed)
+            trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE, beside)
+            return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), foreseen=handed.take()), trace
         except PlaitError as error:
             failed.append(error)
     raise _on_one_device(failed[-1], hards[-1], scenario.device) from None

@@ -227,11 +227,13 @@ class Sent:
     """As `Engine.sizes_run` has them, of the rank that stands for it."""
 
 
-def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Sent]:
-    """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. Errors as `dry_run`."""
+def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None, sketch: Sketch | None = None) -> list[Sent]:
+    """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. `sketch`: what is known of the model,
+    if it is. Errors as `dry_run`."""
     plan = plan.uncompiled  # which sends the same
-    made = make(job, CPU, cast, None, None)
-    sketch = analyse(setup_of(job, plan, Place(0, plan.world), CPU, cast, made=made), made)
+    if sketch is None:
+        made = make(job, CPU, cast, None, None)
+        sketch = analyse(setup_of(job, plan, Place(0, plan.world), CPU, cast, made=made), made)
     kinds = RankKinds.of(shard_plan(job, plan, sketch), sketch, job.batch)
 
     def sent(rank: int, real: bool) -> Sent:
