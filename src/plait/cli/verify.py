@@ -44,5 +44,6 @@ def too_few(options: VerifyOptions, name: str) -> list[Problem]:
 
 def proved(options: VerifyOptions, plan: Plan, job: Job) -> Verdict:
     """The verdict on the job under the plan."""
-    foresee(job, plan, kind_of(options.device))
-    return verify(job, plan, options.steps, options.device, seconds=math.inf if options.full else None)
+    sketch = foresee(job, plan, kind_of(options.device))
+    seconds = math.inf if options.full else None
+    return verify(job, plan, options.steps, options.device, seconds=seconds, sketch=sketch)

@@ -73,8 +73,11 @@ def verify(
     device: str = "auto",
     quiet: bool = False,
     seconds: float | None = None,
+    *,
+    sketch: Sketch | None = None,
 ) -> Verdict:
-    """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
+    """Compare the job under `plan` with one device. Forks one process for the reference, one that looks at the model, then the plan's
+    processes. `sketch`: what a look has found of the model under the plan already (`planner/refusals.py`).
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
     step in the plan's own formats; a job with phases has neither. If random numbers may be the cause of a difference, it
@@ -88,17 +91,19 @@ def verify(
     if own is not None and own.compare is not None:
         return own.compare(job, plan, steps)
     try:
-        verdict = _compared(job, plan, steps, seconds, kind, False)
+        verdict = _compared(job, plan, steps, seconds, kind, own_size=False, sketch=sketch)
     except PlaitError as error:
         if not _wants_more_samples(error, job, plan, kind):
             raise
-        verdict = _compared(job, plan, steps, seconds, kind, True)
+        verdict = _compared(job, plan, steps, seconds, kind, own_size=True, sketch=sketch)
     if verdict.code == "V005" and not quiet:
         verdict = _tried_without_draws(verdict, lambda: verify(job, plan, steps, device, True, 0.0))
     return verdict
 
 
-def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_size: bool) -> Verdict:
+def _compared(
+    job: Job, plan: Plan, steps: int, seconds: float, kind: str, *, own_size: bool, sketch: Sketch | None
+) -> Verdict:
     """The verdict of one comparison. `own_size`: all batches have the job's own size."""
     logic = precision.unrounded(plan)
     own, clip = found(logic), CLIP
@@ -106,7 +111,8 @@ def _compared(job: Job, plan: Plan, steps: int, seconds: float, kind: str, own_s
         (logic, steps), seconds = own.shortened(logic, steps), 0.0
         clip = CLIP if job.clip is not None else NEVER
     with Scratch("verify") as folder:
-        scenario, expected = _reference(Scenario(job, job, plan, logic, steps, kind, clip, seconds, folder), own_size)
+        asked = Scenario(job, job, plan, logic, steps, kind, clip, seconds, folder, Foreseen(formats=sketch))
+        scenario, expected = _reference(asked, own_size)
         told = None
         if own is not None:
             expected, told = _algorithm(own, expected, scenario)
@@ -195,7 +201,9 @@ def _foreseen(scenario: Scenario, handed: fork.Handed[Foreseen], place: Place) -
     clips = {"clip": 1.0, "clips": dict.fromkeys((phase.name for phase in scenario.hard.phases or ()), 1.0)}
     hard = phases.clipped(scenario.hard, clips)  # as the reference's is, only at another norm: what is sent is the same
     logic = _sketch(hard, scenario.logic, torch.float64, scenario.device)
-    formats = _sketch(hard, scenario.plan, None, scenario.device) if scenario.seconds else None
+    formats = scenario.foreseen.formats
+    if formats is None and scenario.seconds:
+        formats = _sketch(hard, scenario.plan, None, scenario.device)
     handed.put(Foreseen(logic, formats, _dry(hard, scenario.logic, torch.float64, scenario.device, logic)))
     return {}
 
