@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.checkpoint import optimizer_state
+from plait.config import conflicts
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
 from plait.config.plan import Plan
-from plait.engine import turns
 from plait.engine.analyse import setup_of, to_device, whole_sketch
 from plait.launch import allocator
 from plait.launch.devices import kind_of, of_rank, unseen
@@ -64,7 +64,7 @@ def _drawn_by_cudnn(sketch: Sketch, model: nn.Module) -> list[str]:
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
     """Refuse what cannot work, all of it at once, before any process starts."""
     check_schedule(job)
-    problems = [*turns.refused(job, plan), *plan.idle(), *average.refuse(job, plan)]
+    problems = [*conflicts.found(job, plan), *plan.idle()]
     problems += [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
     if problems:
         raise PlaitError(problems)

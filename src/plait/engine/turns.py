@@ -9,10 +9,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.phases import Phase, PhaseOptimizers
-from plait.config.plan import Plan
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.rank_model import RankModel
 
@@ -89,33 +87,3 @@ class Turns:
         if isinstance(optimizer, PhaseOptimizers) and self.phase is not None:
             optimizer = optimizer.each[self.phase.name]
         return float(optimizer.param_groups[0]["lr"])
-
-
-def refused(job: Job, plan: Plan) -> Iterator[Problem]:
-    """P091 of what of a plan does not go with phases."""
-    if job.phases is None:
-        return
-    whys = {
-        f"pp={plan.pp}": (plan.pp > 1, "stages run one forward and backward per step"),
-        f"cp={plan.cp}": (plan.cp > 1, "which sequences are cut is found for one forward pass"),
-        f"ep={plan.ep}": (plan.ep > 1, "ranks sum gradients of experts apart from the others, for one loss"),
-        f"replica_groups={plan.replica_groups}": (
-            plan.replica_groups > 1,
-            "groups are brought together by one optimizer",
-        ),
-        "processes=one": (plan.processes == "one", "copies in threads hold no phases"),
-        f"compress={plan.compress}": (
-            plan.compress != "none",
-            "what rounding leaves over is kept for one sum per step",
-        ),
-        "compile=true": (plan.compile, "a graph would be compiled of all phases together"),
-        "precision=fp16": (plan.precision == "fp16", "one loss scale does not fit several losses"),
-        f"batch_shares={plan.batch_shares}": (
-            plan.batch_shares == "auto",
-            "a rank's speed is that of one pass per step",
-        ),
-    }
-    for key, (there, why) in whys.items():
-        if there:
-            fix = (f"leave out {key}", "dp, fsdp and tp go with phases")
-            yield Problem("P091", f"a job with phases does not work with {key}", why=why, fix=fix)

@@ -103,6 +103,12 @@ class Handed(Generic[T]):
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
 
+    def __enter__(self) -> "Handed[T]":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
     def put(self, value: T) -> None:
         """Hand the value over, in the forked process."""
         pickle.dump(value, self._file)
@@ -111,21 +117,21 @@ class Handed(Generic[T]):
     def take(self) -> T:
         """The value, once the forked process has ended."""
         self._file.seek(0)
-        with self._file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, of trees that it reads back
             return pickle.load(self._file)
 
 
 def computed(work: Callable[[Place], T]) -> T:
     """What `work` returns in a forked process. This one stays as it is: no user's code runs in it, and it can fork. Raises as `run` does."""
-    handed = Handed[T]()
+    with Handed[T]() as handed:
 
-    def target(place: Place) -> dict[str, Any]:
-        handed.put(work(place))
-        return {}
+        def target(place: Place) -> dict[str, Any]:
+            handed.put(work(place))
+            return {}
 
-    run(target, 1)
-    return handed.take()
+        run(target, 1)
+        return handed.take()
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,9 @@ Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging;
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from plait.config.errors import Problem
-from plait.config.job import Job
-from plait.config.plan import Plan
 from plait.model.optimizers import evaluation_mode
 from plait.parallel.rank_model import RankModel, SplitModel
 from plait.tensors.moving_average import MovingAverage
-
-
-def refuse(job: Job, plan: Plan) -> Iterator[Problem]:
-    """P066 where a plan has no one sequence of weights to average."""
-    if job.ema is not None and (plan.rarely or plan.server_count):
-        key = f"replica_groups={plan.replica_groups}" if plan.rarely else "sync=async"
-        why = (
-            "groups train weights of their own between two meetings, and a server's weights are on no rank that trains"
-        )
-        fix = ("ema=None", "leave out replica_groups and sync")
-        yield Problem("P066", f"an average of the weights (Job.ema) does not work with {key}", why=why, fix=fix)
 
 
 def apply(split: SplitModel) -> SplitModel:

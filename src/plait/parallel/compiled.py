@@ -61,10 +61,6 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.processes == "one":
-        why = "threads of one process would compile and run the same graph at the same time"
-        fix = (f'--plan "dp={plan.dp} compile=true"', f'--plan "dp={plan.dp} processes=one"')
-        yield Problem("P017", "compile=true does not work with processes=one", why=why, fix=fix)
     if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         what, why = "compile=true needs a C++ compiler, none was found", "looked for g++ and clang++ in PATH"
         yield Problem("H002", what, why=why, fix=("install g++",))

@@ -49,10 +49,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.offload == "all" and plan.fsdp == 1 and plan.dp > 1:
-        what = f"offload=all does not work with copies alone (dp={plan.dp})"
-        why = "it copies the parameters of one unit at a time to the device, which is fsdp's work"
-        yield Problem("P021", what, why=why, fix=(f'--plan "fsdp={plan.dp} offload=all"', "offload=optimizer"))
+    return ()
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -62,14 +62,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.processes == "one":
-        what = f"recompute={plan.recompute} does not work with processes=one"
-        why = "a recomputation finds its random numbers by torch's generator, which the threads would share"
-        yield Problem("P020", what, why=why, fix=(f'--plan "dp={plan.dp} recompute={plan.recompute}"',))
-    if plan.recompute == "selective" and plan.compile:
-        what = "recompute=selective does not work with compile=true"
-        why = "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept"
-        yield Problem("P035", what, why=why, fix=("recompute=full", "compile=false"))
+    return ()
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -274,10 +274,10 @@ def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
     for hard in hards:
         tried = dataclasses.replace(scenario, hard=hard)
         try:
-            handed = fork.Handed[Foreseen]()
-            beside = partial(_foreseen, tried, handed)
-            trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE, beside)
-            return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), foreseen=handed.take()), trace
+            with fork.Handed[Foreseen]() as handed:
+                beside = partial(_foreseen, tried, handed)
+                trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE, beside)
+                return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), foreseen=handed.take()), trace
         except PlaitError as error:
             failed.append(error)
     raise _on_one_device(failed[-1], hards[-1], scenario.device) from None

@@ -49,15 +49,6 @@ from plait.parallel.rank_model import SplitModel
 
 AXIS = None
 EXACT = False
-CANNOT = {
-    "fsdp": "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of",
-    "cp": "ranks of cp have parts of the gradient of the same samples, which the same message adds up",
-    "ep": "experts are on some of the ranks with other samples, and their gradients are summed on the way",
-}
-CUT = {
-    "int8": "a rank of tp has a part of a parameter, and the largest number of that part would set the scale",
-    "powersgd": "a rank of tp has a part of a matrix, and its directions are not those of the whole",
-}
 
 
 def wanted(plan: Plan) -> bool:
@@ -72,30 +63,10 @@ def of_copies(plan: Plan) -> bool:
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if not of_copies(plan):
         return
-    if plan.processes == "one":
-        yield _refusal(plan, "processes=one", "threads of one process send no messages", "leave out processes")
-    elif plan.along((*SAME_PARTS, "fsdp")) == 1:
+    if plan.along((*SAME_PARTS, "fsdp")) == 1 and plan.processes != "one":
         what = f"compress={plan.compress} has no effect: there are no copies in the plan"
         fix = ("dp=2", "replica_groups=2", "leave out compress")
         yield Problem("P030", what, why="dp=1 and replica_groups=1", fix=fix)
-    for axis, why in CANNOT.items():
-        if (size := getattr(plan, axis)) > 1:
-            yield _refusal(
-                plan, f"{axis}={size}", why, f"dp={size * plan.dp}    copies alone" if axis != "ep" else "leave out ep"
-            )
-    if plan.tp > 1 and plan.compress in CUT:
-        yield _refusal(plan, f"tp={plan.tp}", CUT[plan.compress], "compress=bf16    rounds each number by itself")
-    if plan.batch_shares == "auto":
-        why = "residuals are of each rank's own samples, and with shares that follow speeds no run could be repeated"
-        yield _refusal(plan, "batch_shares=auto", why, "batch_shares=2:1    parts of your own")
-    if plan.precision == "fp16":
-        why = "the loss scale changes between steps, and a residual would be of another scale than the gradient"
-        yield _refusal(plan, "precision=fp16", why, "precision=bf16")
-
-
-def _refusal(plan: Plan, word: str, why: str, fix: str) -> Problem:
-    what = f"compress={plan.compress} does not work with {word}"
-    return Problem("P080", what, why=why, fix=(fix, "leave out compress"))
 
 
 def named(plan: Plan) -> str:

@@ -82,9 +82,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    for given, key, why in ((plan.processes == "one", "processes=one", "stretches are of processes, not of threads"),):
-        if given:
-            yield Problem("P041", f"cp={plan.cp} does not work with {key}", why=why, fix=(f'--plan "cp={plan.cp}"',))
+    return ()
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -83,16 +83,6 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    for given, key, why in (
-        (plan.processes == "one", "processes=one", "experts are shared out to processes, not to threads"),
-        (
-            plan.offload == "all",
-            "offload=all",
-            "it is fsdp that brings parameters to the device, and it leaves experts",
-        ),
-    ):
-        if given:
-            yield Problem("P050", f"ep={plan.ep} does not work with {key}", why=why, fix=(f'--plan "ep={plan.ep}"',))
     if plan.shares % plan.ep:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"

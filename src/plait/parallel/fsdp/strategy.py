@@ -73,9 +73,6 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.processes == "one":
-        why, fix = "threads of one process share its memory: there is nothing to shard", (f'--plan "fsdp={plan.fsdp}"',)
-        yield Problem("P019", f"fsdp={plan.fsdp} does not work with processes=one", why=why, fix=fix)
     if plan.shares > batch:
         what = f"global batch {batch} does not split over {plan.shares} ranks"
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares} ranks: {plan.shares - batch} would never have a sample"

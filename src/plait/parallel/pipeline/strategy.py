@@ -62,12 +62,6 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.processes == "one":
-        yield Problem("P027", f"pp={plan.pp} does not work with processes=one", fix=(f'--plan "pp={plan.pp}"',))
-    if plan.compile and plan.schedule in SPLIT:
-        what = f"schedule={plan.schedule} does not work with compile=true"
-        why = "it computes gradients of weights later than those of inputs, and a graph computes them all at once"
-        yield Problem("P027", what, why=why, fix=("schedule=1f1b", "compile=false"))
     if plan.shares > batch:
         why = f"{batch} samples for {plan.shares} pipelines of pp={plan.pp} stages"
         yield Problem(
@@ -76,10 +70,6 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
             why=why,
             fix=(f"--batch {plan.shares}",),
         )
-    if plan.fsdp > 1 and plan.zero == 3 and plan.schedule in SPLIT:
-        what = f"schedule={plan.schedule} does not work with zero=3"
-        why = "the second half of a backward needs parameters that zero=3 has given back after the first"
-        yield Problem("P027", what, why=why, fix=("zero=2", "schedule=1f1b"))
     for what in problems(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank):
         yield Problem("P028", what, fix=("schedule=1f1b stages_per_rank=1", "schedule=interleaved stages_per_rank=2"))
 

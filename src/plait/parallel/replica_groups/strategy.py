@@ -69,12 +69,6 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"global batch {batch} does not split over {ranks} ranks with other samples"
         why = f"replica_groups={k} × {plan.shares} = {ranks}: {ranks - batch} would never have a sample"
         yield Problem("P012", what, why=why, fix=(f"--batch {ranks}",))
-    if plan.processes == "one":
-        what, why = (
-            f"replica_groups={k} does not work with processes=one",
-            "each group is a process of its own, at least",
-        )
-        yield Problem("P019", what, why=why, fix=("leave out processes",))
     if plan.fragments > plan.every:
         what = f"{plan.fragments} fragments cannot be synchronised in turn every {plan.every} steps"
         why = "one fragment at most is sent after a step"
@@ -83,18 +77,6 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"fragment_delay={plan.fragment_delay} is not less than every={plan.every}"
         why = "a fragment would be sent again before it was applied"
         yield Problem("P064", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
-    yield from _cut(plan)
-
-
-def _cut(plan: Plan) -> Iterable[Problem]:
-    """What compressed messages cannot be of: parts of tensors, where the whole says how they are compressed."""
-    for axis in ("fsdp", "tp", "ep"):
-        if plan.compress in ("int8", "powersgd") and getattr(plan, axis) > 1:
-            what = f"compress={plan.compress} does not work with {axis}={getattr(plan, axis)} inside replica groups"
-            why = "a rank holds a part of a tensor; the scale of int8 and the directions of powersgd are those of the whole"
-            yield Problem(
-                "P080", what, why=why, fix=("compress=bf16    rounds each number by itself", "leave out compress")
-            )
 
 
 def named(plan: Plan) -> str:

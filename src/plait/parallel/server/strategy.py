@@ -43,7 +43,6 @@ Paper
 from collections.abc import Iterable
 
 from plait.config.errors import Problem
-from plait.config.keys import WITHIN
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
@@ -57,17 +56,6 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    inside = [f"{axis}={getattr(plan, axis)}" for axis in WITHIN if getattr(plan, axis) > 1]
-    if inside or plan.processes == "one":
-        what = (
-            f"sync=async has one process in each group, and the plan puts {' and '.join(inside) or 'threads'} into one"
-        )
-        why = "a group that dies is dealt with as one process; several would have to agree that one of them is gone"
-        fix = (
-            f"{' '.join(inside) or 'dp=2'} replica_groups={plan.replica_groups} sync=local every=8",
-            f"replica_groups={plan.replica_groups} sync=async",
-        )
-        yield Problem("P060", what, why=why, fix=fix)
     if plan.replica_groups > batch:
         why = f"{plan.replica_groups} groups, {batch} samples: a clock has no portion for {plan.replica_groups - batch} of them"
         fix = (f"replica_groups={batch}", f"--batch {plan.replica_groups}")
@@ -101,14 +89,6 @@ def _keys(plan: Plan) -> Iterable[Problem]:
     if plan.quorum and plan.server_update == "nesterov":
         what = "quorum has no meaning under server_update=nesterov, which steps at every gradient"
         yield Problem("P060", what, fix=("leave out quorum", "server_update=clock"))
-    for key, value, why, instead in (
-        ("precision", "fp16", "its loss scale follows overflows of whole steps, and here gradients come one by one", "precision=bf16"),
-        ("offload", plan.offload, "groups keep no optimizer state, and the server's is in host memory", "leave out offload"),
-        ("compress", plan.compress, "gradients to a server are sent whole in this version", "sync=local compress=int8"),
-        ("batch_shares", plan.batch_shares, "portions come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
-    ):  # fmt: skip
-        if getattr(plan, key) == value and value not in ("none", "equal"):
-            yield Problem("P060", f"{key}={value} does not go with sync=async", why=why, fix=(instead,))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

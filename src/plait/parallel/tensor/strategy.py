@@ -76,15 +76,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    whys = {}
-    if plan.processes == "one":
-        whys["processes=one"] = "slices are of processes, not of threads"
-    if plan.async_tp and plan.precision == "fp8":
-        what = f"tp={plan.tp} does not work with async_tp=true precision=fp8"
-        why = "torchao's layers compute products in fp8 themselves, and the operator that gathers has no scales"
-        yield Problem("P033", what, why=why, fix=("precision=bf16", "async_tp=false"))
-    for key, why in whys.items():
-        yield Problem("P033", f"tp={plan.tp} does not work with {key}", why=why, fix=(f'--plan "tp={plan.tp}"',))
+    return ()
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

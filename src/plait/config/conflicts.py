@@ -1,0 +1,144 @@
+"""What of a plan does not work together: one table. Refusals before a run, the planner's and docs/techniques.md are read off it.
+
+Each row names two things, why they cannot be had together, and what to write instead. What takes arithmetic (a batch that does not split) or
+a look at the model is refused where it is known, by the strategies.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from plait.config.errors import Problem
+from plait.config.job import Job
+from plait.config.keys import KEYS, WITHIN
+from plait.config.plan import Plan, as_word
+
+THREADS = "processes=one"
+LATER = "zb|zbv|auto"
+"""Schedules that compute gradients of weights later than those of inputs."""
+BF16 = "compress=bf16    rounds each number by itself"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two things that do not work together. Each is `key` (not its default), `key=value|value`, or `Job.field` (given)."""
+
+    code: str
+    first: str
+    second: str
+    why: str
+    fix: tuple[str, ...]
+    """With the plan's values in the place of `{key}`."""
+    given: tuple[str, ...] = ()
+    """Only beside all of these."""
+    without: tuple[str, ...] = ()
+    """Only where none of these is there."""
+
+    def problem(self, job: Job, plan: Plan) -> Problem | None:
+        """The refusal of a plan that has both."""
+        there = all(holds(term, job, plan) for term in (self.first, self.second, *self.given))
+        if not there or any(holds(term, job, plan) for term in self.without):
+            return None
+        what = f"{told(self.first, plan)} does not work with {told(self.second, plan)}"
+        return Problem(self.code, what, why=self.why, fix=tuple(fix.format_map(vars(plan)) for fix in self.fix))
+
+
+def holds(term: str, job: Job, plan: Plan) -> bool:
+    """Whether a job under a plan has it."""
+    key, _, values = term.partition("=")
+    if key.startswith("Job."):
+        return getattr(job, key[4:]) is not None
+    value = getattr(plan, key)
+    return as_word(KEYS[key], value) in values.split("|") if values else value != getattr(Plan, key)
+
+
+def told(term: str, plan: Plan) -> str:
+    """The term with the plan's value."""
+    key = term.partition("=")[0]
+    return key if key.startswith("Job.") else f"{key}={as_word(KEYS[key], getattr(plan, key))}"
+
+
+def found(job: Job, plan: Plan) -> Iterator[Problem]:
+    """What a plan is refused for."""
+    return (problem for row in CONFLICTS if (problem := row.problem(job, plan)) is not None)
+
+
+def _threads(code: str, first: str, why: str, *fix: str) -> Conflict:
+    return Conflict(code, first, THREADS, why, fix)
+
+
+def _phases(second: str, why: str) -> Conflict:
+    return Conflict("P091", "Job.phases", second, why, (f"leave out {second}", "dp, fsdp and tp work with phases"))
+
+
+def _server(second: str, why: str, *fix: str) -> Conflict:
+    return Conflict("P060", "sync=async", second, why, fix, given=("replica_groups",))
+
+
+def _compressed(second: str, why: str, *fix: str, first: str = "compress") -> Conflict:
+    return Conflict("P080", first, second, why, (*fix, "leave out compress"), without=("replica_groups",))
+
+
+def _parts_of_groups(axis: str) -> Conflict:
+    why = "a rank holds a part of a tensor; the scale of int8 and the directions of powersgd are those of the whole"
+    return Conflict("P080", "compress=int8|powersgd", axis, why, (BF16, "leave out compress"), given=("replica_groups",))
+
+
+ONE_PROCESS = "a group that dies is handled as one process; several would have to agree that one of them is gone"
+GROUPS_OF_MANY = ("sync=local every=8    for groups of several processes", "leave out the axes inside groups")
+
+CONFLICTS = (
+    _threads("P033", "tp", "slices are of processes, not of threads", '--plan "tp={tp}"'),
+    _threads("P041", "cp", "stretches are of processes, not of threads", '--plan "cp={cp}"'),
+    _threads("P050", "ep", "experts are shared out to processes, not to threads", '--plan "ep={ep}"'),
+    _threads("P027", "pp", "stages are of processes, not of threads", '--plan "pp={pp}"'),
+    _threads("P019", "fsdp", "threads of one process share its memory: there is nothing to shard", '--plan "fsdp={fsdp}"'),
+    _threads("P019", "offload=all", "parameters are brought to the device by fsdp, and threads of one process have nothing to shard",
+             "offload=optimizer", "leave out processes"),
+    Conflict("P019", "replica_groups", THREADS, "each group is a process of its own, at least", ("leave out processes",), without=("sync=async",)),
+    _threads("P020", "recompute", "a recomputation finds its random numbers by torch's generator, which the threads would share",
+             '--plan "dp={dp} recompute={recompute}"'),
+    _threads("P017", "compile=true", "threads of one process would compile and run the same graph at the same time",
+             '--plan "dp={dp} compile=true"', '--plan "dp={dp} processes=one"'),
+    Conflict("P033", "async_tp=true", "precision=fp8",
+             "torchao's layers compute products in fp8 themselves, and the operator that gathers has no scales",
+             ("precision=bf16", "async_tp=false"), given=("tp",)),
+    Conflict("P021", "offload=all", "dp", "it copies the parameters of one unit at a time to the device, which is fsdp's work",
+             ('--plan "fsdp={dp} offload=all"', "offload=optimizer"), without=("fsdp",)),
+    Conflict("P050", "ep", "offload=all", "it is fsdp that brings parameters to the device, and it leaves experts", ('--plan "ep={ep}"',)),
+    Conflict("P035", "recompute=selective", "compile=true",
+             "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept",
+             ("recompute=full", "compile=false")),
+    Conflict("P027", f"schedule={LATER}", "compile=true",
+             "it computes gradients of weights later than those of inputs, and a graph computes them all at once",
+             ("schedule=1f1b", "compile=false"), given=("pp",)),
+    Conflict("P027", f"schedule={LATER}", "zero=3", "the second half of a backward needs parameters that zero=3 has given back after the first",
+             ("zero=2", "schedule=1f1b"), given=("pp", "fsdp")),
+    _compressed(THREADS, "threads of one process send no messages", "leave out processes"),
+    _compressed("fsdp", "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of", "dp={fsdp}    copies alone"),
+    _compressed("cp", "ranks of cp have parts of the gradient of the same samples, which the same message adds up", "dp={cp}    copies alone"),
+    _compressed("ep", "experts are on some of the ranks with other samples, and their gradients are summed on the way", "leave out ep"),
+    _compressed("tp", "a rank of tp has a part of a parameter, and the largest number of that part would set the scale", BF16, first="compress=int8"),
+    _compressed("tp", "a rank of tp has a part of a matrix, and its directions are not those of the whole", BF16, first="compress=powersgd"),
+    _compressed("batch_shares=auto", "residuals are of each rank's own samples, and with shares that follow speeds no run could be repeated",
+                "batch_shares=2:1    parts of your own"),
+    _compressed("precision=fp16", "the loss scale changes between steps, and a residual would be of another scale than the gradient",
+                "precision=bf16"),
+    *(_parts_of_groups(axis) for axis in ("fsdp", "tp", "ep")),
+    *(_server(axis, ONE_PROCESS, *GROUPS_OF_MANY) for axis in (*WITHIN, THREADS)),
+    _server("precision=fp16", "its loss scale follows overflows of whole steps, and here gradients come one by one", "precision=bf16"),
+    _server("offload", "groups keep no optimizer state, and the server's is in host memory", "leave out offload"),
+    _server("compress", "gradients to a server are sent whole in this version", "sync=local compress=int8"),
+    _server("batch_shares", "portions come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
+    Conflict("P066", "Job.ema", "replica_groups",
+             "groups train weights of their own between two meetings, and a server's weights are on no rank that trains",
+             ("ema=None", "leave out replica_groups")),
+    _phases("pp", "stages run one forward and backward per step"),
+    _phases("cp", "which sequences are cut is found for one forward pass"),
+    _phases("ep", "ranks sum gradients of experts apart from the others, for one loss"),
+    _phases("replica_groups", "groups are brought together by one optimizer"),
+    _phases(THREADS, "copies in threads hold no phases"),
+    _phases("compress", "what rounding leaves over is kept for one sum per step"),
+    _phases("compile=true", "a graph would be compiled of all phases together"),
+    _phases("precision=fp16", "one loss scale does not fit several losses"),
+    _phases("batch_shares=auto", "a rank's speed is that of one pass per step"),
+)  # fmt: skip
