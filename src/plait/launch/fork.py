@@ -97,11 +97,12 @@ def run(
 
 
 class Handed(Generic[T]):
-    """A value that a forked process hands to the one that forked it: any that can be pickled. It goes through a file without a name, to
-    which no other process can write. OSError where there is no room for it."""
+    """A value that a forked process hands to the one that forked it: any that can be pickled. It goes through memory, or a file, without a
+    name, to which no other process can write."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        linux = hasattr(os, "memfd_create")
+        self._file = os.fdopen(os.memfd_create("plait"), "w+b") if linux else tempfile.TemporaryFile()
 
     def __enter__(self) -> "Handed[T]":
         return self

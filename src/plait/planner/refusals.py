@@ -41,15 +41,13 @@ def foresee(job: Job, plan: Plan, device: str) -> Sketch | None:
 def _look(job: Job, plan: Plan, device: str, place: Place) -> Sketch | None:
     """What every rank does before it builds its part."""
     place.beat(-1, "build")
-    if device == "cpu":
-        sketch = sketch_without_ranks(job, plan, CPU)
-    elif max(plan.pp, plan.cp, plan.ep) == 1:  # where tp shards layers the ranks find out
+    on_cpu = device == "cpu"
+    if not on_cpu and max(plan.pp, plan.cp, plan.ep) == 1:  # where tp shards layers the ranks find out
         if problem := unmeasured.refused(plan, sketch_of_job(job)):
             raise PlaitError(problem)
         return None
-    else:
-        sketch, _ = known(job, plan)
+    sketch = sketch_without_ranks(job, plan, CPU) if on_cpu else known(job, plan)[0]
     if plan.pp > 1:
         layout = StageLayout.of(plan, sketch_of(plan, sketch, 0), job.stages)
         check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)
-    return sketch if device == "cpu" else None
+    return sketch if on_cpu else None

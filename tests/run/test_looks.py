@@ -1,0 +1,76 @@
+"""The model is looked at once, by a process that is no rank: ranks that are forked run it on tensors with numbers alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from launched import Command
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait
+from plait.cli.verify import proved
+from plait.config.command_options import VerifyOptions
+from plait.config.plan import Plan
+
+FILE = Path(__file__)
+LOOKED, TRAINED = "looked", "trained"
+
+
+class Told(nn.Module):
+    """Leaves the number of each process that runs it: in `looked` on tensors without numbers, in `trained` with gradients of real ones."""
+
+    def __init__(self, folder: str):
+        super().__init__()
+        self.folder, self.blocks = folder, nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        fake = isinstance(x, torch._subclasses.FakeTensor)
+        if fake or (self.training and torch.is_grad_enabled()):
+            (Path(self.folder) / f"{LOOKED if fake else TRAINED}-{os.getpid()}").touch()
+        return self.blocks(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randn(2, 8, generator=torch.Generator().manual_seed(i))
+        return drawn[0], drawn[1]
+
+
+def job(folder: str = ".") -> plait.Job:
+    return plait.Job(
+        model=lambda: Told(folder), loss=F.mse_loss, data=Samples, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch=8, steps=2
+    )  # fmt: skip
+
+
+def processes(folder: Path, kind: str) -> set[str]:
+    return {path.name for path in folder.glob(f"{kind}-*")}
+
+
+@pytest.mark.parametrize("plan", ["dp=2 tp=2", "pp=4 microbatches=4", "dp=2 recompute=full"])
+def test_ranks_that_are_forked_do_not_look(plan: str, tmp_path: Path) -> None:
+    command = Command("train", f"{FILE}:job", "--plan", plan, "--check", "none", "--device", "cpu", folder=tmp_path)
+    assert command.wait() == 0, command.output
+    assert len(processes(tmp_path, LOOKED)) == 1
+    assert len(processes(tmp_path, TRAINED)) >= Plan.parse(plan).world
+
+
+def test_a_proof_looks_beside_its_reference(tmp_path: Path) -> None:
+    verdict = proved(VerifyOptions(job="looks", device="cpu"), Plan.parse("dp=4"), job(str(tmp_path)))
+    assert verdict.equal, verdict
+    ranks = processes(tmp_path, TRAINED)
+    assert len(ranks) >= 5
+    assert len(processes(tmp_path, LOOKED)) <= 3  # the reference, what looks beside it, the dry run in own formats
