@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from saved import tensors
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
-from plait.parallel.server.strategy import refuse
 
 SYNC = "replica_groups=3 sync=async"
 
@@ -130,9 +130,12 @@ def test_what_the_job_raises_in_a_group_ends_the_run(tmp_path: Path) -> None:
     ),
 )
 def test_impossible_mixes_are_refused_with_what_to_use(plan: str, word: str) -> None:
-    found = [*refuse(Plan.parse(plan), 8, "cpu")]
-    assert found and all(p.code in ("P060", "P014") for p in found)
-    assert word in "\n".join(map(str, found))
+    import jobs
+
+    with pytest.raises(PlaitError) as caught:
+        check_plan(replace(jobs.mlp(), batch=8), Plan.parse(plan))
+    assert set(caught.value.codes) <= {"P060", "P014"}
+    assert word in "\n".join(map(str, caught.value.problems))
 
 
 def test_keys_of_a_server_need_one() -> None:
