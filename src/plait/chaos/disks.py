@@ -22,7 +22,6 @@ def _bytes(path: Path) -> int:
 
 
 def _checkpoint(scene: Scene) -> int:
-    """Bytes of one."""
     assert scene.setting.run is not None
     return max(_bytes(path) for path in (scene.setting.run / "checkpoints").glob("step-*"))
 

@@ -32,6 +32,5 @@ class Row:
     took: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         told = {"name": self.fault.name, "done": self.fault.done, "promise": self.fault.promise}
         return told | {"verdict": self.verdict, "why": self.why, "seconds": self.took} | asdict(self.measured)

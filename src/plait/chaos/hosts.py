@@ -41,7 +41,6 @@ class Host:
         ran("ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", self.cable, "root", *rate)
 
     def fast(self) -> None:
-        """As it was."""
         ran("ip", "netns", "exec", self.namespace, "tc", "qdisc", "del", "dev", self.cable, "root")
 
 

@@ -80,7 +80,6 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """Of each run."""
         return self.train.steps or self.job.steps
 
     @property
@@ -110,7 +109,6 @@ class Scene:
     # — what faults choose —
 
     def a_rank(self) -> int:
-        """One of them."""
         return self.chosen("rank", range(self.world))
 
     def a_step(self) -> int:
@@ -172,7 +170,6 @@ class Scene:
         return pid
 
     def mark(self) -> Mark:
-        """The first strike."""
         found = [mark for mark in marks(self.folder) if mark.act != "mark"]
         if not found:
             raise NotInTime("the moment for the fault did not come")
@@ -202,7 +199,6 @@ class Scene:
     # — the judgement —
 
     def fell(self, why: str) -> None:
-        """Plait fell short."""
         self.measured.short.append(why)
 
     def expect(self, holds: bool, why: str) -> bool:

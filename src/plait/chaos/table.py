@@ -59,7 +59,6 @@ def summary(rows: Iterable[Row], seconds: float) -> str:
 
 
 def to_dict(setting: Setting, rows: Iterable[Row]) -> dict[str, Any]:
-    """For JSON."""
     rows = list(rows)
     return {
         "plan": str(setting.plan), "steps": setting.steps, "seed": setting.seed, "ok": not any(row.verdict == SHORT for row in rows),

@@ -74,13 +74,11 @@ class AttributeWatch:
             self._steps[key] += 1
 
     def note_read(self, owner: object, name: str) -> None:
-        """An attribute is read."""
         key = (id(owner), name)
         if key not in self._written:
             self._read.add(key)
 
     def note_written(self, owner: object, name: str) -> None:
-        """An attribute is written."""
         self._written.add((id(owner), name))
 
     def is_read(self, owner: object, name: str) -> bool:

@@ -64,7 +64,6 @@ class Carried:
         return {"rank": rank, "world": world, "values": self.values, "unsaved": self.unsaved, "of_all": of_all}
 
     def digests(self) -> dict[str, str]:
-        """A digest of each value."""
         said = {name: json.dumps([told["same"], told["value"]]) for name, told in self.values.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in said.items()}
 
@@ -157,7 +156,6 @@ class CarriedState:
         self.watch.close()
 
     def begin_step(self) -> None:
-        """A step begins."""
         self.watch.begin_step()
         self._before = {_key(at, name): vars(self._owners[at]).get(name) for at, name in self._numbers}
 

@@ -25,7 +25,6 @@ class CallbackState(Protocol):
     """What is kept beside a training as JSON values: the state of callbacks (`engine/callbacks.py`)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The values."""
         ...
 
     def load_state_dict(self, kept: dict[str, Any]) -> list[str]:

@@ -153,7 +153,6 @@ def _passed(each: Collectives) -> float:
 
 
 def facts(machine: Machine, out: Path) -> dict[str, Any]:
-    """The same as JSON values."""
     return {
         "machine": str(machine), "file": str(out), "memory_bytes_per_s": machine.device.memory_bandwidth,
         "matmuls": {c.precision: [[x, y * (machine.device.peak.of(c.precision) or 0)] for x, y in c.points] for c in machine.matmuls},

@@ -49,7 +49,6 @@ class InlineLine:
             self.handle.update({"text/plain": text}, raw=True)
 
     def close(self) -> None:
-        """Take it away."""
         if self.handle is not None:
             self.update("")
 

@@ -22,7 +22,6 @@ TECHNIQUES = {
 
 
 def told(key: Key) -> str:
-    """In one line."""
     return key.help + (f" ({', '.join(key.choices)})" if key.choices else "")
 
 

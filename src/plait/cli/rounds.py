@@ -115,7 +115,6 @@ class Rounds:
         self.now = Round.first(str(request.plan), request.plan.world)
 
     def close(self) -> None:
-        """Nothing follows any more."""
         self.plans.close()
 
     def first(self) -> Round | None:

@@ -88,7 +88,6 @@ class Shown:
     unstretched: tuple[WholeLayers, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
 

@@ -149,7 +149,6 @@ def _ranks(
 
 
 def _trained(options: RankOptions, run: RunDirectory, memory: Path | None, now: Round, place: Place) -> dict[str, Any]:
-    """A rank of the round."""
     neighbours = None
     if len(now.devices) > 1:
         neighbours = Neighbours(*now.neighbours_of(place.rank), now.kept_by(now.machine_of(place.rank)))
@@ -176,12 +175,10 @@ class _Output:
                     self.logs[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
 
     def text(self, rank: int, data: bytes) -> None:
-        """A rank has printed it."""
         self.logs[rank].write(data)
         self.console.text(rank, data)
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
-        """A rank reports it."""
         if message["kind"] == "status":
             self.console.status(message["value"])
         elif message["kind"] in ("log", "warning"):
@@ -192,7 +189,6 @@ class _Output:
             self.console.say(message["text"])
 
     def close(self) -> None:
-        """Nothing follows."""
         self.console.close()
         for file in self.logs.values():
             file.close()
@@ -222,13 +218,11 @@ class _Made:
         return [self.start.note] if self.start is not None and self.start.note else []
 
     def failed(self, error: BaseException, console: Console) -> None:
-        """Say what becomes of it."""
         said = self.start.failed(error) if self.start is not None else None
         if said:
             console.say(said)
 
     def close(self) -> None:
-        """Release it."""
         if self.lock is not None:
             self.lock.close()
 

@@ -21,17 +21,14 @@ SHELL: dict[str, Any] = {"python": False, "handed_on": False}
 
 
 def json_option() -> Any:
-    """--json."""
     return option(False, "print the result as JSON on standard output", **SHELL)
 
 
 def verbose_option() -> Any:
-    """--verbose."""
     return option(False, "show tracebacks", words=("-v", "--verbose"), **SHELL)
 
 
 def device_option() -> Any:
-    """--device."""
     return option("auto", "cuda: also ROCm's (auto)", choices=(*KINDS, *NOT_YET), metavar=f"{{{','.join(KINDS)}}}")
 
 

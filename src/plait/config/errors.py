@@ -139,7 +139,6 @@ def proof_stopped(when: str) -> Problem:
 
 
 def trace_of(error: BaseException | None) -> str:
-    """Its traceback, for `-v`."""
     return "".join(traceback.format_exception(error)) if error is not None else ""
 
 

@@ -116,7 +116,6 @@ class _Failed:
     worker: int
 
     def error(self) -> Exception:
-        """What the rank raises."""
         if self.told["problems"]:
             return PlaitError(map(problem_of, self.told["problems"]), self.told["exit_code"], self.told["trace"])
         return LoaderError(self.told, self.worker)

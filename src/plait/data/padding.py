@@ -63,7 +63,6 @@ class Padding:
         return [micro if form == most else self._padded(micro, beside, most) for micro, form in zip(whole, forms)]
 
     def _form(self, micro: Micro) -> tuple[int, ...] | None:
-        """The shapes of a micro-batch."""
         assert self.rows is not None
         return self.rows.form((micro.inputs, micro.targets), micro.count or 1)
 
@@ -148,8 +147,6 @@ class Packed:
 
 
 def packed(samples: object) -> Any:
-    """Samples whose tensors are bytes."""
-
     def one(t: Tensor) -> Any:
         if t.layout is not torch.strided or t.device.type != "cpu":
             return t
@@ -160,8 +157,6 @@ def packed(samples: object) -> Any:
 
 
 def unpacked(samples: object) -> Any:
-    """Samples as they were."""
-
     def one(p: Packed) -> Tensor:
         if not p.data:
             return torch.empty(p.shape, dtype=p.dtype)

@@ -94,6 +94,5 @@ def _named(code: types.CodeType) -> bool:
 
 
 def _says(name: str) -> bool:
-    """Whether a name says batch."""
     name = name.lower()
     return WORD in name and not any(other in name for other in OTHERS)

@@ -19,7 +19,6 @@ class SharesBatch(Training, Protocol):
 
     @property
     def share(self) -> BatchShare:
-        """This rank's share."""
         ...
 
 

@@ -110,7 +110,6 @@ class Callbacks:
             self._call("on_start", engine)
 
     def step(self, engine: RunningEngine, step: Step) -> None:
-        """A step was made."""
         if self.asked:
             self._end_together(engine)
         self._call("on_step", engine, step)
@@ -118,7 +117,6 @@ class Callbacks:
         self.saves(engine)
 
     def evaluation(self, engine: RunningEngine, values: dict[str, float]) -> None:
-        """An evaluation gave these values."""
         if self.named and values:
             self.evaluated = engine.position.step
             self._call("on_evaluation", engine, values)
@@ -134,7 +132,6 @@ class Callbacks:
             self._call("on_save", engine, self._saved.pop(0))
 
     def end(self, engine: RunningEngine) -> None:
-        """No step follows."""
         self._call("on_end", engine)
 
     def _end_together(self, engine: RunningEngine) -> None:
@@ -274,7 +271,6 @@ class EarlyStopping(Improvement):
         self.patience, self.waited = patience, 0
 
     def on_evaluation(self, engine: RunningEngine, values: dict[str, float]) -> None:
-        """Count the evaluations without improvement."""
         improved = self.improved(engine.position.step, values)
         if improved is not None:
             self.waited = 0 if improved else self.waited + 1

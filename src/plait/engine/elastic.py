@@ -61,7 +61,6 @@ class Memory:
             raise
 
     def close(self) -> None:
-        """Free it."""
         os.close(self._held)
         self._scratch.close()
 

@@ -246,7 +246,6 @@ class Generate(Callback):
             os.replace(beside, path)
 
     def on_step(self, engine: RunningEngine, step: Step) -> None:
-        """Generate, if it is time."""
         if self.every and step.step % self.every == 0:
             self._generate(engine)
 

@@ -121,7 +121,6 @@ def meet_on_nodes(node: Node, make: Callable[[], RunDirectory]) -> RunDirectory:
 
 
 def left_by_nodes(node: Node, run: RunDirectory) -> None:
-    """The launchers end."""
     if node.index == 0:
         (run.path / TOKEN).unlink(missing_ok=True)
 

@@ -103,7 +103,6 @@ class StepLog:
         """Nothing is recorded: the step is tried without numbers."""
 
     def begin(self) -> None:
-        """A step begins."""
         self.sums = {}
 
     @contextmanager

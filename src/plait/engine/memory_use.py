@@ -57,7 +57,6 @@ class MemoryUse:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "MemoryUse":
-        """What `to_dict` gave."""
         return MemoryUse(**{f.name: row[f.name] for f in fields(MemoryUse) if f.name in row})
 
     def line(self) -> str:

@@ -155,7 +155,6 @@ class Recorder:
             self.metrics.write(_json({"step": step, "memory": {"when": when, **use.to_dict()}}))
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """Record an evaluation."""
         if self.metrics is None or not values:
             return
         self.metrics.write(_json({"step": step, "evaluation": values}))

@@ -164,7 +164,6 @@ class Before:
         self.copies: list[Tensor] = []
 
     def keep(self) -> None:
-        """A step begins."""
         self.held = [(buffers, key, t) for buffers, key in self.buffers if (t := buffers[key]) is not None]
         now = [t.detach() for t in (*(t for *_, t in self.held), *self.weights)]
         if [(t.shape, t.dtype, t.device) for t in now] != [(t.shape, t.dtype, t.device) for t in self.copies]:

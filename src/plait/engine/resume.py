@@ -150,7 +150,6 @@ class Start:
         return any(word in path.read_bytes()[-(1 << 20) :] for path in self.run.path.glob("logs/*") for word in STACKS)
 
     def remove(self) -> None:
-        """Remove the run's directory."""
         self._point_back()
         shutil.rmtree(self.run.path, ignore_errors=True)
 

@@ -27,7 +27,6 @@ class RunNotes:
         self.send({"kind": "note", "text": text})
 
     def status(self, value: dict[str, Any]) -> None:
-        """What the live line shows."""
         self.send({"kind": "status", "value": value})
 
     def take_warnings(self) -> None:

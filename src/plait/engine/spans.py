@@ -79,7 +79,6 @@ class Spans:
         """Seconds in which the host has waited for samples, since the last step."""
 
     def begin(self, name: str) -> None:
-        """Something begins."""
         self.beat(name if name in _PHASES else "forward")
         if name == "data":
             self._since = perf_counter()

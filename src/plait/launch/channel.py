@@ -216,7 +216,6 @@ class Hub:
         return True
 
     def close(self, peer: Peer) -> None:
-        """Break a connection."""
         if peer in self.peers:
             self.peers.remove(peer)
             self.selector.unregister(peer.link)
@@ -233,7 +232,6 @@ class Hub:
             time.sleep(0.001)
 
     def shut(self) -> None:
-        """Break all connections."""
         for peer in [*self.peers]:
             self.close(peer)
         self.selector.close()

@@ -55,7 +55,6 @@ class Companion:
             self._input.close()
 
     def close(self) -> None:
-        """Leave it to itself."""
         self._output.close()
         self.finish("")
         if self.process.poll() is None:

@@ -116,7 +116,6 @@ def located(message: dict[str, Any]) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Its whole traceback."""
     if isinstance(error, LoaderError):
         return error.told["trace"]
     try:

@@ -38,7 +38,6 @@ class Failure:
         return [self.problem] if self.problem is not None else self.problems
 
     def error(self) -> PlaitError:
-        """What the run ends with."""
         return PlaitError(self.all_problems() or Problem("C005", f"rank {self.rank} failed"), self.exit_code, self.trace)
 
     def to_json(self) -> dict[str, Any]:

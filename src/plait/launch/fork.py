@@ -102,7 +102,7 @@ class Handed(Generic[T]):
 
     def __init__(self) -> None:
         linux = hasattr(os, "memfd_create")
-        self._file = os.fdopen(os.memfd_create("plait"), "w+b") if linux else tempfile.TemporaryFile()
+        self._file = os.fdopen(os.memfd_create("plait"), "w+b") if linux else tempfile.TemporaryFile()  # noqa: SIM115
 
     def __enter__(self) -> "Handed[T]":
         return self

@@ -133,7 +133,6 @@ class Place:
             self._made()
 
     def _made(self) -> "ProcessGroup":
-        """The group that this made."""
         import torch.distributed as dist
 
         world = dist.group.WORLD

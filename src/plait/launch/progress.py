@@ -60,7 +60,6 @@ class ProgressBoard:
         self.memory[at : at + _READ.size] = _READ.pack(time.monotonic())
 
     def read(self, rank: int) -> Progress:
-        """What a rank is doing."""
         row = self._row(rank)
         if row.phase not in READING:
             return row
@@ -92,7 +91,6 @@ class ProgressBoard:
         self.memory[1] = 1
 
     def leaves(self) -> bool:
-        """Whether they are to."""
         return self.memory[1] != 0
 
     def delays(self, rank: int, seconds: float) -> bool:

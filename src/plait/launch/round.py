@@ -33,7 +33,6 @@ class Round:
         return range(start, start + len(self.devices.get(machine, ())))
 
     def machine_of(self, rank: int) -> int:
-        """The machine of a rank."""
         return next(k for k in self.devices if rank in self.ranks_of(k))
 
     def device_of(self, rank: int) -> int:
@@ -67,5 +66,4 @@ class Round:
 
     @staticmethod
     def of_json(row: dict[str, Any]) -> "Round":
-        """What `to_json` made."""
         return Round(row["number"], row["plan"], {int(k): tuple(v) for k, v in row["devices"].items()})

@@ -44,7 +44,6 @@ class Scratch:
         self.close()
 
     def close(self) -> None:
-        """Remove it."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._lock)

@@ -104,7 +104,6 @@ class Stack:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is at work."""
         return any(part in frame.file for frame in self.frames for part in _COMPILING)
 
 
@@ -154,7 +153,6 @@ class Stacks:
         return _of(pid, text)
 
     def close(self) -> None:
-        """Give the file back."""
         self._file.close()
 
 

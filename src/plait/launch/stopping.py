@@ -71,7 +71,6 @@ class StopRequest:
         return {number: signal.signal(number, self) for number in WARNINGS}
 
     def is_set(self) -> bool:
-        """Whether somebody asked."""
         return self.number > 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -196,7 +196,6 @@ def _summed(x: Tensor, peers: BatchPeers) -> Tensor:
 
 
 def _gathered(x: Tensor, rows: Rows, peers: BatchPeers) -> Tensor:
-    """All ranks' rows."""
     with peers.ask():
         return gathered(x, 0, rows, peers.group)
 

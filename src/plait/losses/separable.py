@@ -43,7 +43,6 @@ class Coupled:
     """Of the whole, by the leaves of the outputs."""
 
     def told(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
         return {name: getattr(self, name) for name in ("scale", "whole", "losses", "weights", "apart")}
 
 

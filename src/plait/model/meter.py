@@ -315,7 +315,6 @@ class Meter:
     # — operators and what autograd keeps —
 
     def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """An operator ran."""
         for tensor in flat(args):
             homes = self.parameters.get(id(tensor))
             if homes is not None:

@@ -87,7 +87,6 @@ class FollowedWrites(OutsideWrites):
             self.keep(t)
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], touched: Roles) -> Any:
-        """As of its base."""
         written, read = touched
         origins = frozenset[int]().union(*map(self._origin, (*written, *read)))
         outside = [t for t in written if storage_key(t) not in self._made]

@@ -53,7 +53,6 @@ class Outline:
     """Modules that call operators of higher order, and these: what they compute is not counted."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
 

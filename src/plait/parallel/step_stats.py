@@ -84,7 +84,6 @@ class StepStats:
             self.loss = torch.stack(list(losses)).sum() / alike
 
     def add_rank(self, rank: int, plan: Plan, *, samples: int, busy: float, waited: float, room: int) -> None:
-        """What this rank alone knows."""
         self.samples[plan.share(rank)] = samples / (plan.pp * plan.along(SAME_LOSS))
         self.busy[rank], self.waited[rank] = busy, waited
         if self.room:

@@ -111,7 +111,6 @@ class PlanRow:
     why: str
 
     def to_dict(self, samples: int, room: float) -> dict[str, Any]:
-        """As JSON."""
         found = self.candidate.estimate
         facts: dict[str, Any] = {"plan": str(self.candidate.plan), "fits": self.fits, "why": self.why}
         if found is not None:
@@ -133,7 +132,6 @@ class One:
     why: str = ""
 
     def told(self, chosen: Candidate, batch: int) -> str:
-        """Beside the choice."""
         if self.best is not None and self.best.estimate is not None:
             here, times = "which is the choice", f"{self.best.seconds / chosen.seconds:.2f} × as fast"
             if chosen.plan.devices > 1:
@@ -142,7 +140,6 @@ class One:
         return f"one device alone: nothing fits{self.why and f', {self.why}'}"
 
     def to_dict(self, batch: int) -> dict[str, Any]:
-        """As JSON."""
         if self.best is None or self.best.estimate is None:
             return {"fits": False, "why": self.why}
         return {"fits": True, "plan": str(self.best.plan), "samples_per_s": batch / self.best.seconds}
@@ -173,7 +170,6 @@ class Answer:
         return self.rows[0] if self.found.best else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         batch = self.question.batch
         return {
             "job": self.asked.name, "machine": str(self.asked.machine), "devices": self.question.devices, "batch": batch,

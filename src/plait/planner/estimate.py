@@ -186,7 +186,6 @@ class StageSchedule(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "StageSchedule":
-        """A plan's."""
         return cls(plan.schedule, plan.pp, plan.stages_per_rank)
 
 

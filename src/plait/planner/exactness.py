@@ -94,7 +94,6 @@ class BreakEven:
     """Of the slowest link, a second: 0 where the plan is never faster, infinite where it always is."""
 
     def told(self, between: str) -> str:
-        """In a line."""
         if self.bits == 0:
             return f"break-even: {self.twin} takes no longer, however slow the link between {between}"
         if self.bits == inf:

@@ -113,7 +113,6 @@ class Workload:
 
     @property
     def weights(self) -> float:
-        """All of them."""
         return sum((b.weights + b.experts) * b.count for b in self.blocks)
 
     @property

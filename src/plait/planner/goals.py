@@ -50,11 +50,9 @@ class Sizes:
     told: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
     def text(self) -> str:
-        """The table that is printed."""
         lines = [f"job       {self.job} · batch {self.batch}", f"machine   {self.machine}"]
         lines += [f"question  {self.question}", ""]
         head = ("devices", "step", "samples/s", "efficiency", "whole job", "price", "slowed by", "plan")

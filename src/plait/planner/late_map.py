@@ -123,7 +123,6 @@ class LateMap:
     cells: tuple[tuple[LateCell, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         cells = [
             {"bits_per_s": c.bits, "slower": c.slower, "fastest": c.best(False), "fastest_to_equal_loss": c.best(True),
              "seconds": c.seconds, "seconds_to_equal_loss": c.equal_loss}

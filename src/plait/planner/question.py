@@ -75,7 +75,6 @@ class JobLimits:
 
     @cached_property
     def uneven(self) -> Callable[[int], str]:
-        """`uneven` of so many ranks."""
         return cache(partial(uneven, self.cuts))
 
     @cached_property

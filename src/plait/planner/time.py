@@ -68,7 +68,6 @@ class Cores:
 
     @staticmethod
     def of(machine: Machine) -> "Cores":
-        """Of a machine's processes."""
         crowd = machine.devices_per_node / (machine.cores or machine.devices_per_node)
         return Cores(machine.operator or OPERATOR, max(1.0, crowd))
 

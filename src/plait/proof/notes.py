@@ -57,7 +57,6 @@ class UnitNotes:
 
 
 def key(step: int, what: str, name: str, call: int = 0, leaf: int = 0, micro: int = 0) -> str:
-    """The key of a row."""
     return f"{step}|{what}|{name}|{call}|{leaf}|{micro}"
 
 

@@ -72,7 +72,6 @@ class Own:
 
     @property
     def told(self) -> str:
-        """For the verdict."""
         far = f"one of {self.far} with weights × {FAR:g} and gradients × {HUGE:g}"
         if not self.steps:
             return f"then {far}; the job's own batch of {self.wanted} was not tried: {self.short}"
@@ -209,7 +208,6 @@ class EnlargedLoss:
 
 
 def enlarged(job: Job) -> Job:
-    """The job with that loss."""
     return dataclasses.replace(job, loss=EnlargedLoss(job.loss))
 
 

@@ -226,7 +226,6 @@ class AlgorithmTold:
 
     @property
     def told(self) -> str:
-        """The distance in words."""
         after = f"after {self.steps} steps"
         if self.distance <= TOLERANCE:
             return f"equal to dp here ({self.distance:.0e} apart {after})"

@@ -130,7 +130,6 @@ class _Frame(NamedTuple):
     width: int
 
     def x(self, second: float) -> float:
-        """The pixel of a second."""
         return (second - self.first) * self.scale
 
 

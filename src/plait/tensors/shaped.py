@@ -56,7 +56,6 @@ class Shaped(WrapperTensor):
 
     @classmethod
     def computed(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What any other function gives."""
         raise NotImplementedError
 
 

@@ -225,7 +225,6 @@ Form = tuple[TreeSpec | None, tuple[Any, ...]]
 
 
 def taken(output: object) -> Form:
-    """The form of an output."""
     leaves(output)  # makes trees of dataclasses
     flat_output, spec = tree_flatten(output)
     if any(isinstance(t, Tensor) and t.is_nested for t in flat_output):

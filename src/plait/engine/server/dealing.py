@@ -65,18 +65,15 @@ class Clocks:
         return [Portion(at.step, first, count, size, at.epoch, at.start) for first, count in cuts]
 
     def ids(self, portion: Portion) -> list[int]:
-        """The ids of its samples."""
         begin = portion.start + portion.first
         return self.sampling.epoch(portion.epoch)[begin : begin + portion.count].tolist()
 
 
 def as_row(portion: Portion) -> dict[str, int]:
-    """A portion as JSON values."""
     return asdict(portion)
 
 
 def of_row(row: dict[str, int]) -> Portion:
-    """The portion of such values."""
     return Portion(**row)
 
 
@@ -285,7 +282,6 @@ class Dealer:
 
     @property
     def finished(self) -> bool:
-        """Whether all clocks are done."""
         return self.done >= self.steps
 
     def end(self) -> list[LedgerRow]:

@@ -91,7 +91,6 @@ class Trainer:
         return self.padding.batch(batch, fetching(self.engine.data, self.engine.job.seed, batch, BatchShare()))
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over weights and buffers."""
         named = {**self.engine.rank_model.params, **self.buffers}
         with torch.no_grad():
             for name, tensor in tensors.items():

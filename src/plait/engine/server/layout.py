@@ -93,13 +93,11 @@ _LOSS = struct.Struct("!d")
 
 
 def of_ids(ids: Iterable[int]) -> bytes:
-    """Sample ids as bytes."""
     row = [*ids]
     return struct.pack(f"!{len(row)}q", *row)
 
 
 def to_ids(data: bytes | bytearray) -> list[int]:
-    """The ids of such bytes."""
     return list(struct.unpack(f"!{len(data) // 8}q", data))
 
 
@@ -119,11 +117,9 @@ class ServerUpdate:
     used: tuple[UsedGradient, ...]
 
     def pack(self) -> bytes:
-        """As bytes."""
         return _LOSS.pack(self.loss) + b"".join(_USED.pack(each.ticket, each.weight) for each in self.used)
 
     @staticmethod
     def unpack(data: bytes | bytearray) -> "ServerUpdate":
-        """The update of such bytes."""
         (loss,) = _LOSS.unpack(data[: _LOSS.size])
         return ServerUpdate(loss, tuple(UsedGradient(*pair) for pair in _USED.iter_unpack(data[_LOSS.size :])))

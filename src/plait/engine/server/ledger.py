@@ -38,13 +38,11 @@ class LedgerRow:
         return self.version_made - 1 - self.version_read
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in ledger.jsonl."""
         row = asdict(self) | {"ids": list(self.ids)}
         return row if self.dropped else {k: v for k, v in row.items() if k != "dropped"}
 
     @staticmethod
     def of_json(row: dict[str, Any]) -> "LedgerRow":
-        """The row of such values."""
         return LedgerRow(**row | {"ids": tuple(row["ids"])})
 
 

@@ -79,7 +79,6 @@ class ServerRecord:
         return self.hash.hexdigest()
 
     def rows(self, rows: Iterable[LedgerRow]) -> None:
-        """Write rows of the ledger."""
         for row in rows:
             line = json.dumps(row.to_json()) + "\n"
             self.hash.update(line.encode())
@@ -149,7 +148,6 @@ class ServerRecord:
         self.waits[group] = self.waits.get(group, 0.0) + seconds
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Record an evaluation."""
         if values:
             self.metrics.write(
                 json.dumps({"step": step, "evaluation": {k: number(v) for k, v in values.items()}}) + "\n"
@@ -205,7 +203,6 @@ class ServerRecord:
         self.ledger.flush()
 
     def close(self) -> None:
-        """Nothing follows."""
         self.metrics.close()
         self.ledger.close()
 

@@ -27,7 +27,6 @@ class Doors:
 
     @staticmethod
     def open(servers: int) -> "Doors":
-        """Doors for so many servers."""
         store = LocalStore() if servers > 1 else None
         return Doors(secrets.token_bytes(32), tuple(limits.listening() for _ in range(servers)), store)
 
@@ -36,7 +35,6 @@ class Doors:
         return [door.getsockname()[1] for door in self.listening]
 
     def close(self) -> None:
-        """Close them in this process."""
         for door in self.listening:
             door.close()
         if self.store is not None:
@@ -67,6 +65,5 @@ class ServerSetting:
 
     @property
     def rules(self) -> Rules:
-        """What the dealer goes by."""
         plan = self.plan
         return Rules(plan.replica_groups, plan.staleness, plan.server_update == "nesterov", plan.quorum)

@@ -126,7 +126,6 @@ class _Steps(nn.Module):
             self.log_outside(name, value)
 
     def log_dict(self, dictionary: Mapping[str, object], *_: object, **__: object) -> None:
-        """Several at once."""
         for name, value in dictionary.items():
             self.log(name, value)
 

@@ -19,7 +19,6 @@ GROUP, PORT = "node", 29500
 
 
 def write(asked: Submission) -> str:
-    """The file."""
     head = [f"{asked.job}: {asked.told}. Written by plait submit jobset; start it with  kubectl apply -f FILE"]
     return "".join(f"{comment(text)}\n" for text in head + pods.notes(asked)) + dump(_document(asked))
 

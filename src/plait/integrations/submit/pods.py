@@ -49,7 +49,6 @@ def volumes(asked: Submission) -> list[Value]:
 
 
 def mounts(asked: Submission) -> list[Value]:
-    """Where they are seen."""
     seen: list[Value] = [{"name": f"volume-{k}", "mountPath": path} for k, (_, path) in enumerate(asked.volumes)]
     return [{"name": "shm", "mountPath": "/dev/shm"}, *seen]
 

@@ -12,7 +12,6 @@ OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def write(asked: Submission) -> str:
-    """The command, in a script."""
     return "\n".join([
         "#!/bin/bash",
         comment(f"{asked.job}: {asked.told}. Written by plait submit ray; start it with  bash FILE"),

@@ -13,7 +13,6 @@ from plait.integrations.submit.yaml import Value, dump
 
 
 def write(asked: Submission) -> str:
-    """The file."""
     start = "sky jobs launch --secret PLAIT_SECRET FILE" if asked.together else "sky jobs launch FILE"
     head = [f"{asked.job}: {asked.told}. Written by plait submit skypilot; start it with  {start}"]
     if asked.together:

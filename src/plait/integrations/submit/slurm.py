@@ -58,7 +58,6 @@ done
 
 
 def write(asked: Submission) -> str:
-    """The script."""
     again = asked.together and asked.restarts > 0 and asked.resume is None
     rows = [f"#SBATCH --{name}" + ("" if value is None else f"={_value(name, value)}") for name, value in _options(asked)]
     return SCRIPT.substitute(

@@ -46,7 +46,6 @@ READ = "IFS= read -r PLAIT_SECRET && export PLAIT_SECRET && "
 
 
 def write(asked: Submission) -> str:
-    """The script."""
     _check(asked)
     read = READ if asked.together else ""
     return SCRIPT.substitute(

@@ -16,7 +16,6 @@ CONTAINER = GROUP = "node"
 
 
 def write(asked: Submission) -> str:
-    """The file."""
     head = [
         f"{asked.job}: {asked.told}. Written by plait submit trainjob; start it with  kubectl apply -f FILE",
         "When it was stopped (exit code 75), start it again with  kubectl replace --force -f FILE",

@@ -16,7 +16,6 @@ BLOCK = re.compile(r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?\n)(?:(?:[\x20-\x
 
 
 def dump(value: dict[str, Value]) -> str:
-    """A document."""
     return "".join(f"{row}\n" for row in _rows(value))
 
 

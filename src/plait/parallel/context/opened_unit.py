@@ -88,7 +88,6 @@ class Running(ExitStack):
         self.now.pop()
 
     def attends(self) -> None:
-        """Attention is called now."""
         self.attending.update(self.now)
 
     def stopped(self) -> str:

@@ -49,7 +49,6 @@ class SequenceShard(SequenceRows):
 
 
 def gathered(leaf: object) -> object:
-    """What is a sequence, whole."""
     return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
 
 

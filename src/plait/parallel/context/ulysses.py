@@ -42,7 +42,6 @@ class Exchange:
         return list(self.heads(torch.cat([*tensors])).chunk(len(tensors)))
 
     def rows(self, t: Tensor) -> Tensor:
-        """The way back."""
         return _Swap.apply(t, self, False)
 
     def mine(self, t: Tensor) -> Tensor:

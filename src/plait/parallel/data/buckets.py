@@ -193,7 +193,6 @@ class BucketSums:
             parameter.grad = bucket.views[i] if times > 0 else None
 
     def held(self) -> list[Tensor]:
-        """The buckets."""
         return [bucket.flat for bucket in self.buckets]
 
 

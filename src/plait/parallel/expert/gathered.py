@@ -51,7 +51,6 @@ class GatheredExperts:
         return own.new_zeros(len(given[name]), *own.shape[1:]).index_add(0, places, own)
 
     def _all(self, x: Tensor, rows: Rows) -> Tensor:
-        """All ranks' tokens."""
         with self.sharers.ask():  # a dry run does not know how many the others have
             return gathered(x, 0, rows, self.way.group)
 

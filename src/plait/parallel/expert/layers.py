@@ -34,7 +34,6 @@ def travelling(way: ExpertPlacement) -> Through:
 
 
 def at_home(rows: Tensor, counts: list[int | None], serve: Serve) -> Tensor:
-    """All experts are here."""
     return serve(rows, counts)
 
 

@@ -114,7 +114,6 @@ class Scatter(_NewBuffers, FsdpReduceScatter):
             self.sums.append(work)
 
     def finish(self) -> None:
-        """Every sum is made."""
         self.settle()
         for work in self.sums:
             work.wait()

@@ -149,7 +149,6 @@ class Allocations(TorchDispatchMode):
         return number
 
     def moment(self, name: str) -> None:
-        """Something begins here."""
         self.tape.changes.append(Change(0, moment=name))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

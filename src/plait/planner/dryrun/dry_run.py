@@ -150,7 +150,6 @@ class DryRun:
         return max(self.kinds, key=lambda kind: kind.peak.total)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self) | {"fullest": self.fullest.rank}
 
     def table(self) -> str:

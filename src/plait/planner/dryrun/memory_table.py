@@ -77,7 +77,6 @@ class MemoryTable:
         return {category: found[category] for category in CATEGORIES if category in found}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self) | {"categories": self.categories, "host_categories": self.held(True)}
 
     def __str__(self) -> str:

@@ -52,7 +52,6 @@ class Numbers:
     place: int = 0
 
     def begin(self) -> None:
-        """A step begins."""
         self.step, self.place = self.step + 1, 0
 
     def told(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:

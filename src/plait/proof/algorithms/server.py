@@ -267,6 +267,5 @@ class Replay:
                 p -= group["lr"] * g
 
     def put(self, state: dict[str, Tensor]) -> None:
-        """Have the model these tensors."""
         with torch.no_grad():
             [t.copy_(state[n]) for n, t in self.state.items()]

@@ -86,12 +86,10 @@ class Checked:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
         return asdict(self)
 
     @staticmethod
     def of(told: dict[str, Any]) -> "Checked":
-        """What `to_dict` told."""
         problems = tuple(map(problem_of, told["problems"]))
         rest: dict[str, Any] = {name: tuple(told[name]) for name in ("compared", "unchecked")}
         rest |= {name: told[name] for name in ("failed", "seconds", "reused") if name in told}

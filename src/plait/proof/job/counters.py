@@ -142,7 +142,6 @@ class LateDifference:
 
     @property
     def why(self) -> str:
-        """In a sentence."""
         names = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
         each = f"this plan calls the model {self.calls} times a step, one device calls it once"
         return f"{each}: after step {self.step} outputs differ by {self.relative:.1e} of their size, because of {names}"

@@ -40,7 +40,6 @@ class Map:
 
     @property
     def weight(self) -> Tensor:
-        """Its matrix."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
         return weight

@@ -60,7 +60,6 @@ class UnitOnRows(ReplayedModule):
         self.fresh()
 
     def fresh(self) -> None:
-        """Before a run."""
         self.entered: dict[str, dict[tuple[str, int | str], int]] = {}
         """By the row of a region: (module, argument) -> dim of what is gathered where it begins."""
         self.gathered: dict[int, tuple[Tensor, Tensor]] = {}
