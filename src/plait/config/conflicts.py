@@ -38,7 +38,7 @@ class Conflict:
         there = all(holds(term, job, plan) for term in (self.first, self.second, *self.given))
         if not there or any(holds(term, job, plan) for term in self.without):
             return None
-        what = f"{told(self.first, plan)} does not work with {told(self.second, plan)}"
+        what = f"{shown(self.first, plan)} does not work with {shown(self.second, plan)}"
         return Problem(self.code, what, why=self.why, fix=tuple(fix.format_map(vars(plan)) for fix in self.fix))
 
 
@@ -51,7 +51,7 @@ def holds(term: str, job: Job, plan: Plan) -> bool:
     return as_word(KEYS[key], value) in values.split("|") if values else value != getattr(Plan, key)
 
 
-def told(term: str, plan: Plan) -> str:
+def shown(term: str, plan: Plan) -> str:
     """The term with the plan's value."""
     key = term.partition("=")[0]
     return key if key.startswith("Job.") else f"{key}={as_word(KEYS[key], getattr(plan, key))}"

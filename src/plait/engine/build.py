@@ -108,7 +108,7 @@ def build(
 ) -> RankModel:  # fmt: skip
     """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
 
-    `made`: the model, where it is there already; `sketch`: what `whole_sketch` found, where another process has looked.
+    `made`: the model, if it exists already; `sketch`: the result of `whole_sketch`, if another process has made it.
     """
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
@@ -148,9 +148,9 @@ def build(
 
 
 def sketch_without_ranks(job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None = None) -> Sketch:
-    """The sketch that every rank would find (`whole_sketch`), in a process that is none: it makes the model as the first rank does.
+    """The sketch that every rank would make (`whole_sketch`), in a process that is no rank. It makes the model as the first rank does.
 
-    It can be handed to other processes: it lacks attributes of parameters, which may be anything and which ranks have themselves.
+    The sketch can be pickled: it lacks the attributes of parameters, which may be anything, and which ranks have themselves.
     """
     made = _made(job, plan, 0, device, cast, None)
     return replace(whole_sketch(setup_of(job, plan, Place(0, plan.world), device, cast, made=made), made), attributes={})

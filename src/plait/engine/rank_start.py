@@ -61,7 +61,7 @@ class RankOptions:
     keep: int = 3
     """Checkpoints that are kept."""
     sketch: Sketch | None = None
-    """Of the whole model, where it was found before ranks were forked; None: each rank finds it for itself."""
+    """Of the whole model, if it was made before ranks were forked; None: each rank makes its own."""
 
 
 def make_engine(options: RankOptions, run: RunDirectory, place: Place) -> Engine:

@@ -96,27 +96,27 @@ def run(
             worker.close(worker.output)
 
 
-class Handed(Generic[T]):
-    """A value that a forked process hands to the one that forked it: any that can be pickled. It goes through memory, or a file, without a
-    name, to which no other process can write."""
+class ForkResult(Generic[T]):
+    """A value that a forked process returns to its parent: any that can be pickled. It goes through memory, or a file, without a name, so no
+    other process can write it."""
 
     def __init__(self) -> None:
         linux = hasattr(os, "memfd_create")
         self._file = os.fdopen(os.memfd_create("plait"), "w+b") if linux else tempfile.TemporaryFile()  # noqa: SIM115
 
-    def __enter__(self) -> "Handed[T]":
+    def __enter__(self) -> "ForkResult[T]":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     def put(self, value: T) -> None:
-        """Hand the value over, in the forked process."""
+        """Set the value, in the forked process."""
         pickle.dump(value, self._file)
         self._file.flush()
 
     def take(self) -> T:
-        """The value, once the forked process has ended."""
+        """The value, in the parent, after the forked process has ended."""
         self._file.seek(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, of trees that it reads back
@@ -125,14 +125,14 @@ class Handed(Generic[T]):
 
 def computed(work: Callable[[Place], T]) -> T:
     """What `work` returns in a forked process. This one stays as it is: no user's code runs in it, and it can fork. Raises as `run` does."""
-    with Handed[T]() as handed:
+    with ForkResult[T]() as result:
 
         def target(place: Place) -> dict[str, Any]:
-            handed.put(work(place))
+            result.put(work(place))
             return {}
 
         run(target, 1)
-        return handed.take()
+        return result.take()
 
 
 @dataclass(frozen=True)

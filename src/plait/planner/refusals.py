@@ -1,8 +1,8 @@
-"""Before a run starts: refusals of the plan alone, and one look at the model, by a process that is no rank.
+"""Before a run starts: refusals of the plan alone, and one analysis of the model, by a process that is no rank.
 
 Whether a model can be cut into stages, where it has its sequence, whether its units may run on a stretch of it, how its experts are
-shared out: what cannot work is said before there are ranks or a run directory. What was found is handed to ranks that are forked
-on this machine. On a GPU each finds it for itself, for an operator may be another kernel there.
+shared out: what cannot work is said before there are ranks or a run directory. Ranks that are forked
+on this machine get the sketch. On a GPU each rank makes its own, since an operator may be another kernel there.
 """
 
 from plait.config.errors import PlaitError
@@ -22,24 +22,24 @@ from plait.planner.dryrun.dry_run import known
 
 
 def foresee(job: Job, plan: Plan, device: str) -> Sketch | None:
-    """Raise what the plan, and as far as it can be told without ranks the model, is refused for.
+    """Raise what the plan, and as far as it can be known without ranks the model, is refused for.
 
-    Returns the sketch that ranks on this device may be given (`engine/build.py`); None where they find it themselves.
+    Returns the sketch for the ranks (`engine/build.py`); None if each makes its own.
     """
     check_plan(job, plan, device)
     check_unshared(job)
     if max(plan.pp, plan.cp, plan.ep, plan.tp) == 1 and plan.recompute == "none":
         return None
     try:
-        return fork.computed(lambda place: _look(job, plan, device, place))
+        return fork.computed(lambda place: _analysed(job, plan, device, place))
     except PlaitError as error:
         if all(code[0] == "P" for code in error.codes):  # whatever else is wrong, ranks say where
             raise
         return None
 
 
-def _look(job: Job, plan: Plan, device: str, place: Place) -> Sketch | None:
-    """What every rank does before it builds its part."""
+def _analysed(job: Job, plan: Plan, device: str, place: Place) -> Sketch | None:
+    """The sketch, made as every rank would make it before it builds its part."""
     place.beat(-1, "build")
     on_cpu = device == "cpu"
     if not on_cpu and max(plan.pp, plan.cp, plan.ep) == 1:  # where tp shards layers the ranks find out

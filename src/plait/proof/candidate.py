@@ -86,7 +86,7 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     the reference's `Trace`."""
     hard, plan, folder = scenario.hard, scenario.logic, scenario.folder
     kept: dict[str, Any] = {"device": scenario.device, "place": place, "on_nan": "ignore"}
-    engine = Engine(hard, plan, cast=torch.float64, sketch=scenario.foreseen.logic, **kept)
+    engine = Engine(hard, plan, cast=torch.float64, sketch=scenario.analysis.float64, **kept)
     rank_model = engine.rank_model
     if rank_model.techniques.balance is not None:
         rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
@@ -114,7 +114,7 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     step, made = {}, _no_tensors_in_own_formats()
     if known := facts.get("formats"):
         hard = replace(hard, batch=known["batch"])
-        step, made = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.foreseen.formats)
+        step, made = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.analysis.own_formats)
     tensors |= made
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)

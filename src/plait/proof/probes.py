@@ -69,11 +69,11 @@ class Trace:
 
     @staticmethod
     def of_process(
-        folder: Path, work: Callable[[Place], dict[str, Any]], name: str = "", beside: Callable[[Place], dict[str, Any]] | None = None
+        folder: Path, work: Callable[[Place], dict[str, Any]], name: str = "", concurrently: Callable[[Place], dict[str, Any]] | None = None
     ) -> "Trace":
         """What `work` returns, done in a process of its own (`name`, for messages), which leaves the tensors in `folder`.
 
-        `beside` runs at the same time in another: what is not `work`'s matter, and would leave a core idle.
+        `concurrently` is the work of a second process meanwhile.
         """
 
         def side(place: Place) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class Trace:
                 write(folder / f"{group}.safetensors", out.pop(group, {}))
             return out
 
-        names = ({0: name} if name else {}) | {1: "the process that looks at the model"}
-        works = (side,) if beside is None else (side, beside)
+        names = ({0: name} if name else {}) | {1: "the process that analyses the model"}
+        works = (side,) if concurrently is None else (side, concurrently)
         target = lambda place: works[place.rank](replace(place, rank=0, world=1))  # noqa: E731
         facts, *_ = fork.run(target, len(works), fork.Listener(names=names), alike=False)
         return Trace(facts, **{group: read(folder / f"{group}.safetensors") for group in TENSORS})

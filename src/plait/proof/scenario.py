@@ -28,15 +28,15 @@ FULL = 0.7
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """What a process beside the reference finds of the model, in the place of each rank. None: the ranks find it."""
+class Analysis:
+    """What one process finds about the model while the reference trains, so that ranks need not. None: ranks find it themselves."""
 
-    logic: Sketch | None = None
+    float64: Sketch | None = None
     """The sketch under the plan in float64."""
-    formats: Sketch | None = None
-    """The sketch under the plan as it was given."""
-    sent: list[dict[str, Any]] | str = ""
-    """What every rank sends in a dry run of the first step in float64, or why there is none."""
+    own_formats: Sketch | None = None
+    """The sketch under the plan in its own number formats."""
+    messages: list[dict[str, Any]] | str = ""
+    """The messages of every rank in a dry run of the first step in float64, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Scenario:
     seconds: float
     """What batches of the job's own size may take on one device; 0: none, and no step in the plan's own formats."""
     folder: Path
-    foreseen: Foreseen = Foreseen()
+    analysis: Analysis = Analysis()
 
 
 def parts_of(plan: Plan) -> int:

@@ -55,7 +55,7 @@ from plait.proof import (
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
 from plait.proof.job import counters
 from plait.proof.probes import Trace
-from plait.proof.scenario import CLIP, Foreseen, Scenario, harden, parts_of
+from plait.proof.scenario import CLIP, Analysis, Scenario, harden, parts_of
 from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
 from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
@@ -76,8 +76,8 @@ def verify(
     *,
     sketch: Sketch | None = None,
 ) -> Verdict:
-    """Compare the job under `plan` with one device. Forks one process for the reference, one that looks at the model, then the plan's
-    processes. `sketch`: what a look has found of the model under the plan already (`planner/refusals.py`).
+    """Compare the job under `plan` with one device. Forks one process for the reference, one that analyses the model, then the plan's
+    processes. `sketch`: of the model under the plan, if the model was analysed before (`planner/refusals.py`).
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
     step in the plan's own formats; a job with phases has neither. If random numbers may be the cause of a difference, it
@@ -111,8 +111,8 @@ def _compared(
         (logic, steps), seconds = own.shortened(logic, steps), 0.0
         clip = CLIP if job.clip is not None else NEVER
     with Scratch("verify") as folder:
-        asked = Scenario(job, job, plan, logic, steps, kind, clip, seconds, folder, Foreseen(formats=sketch))
-        scenario, expected = _reference(asked, own_size)
+        first = Scenario(job, job, plan, logic, steps, kind, clip, seconds, folder, Analysis(own_formats=sketch))
+        scenario, expected = _reference(first, own_size)
         told = None
         if own is not None:
             expected, told = _algorithm(own, expected, scenario)
@@ -121,7 +121,7 @@ def _compared(
         named = actual.facts["inexact"]
         if own is not None:
             actual = _held_to_algorithm(actual, results, expected, own, logic)
-        verdict = judge(expected, actual, results, logic, scenario.foreseen.sent, folder, algorithm=told)
+        verdict = judge(expected, actual, results, logic, scenario.analysis.messages, folder, algorithm=told)
     if expected.facts.get("late") and own is None:
         verdict = of_calls(verdict, expected.facts["late"])
     verdict = _with_own_batch(verdict, expected, actual, results, dry)
@@ -187,24 +187,24 @@ def _candidate(
             return candidate.run(scenario, facts, dataclasses.replace(place, world=plan.world))
         place.beat(-1, "build")
         job = dataclasses.replace(scenario.hard, batch=facts["formats"]["batch"])
-        return {"sent": _dry(job, scenario.plan, None, scenario.device, scenario.foreseen.formats)}
+        return {"sent": _dry(job, scenario.plan, None, scenario.device, scenario.analysis.own_formats)}
 
     names = fork.Listener(names={plan.world: "the dry run"})
     results = fork.run(work, plan.world + bool(facts.get("formats")), names, alike=plan.pp == 1)
     return results[: plan.world], results[plan.world]["sent"] if facts.get("formats") else None
 
 
-def _foreseen(scenario: Scenario, handed: fork.Handed[Foreseen], place: Place) -> dict[str, Any]:
-    """Beside the reference: look at the model in the place of each rank, and make the dry run of the step in float64."""
+def _analysed(scenario: Scenario, result: fork.ForkResult[Analysis], place: Place) -> dict[str, Any]:
+    """Analyse the model as a rank does, and make the dry run of the step in float64: the work of a process while the reference trains."""
     pose(None, scenario.logic.world)
     place.beat(-1, "build")
     clips = {"clip": 1.0, "clips": dict.fromkeys((phase.name for phase in scenario.hard.phases or ()), 1.0)}
     hard = phases.clipped(scenario.hard, clips)  # as the reference's is, only at another norm: what is sent is the same
-    logic = _sketch(hard, scenario.logic, torch.float64, scenario.device)
-    formats = scenario.foreseen.formats
-    if formats is None and scenario.seconds:
-        formats = _sketch(hard, scenario.plan, None, scenario.device)
-    handed.put(Foreseen(logic, formats, _dry(hard, scenario.logic, torch.float64, scenario.device, logic)))
+    float64 = _sketch(hard, scenario.logic, torch.float64, scenario.device)
+    own = scenario.analysis.own_formats
+    if own is None and scenario.seconds:
+        own = _sketch(hard, scenario.plan, None, scenario.device)
+    result.put(Analysis(float64, own, _dry(hard, scenario.logic, torch.float64, scenario.device, float64)))
     return {}
 
 
@@ -274,10 +274,10 @@ def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
     for hard in hards:
         tried = dataclasses.replace(scenario, hard=hard)
         try:
-            with fork.Handed[Foreseen]() as handed:
-                beside = partial(_foreseen, tried, handed)
-                trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE, beside)
-                return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), foreseen=handed.take()), trace
+            with fork.ForkResult[Analysis]() as analysis:
+                work = partial(_one_device, tried), partial(_analysed, tried, analysis)
+                trace = Trace.of_process(scenario.folder / "reference", work[0], REFERENCE, concurrently=work[1])
+                return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), analysis=analysis.take()), trace
         except PlaitError as error:
             failed.append(error)
     raise _on_one_device(failed[-1], hards[-1], scenario.device) from None

@@ -227,8 +227,8 @@ class Sent:
 
 
 def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None, sketch: Sketch | None = None) -> list[Sent]:
-    """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. `sketch`: what is known of the model,
-    if it is. Errors as `dry_run`."""
+    """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. `sketch`: of the model in
+    `cast`, if it was made before. Errors as `dry_run`."""
     plan = plan.uncompiled  # which sends the same
     if sketch is None:
         made = make(job, CPU, cast, None, None)

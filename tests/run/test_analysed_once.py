@@ -1,4 +1,4 @@
-"""The model is looked at once, by a process that is no rank: ranks that are forked run it on tensors with numbers alone."""
+"""The model is analysed once, by a process that is no rank: ranks that are forked run it on real tensors only."""
 
 import os
 from pathlib import Path
@@ -15,11 +15,11 @@ from plait.config.command_options import VerifyOptions
 from plait.config.plan import Plan
 
 FILE = Path(__file__)
-LOOKED, TRAINED = "looked", "trained"
+ANALYSED, TRAINED = "analysed", "trained"
 
 
-class Told(nn.Module):
-    """Leaves the number of each process that runs it: in `looked` on tensors without numbers, in `trained` with gradients of real ones."""
+class Noting(nn.Module):
+    """Notes each process that runs it: as `analysed` on fake tensors, as `trained` on real ones with gradients."""
 
     def __init__(self, folder: str):
         super().__init__()
@@ -28,7 +28,7 @@ class Told(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fake = isinstance(x, torch._subclasses.FakeTensor)
         if fake or (self.training and torch.is_grad_enabled()):
-            (Path(self.folder) / f"{LOOKED if fake else TRAINED}-{os.getpid()}").touch()
+            (Path(self.folder) / f"{ANALYSED if fake else TRAINED}-{os.getpid()}").touch()
         return self.blocks(x)
 
 
@@ -52,7 +52,7 @@ class Samples:
 
 def job(folder: str = ".") -> plait.Job:
     return plait.Job(
-        model=lambda: Told(folder), loss=F.mse_loss, data=Samples, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch=8, steps=2
+        model=lambda: Noting(folder), loss=F.mse_loss, data=Samples, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch=8, steps=2
     )  # fmt: skip
 
 
@@ -61,16 +61,16 @@ def processes(folder: Path, kind: str) -> set[str]:
 
 
 @pytest.mark.parametrize("plan", ["dp=2 tp=2", "pp=4 microbatches=4", "dp=2 recompute=full"])
-def test_ranks_that_are_forked_do_not_look(plan: str, tmp_path: Path) -> None:
+def test_forked_ranks_do_not_analyse_the_model(plan: str, tmp_path: Path) -> None:
     command = Command("train", f"{FILE}:job", "--plan", plan, "--check", "none", "--device", "cpu", folder=tmp_path)
     assert command.wait() == 0, command.output
-    assert len(processes(tmp_path, LOOKED)) == 1
+    assert len(processes(tmp_path, ANALYSED)) == 1
     assert len(processes(tmp_path, TRAINED)) >= Plan.parse(plan).world
 
 
-def test_a_proof_looks_beside_its_reference(tmp_path: Path) -> None:
-    verdict = proved(VerifyOptions(job="looks", device="cpu"), Plan.parse("dp=4"), job(str(tmp_path)))
+def test_a_proof_analyses_the_model_while_its_reference_trains(tmp_path: Path) -> None:
+    verdict = proved(VerifyOptions(job="noting", device="cpu"), Plan.parse("dp=4"), job(str(tmp_path)))
     assert verdict.equal, verdict
     ranks = processes(tmp_path, TRAINED)
     assert len(ranks) >= 5
-    assert len(processes(tmp_path, LOOKED)) <= 3  # the reference, what looks beside it, the dry run in own formats
+    assert len(processes(tmp_path, ANALYSED)) <= 3  # the reference, the analysis, the dry run in own formats
