@@ -85,8 +85,8 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
     """Train one rank under the scenario. Tensors are written to files in its folder; the rest is returned as JSON values. `facts`: those of
     the reference's `Trace`."""
     hard, plan, folder = scenario.hard, scenario.logic, scenario.folder
-    kept: dict[str, Any] = {"device": scenario.device, "place": place, "on_nan": "ignore"}
-    engine = Engine(hard, plan, cast=torch.float64, sketch=scenario.analysis.float64, **kept)
+    sketch = scenario.analysis.float64
+    engine = Engine(hard, plan, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore", sketch=sketch)
     rank_model = engine.rank_model
     if rank_model.techniques.balance is not None:
         rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps

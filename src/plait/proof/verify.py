@@ -275,8 +275,8 @@ def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
         tried = dataclasses.replace(scenario, hard=hard)
         try:
             with fork.ForkResult[Analysis]() as analysis:
-                work = partial(_one_device, tried), partial(_analysed, tried, analysis)
-                trace = Trace.of_process(scenario.folder / "reference", work[0], REFERENCE, concurrently=work[1])
+                analyse = partial(_analysed, tried, analysis)
+                trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE, analyse)
                 return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), analysis=analysis.take()), trace
         except PlaitError as error:
             failed.append(error)
