@@ -1,20 +1,20 @@
 """What of a plan does not work together: one table. Refusals before a run, the planner's and docs/techniques.md are read off it.
 
 Each row names two things, why they cannot be had together, and what to write instead. What takes arithmetic (a batch that does not split) or
-a look at the model is refused where it is known, by the strategies.
+the model is refused by the strategies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from plait.config.errors import Problem
 from plait.config.job import Job
-from plait.config.keys import KEYS, WITHIN
-from plait.config.plan import Plan, as_word
+from plait.config.keys import KEYS, SPLIT, WITHIN
+from plait.config.plan import Plan
 
 THREADS = "processes=one"
-LATER = "zb|zbv|auto"
-"""Schedules that compute gradients of weights later than those of inputs."""
+SPLIT_BACKWARD = f"schedule={'|'.join(SPLIT)}"
 BF16 = "compress=bf16    rounds each number by itself"
 
 
@@ -29,32 +29,37 @@ class Conflict:
     fix: tuple[str, ...]
     """With the plan's values in the place of `{key}`."""
     given: tuple[str, ...] = ()
-    """Only beside all of these."""
+    """Only together with all of these."""
     without: tuple[str, ...] = ()
     """Only where none of these is there."""
 
     def problem(self, job: Job, plan: Plan) -> Problem | None:
         """The refusal of a plan that has both."""
-        there = all(holds(term, job, plan) for term in (self.first, self.second, *self.given))
-        if not there or any(holds(term, job, plan) for term in self.without):
+        if not (_condition(self.first)(job, plan) and _condition(self.second)(job, plan)):
             return None
-        what = f"{shown(self.first, plan)} does not work with {shown(self.second, plan)}"
+        if not all(_condition(term)(job, plan) for term in self.given) or any(_condition(term)(job, plan) for term in self.without):
+            return None
+        what = f"{_shown(self.first, plan)} does not work with {_shown(self.second, plan)}"
         return Problem(self.code, what, why=self.why, fix=tuple(fix.format_map(vars(plan)) for fix in self.fix))
 
 
-def holds(term: str, job: Job, plan: Plan) -> bool:
-    """Whether a job under a plan has it."""
-    key, _, values = term.partition("=")
+@cache
+def _condition(term: str) -> Callable[[Job, Plan], bool]:
+    """Whether a job under a plan has it. The planner tests every plan that it considers, so a term is parsed once."""
+    key, _, words = term.partition("=")
     if key.startswith("Job."):
-        return getattr(job, key[4:]) is not None
-    value = getattr(plan, key)
-    return as_word(KEYS[key], value) in values.split("|") if values else value != getattr(Plan, key)
+        return lambda job, _: getattr(job, key[4:]) is not None
+    if not words:
+        return lambda _, plan: plan.changes(key)
+    kind = KEYS[key].kind
+    values = [word == "true" if kind is bool else kind(word) for word in words.split("|")]
+    return lambda _, plan: getattr(plan, key) in values
 
 
-def shown(term: str, plan: Plan) -> str:
+def _shown(term: str, plan: Plan) -> str:
     """The term with the plan's value."""
     key = term.partition("=")[0]
-    return key if key.startswith("Job.") else f"{key}={as_word(KEYS[key], getattr(plan, key))}"
+    return key if key.startswith("Job.") else plan.word(key)
 
 
 def found(job: Job, plan: Plan) -> Iterator[Problem]:
@@ -87,10 +92,10 @@ ONE_PROCESS = "a group that dies is handled as one process; several would have t
 GROUPS_OF_MANY = ("sync=local every=8    for groups of several processes", "leave out the axes inside groups")
 
 CONFLICTS = (
-    _threads("P033", "tp", "slices are of processes, not of threads", '--plan "tp={tp}"'),
-    _threads("P041", "cp", "stretches are of processes, not of threads", '--plan "cp={cp}"'),
-    _threads("P050", "ep", "experts are shared out to processes, not to threads", '--plan "ep={ep}"'),
-    _threads("P027", "pp", "stages are of processes, not of threads", '--plan "pp={pp}"'),
+    _threads("P033", "tp", "slices of layers belong to processes, not to threads", '--plan "tp={tp}"'),
+    _threads("P041", "cp", "sequence shards belong to processes, not to threads", '--plan "cp={cp}"'),
+    _threads("P050", "ep", "experts are distributed over processes, not over threads", '--plan "ep={ep}"'),
+    _threads("P027", "pp", "pipeline stages belong to processes, not to threads", '--plan "pp={pp}"'),
     _threads("P019", "fsdp", "threads of one process share its memory: there is nothing to shard", '--plan "fsdp={fsdp}"'),
     _threads("P019", "offload=all", "parameters are brought to the device by fsdp, and threads of one process have nothing to shard",
              "offload=optimizer", "leave out processes"),
@@ -108,10 +113,10 @@ CONFLICTS = (
     Conflict("P035", "recompute=selective", "compile=true",
              "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept",
              ("recompute=full", "compile=false")),
-    Conflict("P027", f"schedule={LATER}", "compile=true",
+    Conflict("P027", SPLIT_BACKWARD, "compile=true",
              "it computes gradients of weights later than those of inputs, and a graph computes them all at once",
              ("schedule=1f1b", "compile=false"), given=("pp",)),
-    Conflict("P027", f"schedule={LATER}", "zero=3", "the second half of a backward needs parameters that zero=3 has given back after the first",
+    Conflict("P027", SPLIT_BACKWARD, "zero=3", "the second half of a backward needs parameters that zero=3 has given back after the first",
              ("zero=2", "schedule=1f1b"), given=("pp", "fsdp")),
     _compressed(THREADS, "threads of one process send no messages", "leave out processes"),
     _compressed("fsdp", "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of", "dp={fsdp}    copies alone"),
@@ -134,7 +139,7 @@ CONFLICTS = (
              ("ema=None", "leave out replica_groups")),
     _phases("pp", "stages run one forward and backward per step"),
     _phases("cp", "which sequences are cut is found for one forward pass"),
-    _phases("ep", "ranks sum gradients of experts apart from the others, for one loss"),
+    _phases("ep", "gradients of experts are reduced separately from the others, for one loss"),
     _phases("replica_groups", "groups are brought together by one optimizer"),
     _phases(THREADS, "copies in threads hold no phases"),
     _phases("compress", "what rounding leaves over is kept for one sum per step"),

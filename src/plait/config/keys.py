@@ -24,6 +24,8 @@ class Key:
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
 """Orders of the stages' forwards and backwards, from the simplest to the search (`parallel/pipeline/schedules.py`)."""
+SPLIT = ("zb", "zbv", "auto")
+"""Schedules that split backward passes: gradients of weights are computed later than those of inputs."""
 KEYS: dict[str, Key] = {
     "replica_groups": Key("mesh", int, "groups of processes that synchronise rarely; all other axes are inside each", wildcard=True,
         also=("replica_group", "groups", "num_diloco_replicas", "diloco", "islands", "workers")),

@@ -377,7 +377,7 @@ class Plan:
         needs |= dict.fromkeys(("sync", "every", "start_local"), ("replica_groups", self.replica_groups))
         problems = []
         for key, (axis, size) in needs.items():
-            if size == 1 and self._given(key) and not (key == "zero" and self.offload == "all"):
+            if size == 1 and self.changes(key) and not (key == "zero" and self.offload == "all"):
                 what = f"{key}={getattr(self, key)} has no effect: there is no {axis} in the plan"
                 problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
         return problems + [problem for key, word in self._unused() if (problem := self._without(key, word))]
@@ -397,14 +397,18 @@ class Plan:
         if self.precision != "fp8":
             yield "fp8_recipe", "precision=fp8"
 
-    def _given(self, key: str) -> bool:
-        """Whether it differs from the default."""
+    def changes(self, key: str) -> bool:
+        """Whether a key's value differs from the default."""
         return getattr(self, key) != getattr(Plan, key)
 
+    def word(self, key: str) -> str:
+        """A key with its value, as in a line: `tp=2`."""
+        return f"{key}={as_word(KEYS[key], getattr(self, key))}"
+
     def _without(self, key: str, word: str) -> Problem | None:
-        if not self._given(key):
+        if not self.changes(key):
             return None
-        what = f"{key}={as_word(KEYS[key], getattr(self, key))} has no effect: there is no {word} in the plan"
+        what = f"{self.word(key)} has no effect: there is no {word} in the plan"
         return Problem("P030", what, fix=(word, f"leave out {key}"))
 
     def _not(self, nproc: int) -> Problem:

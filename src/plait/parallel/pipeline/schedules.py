@@ -115,10 +115,6 @@ def _joined(row: Iterable[Action]) -> Row:
     return tuple(joined)
 
 
-SPLIT = ("zb", "zbv", "auto")
-"""Schedules that split backward passes."""
-
-
 def problems(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> list[str]:
     """Why there is no such table, a sentence each; empty when there is. `schedule` is one of `SCHEDULES`."""
     if schedule not in SCHEDULES:

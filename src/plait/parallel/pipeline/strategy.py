@@ -40,13 +40,14 @@ from functools import lru_cache, partial
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
+from plait.config.keys import SPLIT
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
 from plait.parallel.pipeline.partition import StageLayout, check, table_of
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
-from plait.parallel.pipeline.schedules import SPLIT, problems
+from plait.parallel.pipeline.schedules import problems
 from plait.parallel.pipeline.stage import PipelineStages
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Specs
