@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
-from plait.model.slices import ParameterSlice
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.spec import ShardPlan
 from plait.parallel.tensor import strategy as tensor
@@ -134,8 +133,7 @@ def test_gradients_of_norms_on_heads_not_summed(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four ranks hold the same head of keys, and each its own queries."""
-    real = ParameterSlice.alike
-    monkeypatch.setattr(ParameterSlice, "alike", lambda self: [(rank,) for alike in real(self) for rank in alike])
+    without(monkeypatch, ".k.")
     sees(job(), "tp=4", "G", ".k.")
 
 

@@ -5,6 +5,7 @@ any size: see `parallel/tensor/find/finder.py`.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -195,10 +196,10 @@ def way(cut: ParameterSlice) -> str:
     >>> way(ParameterSlice("w", 0, (((0, 4),), ((4, 4),)))), way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
     ('contiguous', 'inside 2 parts')
     """
-    alike = max(len(ranks) for ranks in cut.alike())
+    sharers = max(Counter(cut.ranges).values())
     parts = max(len(ranges) for ranges in cut.ranges)
     said = "contiguous" if parts == 1 else f"inside {parts} parts"
-    return said if alike == 1 else f"{said}, heads shared by {alike} ranks"
+    return said if sharers == 1 else f"{said}, heads shared by {sharers} ranks"
 
 
 def _changed(model: nn.Module, integer: DividedNumber, inner: Callable[[str], str]) -> str:

@@ -22,13 +22,6 @@ class ParameterSlice:
         """The shape of a rank's slice of a tensor of shape `whole`."""
         return (*whole[: self.dim], sum(n for _, n in self.ranges[rank]), *whole[self.dim + 1 :])
 
-    def alike(self) -> list[tuple[int, ...]]:
-        """The ranks in sets that hold the same."""
-        holders: dict[Ranges, list[int]] = {}
-        for rank, ranges in enumerate(self.ranges):
-            holders.setdefault(ranges, []).append(rank)
-        return [tuple(ranks) for ranks in holders.values()]
-
 
 @dataclass(frozen=True)
 class DividedNumber:
