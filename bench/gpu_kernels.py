@@ -12,7 +12,7 @@ from gpu_looks import Look, Row, Setting, timed
 from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from plait.parallel.context import attention_kernels, blockwise
+from plait.parallel.context import attention_kernels, ring
 from plait.parallel.context.attention_kernels import Scores
 from plait.randomness import philox
 from plait.randomness.philox import StreamPart
@@ -112,15 +112,15 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, ranks: in
     """Output and gradients, block by block of queries and keys."""
     scale, results = q.shape[-1] ** -0.5, []
     blocks = [t.chunk(ranks, 2) for t in (q, k, v, grad)]
-    into = [[torch.zeros_like(t, dtype=blockwise.wide(t.dtype)) for t in blocks[n]] for n in (1, 2)]
+    into = [[torch.zeros_like(t, dtype=ring.wide(t.dtype)) for t in blocks[n]] for n in (1, 2)]
     for i, (mine, given) in enumerate(zip(blocks[0], blocks[3])):
-        out, lse = blockwise.empty(mine, blocks[2][0])
+        out, lse = ring.empty(mine, blocks[2][0])
         seen = [(j, Scores(scale, causal and i == j)) for j in range(ranks) if not causal or j <= i]
         for j, scores in seen:
-            blockwise.merge(out, lse, blockwise.forward(mine, blocks[1][j], blocks[2][j], scores))
-        dq = torch.zeros_like(mine, dtype=blockwise.wide(mine.dtype))
+            ring.merge(out, lse, ring.forward(mine, blocks[1][j], blocks[2][j], scores))
+        dq = torch.zeros_like(mine, dtype=ring.wide(mine.dtype))
         for j, scores in seen:
-            parts = blockwise.backward(given, (mine, blocks[1][j], blocks[2][j]), out.to(mine.dtype), lse, scores)
+            parts = ring.backward(given, (mine, blocks[1][j], blocks[2][j]), out.to(mine.dtype), lse, scores)
             for to, part in zip((dq, into[0][j], into[1][j]), parts):
                 to += part
         results.append((out, dq))

@@ -45,8 +45,7 @@ from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import make_model
-from plait.parallel.pipeline.schedule_search import table
-from plait.parallel.pipeline.simulate import simulate
+from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.report.timeline import Timeline, timeline
 
 MICRO = 8

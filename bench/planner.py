@@ -27,7 +27,7 @@ from plait.config import network
 from plait.planner.answer import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.time import Software, TimeModel
+from plait.planner.formulas import Software, TimeModel
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 2 << 30

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from plait.integrations.export_weights import ExportWeights
     from plait.losses.global_batch import global_batch, global_mean
     from plait.losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-    from plait.model.combined_optimizer import CombinedOptimizer
     from plait.model.fake_model import sketch_of
+    from plait.model.optimizers import CombinedOptimizer
     from plait.model.parameter_groups import layerwise_rates, named, parameter_groups
     from plait.model.pretrained import new_modules, pretrained
     from plait.model.schedule import schedule_of
@@ -83,7 +83,7 @@ __all__ = [
 _HOME = {
     "BestCheckpoint": "plait.engine.callbacks",
     "Callback": "plait.engine.callbacks",
-    "CombinedOptimizer": "plait.model.combined_optimizer",
+    "CombinedOptimizer": "plait.model.optimizers",
     "EMA": "plait.config.job",
     "EarlyStopping": "plait.engine.callbacks",
     "Engine": "plait.engine.engine",

@@ -32,10 +32,18 @@ from plait.cli.run_callbacks import together
 from plait.cli.train import launch
 from plait.cli.train_options import requested
 from plait.cli.verify import proved, too_few
-from plait.config.command_options import PlanOptions, SketchOptions, TrainOptions, VerifyOptions
+from plait.config.command_options import (
+    CommandOptions,
+    Option,
+    PlanOptions,
+    SketchOptions,
+    TrainOptions,
+    VerifyOptions,
+    check_range,
+    options_of,
+)
 from plait.config.errors import FAILED, NO_ROOM, PlaitError, Problem, did_you_mean, disk_full
 from plait.config.job import Job, load_job, made_by
-from plait.config.option import CommandOptions, Option, check_range, options_of
 from plait.config.plan import Plan
 from plait.engine.callbacks import Callback
 from plait.launch import fork, forkable, fresh, limits

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from exact.test_ring import CASES, given, plain
 
 from device.attention_kernels import CALLS, MODE
-from plait.parallel.context import blockwise, ring
+from plait.parallel.context import ring
 from plait.tensors.rows import Rows
 
 FORMATS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,7 +31,7 @@ def worst_of(case: str, dtype: torch.dtype, zigzag: bool) -> float:
     mask, kept = (t if t is None or t.shape[-2] == 1 else mine(t) for t in (how["mask"], how["kept"]))
     learned = len(tensors) > 3
     mask = mask if mask is None else there(mask.detach().clone()).requires_grad_(learned)
-    scores = blockwise.Scores(
+    scores = ring.Scores(
         1 / math.sqrt(tensors[0].shape[-1]), how["causal"], mask, kept if kept is None else there(kept), learned
     )
     out = ring.attention(*local, scores, ring.Ring(group, cut))

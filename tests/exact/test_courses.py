@@ -16,8 +16,7 @@ from plait.model.fake_model import sketched
 from plait.model.make import call
 from plait.model.meter import OUTPUT
 from plait.model.sketch import sketch
-from plait.parallel.pipeline.partition import ForwardPath, check, cut
-from plait.parallel.pipeline.paths import Forward, ForwardPaths
+from plait.parallel.pipeline.partition import Forward, ForwardPath, ForwardPaths, check, cut
 from plait.proof.verify import verify
 
 PLANS = (

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as dist
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
-from plait.parallel.compression import compressor, powersgd, rounded
+from plait.parallel.compression import compressor
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.data.buckets import CompressedSums
 from plait.proof.verify import verify
@@ -76,13 +76,13 @@ def clipped_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank takes all others' whole numbers times its own scale."""
-    real = rounded.gathered
+    real = compressor.gathered
 
     def gathered(tensors: Mapping[str, Tensor], group: Any) -> Any:
         for name, rows in real(tensors, group):
             yield name, [tensors[name]] * len(rows) if rows[0].dtype == torch.float64 else rows
 
-    monkeypatch.setattr(rounded, "gathered", gathered)
+    monkeypatch.setattr(compressor, "gathered", gathered)
 
 
 def averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def unorthogonal(monkeypatch: pytest.MonkeyPatch) -> None:
             thin.shape[1], dtype=torch.bool
         )
 
-    monkeypatch.setattr(powersgd, "orthonormal", normed)
+    monkeypatch.setattr(compressor, "orthonormal", normed)
 
 
 def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:

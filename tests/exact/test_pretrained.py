@@ -1,4 +1,4 @@
-"""Jobs that start from given weights, and adapters beside frozen ones: as on one device, under every plan."""
+"""Jobs that start from given opening, and adapters beside frozen ones: as on one device, under every plan."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import plait
 from plait import Plan
-from plait.checkpoint import weights
+from plait.checkpoint import opening
 from plait.proof.verify import verify
 
 
@@ -70,7 +70,7 @@ def test_weights_of_a_file(plan: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_read_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, forgotten = weights.Reader.read, []
+    read, forgotten = opening.Reader.read, []
 
     def careless(self: Any, name: str, part: Any) -> None:
         if name.endswith("weight") and not forgotten:
@@ -78,7 +78,7 @@ def test_weights_that_are_not_read_are_found(tmp_path: Path, monkeypatch: pytest
             return
         read(self, name, part)
 
-    monkeypatch.setattr(weights.Reader, "read", careless)
+    monkeypatch.setattr(opening.Reader, "read", careless)
     assert not verify(of_files(tmp_path), Plan.parse("dp=2"), steps=3).equal
 
 

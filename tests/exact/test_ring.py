@@ -13,7 +13,7 @@ from plait.config.plan import Plan
 from plait.engine.traffic import Traffic
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.context import blockwise, ring, ulysses
+from plait.parallel.context import ring, ulysses
 from plait.tensors.rows import Rows
 
 CASES = (
@@ -96,7 +96,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
             out = exchange.rows(plain(q, k, v, {**how, "mask": m}))
         else:
             m = mask if mask is None or mask.shape[-2] == 1 else mine(mask)
-            scores = blockwise.Scores(scale, how["causal"], m, None if kept is None else mine(kept), len(tensors) > 3)
+            scores = ring.Scores(scale, how["causal"], m, None if kept is None else mine(kept), len(tensors) > 3)
             with traffic.watch():
                 out = ring.attention(*local, scores, ring.Ring(group, cut))
         worst[name] = float((out - mine(output)).detach().abs().max())
@@ -151,10 +151,10 @@ def test_sixteen_bits_without_a_kernel_come_near_thirty_two(dtype: torch.dtype) 
     found = []
     for wide in (False, True):
         tensors = [t.float() if wide else t for t in (q, k, v)]
-        scores = blockwise.Scores(8**-0.5, True, kept=kept)
-        out, lse = blockwise.forward(*tensors, scores)
+        scores = ring.Scores(8**-0.5, True, kept=kept)
+        out, lse = ring.forward(*tensors, scores)
         given = out if wide else out.to(dtype)
-        found.append([out, *blockwise.backward(grad.to(given.dtype), tuple(tensors), given, lse, scores)[:3]])
+        found.append([out, *ring.backward(grad.to(given.dtype), tuple(tensors), given, lse, scores)[:3]])
     for near, exact in zip(*found):
         assert near.dtype == torch.float32 and torch.allclose(near, exact, atol=0.05)
 
@@ -164,10 +164,10 @@ def test_a_mask_of_the_least_number_of_float32_hides_keys_in_sixteen_bits() -> N
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 8, 8, generator=g).bfloat16() for _ in range(3))
     mask = torch.zeros(1, 1, 8, 8).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min)
-    scores = blockwise.Scores(0.5, mask=mask)
-    out, lse = blockwise.empty(q, v)
+    scores = ring.Scores(0.5, mask=mask)
+    out, lse = ring.empty(q, v)
     for at in (slice(0, 4), slice(4, 8)):
         part = scores.only(slice(None), at, False)
-        blockwise.merge(out, lse, blockwise.forward(q, k[:, :, at], v[:, :, at], part))
+        ring.merge(out, lse, ring.forward(q, k[:, :, at], v[:, :, at], part))
     whole = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), mask, scale=0.5)
     assert torch.allclose(out, whole, atol=2e-2), (out - whole).abs().max()

@@ -13,8 +13,7 @@ import plait
 from plait.config.plan import Plan
 from plait.data.batch import Position
 from plait.engine.server.dealing import Dealer, Update
-from plait.engine.server.group import Trainer
-from plait.engine.server.layout import ServerUpdate, UsedGradient
+from plait.engine.server.group import ServerUpdate, Trainer, UsedGradient
 from plait.engine.server.ledger import LedgerRow
 from plait.engine.server.state import Server
 from plait.proof.verdict import Verdict, table

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.parallel.compression import price
-from plait.parallel.compression.compressor import Compressor
-from plait.parallel.compression.powersgd import orthonormal
+from plait.parallel.compression import compressor
+from plait.parallel.compression.compressor import Compressor, orthonormal
 
 KINDS = ("bf16", "int8", "powersgd")
 SHAPES = ((3,), (), (4, 5), (6, 1), (0, 3), (2, 3, 4), (9, 8))
@@ -145,7 +144,7 @@ def test_the_price_is_what_is_sent(kind: str, ranks: int) -> None:
     group = Threads(ranks)
     made = [Compressor(kind, like, 0, 2) for _ in range(ranks)]
     group.run(lambda who: made[who].sum(like, group) and None)
-    assert group.bytes == price.sent(kind, [tuple(t.shape) for t in like.values()], ranks, 4, 2)
+    assert group.bytes == compressor.sent(kind, [tuple(t.shape) for t in like.values()], ranks, 4, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

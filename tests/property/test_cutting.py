@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plait.config.errors import PlaitError
-from plait.model.costs import Figure, Unit, UnitCall
+from plait.model.operations import Figure, Unit, UnitCall
 from plait.model.sketch import Sketch
 from plait.parallel.pipeline.partition import SLACK, StagePartition, across, check, costs, cut
 

@@ -17,7 +17,7 @@ from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import NAMES
 from plait.checkpoint.saving import publish, write_part
-from plait.tensors.part import Part, within
+from plait.tensors.rows import Part, within
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 VALUES: dict[str, Any] = {

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.tensors.part import taken
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Rows, taken
 from plait.tensors.sharded_views import follow
 
 FACTORS = st.lists(st.sampled_from([1, 2, 2, 3, 5]), min_size=1, max_size=5)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from rarely import rarely
 
 from plait.config.keys import SCHEDULES
-from plait.parallel.pipeline.schedule_search import Costs, best, packed_all, table
+from plait.parallel.pipeline.schedule_search import Costs, best, packed_all, simulate, table
 from plait.parallel.pipeline.schedules import Table, folded, looped, problems
-from plait.parallel.pipeline.simulate import simulate
 
 RANKS, MICROBATCHES, STAGES = range(1, 9), range(1, 33), range(1, 5)
 TEXTBOOK = [name for name in SCHEDULES if name != "auto"]

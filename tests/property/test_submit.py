@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from submitted import Programs, asked, expanded, sbatch
 
 from plait.config.errors import PlaitError
-from plait.integrations.submit.scheduler import scheduler
-from plait.integrations.submit.shell import line
-from plait.integrations.submit.submission import Submission
-from plait.integrations.submit.yaml import dump
+from plait.integrations.submit.jobset import dump
+from plait.integrations.submit.submission import Submission, line, scheduler
 
 WORST = (
     "it's", 'say "hi"', "$(touch /tmp/plait-was-here)", "`id`", "a b", " ", "a\nb", "a\n", "\n\n", "; rm -rf x", "-x", "--", "é 漢 🙂",

@@ -29,7 +29,7 @@ import plait
 from plait import api
 from plait.config.errors import PlaitError, Problem
 from plait.launch import fork
-from plait.launch.failure_report import unforkable
+from plait.launch.failures import unforkable
 
 FILE = str(Path(__file__).parents[1] / "training.py")
 

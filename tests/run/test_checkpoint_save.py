@@ -21,7 +21,7 @@ from plait import Engine, Job, PlaitError, Plan
 from plait.checkpoint import saving
 from plait.checkpoint.checkpoints import verify
 from plait.launch import fork
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 
 def wide() -> Job:

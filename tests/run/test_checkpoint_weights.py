@@ -13,8 +13,7 @@ from launched import TEST_JOB, Command
 from safetensors.torch import load_file, save_file
 
 from plait import Engine, Job, PlaitError, Plan
-from plait.checkpoint.opening import INDEX
-from plait.checkpoint.weights import _way_out
+from plait.checkpoint.opening import INDEX, _way_out
 from plait.cli.main import main
 from plait.launch import fork
 from run.test_checkpoint_damage import train_and_save

@@ -10,8 +10,7 @@ from launched import TEST_JOB, Command, alive, rows
 from rarely import sampled
 
 from plait.chaos.strike import FILE
-from plait.launch.failure_report import sort_of
-from plait.launch.failures import Failure
+from plait.launch.failures import Failure, sort_of
 from plait.launch.progress import Progress
 
 CASES = {

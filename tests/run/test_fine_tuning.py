@@ -200,9 +200,9 @@ def test_frozen_parameters_have_no_gradient_no_state_and_no_traffic(plan: str, t
 
 def test_the_planner_prices_gradients_of_what_is_trained_alone(base: Path) -> None:
     from plait.parallel.order import shard_plan
+    from plait.planner.formulas import Software
     from plait.planner.from_sketch import workload_of
     from plait.planner.late import bill
-    from plait.planner.time import Software
 
     sketch = plait.sketch_of(job(base))
     work = workload_of(sketch, shard_plan(job(base), Plan(), sketch))

@@ -18,9 +18,23 @@ from plait.data.loading import batches
 from plait.launch import hangs
 from plait.launch.activity import Activity, activity
 from plait.launch.failures import hung
-from plait.launch.hangs import AWAITED, AWAITED_BUSY, GROWTH, IDLE, READS, READS_BUSY, HangDetector, Look, limit, told
+from plait.launch.hangs import (
+    AWAITED,
+    AWAITED_BUSY,
+    GROWTH,
+    IDLE,
+    READS,
+    READS_BUSY,
+    HangDetector,
+    Look,
+    Stack,
+    StackFrame,
+    Stacks,
+    limit,
+    parse,
+    told,
+)
 from plait.launch.progress import Progress, ProgressBoard
-from plait.launch.stacks import Stack, StackFrame, Stacks, parse
 
 JOB = str(Path(__file__).parents[1] / "jobs_hanging.py")
 SEND = StackFrame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")

@@ -20,7 +20,7 @@ from torch import nn
 from plait.config.errors import PlaitError
 from plait.launch import fork as here
 from plait.launch import limits
-from plait.launch.failure_report import described
+from plait.launch.failures import described
 from plait.launch.place import Place
 
 JOB = hostile.__file__

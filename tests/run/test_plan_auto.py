@@ -18,8 +18,8 @@ from plait.config.plan import Plan
 from plait.launch import detect
 from plait.planner import goals
 from plait.planner.answer import ask
+from plait.planner.formulas import Cores
 from plait.planner.question import PlanRequest, sized
-from plait.planner.time import Cores
 from plait.planner.trial import in_turn, whole
 from tests import jobs
 

@@ -19,9 +19,8 @@ from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import table
 from plait.report.drawing import drawn, page
-from plait.report.spans import Span, flat
 from plait.report.summary import curve, evaluation_curves, summary, text
-from plait.report.timeline import RankRow, StepBox, Timeline, predict, timeline, trace
+from plait.report.timeline import RankRow, Span, StepBox, Timeline, flat, predict, timeline, trace
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 PLAN = "pp=2 microbatches=3 schedule=zb"

@@ -18,7 +18,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 SAVED, LAST = 4, 8
 

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import plait
-from plait.integrations.adapters import loaders, optimizers, own_losses, schedulers
+from plait.integrations.adapters import loaders, loop, optimizers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -25,7 +25,7 @@ def data(count: int = 10) -> TensorDataset:
     return TensorDataset(torch.randn(count, 3), torch.randint(0, 2, (count,)))
 
 
-def loop(make: Callable[[nn.Module], torch.optim.Optimizer] | None = None, loader: object = None, **more) -> plait.Job:
+def looped(make: Callable[[nn.Module], torch.optim.Optimizer] | None = None, loader: object = None, **more) -> plait.Job:
     net = more.pop("model", None) or model()
     optimizer = make(net) if make else torch.optim.SGD(net.parameters(), 0.1)
     scheduler = more.pop("scheduler", lambda optimizer: None)(optimizer)
@@ -35,7 +35,7 @@ def loop(make: Callable[[nn.Module], torch.optim.Optimizer] | None = None, loade
 
 def test_a_loop_is_read() -> None:
     net = model()
-    job = loop(model=net, accumulation=2, world=3, clip=1.0)
+    job = looped(model=net, accumulation=2, world=3, clip=1.0)
     assert (job.batch, job.steps, job.clip, job.order) == (24, 2, 1.0, None)
     one, other = job.model(), job.model()
     assert one is not other and torch.equal(one[0].weight, net[0].weight)
@@ -77,7 +77,7 @@ def test_a_scheduler_is_played(make: Callable[[torch.optim.Optimizer], lr_schedu
         warnings.simplefilter("ignore")  # OneCycleLR and SequentialLR step before the optimizer
         scheduler = make(optimizer)
         factor, first = (
-            schedulers.factor(scheduler, lambda samples: samples // 4, "J038"),
+            loop.factor(scheduler, lambda samples: samples // 4, "J038"),
             optimizer.param_groups[1]["initial_lr"],
         )
         for step in range(8):
@@ -96,8 +96,8 @@ def test_steps_of_an_epoch_with_a_short_batch() -> None:
 
 def test_labels_that_count() -> None:
     labels = torch.tensor([[5, -100, 3], [-100, -100, 1]])
-    assert own_losses.counted(True)(labels).tolist() == [1, 1]
-    assert own_losses.counted(False)(labels).tolist() == [2, 1]
+    assert loop.counted(True)(labels).tolist() == [1, 1]
+    assert loop.counted(False)(labels).tolist() == [2, 1]
 
 
 def stepped(net: nn.Module) -> torch.optim.Optimizer:
@@ -123,7 +123,7 @@ def stepped(net: nn.Module) -> torch.optim.Optimizer:
 )  # fmt: skip
 def test_what_a_loop_may_not_have(given: dict, says: str) -> None:
     with pytest.raises(plait.PlaitError, match=says) as error:
-        loop(**given)
+        looped(**given)
     assert error.value.codes == ["J038"] and error.value.problems[0].what
 
 

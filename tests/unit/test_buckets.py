@@ -7,8 +7,8 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.parallel.data.buckets import ON_CPU, ON_DEVICES, bucket_bytes, fill
 from plait.planner import late
+from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Workload
-from plait.planner.time import Cores, Software, TimeModel
 
 MIB = 1 << 20
 FLOATS = [((MIB // 8,), torch.float32)] * 128

@@ -9,7 +9,7 @@ import pytest
 
 import plait
 from plait.config.errors import FAILED, USAGE, PlaitError, Problem, did_you_mean, explain
-from plait.launch import failure_report
+from plait.launch import failures
 
 SOURCE = Path(plait.__file__).parent
 CODE = re.compile(r'"([A-Z]\d{3})"')
@@ -102,6 +102,6 @@ def test_refusals_exit_with_2_wherever_they_are_found() -> None:
 def test_a_file_of_a_library_is_named_as_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a virtual environment in the folder of the job."""
     monkeypatch.setattr("sys.path", ["", "/home/job", "/home/job/.venv/lib", "/home"])
-    assert failure_report._library("/home/job/.venv/lib/torch/nn/functional.py") == "torch/nn/functional.py"
-    assert failure_report._library("/home/job/train.py") == "train.py"
-    assert failure_report._library("/elsewhere/x.py") == "/elsewhere/x.py"
+    assert failures._library("/home/job/.venv/lib/torch/nn/functional.py") == "torch/nn/functional.py"
+    assert failures._library("/home/job/train.py") == "train.py"
+    assert failures._library("/elsewhere/x.py") == "/elsewhere/x.py"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.parallel.pipeline.split_backward import halves
+from plait.parallel.pipeline.stage import halves
 
 WIDTH = 3
 

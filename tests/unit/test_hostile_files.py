@@ -13,7 +13,7 @@ from plait.config.errors import PlaitError
 from plait.config.files import open_plain, read_plain
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.launch import secret
+from plait.launch import gate
 
 Maker = Callable[[Path], None]
 
@@ -141,5 +141,5 @@ def test_a_secret_that_is_no_small_file_is_refused(kind: str, tmp_path: Path, mo
         file.write_bytes(b"0" * 10_000 if kind == "large" else b"\xff" * 40)
         file.chmod(0o600)
     with pytest.raises(PlaitError) as caught:
-        secret.key("job")
+        gate.key("job")
     assert caught.value.codes == ["L008"] and str(file) in str(caught.value)

@@ -15,7 +15,7 @@ import plait
 from plait.cli.main import main
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.parallel.compression.price import sent
+from plait.parallel.compression.compressor import sent
 from plait.planner import late
 from plait.planner.answer import ask, text
 from plait.planner.estimate import Estimate, estimate

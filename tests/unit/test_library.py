@@ -10,7 +10,7 @@ import pytest
 from plait.checkpoint import fingerprint
 from plait.config.job import execute
 from plait.config.library import is_library
-from plait.launch.stacks import StackFrame
+from plait.launch.hangs import StackFrame
 
 LAYERS = """
 class Layer:

@@ -10,10 +10,19 @@ import pytest
 
 from plait import api
 from plait.cli.main import COMMANDS, parsed
-from plait.config.command_options import SCHEDULERS, BenchOptions, TrainOptions
+from plait.config.command_options import (
+    REQUIRED,
+    SCHEDULERS,
+    BenchOptions,
+    CommandOptions,
+    Option,
+    TrainOptions,
+    options_of,
+    out_of_range,
+    words_of,
+)
 from plait.config.errors import PlaitError
-from plait.config.option import REQUIRED, CommandOptions, Option, options_of, out_of_range, words_of
-from plait.integrations.submit.scheduler import scheduler
+from plait.integrations.submit.submission import scheduler
 
 EVERY = [(name, option) for name, command in COMMANDS.items() for option in options_of(command.options).values()]
 SAID = {int: "7", float: "2.5", str: "a", Path: "a/b"}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from plait.model.outside_writes import FollowedWrites, OutsideWrites
+from plait.model.mutations import FollowedWrites, OutsideWrites
 from plait.tensors.float64 import Shadow, Wide
 from plait.tensors.torch_private import storage_key
 

@@ -18,18 +18,16 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.launch.detect import read_machine
-from plait.parallel.pipeline.schedule_search import table
-from plait.parallel.pipeline.simulate import simulate
+from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.planner import goals
 from plait.planner.answer import NOISE, Traits, answer, ask, correction, text, toml, why_not
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import StageSchedule, alive, estimate, played
+from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
 from plait.planner.question import PlanRequest, sized
-from plait.planner.search import Candidate, Found, search
-from plait.planner.space import branch_samples, branches
-from plait.planner.time import Cores, Software, TimeModel
+from plait.planner.search import Candidate, Found, branch_samples, branches, search
 
 
 class Layer(nn.Module):

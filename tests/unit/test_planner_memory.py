@@ -16,7 +16,7 @@ from plait.parallel.order import shard_plan
 from plait.parallel.spec import sizes
 from plait.planner.dryrun.dry_run import known
 from plait.planner.estimate import estimate
-from plait.planner.memory import sharded, weights
+from plait.planner.formulas import sharded, weights
 from plait.planner.question import PlanRequest
 
 JOBS: dict[str, Callable[[], Job]] = {

@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import plait
 from plait import PlaitError
 from plait.config.plan import Plan
-from plait.data import ready
+from plait.data import loading
 from plait.data.sampling import data_of, example
-from plait.proof.noted_data import first_of
+from plait.proof.notes import first_of
 from plait.proof.scenario import harden
 from plait.proof.verify import verify
 
@@ -190,7 +190,7 @@ def job(data: Callable[[], Any]) -> plait.Job:
 def looked_at(data: Callable[[], Any]) -> None:
     made = job(data)
     opened = data_of(made)
-    ready.check(made, opened, example(made, opened)[0])
+    loading.check(made, opened, example(made, opened)[0])
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -215,7 +215,7 @@ class Padded(Sequences):
 def test_what_plait_wraps_around_data_does_not_say_that_it_has_batches(length: int) -> None:
     hard = harden(job(lambda: Padded(length)), Plan.parse("dp=2"), 1)
     for data in (hard.data(), first_of(Padded(length), 4)):
-        ready.check(dataclasses.replace(hard, batch=length if length > 3 else 8), data, data[0])
+        loading.check(dataclasses.replace(hard, batch=length if length > 3 else 8), data, data[0])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jobs
 from plait.cli.other_plans import OtherPlans
 from plait.cli.request import Request
 from plait.config.plan import Plan
-from plait.launch.round import Round
+from plait.launch.rendezvous import Round
 
 UNEVEN = Round(3, "dp=5", {0: (0, 1), 2: (1,), 5: (0, 3)})
 

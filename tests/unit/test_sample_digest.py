@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.proof.noted_data import sample_digest
+from plait.proof.notes import sample_digest
 
 
 class Pair(NamedTuple):

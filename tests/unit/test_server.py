@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from plait.config.errors import PlaitError
-from plait.engine.server.layout import Layout, shared_out, weighted
-from plait.engine.server.nesterov import DelayedNesterov
+from plait.engine.server.group import Layout, shared_out, weighted
+from plait.engine.server.state import DelayedNesterov
 from plait.launch import limits
 from plait.launch.channel import HEADER, Hub, Packet, Peer
 from plait.launch.gate import GREETING

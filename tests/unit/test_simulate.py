@@ -2,9 +2,8 @@
 
 import pytest
 
-from plait.parallel.pipeline.schedule_search import table
+from plait.parallel.pipeline.schedule_search import Deadlock, Played, simulate, table
 from plait.parallel.pipeline.schedules import Action, Table
-from plait.parallel.pipeline.simulate import Deadlock, Played, simulate
 
 
 def play(name: str, p: int, m: int, v: int = 1, link: float = 0.0, send: float = 0.0) -> Played:

@@ -25,7 +25,7 @@ from plait.parallel.tensor.find.linear_maps import find_maps
 from plait.parallel.tensor.find.trace import Still
 from plait.parallel.tensor.wiring import resized
 from plait.tensors import multihead
-from plait.tensors.part import taken
+from plait.tensors.rows import taken
 
 WIDTH, LENGTH = 24, 5
 

@@ -15,8 +15,7 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.planner.answer import ask, text
 from plait.planner.question import PlanRequest, sized
-from plait.planner.space import branch_samples
-from plait.planner.unequal import gain, price
+from plait.planner.search import branch_samples, gain, price
 
 FILE = """
 name = "mixed"

@@ -22,8 +22,8 @@ import plait
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.job import load_job
-from plait.model.costs import Figure, UnitCall
 from plait.model.make import call
+from plait.model.operations import Figure, UnitCall
 from plait.model.sketch import Sketch, sketch
 from plait.model.table import outline, short
 from plait.tensors.trees import NOTHING

@@ -2,7 +2,6 @@
 
 strike            what happens inside a rank, at a step and phase
 watched           a `plait train` in a process of its own, seen from outside
-record            what a run left, and whether it is that of the undisturbed one
 scene             where a fault is posed: its folder, its runs, and how they are judged
 fault             what a fault is, and a row of the table
 ranks             ranks that die, raise, hang or are slow

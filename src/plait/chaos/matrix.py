@@ -14,9 +14,8 @@ from types import FrameType
 from plait.chaos import damage, disks, launchers, machines, numbers, ranks
 from plait.chaos.fault import KEPT, NO_PROMISE, NOT_RUN, SHORT, Fault, Row
 from plait.chaos.hosts import own_mounts, two_hosts
-from plait.chaos.record import Record
 from plait.chaos.scene import CannotPose, Outcome, Scene, Setting
-from plait.chaos.watched import NotInTime, adopt
+from plait.chaos.watched import NotInTime, Record, adopt
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.launch import fork
 from plait.launch.scratch import Scratch

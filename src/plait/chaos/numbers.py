@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from plait.chaos.fault import Fault
 from plait.chaos.ranks import undisturbed
-from plait.chaos.record import Record
 from plait.chaos.scene import Outcome, Scene
 from plait.chaos.strike import Strike
+from plait.chaos.watched import Record
 
 HOUR = 3600.0
 

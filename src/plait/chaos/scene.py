@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plait.chaos.hosts import Hosts
-from plait.chaos.record import Record
 from plait.chaos.strike import Mark, Strike, marks, struck
-from plait.chaos.watched import Beginning, NotInTime, Watched, orphans
-from plait.config.command_options import TrainOptions
+from plait.chaos.watched import Beginning, NotInTime, Record, Watched, orphans
+from plait.config.command_options import TrainOptions, words_of
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
 from plait.config.keys import SAME_PARTS
-from plait.config.option import words_of
 from plait.config.plan import Plan
 from plait.launch.place import cores, fix_threads, threads
 

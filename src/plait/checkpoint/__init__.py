@@ -1,11 +1,9 @@
 """Saved under any plan, read under any other.
 
 checkpoints       save, resume, refuse
-training          what a checkpoint is taken of, as a protocol
 state             a training as named parts and values
 optimizer_state   the optimizer's part of it
 carried_state     what a model or a loss carries from step to step outside of parameters and buffers
-attribute_watch   which attributes each step writes before it reads them
 plain_values      values of Python as JSON and tensors
 fingerprint       what a training depends on, compared when it is resumed
 chunks            who writes which rectangle of a tensor
@@ -16,6 +14,5 @@ replica_groups    what it holds of replica groups, and of each of them alone
 saving            a save beside training
 base              frozen parameters that it names and does not hold
 opening           weights that somebody keeps, opened
-weights           others' weights in
 export            its weights out
 """

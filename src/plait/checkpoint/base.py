@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plait.checkpoint.carried_state import Training, exchange_json
 from plait.checkpoint.manifest import MANIFEST
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import Damaged
-from plait.checkpoint.training import Training, exchange_json
 from plait.config.files import open_plain
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 BLOCK = 1 << 24
 """Bytes that are hashed at a time."""

@@ -2,34 +2,42 @@
 
 Recurrent layers keep a hidden state, mixtures a running count, queues a list of features, optimizers the step of their own schedule, in
 plain attributes; `get_extra_state` gives what else a `state_dict()` has. Whatever of it has changed since the model was made is saved,
-unless every step makes it anew (`checkpoint/attribute_watch.py`). Each rank saves its own. The same plan gives each rank its own back.
+unless every step makes it anew (`checkpoint/plain_values.py`). Each rank saves its own. The same plan gives each rank its own back.
 Another plan gives all ranks what all of them had; where ranks had different values there is nothing to go on with.
+
+What a checkpoint is taken of, and given back to: a rank's training, of which `engine/engine.py` has the one implementation.
+
+And how its ranks agree: each says something, and all hear it.
 """
 
 import hashlib
 import json
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.checkpoint.attribute_watch import AttributeWatch
 from plait.checkpoint.chunks import HeldChunk
-from plait.checkpoint.manifest import CarriedValue, Manifest
-from plait.checkpoint.plain_values import Json, Opaque, Restorer, Writer
+from plait.checkpoint.manifest import Base, CarriedValue, Manifest
+from plait.checkpoint.plain_values import AttributeWatch, Json, Opaque, Restorer, Writer
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE
-from plait.config.errors import PlaitError, Problem
-from plait.config.job import is_user_class
+from plait.config.errors import USAGE, PlaitError, Problem, problem_of
+from plait.config.job import Job, is_user_class
 from plait.config.plan import Plan
+from plait.data.batch import Data, Position
+from plait.launch.place import Place
 from plait.model.optimizers import wrapped
+from plait.parallel.rank_model import RankModel
+from plait.tensors.collectives import exchange
 from plait.tensors.modules import OURS, STRUCTURE
-from plait.tensors.part import Part, whole
+from plait.tensors.norm import Rule
+from plait.tensors.rows import Part, whole
 from plait.tensors.torch_private import own_buffers
 
 LOSS = "Job.loss"
@@ -390,3 +398,69 @@ def _check_extra(name: str, opaque: list[str]) -> None:
     why = "a module's get_extra_state() returns it, and state in checkpoints is tensors and plain values: nothing is pickled"
     fix = ("return tensors, numbers, texts, and lists or dicts of these from get_extra_state()",)
     raise PlaitError(Problem("K024", what, why=why, fix=fix))
+
+
+class CallbackState(Protocol):
+    """What is kept beside a training as JSON values: the state of callbacks (`engine/callbacks.py`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        ...
+
+    def load_state_dict(self, kept: dict[str, Any]) -> list[str]:
+        """Take them up; what there is to say of them, a line each."""
+        ...
+
+
+class Training(Protocol):
+    """One rank's part of a training."""
+
+    job: Job
+    plan: Plan
+    place: Place
+    rank_model: RankModel
+    data: Data
+    position: Position
+    arguments: dict[str, str]
+    base: Base | None
+    """Where frozen parameters are that its checkpoints do not hold."""
+
+    carried: CarriedState
+    """What it carries from step to step outside of parameters and buffers."""
+
+    @property
+    def callbacks(self) -> CallbackState:
+        """What has a state of its own."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The rank's part of the model."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of that part."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the training depends on (`checkpoint/fingerprint.py`)."""
+
+    @property
+    def rule(self) -> Rule:
+        """Which of its tensors are to be finite."""
+
+
+def exchange_json(training: Training, word: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank says, by rank; all ranks call it."""
+    said = exchange(json.dumps(word).encode(), training.rank_model.mesh.everyone, training.rank_model.device)
+    return [json.loads(text) for text in said]
+
+
+def problems_in(error: PlaitError) -> dict[str, Any]:
+    """An error as a word for `exchange_json`."""
+    return {"problems": [vars(problem) for problem in error.problems]}
+
+
+def raise_first(said: Iterable[dict[str, Any]], exit_code: int = USAGE) -> None:
+    """The problems of the first rank that has any, on all ranks."""
+    for word in said:
+        if word.get("problems"):
+            raise PlaitError(map(problem_of, word["problems"]), exit_code)

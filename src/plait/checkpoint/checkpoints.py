@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, state
+from plait.checkpoint.carried_state import Training, exchange_json, problems_in, raise_first
 from plait.checkpoint.chunks import HeldChunk, assign
 from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, published, read_manifest
 from plait.checkpoint.opening import read_base
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import Cancelled, Damaged
 from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
-from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.data.batch import is_map
 from plait.data.sampling import Sampling
 from plait.tensors.norm import several
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 
 @dataclass

@@ -33,8 +33,8 @@ from plait.parallel.compression import strategy as compression
 from plait.randomness.keyed import host_kept
 
 if TYPE_CHECKING:
+    from plait.checkpoint.carried_state import Training
     from plait.checkpoint.manifest import Manifest
-    from plait.checkpoint.training import Training
 
 SECONDS = 0.5
 """How long samples are read at most, once the first is there."""

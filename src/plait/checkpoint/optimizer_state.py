@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from plait.checkpoint.carried_state import CarriedState
 from plait.config.errors import PlaitError, Problem
 from plait.launch import one_device
+from plait.model.mutations import OutsideWrites
 from plait.model.optimizers import OPEN, has_modes, weights_in_eval_mode, wrapped
-from plait.model.outside_writes import OutsideWrites
 from plait.model.parameter_groups import optimizer_of
 from plait.tensors.parameters import like
 
 if TYPE_CHECKING:
-    from plait.checkpoint.training import Training
+    from plait.checkpoint.carried_state import Training
 
 State = dict[int, dict[str, Any]]
 """Of parameters, by their number in the groups: what the optimizer keeps, by key."""

@@ -13,7 +13,7 @@ import torch
 from plait.checkpoint.chunks import Rect, overlap
 from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
 from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile
-from plait.tensors.part import Part, whole
+from plait.tensors.rows import Part, whole
 
 
 def room_for(name: str, entry: Entry, shape: tuple[int, ...], like: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,11 +12,11 @@ optimizer state to go on with: that is refused, unless changes are allowed; then
 
 from typing import Any
 
+from plait.checkpoint.carried_state import Training
 from plait.checkpoint.manifest import MANIFEST, Manifest
 from plait.checkpoint.safetensors_file import Damaged
-from plait.checkpoint.training import Training
 from plait.parallel.replica_groups.synchronise import RareSynchroniser
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 
 def prefix(training: Training) -> str:

@@ -25,7 +25,7 @@ from plait.checkpoint.manifest import FORMAT, KINDS, MANIFEST, parse, seal, unse
 from plait.checkpoint.reading import rectangle
 from plait.checkpoint.safetensors_file import Damaged, write
 from plait.tensors.norm import Rule, wrong_scalars
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 
 class SaveThread(threading.Thread):

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, replica_groups
+from plait.checkpoint.carried_state import Training
 from plait.checkpoint.chunks import HeldChunk
 from plait.checkpoint.manifest import DEPTH, EVAL, MANIFEST, OWN, Entry, Manifest, shallow
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
-from plait.checkpoint.training import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
 from plait.model.optimizers import weights_in_eval_mode
 from plait.parallel.compression.compressor import RESIDUAL
-from plait.tensors.part import Part, whole
+from plait.tensors.rows import Part, whole
 
 
 def parts_of(training: Training) -> dict[str, Part]:

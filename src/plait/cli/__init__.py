@@ -2,7 +2,6 @@
 
 main              the words of the command line
 plan_and_job      the plan and the job that a command names
-plan_keys         the help on a key of a plan
 train_options     plait train: what is wrong with its options, and what they ask for
 run_callbacks     plait train: the callbacks that its options ask for
 train             plait train: the launcher's side

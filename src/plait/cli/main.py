@@ -15,8 +15,9 @@ from textwrap import fill
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from plait.cli import plan_keys
+from plait.cli import plan_and_job
 from plait.config import command_options as of
+from plait.config.command_options import REQUIRED, CommandOptions, Option, options_of
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -31,10 +32,9 @@ from plait.config.errors import (
 )  # fmt: skip
 from plait.config.keys import KEYS
 from plait.config.library import uncollected
-from plait.config.option import REQUIRED, CommandOptions, Option, options_of
 from plait.config.version import __version__
 from plait.launch import forkable
-from plait.launch.descriptors import open_standard
+from plait.launch.limits import open_standard
 from plait.launch.stopping import WARNINGS
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser of the command line, and those of its commands by name."""
-    keys = "\n".join(f"  {name:<13} {plan_keys.told(key)}" for name, key in KEYS.items())
+    keys = "\n".join(f"  {name:<13} {plan_and_job.told(key)}" for name, key in KEYS.items())
     parser = _Parser(
         "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -242,7 +242,7 @@ def _help(options: of.HelpOptions) -> int:
     if word is None or word in commands:
         (parser if word is None else commands[word]).print_help()
         return 0
-    text = plan_keys.explained(word) if word in KEYS else explain(word.upper())
+    text = plan_and_job.explained(word) if word in KEYS else explain(word.upper())
     if text is None:
         known = [*commands, *KEYS, *codes()]
         hint = did_you_mean(word, known) if len(word) < 30 else ""

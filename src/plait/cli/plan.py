@@ -8,14 +8,13 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
-from plait.config.command_options import PlanOptions, SplitOptions
+from plait.config.command_options import PlanOptions, SplitOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
 from plait.config.library import uncollected
 from plait.config.machine import Machine
-from plait.config.option import check_range
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
@@ -25,7 +24,7 @@ from plait.planner.answer import Answer, ask, text, toml
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
-from plait.planner.space import divisors
+from plait.planner.search import divisors
 from plait.report.map_drawing import page
 
 EVERY = 10**6

@@ -23,7 +23,7 @@ from plait.engine.elastic import Memory
 from plait.engine.run_directory import RunDirectory
 from plait.launch.failures import BETWEEN, LOST, OWN, SAMPLE
 from plait.launch.nodes import Node
-from plait.launch.round import Round
+from plait.launch.rendezvous import Round
 from plait.launch.stopping import Stopped, StopRequest, command
 from plait.launch.supervise import Listener
 

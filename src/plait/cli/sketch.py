@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-from plait.config.command_options import SketchOptions
+from plait.config.command_options import SketchOptions, check_range
 from plait.config.job import Job, load_job
-from plait.config.option import check_range
 from plait.config.plan import Plan
 from plait.model.fake_model import sketched
 from plait.model.table import outline, table

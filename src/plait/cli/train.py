@@ -19,9 +19,8 @@ from plait.config.version import __version__
 from plait.data.shares import sizes
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
-from plait.engine.elastic import Memory
+from plait.engine.elastic import Memory, Neighbours
 from plait.engine.memory_use import fullest
-from plait.engine.pieces import Neighbours
 from plait.engine.rank_start import RankOptions
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
@@ -31,7 +30,7 @@ from plait.launch.devices import called, check, cuda_names, kind_of, unused
 from plait.launch.launchers.launcher import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
-from plait.launch.round import Round
+from plait.launch.rendezvous import Round
 from plait.launch.stopping import Stopped, StopRequest, command, ending_waits, told
 from plait.model.sketch import Sketch
 from plait.planner.refusals import foresee

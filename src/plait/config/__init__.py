@@ -7,7 +7,6 @@ phases            several losses and optimizers: the parts of a step
 keys              the keys of a plan, and which are axes of the mesh
 plan              how to split it: values; a line of text, TOML or JSON
 conflicts         what of a plan does not work together: one table
-option            an option of a command: name, help, values, and where it can be given
 command_options   the options of each command
 machine           what there is to train on, by name, file or data sheet
 machine_file      the TOML file of a machine, checked; the catalogue of data sheets

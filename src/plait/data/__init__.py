@@ -3,7 +3,6 @@
 batch       positions, shares of the global batch, micro-batches, collating
 sampling    the order of an epoch, and how many samples a step takes of it
 reachable   what a job's code can reach: objects that it holds and names
-ready       items that are ready batches, and no samples
 orders      orders to choose from: weighted, mixed, grouped by length, easiest first
 loaders     a DataLoader as the job's data
 batch_rows  which dim of a batch's tensors counts samples

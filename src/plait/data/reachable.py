@@ -5,7 +5,7 @@ attributes of instances and of the user's own classes, the variables of suspende
 
 Looked for, before a fork, are connections that processes cannot share: a database, a socket or a pipe that was opened before the fork is
 one for all ranks and loader processes: one process reads what was sent to another, or the library fails. (A plain file is harmless:
-`launch/descriptors.py` gives each process an offset of its own.)
+`launch/limits.py` gives each process an offset of its own.)
 """
 
 import gc

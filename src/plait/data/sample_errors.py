@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import pair_of
-from plait.launch.failure_report import described, located, titled
+from plait.launch.failures import described, located, titled
 
 SHOWN = 8
 """Numbers of samples that a message shows."""

@@ -29,7 +29,6 @@ traffic           what a rank sends in a step
 run_directory     what a run leaves behind
 resume            which run goes on, and where
 elastic           going on when a rank is lost
-pieces            snapshots on several machines
 metrics           metrics, events and status of a rank
 server/           groups that send gradients to a server
 joined_ranks      ranks that another launcher started agree on a run

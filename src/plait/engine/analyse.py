@@ -13,13 +13,13 @@ from plait.checkpoint.fingerprint import structure
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data import ready, sampling
+from plait.data import loading, sampling
 from plait.data.device_copies import DeviceCopies
 from plait.engine import batch_dependence, try_metrics
 from plait.launch.place import Place
 from plait.losses import transformers
 from plait.model.make import BuiltModel, call, judged
-from plait.model.outside_writes import OutsideWrites
+from plait.model.mutations import OutsideWrites
 from plait.model.sketch import Sketch, sketch
 from plait.parallel import fp8, gradient_hooks, mutations, unmeasured
 from plait.parallel.context import strategy as context
@@ -32,7 +32,7 @@ from plait.parallel.precision import trained_format
 from plait.parallel.rank_setup import RankSetup
 from plait.parallel.tensor import choose
 from plait.randomness.keyed import host_kept
-from plait.tensors import higher_order, scripted
+from plait.tensors import opaque_code
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import device_of, loss_kept, state_kept
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
@@ -44,7 +44,7 @@ def setup_of(job: Job, plan: Plan, place: Place, device: torch.device, cast: tor
     model, data = made.model, sampling.data_of(job)
     example = sampling.example(job, data)
     with host_kept():
-        ready.check(job, data, example[0])
+        loading.check(job, data, example[0])
     own = dict(model.named_parameters())
     found = RankSetup(
         job, plan, place, device, cast, model, data, example,
@@ -75,14 +75,14 @@ def runnable(made: BuiltModel) -> BuiltModel:
 
 def analyse(setup: RankSetup, made: BuiltModel, seen: Sketch | None = None) -> Sketch:
     """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
-    with higher_order.opaque(), loss_kept(setup.job.loss, made.model):
+    with opaque_code.opaque(), loss_kept(setup.job.loss, made.model):
         return _analyse(setup, made, seen)
 
 
 def _analyse(setup: RankSetup, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan = setup.job, setup.plan
     found = _sketched(setup, made) if seen is None else seen
-    if problem := scripted.refused(plan, found.scripted, found.counting) or unmeasured.refused(plan, found):
+    if problem := opaque_code.refused(plan, found.scripted, found.counting) or unmeasured.refused(plan, found):
         raise PlaitError(problem)
     found = with_open_head(found, job)
     if expert.wanted(plan):

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.training import Training
+from plait.checkpoint.carried_state import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.keys import OTHER_SAMPLES

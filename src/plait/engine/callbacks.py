@@ -21,14 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.checkpoint.carried_state import Training, exchange_json
 from plait.checkpoint.checkpoints import Checkpoints
-from plait.checkpoint.training import Training, exchange_json
 from plait.config.errors import FAILED, PlaitError, Problem, did_you_mean, in_a_line
 from plait.config.job import user_line
 from plait.config.plan import Plan
 from plait.engine.resume import BEST
 from plait.engine.step import Step
-from plait.launch.failure_report import described
+from plait.launch.failures import described
 from plait.tensors.torch_private import FakeTensor, TorchDispatchMode
 from plait.tensors.trees import flat
 

@@ -41,7 +41,7 @@ from plait.model.make import call
 from plait.parallel.precision import autocast, plan_format
 from plait.parallel.rank_model import RankModel
 from plait.randomness.keyed import seed_host
-from plait.tensors import higher_order
+from plait.tensors import opaque_code
 from plait.tensors.collectives import exchange
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import evaluating
@@ -135,7 +135,7 @@ def first_forward(rank_model: RankModel, ready: Callable[[Any], Any]) -> None:
 def forward_only(rank_model: RankModel) -> Iterator[None]:
     """In eval mode, without gradients, in the number format of training."""
     precision = autocast(rank_model.device.type, plan_format(rank_model.plan))
-    with evaluating(rank_model.module), torch.no_grad(), higher_order.opaque(), precision:
+    with evaluating(rank_model.module), torch.no_grad(), opaque_code.opaque(), precision:
         yield
 
 

@@ -23,8 +23,7 @@ from plait.config.errors import PlaitError, Problem, trace_of
 from plait.engine.build import broadcast_text
 from plait.engine.run_directory import RunDirectory
 from plait.launch import attempts
-from plait.launch.failure_report import described
-from plait.launch.failures import Failure
+from plait.launch.failures import Failure, described
 from plait.launch.nodes import Node
 from plait.launch.place import Place
 from plait.launch.progress import ProgressBoard

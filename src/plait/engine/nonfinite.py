@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.training import Training
+from plait.checkpoint.carried_state import Training
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.keys import WITHIN
 from plait.data.batch import Batch, Micro

@@ -21,7 +21,7 @@ from plait.parallel.loss_scale import scaled
 from plait.parallel.pipeline.runtime import MicroBatch, PipelineRuntime
 from plait.parallel.precision import forward_format
 from plait.parallel.rank_model import RankModel
-from plait.tensors import higher_order
+from plait.tensors import opaque_code
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import move
 
@@ -55,7 +55,7 @@ class Passes:
         """Forward and backward of all. `ready` is given the weighted losses when the last backward is about to begin."""
         self.logged.begin()
         idle = bool(pieces) and all(piece.idle for piece in pieces)
-        with self.rank_model.batch_peers.here(), higher_order.opaque():
+        with self.rank_model.batch_peers.here(), opaque_code.opaque():
             if self.rank_model.techniques.pipeline is None:
                 self._one_by_one(pieces, step, ready, idle)
             else:

@@ -14,7 +14,7 @@ from plait.engine.memory import measured
 from plait.engine.memory_use import size
 from plait.engine.metrics import Recorder
 from plait.engine.run_directory import RunDirectory
-from plait.launch.failure_report import described, located
+from plait.launch.failures import described, located
 from plait.launch.stopping import Stopped, given_up
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

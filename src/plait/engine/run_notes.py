@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from plait.engine.engine import Engine
 from plait.engine.step import Step
-from plait.launch.failure_report import short
+from plait.launch.failures import short
 from plait.launch.place import Place
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.tensor import choose

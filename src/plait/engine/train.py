@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.errors import FAILED, PlaitError
-from plait.engine.elastic import Keeper
+from plait.engine.elastic import Keeper, Neighbours
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
-from plait.engine.pieces import Neighbours
 from plait.engine.rank_failures import failure_of, good_state_saved
 from plait.engine.rank_start import RankOptions, make_engine, restore
 from plait.engine.run_directory import RunDirectory

@@ -24,9 +24,8 @@ from typing import Any, Protocol
 
 from plait import PlaitError, Plan
 from plait.cli.main import parsed
-from plait.config.command_options import TrainOptions
+from plait.config.command_options import TrainOptions, options_of
 from plait.config.errors import FAILED, Problem, problem_of, too_small
-from plait.config.option import options_of
 from plait.launch.failures import LOST, OWN
 
 POINTER = "plait.json"

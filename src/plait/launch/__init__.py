@@ -4,12 +4,9 @@ fork              forks workers on this machine
 forkable          whether a fork of this process could compute
 supervise         the launcher's loop
 failures          which rank is guilty
-failure_report    what a failed rank says of its failure
 hangs             which rank hangs, and since when
 activity          processor time, disk and network of a process
-stacks            where a process is, asked for by a signal
 progress          a row of progress per rank in shared memory
-descriptors       open files in a forked process: an offset of its own
 limits            what the operating system must grant
 place             rank, world, and the process group
 launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which
@@ -19,14 +16,11 @@ allocator         how memory is taken from a device
 one_device        what the job's code sees of torch.distributed: nothing
 attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
 said_once         what all of torchrun's ranks would say is said by one
-interfaces        which network interface leads to another machine
 scratch           folders that do not outlive their process
-secret            the key of a job, which all its machines share
 channel           connections that outlive the death of a process at another's end
 gate              lets only those who know the key into a job's store
 loopback          only processes of the same user reach what others listen at here, or torch's store
 rendezvous        how processes of several machines meet
-round             one start of a run's ranks: machines, devices, plan
 nodes             launchers of several machines, which tell each other what they see
 stopping          SIGTERM, SIGUSR1 and Ctrl-C: requests to stop, and how a process hears them while it waits
 child             the life of a process that is forked

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, RESUMABLE, PlaitError, Problem
-from plait.launch import interfaces
+from plait.launch import loopback
 from plait.launch.launchers.launcher import Membership
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def told(member: Membership, environment: Mapping[str, str] = os.environ) -> lis
 def choose_interface(member: Membership) -> None:
     """Have ranks on several machines talk over the interface that leads to the first: gloo would take that of the host's name."""
     if member.master is not None and (member.nodes or 1) > 1:
-        interfaces.use(interfaces.own(member.master) or interfaces.towards(interfaces.addresses_of(member.master)[0]))
+        loopback.use(loopback.own(member.master) or loopback.towards(loopback.addresses_of(member.master)[0]))
 
 
 def agree(store: "Store", rank: int, world: int, stopping: Callable[[], bool], patience: float = SLOW) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import PlaitError, Problem
 from plait.launch import forkable
-from plait.launch.failure_report import unforkable
+from plait.launch.failures import unforkable
 
 if TYPE_CHECKING:
     from plait.launch.place import Place

@@ -26,16 +26,15 @@ from typing import Any, Generic, NoReturn, TextIO, TypeVar
 from plait.config.errors import PlaitError
 from plait.launch import forkable, limits
 from plait.launch.child import live
-from plait.launch.descriptors import own_offsets
 from plait.launch.devices import kind_of
-from plait.launch.failure_report import described, pieces, trace_of, unforkable
-from plait.launch.interfaces import LOOPBACK
-from plait.launch.loopback import LocalStore
+from plait.launch.failures import described, pieces, trace_of, unforkable
+from plait.launch.hangs import Stacks
+from plait.launch.limits import own_offsets
+from plait.launch.loopback import LOOPBACK, LocalStore
 from plait.launch.nodes import Node
 from plait.launch.place import AROUND, Place, threads
 from plait.launch.progress import ProgressBoard
 from plait.launch.rendezvous import Meeting
-from plait.launch.stacks import Stacks
 from plait.launch.stopping import REQUESTS, RankSignals, StopRequest, signal_pipe
 from plait.launch.supervise import Listener, Spare, Supervisor, Worker, end, kill
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line, problem_of, trace_of
 from plait.launch.child import die_with_parent
-from plait.launch.failure_report import short
+from plait.launch.failures import short
 from plait.launch.stopping import WARNINGS
 
 MARK = "\x1e"

@@ -29,7 +29,7 @@ HIDDEN = (
 )  # fmt: skip
 """Functions of torch.distributed that ask for the ranks, or communicate; without `isend` and `irecv`, which torch compares by identity."""
 HANDS_OVER = (
-    "plait.launch", "plait.cli", "plait.api", "plait.integrations.ray", "plait.data", "plait.proof.noted_data", "plait.engine.callbacks",
+    "plait.launch", "plait.cli", "plait.api", "plait.integrations.ray", "plait.data", "plait.proof.notes", "plait.engine.callbacks",
     "plait.chaos",
 )  # fmt: skip
 """Modules that call code which is not a part of the job's step, and may see the ranks. Samples are read in a proof as in training."""

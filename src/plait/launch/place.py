@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plait.config.errors import PlaitError
 from plait.launch import attempts, nccl, rendezvous
 from plait.launch.child import die_with_parent
-from plait.launch.interfaces import LOOPBACK
 from plait.launch.launchers.find import LAUNCHERS, find, mismatch
 from plait.launch.launchers.known import unused
 from plait.launch.launchers.launcher import Membership
-from plait.launch.loopback import LocalStore
+from plait.launch.loopback import LOOPBACK, LocalStore
 from plait.launch.rendezvous import Meeting
 from plait.launch.stopping import StopRequest
 

@@ -6,6 +6,11 @@
 Before a rank waits for anything, it is known which interface is used, and that the other side is there and knows the job's key.
 Nobody has to choose a port: number 0 takes the first that is free of a row which follows from the job's number, and the others
 knock along the same row, until somebody proves to be this job's gate.
+
+A round: one start of a run's ranks, up to their end or to the loss of one (the word is torch elastic's).
+
+What it is made of is the same on one machine and on many: which machine starts how many ranks, on which of its devices, under which
+plan. A run that loses nothing has one round.
 """
 
 import asyncio
@@ -19,12 +24,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.launch import gate, interfaces, loopback, secret
-from plait.launch.interfaces import Interface
+from plait.launch import gate, loopback
 from plait.launch.launchers.launcher import Membership
+from plait.launch.loopback import Interface
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,14 +75,14 @@ def meet(member: Membership, say: Callable[[str], None]) -> Meeting:
     """
     if member.master is None:
         raise _nowhere(member)
-    key, ports = secret.key(member.job), _ports(member)
+    key, ports = gate.key(member.job), _ports(member)
     if not loopback.guards():
         say("note  this system cannot keep other users out of loopback ports: every user of this machine can reach the run's store")
     if member.index == 0:
         return _open(member, key, ports)
     address = _resolved(member.master, say)
-    interface = interfaces.towards(address)
-    interfaces.use(interface)
+    interface = loopback.towards(address)
+    loopback.use(interface)
     port = _knock(member, address, ports, key, interface, say)
     return Meeting(gate.tunnel(address, port, key), interface, key)
 
@@ -85,16 +90,16 @@ def meet(member: Membership, say: Callable[[str], None]) -> Meeting:
 def _open(member: Membership, key: bytes, ports: list[int]) -> Meeting:
     """The store, and the gate before it on the interface that others come to."""
     interface = _listens_at(member)
-    interfaces.use(interface)
+    loopback.use(interface)
     return Meeting(gate.stand(_bound(interface, ports, member), key), interface, key)
 
 
 def _listens_at(member: Membership) -> Interface:
     """Of number 0: the interface that its address means, or, where that is its own name for itself, the one that leads out."""
     assert member.master is not None
-    mine = interfaces.own(member.master)
+    mine = loopback.own(member.master)
     if mine is None:
-        there = ", ".join(map(str, interfaces.all_of_this_machine()))
+        there = ", ".join(map(str, loopback.all_of_this_machine()))
         what = f"number 0 runs on this machine ({socket.gethostname()}), but its address is said to be {member.master}"
         fix = ("--master <an address of this machine>:29500    or PLAIT_MASTER, the same on all machines",)
         raise PlaitError(Problem("L007", what, why=f"this machine has {there}", fix=fix), FAILED)
@@ -102,7 +107,7 @@ def _listens_at(member: Membership) -> Interface:
     alone = member.local_count == member.count if member.of == "ranks" else False
     if not mine.loops or (alone and not named) or member.master in ("localhost", "127.0.0.1"):
         return mine
-    return interfaces.towards("192.0.2.1")  # an address for documentation: what the default route leads through
+    return loopback.towards("192.0.2.1")  # an address for documentation: what the default route leads through
 
 
 def _bound(interface: Interface, ports: list[int], member: Membership) -> socket.socket:
@@ -173,7 +178,7 @@ def _resolved(host: str, say: Callable[[str], None]) -> str:
     told = False
     while True:
         try:
-            return interfaces.addresses_of(host)[0]
+            return loopback.addresses_of(host)[0]
         except PlaitError:
             if time.monotonic() > end:
                 raise
@@ -214,7 +219,7 @@ def _refused(where: str, ports: list[int], why: str) -> PlaitError:
     what = f"what listens at {where}, port {ports[0]}, is not number 0 of this job, or has another secret"
     fix = (
         "export PLAIT_SECRET=<16 characters or more>    the same on all machines",
-        f"this machine's secret is in {secret.whence()}    copy it to the others",
+        f"this machine's secret is in {gate.whence()}    copy it to the others",
         "--master <host>:<another port>    where another program has this one",
     )
     return PlaitError(Problem("L008", what, why=why, where=f"here: {socket.gethostname()}", fix=fix), FAILED)
@@ -224,3 +229,64 @@ def say_on_terminal(text: str) -> None:
     """For processes that have no console yet."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Round `number` of a run. Machines have their ranks in the order of their own numbers."""
+
+    number: int
+    plan: str
+    devices: dict[int, tuple[int, ...]]
+    """Of each machine that takes part: the numbers of the devices that its ranks use there."""
+
+    @staticmethod
+    def first(plan: str, world: int) -> "Round":
+        """The first of a run on one machine."""
+        return Round(0, plan, {0: tuple(range(world))})
+
+    @property
+    def world(self) -> int:
+        """Ranks of the round."""
+        return sum(map(len, self.devices.values()))
+
+    def ranks_of(self, machine: int) -> range:
+        """The ranks of a machine; none of one that does not take part."""
+        start = sum(len(there) for k, there in self.devices.items() if k < machine)
+        return range(start, start + len(self.devices.get(machine, ())))
+
+    def machine_of(self, rank: int) -> int:
+        return next(k for k in self.devices if rank in self.ranks_of(k))
+
+    def device_of(self, rank: int) -> int:
+        """The number of the device of a rank, on its machine."""
+        machine = self.machine_of(rank)
+        return self.devices[machine][rank - self.ranks_of(machine).start]
+
+    def neighbours_of(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """A rank of the next machine, and the ranks of the one before whose neighbour this one is."""
+        return self._next(rank), tuple(other for other in range(self.world) if self._next(other) == rank)
+
+    def kept_by(self, machine: int) -> int:
+        """Ranks of this machine and of the one before."""
+        machines = sorted(self.devices)
+        return len(self.devices[machine]) + len(self.devices[machines[machines.index(machine) - 1]])
+
+    def _next(self, rank: int) -> int:
+        machines = sorted(self.devices)
+        mine = self.machine_of(rank)
+        there = self.ranks_of(machines[(machines.index(mine) + 1) % len(machines)])
+        return there[(rank - self.ranks_of(mine).start) % len(there)]
+
+    def cut(self, world: int) -> dict[int, tuple[int, ...]]:
+        """The devices of the first `world` ranks."""
+        kept = {k: tuple(d for d, rank in zip(there, self.ranks_of(k)) if rank < world) for k, there in self.devices.items()}
+        return {k: there for k, there in kept.items() if there}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the launchers of other machines."""
+        return {"number": self.number, "plan": self.plan, "devices": {str(k): v for k, v in self.devices.items()}}
+
+    @staticmethod
+    def of_json(row: dict[str, Any]) -> "Round":
+        return Round(row["number"], row["plan"], {int(k): tuple(v) for k, v in row["devices"].items()})

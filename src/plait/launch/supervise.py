@@ -13,10 +13,9 @@ from typing import Any
 
 from plait.config.errors import PlaitError, shown
 from plait.launch.failures import BETWEEN, Failure, Watch, hung
-from plait.launch.hangs import HangDetector, told
+from plait.launch.hangs import HangDetector, Stacks, told
 from plait.launch.nodes import WORD, Node
 from plait.launch.progress import ProgressBoard
-from plait.launch.stacks import Stacks
 from plait.launch.stopping import HEARD, REQUESTS
 
 SAYING = 2.0

@@ -32,8 +32,7 @@ from torch.nn import functional as F
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.tensors.collectives import enter, total
-from plait.tensors.part import Ranges
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Ranges, Rows
 from plait.tensors.sharded_losses import normalised
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import leaves, tree_leaves

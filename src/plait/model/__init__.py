@@ -3,11 +3,8 @@
 make              the job's model and optimizer, and how the model is called
 pretrained        models whose weights come from a file
 parameter_groups  the names of parameters inside Job.optimizer; groups by them
-outside_writes    what a trial of an optimizer writes outside of it
 optimizers        optimizers with two modes, that stack tensors, and the kernels of those that are left open
-combined_optimizer  several optimizers as one
 schedule          a scheduler of torch as Job.schedule
-transformers      what Hugging Face models need: no cache, experts in float64
 fake_model        the model without memory for its weights
 deferred_init     initial weights drawn whole and kept in parts
 units             the grain: which submodules are not split further
@@ -15,7 +12,6 @@ trace             one watched run: what draws, normalises, changes buffers
 meter             what a run costs: flops, bytes kept, what depends on what
 operations        matrix products, element-wise work and flops of a call
 mutations         what a forward pass writes into the model
-costs             units and their calls as values
 sketch            all that is known of a model
 table             the sketch as text
 slices            what tensor parallelism can cut, as values

@@ -8,8 +8,7 @@ from torch import nn
 
 from plait.config.plan import Plan
 from plait.tensors.parameters import like
-from plait.tensors.part import everything
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Rows, everything
 
 Format = tuple[str, tuple[int, ...], torch.dtype]
 """(name, shape, dtype) of a parameter."""

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.launch import one_device
-from plait.model import transformers
+from plait.model import pretrained
 from plait.model.deferred_init import defer
 from plait.model.parameter_groups import optimizer_of
 from plait.randomness.keyed import host_kept
@@ -102,7 +102,7 @@ def make_model(job: Job) -> nn.Module:
     model = _drawn(job)
     _supported(model)
     make_local(model)
-    transformers.in_doubles()
+    pretrained.in_doubles()
     if hasattr(job.loss, "attach"):
         job.loss.attach(model)
     return in_training(model)
@@ -243,7 +243,7 @@ def _same_everywhere(
 
 def call(model: nn.Module, inputs: object) -> Any:
     """The model's outputs. It runs as in training: it keeps nothing for generation."""
-    with transformers.without_cache(model):
+    with pretrained.without_cache(model):
         return called(model, inputs)
 
 

@@ -38,7 +38,7 @@ SHAPES = frozenset({
 
 @dataclass
 class MeteredCall:
-    """What one call of a unit showed in one run, as `UnitCall` of `model/costs.py` has it of any batch."""
+    """What one call of a unit showed in one run, as `UnitCall` of `model/operations.py` has it of any batch."""
 
     unit: str
     needs: tuple[int, ...]

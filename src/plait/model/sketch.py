@@ -20,15 +20,14 @@ from torch import nn
 from plait.config.errors import in_a_line
 from plait.config.job import user_line
 from plait.model import units
-from plait.model.costs import ZERO, Figure, OperationCounts, Unit, UnitCall
 from plait.model.experts import MoELayer
 from plait.model.meter import MeteredCall
-from plait.model.operations import Effort, line
+from plait.model.operations import ZERO, Effort, Figure, OperationCounts, Unit, UnitCall, line
 from plait.model.slices import ParameterSlice, Slices
 from plait.model.trace import Call, RunTrace, trace_run
 from plait.randomness import keyed
+from plait.tensors.opaque_code import is_scripted
 from plait.tensors.parameters import ParameterAttributes, copy_module
-from plait.tensors.scripted import is_scripted
 from plait.tensors.trees import ProbeSizes, template
 
 

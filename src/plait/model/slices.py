@@ -7,7 +7,7 @@ rank computes a part of the features between them with the block's own code, and
 
 from dataclasses import dataclass
 
-from plait.tensors.part import Ranges
+from plait.tensors.rows import Ranges
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from plait.model.costs import Unit, UnitCall
+from plait.model.operations import Unit, UnitCall
 from plait.model.sketch import Sketch
 
 SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))

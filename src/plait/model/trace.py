@@ -22,11 +22,10 @@ from plait.launch import one_device
 from plait.model.deferred_init import roles
 from plait.model.make import sparse_gradients_error
 from plait.model.meter import Meter, Metered, homes
-from plait.model.mutations import LISTENER, Mutations, ProcessFlags
-from plait.model.outside_writes import OutsideWrites
+from plait.model.mutations import LISTENER, Mutations, OutsideWrites, ProcessFlags
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
-from plait.tensors import higher_order, scripted
+from plait.tensors import opaque_code
 from plait.tensors.fake import PartlyFake
 from plait.tensors.modules import ModuleState
 from plait.tensors.torch_private import (
@@ -103,7 +102,7 @@ def trace_run(
     shown = keys is not None
     with _as_it_was(model, watcher.seen), watcher.hooked():
         around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else fakes
-        with _silent(), higher_order.opaque(), _keeping(meter), around:
+        with _silent(), opaque_code.opaque(), _keeping(meter), around:
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             inputs = tree_map_only(torch.Tensor, hide, inputs)
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
@@ -170,10 +169,10 @@ def _keeping(meter: Meter | None) -> Iterator[None]:
 def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
     """What a run inside changes on the model is put back: a cache filled on fake tensors must not stay. Buffers that were
     replaced are noted in `seen`."""
-    modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
+    modules, weights = list(opaque_code.plain(model)), [(p, p.data) for p in model.parameters()]
     before, names = ModuleState(module for _, module in modules), {name for name, _ in model.named_parameters()}
     buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
-    all_buffers = (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model)))
+    all_buffers = (*(b for *_, b in buffers), *(b for _, b in opaque_code.buffers(model)))
     try:
         yield
     finally:
@@ -207,13 +206,13 @@ class _Watcher(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.writes: Mutations | None = None
-        self.flags = ProcessFlags(scripted.plain(model)) if keys is None else None  # a step of training asks for none
+        self.flags = ProcessFlags(opaque_code.plain(model)) if keys is None else None  # a step of training asks for none
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Be told of every module that is entered and left."""
         handles: list[RemovableHandle] = []
-        for name, module in scripted.plain(self.owner[0][2]):
+        for name, module in opaque_code.plain(self.owner[0][2]):
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
         try:
@@ -256,7 +255,7 @@ class _Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             result = self._dropout(dropout_call(func, *args, **kwargs))
-        elif func is higher_order.whole:
+        elif func is opaque_code.whole:
             result = self._whole(func, args, kwargs)
         else:
             result = self._other(func, args, kwargs)

@@ -16,7 +16,7 @@ from torch import nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import Metered, homes
-from plait.tensors.scripted import is_scripted
+from plait.tensors.opaque_code import is_scripted
 from plait.tensors.torch_private import storage_key
 
 SMALL = 8

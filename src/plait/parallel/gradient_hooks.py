@@ -27,7 +27,7 @@ from plait.parallel.whole_tensors import layouts
 from plait.randomness.keyed import host_state
 from plait.tensors.collectives import host_or
 from plait.tensors.parameters import ParameterHooks
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 from plait.tensors.torch_private import FakeTensor, sharded_here
 
 REGISTER = ("register the hook in the model's constructor, on the model's own parameter",)

@@ -29,7 +29,7 @@ from plait.parallel.shares.balance import Balance
 from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import Randomness
 from plait.tensors.moving_average import MovingAverage
-from plait.tensors.part import Part, whole
+from plait.tensors.rows import Part, whole
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,10 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
 from plait.randomness.keyed import HostState, RepeatableForward, host_state, restore_host
-from plait.tensors import scripted
+from plait.tensors import opaque_code
 from plait.tensors.float64 import Wide
-from plait.tensors.higher_order import keeping
 from plait.tensors.modules import Attributes, HeldValues, attributes_of, put_back, state_kept
+from plait.tensors.opaque_code import keeping
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
 AXIS = None
@@ -107,7 +107,7 @@ class Recomputed(RepeatableForward):
         counting = [buffer.rpartition(".") for buffer in sketch.counting]
         self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
         self.contexts: dict[str, Any] = {"context_fn": _selective} if selective else {}
-        self.plain = [inner for _, inner in scripted.plain(module)]
+        self.plain = [inner for _, inner in opaque_code.plain(module)]
         """Its modules without those that torch.jit has compiled, whose state cannot be replaced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,7 @@ import torch
 from plait.config.keys import AXES, SAME_PARTS
 from plait.config.plan import Plan
 from plait.parallel.mesh import EXPERT_AXES, EXPERT_REPLICAS, Only
-from plait.tensors.part import Ranges, everything, within
-from plait.tensors.rows import chunk
+from plait.tensors.rows import Ranges, chunk, everything, within
 
 REPLICAS = "replicas: other samples (dp), other shards of the sequence (cp)"
 """Why gradients are summed over `SAME_PARTS`."""

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import ShardPlan, sizes
 from plait.tensors.collectives import host_or
-from plait.tensors.part import Part, everything
+from plait.tensors.rows import Part, everything
 
 
 def apply(split: SplitModel) -> SplitModel:

@@ -2,13 +2,10 @@
 
 question          from job and machine to what is searched
 from_sketch       the model as products and bytes: the workload
-time              seconds of a workload on devices, and on cores
+formulas          seconds of a workload on devices and on cores, and bytes of the fullest rank, in closed forms
 late              what copies and replica groups send each other, and when
-memory            bytes of the fullest rank in closed forms, for searching
 estimate          one plan
 constants         what was fitted to measurements
-space             all plans, in branches
-unequal           plans on devices that are unlike
 search            the best of them
 answer            what `plait plan` says
 exactness         what rare synchronisation costs in exactness, and the link speed below which it pays

@@ -21,9 +21,7 @@ from plait.model.table import aligned, short, size
 from plait.planner import late
 from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
-from plait.planner.search import ALIKE, Candidate, Found, search
-from plait.planner.space import SearchSpace, branch_samples
-from plait.planner.unequal import gain, price
+from plait.planner.search import ALIKE, Candidate, Found, SearchSpace, branch_samples, gain, price, search
 
 PARTS = {"occasion": 0.06, "device": 0.041, "model": 0.045, "precision": 0.041, "layout": 0.068, "length": 0.04}
 """Standard deviation of each shared error, as found over all published sources together."""

@@ -22,7 +22,7 @@ class Fitted:
     portable: float = 0.875
     """How a portable one falls behind on devices faster than the one it was written for (A100), as a power."""
     filled: float = 0.15
-    """What every doubling of the keys beyond `KEYS` of `planner/time.py` takes off that power: long sequences fill a fast device."""
+    """What every doubling of the keys beyond `KEYS` of `planner/formulas.py` takes off that power: long sequences fill a fast device."""
     tuned: float = 0.1
     """How one tuned for its device gains on faster devices, as a power: newer ones skip what a causal mask hides."""
     stream: float = 0.824

@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 from plait.config.keys import SAME_LOSS, WITHIN
 from plait.config.plan import Plan
-from plait.parallel.pipeline.schedule_search import table
+from plait.parallel.pipeline.schedule_search import makespan, table
 from plait.parallel.pipeline.schedules import Table, owners
-from plait.parallel.pipeline.simulate import makespan
-from plait.planner import late
-from plait.planner import memory as room
+from plait.planner import formulas, late
+from plait.planner.formulas import BlockTime, TimeModel, item
 from plait.planner.from_sketch import Block
-from plait.planner.time import BlockTime, TimeModel, item
 
 Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 """Seconds of a forward and of both halves of a backward, of each stage."""
@@ -54,11 +52,11 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     cut = stages(timed, plan.pp * plan.stages_per_rank, pace.software.even)
     held = owned(StageSchedule.of(plan)) if plan.pp > 1 else ((0,),)
     parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
-    memory = room.memory(parted, plan, samples, alive(plan), pace.software, pace.work.frozen)
-    weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
+    memory = formulas.memory(parted, plan, samples, alive(plan), pace.software, pace.work.frozen)
+    weights = [sum(formulas.weights(b, plan) * n for b, _, n in stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
     trained = sum(weights[s] for s in fullest) * (1 - pace.work.frozen)
-    states = sum(room.sharded(b, plan) * n for s in fullest for b, _, n in cut[s]) * (1 - pace.work.frozen)
+    states = sum(formulas.sharded(b, plan) * n for s in fullest for b, _, n in cut[s]) * (1 - pace.work.frozen)
     memory |= late.held(pace, plan, trained, states)
     reserved = sum(memory.values()) * pace.fitted.slack
     software = pace.software
@@ -94,7 +92,7 @@ def touched(pace: TimeModel, plan: Plan, states: float) -> float:
 
 def carried(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> float:
     """Seconds to load weights from the host, forward and backward, and to bring gradients there, that nothing hides."""
-    size = sum(room.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
+    size = sum(formulas.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
     return plan.microbatches * max(0.0, size / pace.beside - pace.free * hidden)
 
 
@@ -105,7 +103,7 @@ def on_cores(pace: TimeModel, plan: Plan, samples: float, own: Timed, parts: dic
     kernels, units = sum(b.kernels * n for b, _, n in own), sum(n for b, _, n in own if b.weights + b.experts)
     parts["fixed"] = cores.step * cores.operator
     parts["optimizer"] += cores.update * kernels * cores.operator
-    size = sum(room.weights(b, plan) * n for b, _, n in own) * software.weights
+    size = sum(formulas.weights(b, plan) * n for b, _, n in own) * software.weights
     parts["gradients"] += cores.reduced(units, kernels, size, pace.stream, plan)
     if pace.loading:
         parts["data"] = samples * plan.microbatches / pace.loading
@@ -232,14 +230,14 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
         return {"gradients": 0.0}
     machine, software, inner, f = pace.machine, pace.software, plan.along(SAME_LOSS), plan.fsdp
     free = pace.free
-    everything, part = sum(room.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
+    everything, part = sum(formulas.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
     unit = late.TOGETHER
     apart = machine.all_reduce(unit, plan.dp, inner * f) * elements * software.sent / f / unit if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
-        gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
-        scatter = sum(machine.reduce_scatter(room.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)
+        gather = sum(machine.all_gather(formulas.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
+        scatter = sum(machine.reduce_scatter(formulas.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)
         each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
         return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
     if f > 1:

@@ -12,7 +12,7 @@ from math import inf, log
 from plait.config.plan import Plan
 from plait.planner import late
 from plait.planner.estimate import estimate
-from plait.planner.time import TimeModel
+from plait.planner.formulas import TimeModel
 
 GROUPS = 4
 """Replica groups, or copies, of the measurements."""

@@ -19,11 +19,10 @@ from torch import nn
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model.costs import OperationCounts, Unit, UnitCall
 from plait.model.experts import MoELayer
 from plait.model.fake_model import HOLDS
 from plait.model.make import call, make_model
-from plait.model.operations import MatrixProduct, Product
+from plait.model.operations import MatrixProduct, OperationCounts, Product, Unit, UnitCall
 from plait.model.sketch import Sketch
 from plait.model.slices import ParameterSlice, Slices
 from plait.parallel.expert import find as experts

@@ -14,9 +14,7 @@ from plait.config.plan import Plan
 from plait.planner.answer import Answer, PlanRow
 from plait.planner.exactness import progress, told
 from plait.planner.question import PlanRequest
-from plait.planner.search import ALIKE, Candidate, search
-from plait.planner.space import SearchSpace
-from plait.planner.unequal import price
+from plait.planner.search import ALIKE, Candidate, SearchSpace, price, search
 
 GROUPS = 64
 """The most replica groups that are tried."""

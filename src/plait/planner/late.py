@@ -21,7 +21,7 @@ from plait.config.machine import Machine
 from plait.config.network import FITTED, HOPS, Link
 from plait.config.plan import Plan
 from plait.parallel.data.buckets import bucket_bytes
-from plait.planner.time import TimeModel
+from plait.planner.formulas import TimeModel
 
 TOGETHER = 32 << 20
 """Bytes of weights and gradients that are sent together, where they do not go in the buckets of `dp`."""

@@ -18,7 +18,7 @@ from plait.model.table import aligned
 from plait.planner import late
 from plait.planner.estimate import estimate
 from plait.planner.exactness import progress, speed
-from plait.planner.time import TimeModel
+from plait.planner.formulas import TimeModel
 
 SPEEDS = (1e7, 1e8, 1e9, 1e10, 1e11, 4e11)
 """bit/s of the links that are looked at."""

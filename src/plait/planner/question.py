@@ -22,10 +22,10 @@ from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
 from plait.planner.dryrun.optimizer_step import optimizer_state
+from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
-from plait.planner.space import SearchSpace
-from plait.planner.time import Cores, Software, TimeModel
-from plait.tensors import scripted
+from plait.planner.search import SearchSpace
+from plait.tensors import opaque_code
 from plait.tensors.moving_average import averaged_in
 
 CONTEXT = 1 << 30
@@ -201,7 +201,7 @@ class PlanRequest:
                 return UNPRICED_CP
             if problem := mutations.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
-            if problem := scripted.refused(plan, self.sketch.scripted, self.sketch.counting) or limits.unlike(plan):
+            if problem := opaque_code.refused(plan, self.sketch.scripted, self.sketch.counting) or limits.unlike(plan):
                 return problem.what
             if plan.tp > 1 and (reason := limits.uneven(plan.tp)):
                 return reason

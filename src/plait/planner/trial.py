@@ -20,15 +20,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from plait.config.command_options import PlanOptions, TrainOptions
+from plait.config.command_options import PlanOptions, TrainOptions, words_of
 from plait.config.errors import PlaitError
 from plait.config.job import Job
-from plait.config.option import words_of
 from plait.config.plan import Plan
 from plait.launch.place import Place, cores
 from plait.launch.scratch import Scratch
 from plait.parallel.pipeline.runtime import PipelineRuntime
-from plait.parallel.pipeline.simulate import makespan
+from plait.parallel.pipeline.schedule_search import makespan
 from plait.planner.estimate import StageSchedule, ordered
 
 STEPS, WARM = 9, 3

@@ -4,7 +4,6 @@ verify            both sides, made hard, and compared
 reference         the job on one device in plain PyTorch
 phases            the reference of a job with several losses and optimizers
 candidate         the split side
-noted_data        data sets that note what is read of them
 scenario          what is compared: the job made hard, the plan, and for how long
 own_numerics      whether float64 computes the job's own model
 own_batch         batches of the job's own size

@@ -1,6 +1,6 @@
 """The split side of `verify`: one rank trains under the plan and writes down its parts; the parts are put together.
 
-Whatever the layout, a rank holds rectangles of tensors (`tensors/part.py`). Put together they must be the one device's
+Whatever the layout, a rank holds rectangles of tensors (`tensors/rows.py`). Put together they must be the one device's
 tensors, and where ranks hold the same rectangle they must hold the same bits.
 """
 
@@ -27,14 +27,14 @@ from plait.parallel.context.sequences import opened_units
 from plait.parallel.rank_model import RankModel
 from plait.proof import formats, own_batch, probes
 from plait.proof import notes as noting
-from plait.proof.noted_data import seen_in
+from plait.proof.notes import seen_in
 from plait.proof.phases import of_phases
 from plait.proof.probes import TENSORS, Trace
 from plait.proof.scenario import Scenario
 from plait.randomness.keyed import is_drawing
 from plait.tensors.collectives import digests
-from plait.tensors.part import Part
-from plait.tensors.part import whole as whole_part
+from plait.tensors.rows import Part
+from plait.tensors.rows import whole as whole_part
 
 
 @dataclass

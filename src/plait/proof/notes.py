@@ -4,30 +4,36 @@ Whole tensors would take as much memory as the model itself. A row of numbers is
 values its products with two fixed vectors, of each gradient, weight and state 16 sums over fixed parts of it. Both are
 linear, so rows of parts add up to the row of a whole; and what differs by more than rounding has another row. `proof/locate.py`
 compares the rows of both sides, in the order of a training step.
+
+The first or some chosen samples of a data set, as a data set that notes a digest of whatever is read of it.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from plait.data.batch import Data, MapStyle, is_map
+from plait.data.sample_errors import naming_samples
 from plait.engine.engine import Engine
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.gradient_reducer import late_sums
 from plait.parallel.rank_model import RankModel
 from plait.parallel.spec import shard_of, sizes
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
-from plait.tensors import scripted
-from plait.tensors.part import Part, Ranges, everything, whole
+from plait.tensors import opaque_code
+from plait.tensors.rows import Part, Ranges, everything, whole
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import FakeTensor, in_backward, tree_leaves
 
@@ -169,7 +175,7 @@ class Notes(UnitNotes):
         self._hooks: list[Any] = []
         self.closed = False
         # Hooks run between graphs if the job compiles its model: the recorder is no part of the model.
-        if units is not None and not scripted.is_scripted(model):  # it takes no hooks, and is no unit either
+        if units is not None and not opaque_code.is_scripted(model):  # it takes no hooks, and is no unit either
             self._hooks.append(model.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True))
             self._hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._listen(""))))
         for name, module in self.units.items():
@@ -191,7 +197,7 @@ class Notes(UnitNotes):
     def compare_again(self) -> None:
         """Note where what runs twice, forward and again in backward, computes something else: for recomputation."""
         for unit, module in self.units.items():
-            for path, inner in scripted.plain(module):
+            for path, inner in opaque_code.plain(module):
                 if path and not any(True for _ in inner.children()):
                     self._hooks.append(inner.register_forward_hook(torch.compiler.disable(partial(self._again, unit))))
 
@@ -399,3 +405,80 @@ def of_rank(engine: Engine) -> Notes:
 
         notes.received, notes.kept = received, kept
     return notes
+
+
+Digest = Callable[[object], Any] | None
+
+
+class ChosenSamples:
+    """Samples of a data set that is read by index: those of `ids`, numbered from 0."""
+
+    sketched_beside: Callable[[], list[Any]]
+    """What a sketch's samples are put together with, where that is given."""
+
+    def __init__(self, data: MapStyle, ids: Sequence[int], digest: Digest = None):
+        self.data, self.ids, self.digest, self.seen = data, ids, digest, dict[int, Any]()
+        if hasattr(data, "collate"):
+            self.collate = data.collate
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> object:
+        with naming_samples([self.ids[i]], "of the data"):
+            sample = self.data[self.ids[i]]
+        if self.digest is not None:
+            self.seen[i] = self.digest(sample)
+        return sample
+
+
+class FirstSamples:
+    """The first samples of an iterable (None: all). It has no shares for ranks, even where the iterable has."""
+
+    sketched_beside: Callable[[], list[Any]]
+
+    def __init__(self, data: Data, length: int | None, digest: Digest = None):
+        self.data, self.length, self.digest, self.seen = data, length, digest, dict[int, Any]()
+        for name in ("collate", "set_epoch"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __iter__(self) -> Iterator[object]:
+        for i, sample in enumerate(islice(iter(self.data), self.length)):
+            if self.digest is not None:
+                self.seen[i] = self.digest(sample)
+            yield sample
+
+
+def first_of(data: Data, length: int | None = None, digest: Digest = None) -> ChosenSamples | FirstSamples:
+    """The first `length` samples of a data set of either kind, or all of them; `seen` has the digests of what was read."""
+    if is_map(data):
+        return ChosenSamples(data, range(len(data) if length is None else min(length, len(data))), digest)
+    return FirstSamples(data, length, digest)
+
+
+def sample_digest(sample: object) -> float:
+    """A number that changes when a sample does."""
+    total = 0.0
+    for k, leaf in enumerate(tree_leaves(sample)):
+        flat = _values(leaf).nan_to_num(0.125, 1024.0, -1024.0)  # what is missing or masked equals itself
+        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64).sin()).sum()) * (k + 1)
+    return total
+
+
+def _values(leaf: object) -> Tensor:
+    """A leaf's values in one row: text as its bytes, an object as what its attributes hold. None, and what has no values, has none."""
+    if isinstance(leaf, (str, bytes)):
+        leaf = [*(leaf.encode() if isinstance(leaf, str) else leaf)]
+    try:
+        tensor = torch.as_tensor(leaf if isinstance(leaf, Tensor) else np.asarray(leaf))
+    except (TypeError, ValueError):  # no array of numbers
+        inner = [_values(value) for value in tree_leaves(getattr(leaf, "__dict__", {})) if value is not leaf]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *inner])
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
+
+
+def seen_in(data: object) -> dict[int, Any]:
+    """Digests of the samples that were read of such data, by number."""
+    assert isinstance(data, (ChosenSamples, FirstSamples))
+    return data.seen

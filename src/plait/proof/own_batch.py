@@ -28,7 +28,7 @@ from plait.data.batch import Data, MapStyle, is_map, opened
 from plait.data.sampling import as_first_step
 from plait.engine.engine import Engine
 from plait.proof import reference
-from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
+from plait.proof.notes import ChosenSamples, FirstSamples, first_of
 from plait.proof.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, rows, tensors
 from plait.randomness.keyed import host_kept, permutation
 from plait.tensors.torch_private import tree_leaves

@@ -27,7 +27,7 @@ from plait.engine.logged import recording
 from plait.proof import reference
 from plait.proof.probes import as_double
 from plait.randomness.keyed import Randomness, seed_host
-from plait.tensors import higher_order
+from plait.tensors import opaque_code
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import convert, format_in, loss_kept
 from plait.tensors.torch_private import TorchDispatchMode, leaves, tree_map_only
@@ -88,7 +88,7 @@ class _Step:
         )
         keyed = Randomness(one.job.seed, one.keyed.places, one.keyed.needed).install(model)
         for phase in one.job.phases or (None,):
-            with self._noted(model), recording(lambda name, value: None), higher_order.opaque():
+            with self._noted(model), recording(lambda name, value: None), opaque_code.opaque():
                 with Wide() if wide else _Formats(self), keyed.at(0, 0, self.samples, turn=phase.name if phase else ""):
                     loss = self._loss(model, pair, phase)
                 seed_host(trial, "backward")  # draws there are keyed by nothing: they count as movement between trials

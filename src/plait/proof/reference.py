@@ -29,8 +29,8 @@ from plait.data.sample_errors import naming_samples
 from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
 from plait.launch import one_device
-from plait.model.costs import Unit
 from plait.model.make import sparse_gradients_error
+from plait.model.operations import Unit
 from plait.model.optimizers import evaluation_mode
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import sketch

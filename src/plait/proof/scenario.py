@@ -19,7 +19,7 @@ from plait.data.batch import Data, is_map, largest, opened
 from plait.data.sampling import Sampling, data_of, epoch_order, token_lengths
 from plait.model.sketch import Sketch
 from plait.proof import own_batch, phases, reference
-from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of, sample_digest
+from plait.proof.notes import ChosenSamples, FirstSamples, first_of, sample_digest
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plait.config.errors import PlaitError, Problem
-from plait.tensors.part import Ranges
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Ranges, Rows
 
 Axis = tuple[int, Ranges]
 """The size of a dim of the whole tensor, and the ranges of it that are held."""

@@ -1,7 +1,5 @@
 """What a run looked like, measured beside predicted. No torch.
 
-rows              the rows of metrics and events, each looked at
-spans             the events of a run on one clock
 timeline          a step as rows of boxes, and as a trace for Perfetto
 drawing           a timeline as an HTML page
 map_drawing       the map of ways to synchronise as a picture

@@ -9,8 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from plait.config.version import __version__
-from plait.report.spans import COMPUTE, Span
-from plait.report.timeline import RankRow, StepBox, Timeline
+from plait.report.timeline import COMPUTE, RankRow, Span, StepBox, Timeline
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--text:#1a1a1a;--soft:#5c5c5c;--line:#d0d0d0;--F:#a9ccff;--B:#9fdcb4;--W:#f4cf86;

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.report import curve_drawing, drawing
-from plait.report.rows import metrics
-from plait.report.summary import check_run, summary, text
+from plait.report.summary import check_run, metrics, summary, text
 from plait.report.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Run:
 
         K001 when nothing was saved, U023 when it is not known what was trained.
         """
-        from plait.checkpoint.weights import fill
+        from plait.checkpoint.opening import fill
         from plait.model.make import plain_model
 
         if self.checkpoint is None:

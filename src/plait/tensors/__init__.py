@@ -2,7 +2,6 @@
 
 torch_private     every private torch name, each with a contract test
 rows              who holds which rows of a dim
-part              a rank's part of a tensor, as ranges of the whole
 collectives       differentiable collectives; bytes to all ranks; digests
 shaped            a tensor with the shape of a whole and the numbers of a part
 sharded_tensor    a tensor that stands for a whole of which each rank holds a part
@@ -18,6 +17,5 @@ transfers         numbers between host and device without a wait
 moving_average    the exponential moving average of tensors
 norm              the norm that gradients are clipped by
 float64           no narrowing to float32 in a proof
-higher_order      operators that take functions (torch.cond, scan)
-scripted          modules compiled by torch.jit
+opaque_code       what modes and hooks cannot look into: operators that take functions (torch.cond, scan), modules of torch.jit
 """

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.job import is_user_class
+from plait.tensors.opaque_code import is_scripted
 from plait.tensors.parameters import like
-from plait.tensors.scripted import is_scripted
 from plait.tensors.torch_private import each_tensor, own_buffers
 
 Value = Any

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from plait.config.job import EMA
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 from plait.tensors.torch_private import copy_
 
 FINE = torch.float32

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.tensors.part import Ranges, taken
+from plait.tensors.rows import Ranges, taken
 from plait.tensors.torch_private import FakeTensor, FakeTensorMode, gradient_hooks, put_gradient_hooks
 
 Module = TypeVar("Module", bound=nn.Module)

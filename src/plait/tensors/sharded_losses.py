@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from plait.tensors.collectives import part, summed, total
-from plait.tensors.part import Ranges
+from plait.tensors.rows import Ranges
 from plait.tensors.sharded_sums import SIXTEEN, finite, widened
 from plait.tensors.sharded_views import Elsewhere, Rules, Sharded
 

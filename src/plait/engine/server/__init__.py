@@ -2,8 +2,6 @@
 
 dealing     who is dealt which portion, which gradients an update takes: no process, no clock on the wall, no tensor
 ledger      a row for each gradient that was used or dropped, and what must hold of all rows
-nesterov    delayed Nesterov: an update at every gradient
-layout      which tensors are on which server, and tensors as bytes
 setting     what all of them know before they are forked
 group       a group: takes a portion and the weights, and returns a gradient
 state       a server: its tensors and their optimizer, what it sends, an update, a save

@@ -3,7 +3,7 @@
 from typing import Any
 
 from plait.data.batch import Position
-from plait.engine.server import layout as say
+from plait.engine.server import group as say
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Server
 from plait.launch.channel import Packet, Peer

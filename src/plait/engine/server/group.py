@@ -1,9 +1,25 @@
-"""A group: it asks for a portion of samples and the weights, computes the gradient, sends it, and asks again."""
+"""A group: it asks for a portion of samples and the weights, computes the gradient, sends it, and asks again.
+
+Which tensors are on which server, and tensors as bytes on their way between a group and a server.
+
+Servers share out the parameters, each the largest first to whoever has least, so that all hold about as many bytes. Buffers are
+on every one: a group that runs needs them all, and they are small. What travels is the bytes of the tensors, one after the other
+in an order that both sides know, behind a byte for each that says whether it is there: a parameter that no sample used has no gradient.
+
+A message has a kind and eight numbers:
+
+group → server     HELLO group fence · ASK fence · PUSH ticket fence · PART ticket fence · VALUES errand fence
+server → group     WELCOME fence · DEAL ticket clock epoch start size first count version · EVALUATE errand fence
+                   WEIGHTS ticket version · HAVE ticket · FENCED fence · END
+lead → follower    SEND group fence ticket errand · APPLY version samples · FORGET ticket · SNAP errand · DROP errand
+                   SAVE step epoch start samples wait · END
+"""
 
 import json
+import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +32,117 @@ from plait.data.batch import Batch, BatchShare, Position, is_map, weigh
 from plait.data.loading import StepSamples, reader
 from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
-from plait.engine.server import layout as say
-from plait.engine.server.layout import Layout, shared_out
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.spans import sort_of
 from plait.engine.step import tokens
 from plait.launch.channel import Hub, Packet, Peer
 from plait.launch.place import Place
 from plait.tensors.rows import split
+
+
+def shared_out(sizes: Mapping[str, int], servers: int) -> list[list[str]]:
+    """The names that each server holds, in the model's order, balanced by bytes."""
+    held, least = [set[str]() for _ in range(servers)], [0] * servers
+    for name in sorted(sizes, key=lambda n: -sizes[n]):
+        server = min(range(servers), key=least.__getitem__)
+        held[server].add(name)
+        least[server] += sizes[name]
+    return [[name for name in sizes if name in mine] for mine in held]
+
+
+class Layout:
+    """Tensors of known names, shapes and formats, and their bytes."""
+
+    def __init__(self, named: Mapping[str, Tensor]):
+        self.specs = {name: (t.shape, t.dtype, t.nbytes) for name, t in named.items()}
+        self.bytes = len(self.specs) + sum(size for _, _, size in self.specs.values())
+        """Of all of them, at most."""
+
+    def pack(self, tensors: Mapping[str, Tensor | None]) -> list[bytes]:
+        """The bytes of those that are there."""
+        here = [(name, t) for name in self.specs if (t := tensors.get(name)) is not None]
+        names = {name for name, _ in here}
+        return [bytes(name in names for name in self.specs), *(_raw(t) for _, t in here)]
+
+    def unpack(self, data: bytes | bytearray | memoryview) -> dict[str, Tensor]:
+        """The tensors, which are copies. ValueError when the bytes are not of this layout."""
+        flags, at, found = data[: len(self.specs)], len(self.specs), dict[str, Tensor]()
+        if len(flags) < len(self.specs) or not set(flags) <= {0, 1}:
+            raise ValueError(f"{len(data)} bytes are no tensors of this model")
+        for flag, (name, (shape, dtype, size)) in zip(flags, self.specs.items()):
+            if flag:
+                part = bytearray(data[at : at + size])
+                if len(part) != size:
+                    raise ValueError(f"{name} ends after {len(part)} of {size} bytes")
+                at += size
+                found[name] = (
+                    torch.frombuffer(part, dtype=dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+                )
+        if at != len(data):
+            raise ValueError(f"{len(data) - at} bytes are left over")
+        return found
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def weighted(parts: Iterable[tuple[float, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """The weighted sum of tensors by name; of each over those that have it."""
+    total: dict[str, Tensor] = {}
+    for weight, tensors in parts:
+        for name, tensor in tensors.items():
+            if name in total:
+                total[name].add_(tensor, alpha=weight)
+            else:
+                total[name] = tensor * weight
+    return total
+
+
+HELLO, ASK, PUSH, PART, VALUES = 1, 2, 3, 4, 5
+WELCOME, DEAL, EVALUATE, WEIGHTS, HAVE, FENCED, END = 11, 12, 13, 14, 15, 16, 17
+SEND, APPLY, FORGET, SNAP, DROP, SAVE = 21, 22, 23, 24, 25, 26
+FOLLOWER = -1
+"""What a follower says its group is: −1 − its number."""
+
+FIGURES = struct.Struct("!5d")
+"""Of a push: weight of the portion, loss, tokens, seconds of waiting for samples, seconds computing."""
+_USED = struct.Struct("!qd")
+_LOSS = struct.Struct("!d")
+
+
+def of_ids(ids: Iterable[int]) -> bytes:
+    row = [*ids]
+    return struct.pack(f"!{len(row)}q", *row)
+
+
+def to_ids(data: bytes | bytearray) -> list[int]:
+    return list(struct.unpack(f"!{len(data) // 8}q", data))
+
+
+@dataclass(frozen=True)
+class UsedGradient:
+    """A gradient that an update uses, by the number of its ticket, and what it counts."""
+
+    ticket: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class ServerUpdate:
+    """An update: its loss, and the gradients that it uses, in their order."""
+
+    loss: float
+    used: tuple[UsedGradient, ...]
+
+    def pack(self) -> bytes:
+        return _LOSS.pack(self.loss) + b"".join(_USED.pack(each.ticket, each.weight) for each in self.used)
+
+    @staticmethod
+    def unpack(data: bytes | bytearray) -> "ServerUpdate":
+        (loss,) = _LOSS.unpack(data[: _LOSS.size])
+        return ServerUpdate(loss, tuple(UsedGradient(*pair) for pair in _USED.iter_unpack(data[_LOSS.size :])))
+
 
 COMPUTES = ("forward", "backward")
 
@@ -131,30 +250,30 @@ class Group:
         """Until the lead says that the run has ended."""
         self.join()
         while True:
-            self.servers[0].send(say.ASK, (self.fence,))
-            message = self.wait(self.servers[0], say.DEAL, say.EVALUATE, say.FENCED, say.END)
-            if message.kind == say.END:
+            self.servers[0].send(ASK, (self.fence,))
+            message = self.wait(self.servers[0], DEAL, EVALUATE, FENCED, END)
+            if message.kind == END:
                 self.hub.shut()
                 return {}
-            if message.kind == say.FENCED:
+            if message.kind == FENCED:
                 self.join()
             else:
                 with suppress(Fenced):
-                    (self.evaluate if message.kind == say.EVALUATE else self.portion)(message)
+                    (self.evaluate if message.kind == EVALUATE else self.portion)(message)
 
     def join(self) -> None:
         """Be known to all servers, under a fence of the lead's."""
-        self.servers[0].send(say.HELLO, (self.number, 0))
-        self.fence = self.wait(self.servers[0], say.WELCOME).numbers[0]
+        self.servers[0].send(HELLO, (self.number, 0))
+        self.fence = self.wait(self.servers[0], WELCOME).numbers[0]
         for peer in self.servers[1:]:
-            peer.send(say.HELLO, (self.number, self.fence))
+            peer.send(HELLO, (self.number, self.fence))
         for peer in self.servers[1:]:
-            self.wait(peer, say.WELCOME)
+            self.wait(peer, WELCOME)
 
     def weights(self, ticket: int) -> None:
         """Take over the weights that go with a ticket, from all servers."""
         for server, (peer, layout) in enumerate(zip(self.servers, self.layouts)):
-            payload = memoryview(self.wait(peer, say.WEIGHTS, about=ticket).payload)
+            payload = memoryview(self.wait(peer, WEIGHTS, about=ticket).payload)
             cut = len(payload)
             if server == 0:
                 cut -= self.buffers.bytes
@@ -164,7 +283,7 @@ class Group:
     def portion(self, message: Packet) -> None:
         """Compute and send the gradient of a portion. Parts for other servers go first: the lead's comes when all are there."""
         ticket, clock, epoch, start, size, first, _, _ = message.numbers
-        ids = say.to_ids(message.payload)
+        ids = to_ids(message.payload)
         self.place.beat(clock, "reduce")
         self.weights(ticket)
         end = time.monotonic() + self.setting.pause(self.number, ticket)
@@ -174,23 +293,23 @@ class Group:
         found = self.trainer.gradient(Position(clock, epoch, start, 0), size, first, ids)
         self.place.beat(clock, "reduce")
         for peer, layout in zip(self.servers[1:], self.layouts[1:]):
-            peer.send(say.PART, (ticket, self.fence), layout.pack(found.tensors))
+            peer.send(PART, (ticket, self.fence), layout.pack(found.tensors))
         for peer in self.servers[1:]:
-            self.wait(peer, say.HAVE, about=ticket)
-        figures = say.FIGURES.pack(found.weight, found.loss, found.tokens, found.waited, found.computed)
+            self.wait(peer, HAVE, about=ticket)
+        figures = FIGURES.pack(found.weight, found.loss, found.tokens, found.waited, found.computed)
         changes = Layout(found.changes).pack(found.changes) if found.changes else []
         names = json.dumps([*found.changes]).encode()
         head = [figures, len(names).to_bytes(8, "big"), names, *changes]
         own = self.layouts[0].pack(found.tensors)
         numbers = (ticket, self.fence, sum(map(len, head)))
-        self.servers[0].send(say.PUSH, numbers, [*head, *own])
+        self.servers[0].send(PUSH, numbers, [*head, *own])
 
     def evaluate(self, message: Packet) -> None:
         """The job's metrics over its held-out data, at the weights that come with the errand."""
         errand = message.numbers[0]
         self.weights(-1 - errand)
         values = self.trainer.engine.evaluate()
-        self.servers[0].send(say.VALUES, (errand, self.fence), [json.dumps(values).encode()])
+        self.servers[0].send(VALUES, (errand, self.fence), [json.dumps(values).encode()])
 
     def wait(self, peer: Peer, *kinds: int, about: int | None = None) -> Packet:
         """The next message of these kinds from a server. ConnectionError when the server is gone."""
@@ -200,7 +319,7 @@ class Group:
                 if message.kind in kinds and (about is None or message.numbers[0] == about):
                     box.remove(message)
                     return message
-                if message.kind in (say.FENCED, say.END) and about is not None:
+                if message.kind in (FENCED, END) and about is not None:
                     raise Fenced
             self._hear()
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import is_map
 from plait.data.sampling import Sampling
-from plait.engine.server import layout as say
+from plait.engine.server import group as say
 from plait.engine.server.dealing import Clocks, Dealer, Ticket, Update
-from plait.engine.server.group import not_dealt
-from plait.engine.server.layout import Layout
+from plait.engine.server.group import Layout, not_dealt
 from plait.engine.server.record import Figures, ServerRecord
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Made, Server, ServerFacts

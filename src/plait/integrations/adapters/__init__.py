@@ -5,10 +5,7 @@ decides the result. What says how to split or compute goes into a plan, and is t
 loop              plait.from_loop: the objects of a training loop, as one gives them to accelerator.prepare
 trainer           plait.from_trainer: the Trainer of transformers
 lightning         plait.from_lightning: a LightningModule
-lightning_module  a LightningModule whose forward is its training step
 keras             plait.from_keras: a compiled Keras model on torch
 optimizers        an optimizer that is there already, made again for other parameters
-schedulers        a learning-rate scheduler as a factor of the samples seen
 loaders           what a DataLoader says of training: samples, order, batch
-own_losses        losses that a model computes itself, apart from it
 """

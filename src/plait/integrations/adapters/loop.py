@@ -2,17 +2,179 @@
 
 What the loop does with them is said in words: how many steps or epochs, how many batches it accumulates, on how many processes it
 ran, where it clips. The job's batch is what all of these make together in one optimizer step.
+
+Losses that a model computes itself from its labels, as those of transformers do: apart from it, so that a plan can cut it.
+
+The loss of a model of transformers is the mean over the labels that count (not −100). In parts of a batch that is another mean than
+in the whole, so a job has it with the number of these labels as its weight: it is then the mean over those of the *global* batch,
+whatever the plan. That is what the Trainer computes with `num_items_in_batch`.
+
+A learning-rate scheduler as what a job has: a factor on the learning rate, of the samples seen.
+
+The scheduler is not read but played: a copy of it steps an optimizer of empty parameters, and each step's learning rate over the
+first one is the factor. So it may be of any class, chained or of one's own, as long as it knows nothing but how often it stepped.
 """
 
+import copy
+import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from math import isclose
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from plait import Evaluate, Job, PlaitError
-from plait.config.errors import Problem
+from plait.config.errors import Problem, in_a_line
 from plait.data.sampling import Order
-from plait.integrations.adapters import loaders, optimizers, own_losses, schedulers
+from plait.integrations.adapters import loaders, optimizers
+
+PLAYED = 256
+"""Steps that are played at once, so that what cannot be meant is mostly refused before training."""
+SAME = 1e-9
+"""Two groups' factors that differ by less, relatively, are one."""
+
+
+def factor(scheduler: object, clock: Callable[[int], int], code: str) -> Callable[[int], float]:
+    """The job's schedule. `clock`: samples seen -> how often the scheduler has stepped by then.
+
+    Raises `PlaitError` with the adapter's code for a scheduler that looks at a metric, moves anything but the learning rate, or
+    moves groups' learning rates by unlike factors.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        why = "a job's schedule is a function of the samples seen, so that a resumed run and every plan have the same"
+        what = "the scheduler is a ReduceLROnPlateau, which goes by a metric"
+        fix = ("a scheduler that goes by steps, such as torch.optim.lr_scheduler.CosineAnnealingLR",)
+        raise PlaitError(Problem(code, what, why=why, fix=fix))
+    if not isinstance(scheduler, LRScheduler):
+        what = f"the scheduler is a {type(scheduler).__module__}.{type(scheduler).__name__}, not one of torch"
+        fix = ("give the torch.optim.lr_scheduler.LRScheduler itself, as it is before accelerator.prepare",)
+        raise PlaitError(Problem(code, what, fix=fix))
+    played = _Played(scheduler, code)
+    played.at(PLAYED)
+    return lambda samples: played.at(clock(samples))
+
+
+class _Played:
+    """The factors of a scheduler, by the number of its steps."""
+
+    def __init__(self, scheduler: LRScheduler, code: str):
+        self.code, self.name = code, type(scheduler).__name__
+        real = scheduler.optimizer
+        groups = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in real.param_groups]
+        self.stub = torch.optim.SGD(groups, lr=1.0)
+        try:
+            self.scheduler = copy.deepcopy(scheduler, {id(real): self.stub})
+        except Exception as error:  # it may hold anything
+            what = f"the {self.name} cannot be copied: {in_a_line(error)}"
+            fix = ("schedule=lambda samples: …    a function of the samples seen",)
+            raise PlaitError(Problem(code, what, fix=fix)) from error
+        self.still = self._settings()
+        self.known = [self._factor()]
+
+    def at(self, steps: int) -> float:
+        """The factor after so many steps of the scheduler."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its optimizer takes no steps
+            while len(self.known) <= steps:
+                try:
+                    self.scheduler.step()
+                except ValueError:  # OneCycleLR has a last step, and training ends with it
+                    self.known.append(self.known[-1])
+                    continue
+                self.known.append(self._factor())
+        return self.known[steps]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """What else the groups have: a job's schedule leaves it as it is."""
+        return [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.stub.param_groups]
+
+    def _factor(self) -> float:
+        moved = [k for now, then in zip(self._settings(), self.still) for k in now if now[k] != then[k]]
+        if moved:
+            what = f"the {self.name} moves {moved[0]}, and not only the learning rate"
+            fix = ("cycle_momentum=False",) if moved[0] in ("momentum", "betas") else ()
+            raise self._refused(what, "a job's schedule is a factor on the learning rate", fix)
+        rates = [(float(g["lr"]), float(g["initial_lr"])) for g in self.stub.param_groups if float(g["initial_lr"])]
+        factors = [now / first for now, first in rates] or [1.0]
+        unlike = next((f for f in factors if not isclose(f, factors[0], rel_tol=SAME, abs_tol=SAME)), None)
+        if unlike is not None:
+            what = f"the {self.name} moves the learning rates of groups by unlike factors"
+            why = f"after step {len(getattr(self, 'known', ()))} they are {factors[0]:.6g} and {unlike:.6g} of the first ones"
+            raise self._refused(what, why, ("one factor for all groups; what differs goes into each group's own lr",))
+        return factors[0]
+
+    def _refused(self, what: str, why: str, fix: tuple[str, ...]) -> PlaitError:
+        return PlaitError(Problem(self.code, what, why=why, fix=fix))
+
+
+IGNORED = -100
+"""A label that does not count."""
+SHIFTED = {"ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}
+"""The `loss_type` of models of transformers whose loss is over labels that count -> whether a label is the next token's."""
+PER_SAMPLE = "ForSequenceClassification"
+
+
+class _Logits(Protocol):
+    """What a model of transformers returns without labels."""
+
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A model's own loss: `loss(outputs, labels)`, what it is a mean over, and a value for each label that counts."""
+
+    loss: Callable[[Any, Any], Tensor]
+    weight: Callable[[Any], Any] | None
+    apart: bool
+    """Computed from outputs; else the model is given the labels among its inputs, and returns it."""
+    metrics: Callable[[Any, Any], dict[str, Tensor]] | None = None
+
+
+def counted(shifted: bool) -> Callable[[Tensor], Tensor]:
+    """Labels -> how many of each sample's count, of shape [samples]."""
+    return lambda labels: (labels[..., 1:] if shifted else labels).ne(IGNORED).flatten(1).sum(1)
+
+
+def of(model: nn.Module) -> OwnLoss:
+    """The loss of a model of transformers, or of any that returns one when it is given labels."""
+    kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
+    compute = getattr(model, "loss_function", None)
+    if config is None or compute is None or getattr(config, "output_router_logits", False):
+        return OwnLoss(returned, None, False)
+    if kind == PER_SAMPLE:
+        return OwnLoss(lambda outputs, y: compute(labels=y, pooled_logits=outputs.logits, config=config), None, True)
+    if kind not in SHIFTED:
+        return OwnLoss(returned, None, False)
+    more = (
+        {"config": config} if kind == "ForTokenClassification" else {"vocab_size": config.get_text_config().vocab_size}
+    )
+    loss = lambda outputs, labels: compute(logits=outputs.logits, labels=labels, **more)  # noqa: E731
+    return OwnLoss(loss, counted(SHIFTED[kind]), True, _each(SHIFTED[kind]))
+
+
+def returned(outputs: object, targets: object) -> Tensor:
+    """The loss that a model returned: `outputs["loss"]`, `outputs.loss`, the first of a tuple, or the output itself."""
+    if isinstance(outputs, dict):
+        return outputs["loss"]
+    loss = outputs[0] if isinstance(outputs, (tuple, list)) else getattr(outputs, "loss", outputs)
+    return torch.as_tensor(loss)
+
+
+def _each(shifted: bool) -> Callable[[Any, Tensor], dict[str, Tensor]]:
+    """The loss of each label that counts."""
+
+    def metrics(outputs: _Logits, labels: Tensor) -> dict[str, Tensor]:
+        logits, labels = (outputs.logits[:, :-1], labels[:, 1:]) if shifted else (outputs.logits, labels)
+        counts = labels != IGNORED
+        return {"loss": cross_entropy(logits[counts], labels[counts], reduction="none")}
+
+    return metrics
+
 
 CODE = "J038"
 
@@ -28,7 +190,7 @@ def from_loop(
     model: a module, whose weights are where training starts. optimizer: a torch optimizer of its parameters that has taken no
     step, or a function from parameters to one. dataloader: its data set, `collate_fn`, `batch_size`, `drop_last` and whether it
     shuffles are used. loss: (outputs, targets) -> the mean over the samples; None: the model computes it when it is given the whole
-    batch, as those of transformers do with labels (see `plait/integrations/adapters/own_losses.py`). scheduler: one of torch that steps after
+    batch, as those of transformers do with labels (see `plait/integrations/adapters/py`). scheduler: one of torch that steps after
     every optimizer step, or with `per_epoch` after every epoch; or a function from samples seen to a factor.
 
     steps or epochs: how long. accumulation, world: batches that the loop accumulates, and processes it ran on; a step of the job
@@ -38,7 +200,7 @@ def from_loop(
 
     Raises `PlaitError` J038 for what a job cannot mean.
     """
-    own = own_losses.of(model) if loss is None and isinstance(model, nn.Module) else None
+    own = of(model) if loss is None and isinstance(model, nn.Module) else None
     cut = split or loaders.pair(CODE)
     if own is not None and not own.apart:
         cut = loaders.labels_kept(cut)
@@ -53,7 +215,7 @@ def from_loop(
     schedule = scheduler if callable(scheduler) else None
     if scheduler is not None and schedule is None:
         clock = loaded.epochs_made(CODE) if per_epoch else loaded.steps_made(batch)
-        schedule = schedulers.factor(scheduler, clock, CODE)
+        schedule = factor(scheduler, clock, CODE)
     return Job(
         model=optimizers.handed_out(model, CODE), loss=_given(loss), data=loaded.data, optimizer=make, batch=batch,
         steps=loaded.length_of(batch, steps, epochs, CODE), weight=weight, schedule=schedule, clip=clip, seed=seed,

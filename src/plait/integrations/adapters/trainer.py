@@ -17,7 +17,7 @@ from plait import Evaluate, Job, PlaitError
 from plait.config.errors import Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
-from plait.integrations.adapters import loaders, optimizers, own_losses, schedulers
+from plait.integrations.adapters import loaders, loop, optimizers
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -118,12 +118,12 @@ def _job(trainer: "Trainer", world: int) -> Job:
     return Job(
         model=optimizers.handed_out(model, CODE), loss=own.loss, data=loaded.data, batch=batch,
         optimizer=optimizers.made_again(optimizer, model, CODE), steps=steps, weight=own.weight,
-        schedule=schedulers.factor(scheduler, loaded.steps_made(batch), CODE), clip=args.max_grad_norm or None, seed=args.seed,
+        schedule=loop.factor(scheduler, loaded.steps_made(batch), CODE), clip=args.max_grad_norm or None, seed=args.seed,
         evaluate=_evaluate(trainer, own, steps, loaded.steps(batch)), order=loaded.order,
     )  # fmt: skip
 
 
-def _evaluate(trainer: "Trainer", own: own_losses.OwnLoss, steps: int, of_an_epoch: int) -> Evaluate | None:
+def _evaluate(trainer: "Trainer", own: loop.OwnLoss, steps: int, of_an_epoch: int) -> Evaluate | None:
     """The loss on held-out data, for each label that counts. `steps`, `of_an_epoch`: of the training, and of one epoch."""
     args = trainer.args
     if trainer.eval_dataset is None or own.metrics is None or isinstance(trainer.eval_dataset, dict):
@@ -138,12 +138,12 @@ def _evaluate(trainer: "Trainer", own: own_losses.OwnLoss, steps: int, of_an_epo
     return Evaluate(held_out.data, own.metrics, every=every)
 
 
-def _loss(trainer: "Trainer") -> own_losses.OwnLoss:
+def _loss(trainer: "Trainer") -> loop.OwnLoss:
     """The Trainer's loss: a function that it was given, the one with smoothed labels, or the model's own."""
     assert trainer.model is not None
-    own, given, smoother = own_losses.of(trainer.model), trainer.compute_loss_func, trainer.label_smoother
+    own, given, smoother = loop.of(trainer.model), trainer.compute_loss_func, trainer.label_smoother
     shifted = getattr(trainer.model, "loss_type", None) == "ForCausalLM"
-    count = own_losses.counted(shifted)
+    count = loop.counted(shifted)
     if given is not None:
         loss = lambda outputs, y: given(outputs, y, num_items_in_batch=count(y).sum())  # noqa: E731
         return replace(own, loss=loss, weight=count, apart=True)

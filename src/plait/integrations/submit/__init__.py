@@ -2,11 +2,7 @@
 
 command       the command
 submission    what is to be started: job, plan, machines, and the words of `plait train`
-scheduler     how a scheduler is described: what it takes, what it cannot
-shell         scripts as templates, and words as a shell reads them
-yaml          values as YAML that a person can read
 slurm         a script for sbatch
-pods          what all kinds of Kubernetes have in common: a pod on each machine
 jobset        a JobSet of Kubernetes
 trainjob      a TrainJob of Kubeflow
 skypilot      a task of SkyPilot

@@ -7,12 +7,19 @@ from shlex import quote, split
 
 from plait import PlaitError, Plan
 from plait.cli.train_options import problems
-from plait.config.command_options import SubmitOptions, TrainOptions
+from plait.config.command_options import SubmitOptions, TrainOptions, options_of, out_of_range, words_of
 from plait.config.errors import Problem, shown, too_small
 from plait.config.files import check_writable, write
-from plait.config.option import options_of, out_of_range, words_of
-from plait.integrations.submit.scheduler import OWN, check, scheduler
-from plait.integrations.submit.submission import Submission, check_name, check_text, laid_out, slug
+from plait.integrations.submit.submission import (
+    OWN,
+    Submission,
+    check,
+    check_name,
+    check_text,
+    laid_out,
+    scheduler,
+    slug,
+)
 from plait.launch.launchers.launcher import Reading
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}

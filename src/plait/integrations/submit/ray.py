@@ -4,9 +4,7 @@ import re
 
 from plait import PlaitError
 from plait.config.errors import Problem
-from plait.integrations.submit.scheduler import Scheduler
-from plait.integrations.submit.shell import comment, line
-from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.submission import Scheduler, Submission, comment, line
 
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
 

@@ -5,11 +5,8 @@ it fails; each start goes on from the newest checkpoint.
 """
 
 from plait.config.errors import RESUMABLE
-from plait.integrations.submit.pods import overlaid
-from plait.integrations.submit.scheduler import Scheduler
-from plait.integrations.submit.shell import comment, line
-from plait.integrations.submit.submission import Submission
-from plait.integrations.submit.yaml import Value, dump
+from plait.integrations.submit.jobset import Value, dump, overlaid
+from plait.integrations.submit.submission import Scheduler, Submission, comment, line
 
 
 def write(asked: Submission) -> str:

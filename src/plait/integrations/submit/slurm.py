@@ -12,9 +12,7 @@ import re
 
 from plait import PlaitError
 from plait.config.errors import Problem
-from plait.integrations.submit.scheduler import Scheduler
-from plait.integrations.submit.shell import SECRET, Script, comment, line
-from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.submission import SECRET, Scheduler, Script, Submission, comment, line
 
 WARNING = 120
 """Seconds before the end of its time in which a run is saved."""

@@ -9,9 +9,7 @@ import re
 
 from plait import PlaitError
 from plait.config.errors import Problem
-from plait.integrations.submit.scheduler import Scheduler
-from plait.integrations.submit.shell import SECRET, Script, comment, line
-from plait.integrations.submit.submission import Submission
+from plait.integrations.submit.submission import SECRET, Scheduler, Script, Submission, comment, line
 
 HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)")
 """A name or an address, of a user there or not; nothing that ssh could take for an option."""

@@ -3,11 +3,9 @@
 When it has ended with 75, *saved, run me again*, the same file starts it again where it stopped.
 """
 
-from plait.integrations.submit import pods
-from plait.integrations.submit.scheduler import Scheduler
-from plait.integrations.submit.shell import comment
-from plait.integrations.submit.submission import Submission
-from plait.integrations.submit.yaml import Value, dump
+from plait.integrations.submit import jobset
+from plait.integrations.submit.jobset import Value, dump
+from plait.integrations.submit.submission import Scheduler, Submission, comment
 
 RUNTIME = "torch-distributed"
 """The runtime that Kubeflow brings along; another: --option spec.runtimeRef.name=NAME."""
@@ -20,33 +18,33 @@ def write(asked: Submission) -> str:
         f"{asked.job}: {asked.told}. Written by plait submit trainjob; start it with  kubectl apply -f FILE",
         "When it was stopped (exit code 75), start it again with  kubectl replace --force -f FILE",
     ]
-    return "".join(f"{comment(text)}\n" for text in head + pods.notes(asked)) + dump(_document(asked))
+    return "".join(f"{comment(text)}\n" for text in head + jobset.notes(asked)) + dump(_document(asked))
 
 
 def _document(asked: Submission) -> dict[str, Value]:
     trainer: dict[str, Value] = {
         "image": asked.image,
-        "command": pods.command(asked, asked.train(), asked.folder),
+        "command": jobset.command(asked, asked.train(), asked.folder),
         "numNodes": asked.nodes,
         "numProcPerNode": asked.each if asked.plan.processes != "one" else 1,
     }
-    trainer |= {"env": pods.environment(asked)} if asked.together else {}
-    trainer |= {"resourcesPerNode": pods.resources(asked)}
+    trainer |= {"env": jobset.environment(asked)} if asked.together else {}
+    trainer |= {"resourcesPerNode": jobset.resources(asked)}
     spec: dict[str, Value] = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer}
     spec |= {"activeDeadlineSeconds": asked.seconds} if asked.seconds is not None else {}
     document: dict[str, Value] = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": asked.name},
         "spec": spec | {"runtimePatches": [_patch(asked)]},
     }  # fmt: skip
-    return pods.overlaid(document, asked, "the TrainJob")
+    return jobset.overlaid(document, asked, "the TrainJob")
 
 
 def _patch(asked: Submission) -> Value:
     """What the runtime's pods lack: shared memory, volumes, and time to save."""
     pod: Value = {
-        "terminationGracePeriodSeconds": pods.GRACE,
-        "volumes": pods.volumes(asked),
-        "containers": [{"name": CONTAINER, "volumeMounts": pods.mounts(asked)}],
+        "terminationGracePeriodSeconds": jobset.GRACE,
+        "volumes": jobset.volumes(asked),
+        "containers": [{"name": CONTAINER, "volumeMounts": jobset.mounts(asked)}],
     }
     job: Value = {"name": GROUP, "template": {"spec": {"template": {"spec": pod}}}}
     return {"manager": "plait", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}

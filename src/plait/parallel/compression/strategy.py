@@ -17,7 +17,7 @@ Costs
     Bytes that a rank sends in a step, of n numbers among N ranks, beside 8 n (N − 1) / N of the sum in fp32: `bf16`
     2 n (N − 1) and `int8` n (N − 1), because rounded numbers are gathered and do not add up on the way: they are no
     fewer from N = 4 and N = 8 on. `powersgd` 8 r (rows + columns) (N − 1) / N for each matrix
-    (`parallel/compression/price.py`). Memory: a residual as large as the gradients, once more from the sum to the
+    (`parallel/compression/compressor.py`). Memory: a residual as large as the gradients, once more from the sum to the
     step, and a message of every rank, of 8 MiB or the largest tensor. Sums begin when backward has ended.
 
 Choose when

@@ -7,12 +7,10 @@ check             whether a unit may, in float64
 opened_unit       units in which positions meet otherwise than in torch's attention
 unit_in_rows      a unit run on some rows
 runtime           the forward pass of a rank, unit by unit
-sequence_layout   which rows a rank holds, and the tensor that stands for all of them
 sequence_shard    what functions of torch do with such a tensor
 sequence_rules    those that need no other rows, one by one
 attention         torch's attention, answered for the whole sequence
 ring              keys and values come by in turns
-blockwise         attention over blocks of keys, put together
 attention_kernels torch's own kernels for a block
 ulysses           stretches exchanged for heads
 """

@@ -21,16 +21,14 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import PlaitError, Problem
 from plait.parallel.context import ring, ulysses
 from plait.parallel.context.attention_kernels import Scores
-from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import Pair
+from plait.parallel.context.sequences import Pair, SequenceLayout
 from plait.randomness.distributions import key
 from plait.randomness.keyed import Randomness
 from plait.randomness.philox import StreamPart, mask, staying
 from plait.randomness.sub_block import Axis
 from plait.tensors.collectives import Absent
-from plait.tensors.part import within
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Rows, within
 from plait.tensors.torch_private import FakeTensor
 
 

@@ -2,7 +2,7 @@
 
 On a CPU this is torch's flash kernel. On a GPU torch is asked which of its kernels it would take for these tensors: cuDNN's, flash
 attention or the memory-efficient one, which is the only one with a mask, or for float32. None of them keeps the weights. What none
-can do (float64, weights that are dropped out) is computed in `parallel/context/blockwise.py`.
+can do (float64, weights that are dropped out) is computed in `parallel/context/ring.py`.
 
 A kernel is two functions: forward gives (output, lse) of a block of keys, where a query that sees no key may have any finite lse;
 backward takes output and lse over all keys, and gives the gradients of queries, keys, values and (if it is learned) mask.

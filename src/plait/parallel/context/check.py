@@ -28,8 +28,15 @@ from plait.parallel.context.attention import (
     plainly,
 )
 from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, Running, leave_out, opened
-from plait.parallel.context.sequence_layout import SequenceLayout
-from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, short, too_short
+from plait.parallel.context.sequences import (
+    Arguments,
+    SequenceLayout,
+    SequencePlan,
+    UnitPlan,
+    refused,
+    short,
+    too_short,
+)
 from plait.parallel.context.unit_in_rows import (
     copied,
     lengths_of,

@@ -28,16 +28,26 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.config.errors import PlaitError
-from plait.model.costs import UnitCall
 from plait.model.meter import KNOWN, OUTPUT
+from plait.model.operations import UnitCall
 from plait.model.sketch import Sketch
 from plait.model.trace import Call, trace_run
 from plait.model.trace import Call as Run
 from plait.parallel.context.attention import AttentionCall, plainly
 from plait.parallel.context.opened_unit import Layout
 from plait.parallel.context.runtime import ContextParallelUnits
-from plait.parallel.context.sequence_layout import GroupLayout, SequenceLayout
-from plait.parallel.context.sequences import Arguments, At, Pair, SequencePlan, UnitPlan, refused, short, shortened
+from plait.parallel.context.sequences import (
+    Arguments,
+    At,
+    GroupLayout,
+    Pair,
+    SequenceLayout,
+    SequencePlan,
+    UnitPlan,
+    refused,
+    short,
+    shortened,
+)
 from plait.randomness.keyed import host_kept, seed_host
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent

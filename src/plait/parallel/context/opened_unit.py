@@ -28,9 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
 from plait.parallel.context.attention import Answer, AttentionCall, ShardedAttention, WholeAttention, apart, plainly
-from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import Arguments, At, SequencePlan, UnitPlan, refused
+from plait.parallel.context.sequences import Arguments, At, SequenceLayout, SequencePlan, UnitPlan, refused
 from plait.parallel.context.unit_in_rows import (
     copied,
     cut_arguments,

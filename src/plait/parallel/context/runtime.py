@@ -15,9 +15,8 @@ from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import STRETCHES
 from plait.parallel.context.attention import Answer, Asked, ShardedAttention
 from plait.parallel.context.opened_unit import leave_out, on_wholes
-from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard, for_loss, gathered
-from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, too_short
+from plait.parallel.context.sequences import Arguments, SequenceLayout, SequencePlan, UnitPlan, refused, too_short
 from plait.parallel.context.unit_in_rows import Besides, each, posed, show
 from plait.tensors.fake import is_unknown
 from plait.tensors.modules import own_forward

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.parallel.context.sequence_layout import SequenceRows
+from plait.parallel.context.sequences import SequenceRows
 from plait.tensors import sharded_views
 from plait.tensors.sharded_views import Elsewhere, Rules
 from plait.tensors.torch_private import tree_leaves

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.parallel.context.sequence_layout import SequenceRows
 from plait.parallel.context.sequence_rules import OPERANDS, RULES
+from plait.parallel.context.sequences import SequenceRows
 from plait.tensors.sharded_tensor import elementwise, in_place
 from plait.tensors.torch_private import leaves, tree_map
 

@@ -60,9 +60,8 @@ from plait.parallel.context.check import checked_units
 from plait.parallel.context.find import Communication, communication, find
 from plait.parallel.context.opened_unit import Layout, worth
 from plait.parallel.context.runtime import ContextParallelUnits
-from plait.parallel.context.sequence_layout import GroupLayout
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import SAMPLES, SequencePlan, as_held
+from plait.parallel.context.sequences import SAMPLES, GroupLayout, SequencePlan, as_held
 from plait.parallel.precision import trained_format
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.rank_setup import RankSetup

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.parallel.context.attention import ShardedAttention, WholeAttention, apart
-from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import Arguments, At, UnitPlan, seeds
+from plait.parallel.context.sequences import Arguments, At, SequenceLayout, UnitPlan, seeds
 from plait.tensors import multihead
 from plait.tensors.modules import convert
 from plait.tensors.parameters import copy_module

@@ -3,6 +3,5 @@
 strategy          what it is, what it refuses, how a rank is wired
 find              which layers are mixtures of experts, found and checked
 layers            what runs instead of their forward
-gathered          stacked experts to which all tokens of a group come
 dispatch          tokens to the ranks of their experts, and back
 """

@@ -4,6 +4,5 @@ strategy          what it is, what it refuses, how a rank is wired
 groups            which units' parameters are gathered together
 collectives       how parts are gathered and gradients are reduced into parts
 runtime           a rank's parts, the sums of their gradients, the norm
-expert_shards     experts kept as parts, under ep
 optimizer_check   whether an optimizer may update parts of parameters
 """

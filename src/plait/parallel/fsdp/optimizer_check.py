@@ -21,16 +21,15 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch import one_device
-from plait.model.combined_optimizer import CombinedOptimizer
-from plait.model.optimizers import evaluation_mode, has_modes, step_singly
-from plait.model.outside_writes import FollowedWrites, OutsideWrites
+from plait.model.mutations import FollowedWrites, OutsideWrites
+from plait.model.optimizers import CombinedOptimizer, evaluation_mode, has_modes, step_singly
 from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import Sketch
 from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
 from plait.tensors.parameters import ParameterAttributes, with_attributes
-from plait.tensors.part import everything
+from plait.tensors.rows import everything
 from plait.tensors.trees import flat
 
 DIM, MANY, FEW = 160, 2, 4

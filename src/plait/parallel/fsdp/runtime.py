@@ -22,8 +22,7 @@ from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.spec import is_divisible, shard_of
 from plait.tensors.parameters import ParameterAttributes
-from plait.tensors.part import everything
-from plait.tensors.rows import chunk
+from plait.tensors.rows import chunk, everything
 from plait.tensors.torch_private import (
     end_backward,
     is_view,

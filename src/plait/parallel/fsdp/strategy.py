@@ -50,9 +50,15 @@ from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm
-from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
-from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
+from plait.parallel.fsdp.groups import (
+    begins_once,
+    check_formats,
+    differentiated,
+    expert_placement,
+    expert_shard_groups,
+    groups,
+)
 from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
@@ -104,7 +110,7 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
 
 def apply(split: SplitModel) -> SplitModel:
     plan, model, device = split.plan, split.module, split.device
-    where = expert_shards.lying(split)
+    where = expert_shard_groups(split)
     check_formats(split.sketch, [m for m in split.sketch.mixtures if m.names & where.keys()])
     batch_norm.synchronise(model, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
     copies = split.mesh.group_or_none(*SAME_PARTS)
@@ -117,7 +123,7 @@ def apply(split: SplitModel) -> SplitModel:
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "ignored_params": {p for n, p in model.named_parameters() if not is_divisible(p.shape) or n not in mine},
-        "shard_placement_fn": expert_shards.placement(split, where, device),
+        "shard_placement_fn": expert_placement(split, where, device),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(split.sketch)]

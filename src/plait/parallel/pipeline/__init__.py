@@ -3,11 +3,8 @@
 strategy          what it is, what it refuses, how a rank is wired
 schedules         orders of forwards and backwards, as tables
 schedule_search   the best table for measured times and a limit on memory
-simulate          a table played on a virtual clock
 partition         where to cut a model into stages, and which rank has which
-paths             which units a forward pass calls, and what crosses between stages
 stage             a model's own forward, run on a stage
 runtime           a rank's row of the table, executed
 p2p               sends and receives between stages, in order
-split_backward    a backward pass in two halves
 """

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from plait.parallel.pipeline.schedule_search import simulate
 from plait.parallel.pipeline.schedules import Action, Row, Table
-from plait.parallel.pipeline.simulate import simulate
 from plait.tensors.collectives import directly
 from plait.tensors.rows import memory_order
 from plait.tensors.trees import Slot

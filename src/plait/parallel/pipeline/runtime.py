@@ -20,11 +20,9 @@ from plait.config.errors import FAILED, PlaitError, Problem
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.loss_scale import scaled
 from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, empty, packed, routes, unpacked
-from plait.parallel.pipeline.partition import ForwardPath
-from plait.parallel.pipeline.paths import Forward
+from plait.parallel.pipeline.partition import Forward, ForwardPath
 from plait.parallel.pipeline.schedules import Action, Table
-from plait.parallel.pipeline.split_backward import halves
-from plait.parallel.pipeline.stage import PipelineStages, StageForward
+from plait.parallel.pipeline.stage import PipelineStages, StageForward, halves
 from plait.randomness.keyed import Randomness
 from plait.tensors.collectives import directly
 from plait.tensors.trees import Slot, tensors

@@ -21,7 +21,7 @@ a backward twice as long as the forward (F = I = W = 1):
 | `zbv`         | 2, a V           | (p-1)/(6m+p-1)        | 2p                                     |
 | `auto`        | any v, both      | at most the best's    | at most vp, or what is asked for       |
 
-Each stage of v on a rank is 1/v as large, and so is what it holds. `plait.parallel.pipeline.simulate` plays a table.
+Each stage of v on a rank is 1/v as large, and so is what it holds. `plait.parallel.pipeline.schedule_search` plays a table.
 """
 
 from collections import Counter

@@ -44,8 +44,7 @@ from plait.config.keys import SPLIT
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
-from plait.parallel.pipeline.partition import StageLayout, check, table_of
-from plait.parallel.pipeline.paths import ForwardPaths
+from plait.parallel.pipeline.partition import ForwardPaths, StageLayout, check, table_of
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedules import problems
 from plait.parallel.pipeline.stage import PipelineStages

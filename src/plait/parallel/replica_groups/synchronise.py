@@ -27,7 +27,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.mesh import Mesh
 from plait.parallel.rank_setup import RankSetup
-from plait.tensors.part import Part
+from plait.tensors.rows import Part
 
 
 def fragments_of(plan: Plan, sketch: Sketch) -> list[set[str]]:

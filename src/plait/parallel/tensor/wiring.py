@@ -37,8 +37,7 @@ from plait.tensors import multihead
 from plait.tensors.collectives import enter, part, total
 from plait.tensors.modules import WRAPS, class_forward, put_parameters
 from plait.tensors.parameters import like
-from plait.tensors.part import Ranges, everything, taken
-from plait.tensors.rows import Rows
+from plait.tensors.rows import Ranges, Rows, everything, taken
 from plait.tensors.torch_private import tree_map_only
 
 _SHAPING = (Tensor.view, Tensor.reshape, torch.reshape)

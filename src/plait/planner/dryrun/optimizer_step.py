@@ -17,7 +17,7 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.model.fake_model import HOLDS
 from plait.model.make import make_optimizer
-from plait.model.outside_writes import OutsideWrites
+from plait.model.mutations import OutsideWrites
 from plait.model.parameter_groups import asks_for_names
 from plait.model.sketch import Sketch
 from plait.model.table import size

@@ -43,9 +43,9 @@ from plait.proof import own_batch
 from plait.proof.job.causes import problems_of, unlike_readers
 from plait.proof.job.counters import Changed, values
 from plait.proof.job.trial import WIDE, KnownModel, Point, digests, measure, one_device
-from plait.proof.noted_data import first_of
+from plait.proof.notes import first_of
 from plait.randomness.keyed import host_kept
-from plait.tensors import higher_order
+from plait.tensors import opaque_code
 from plait.tensors.transfers import move
 
 FILE = "check.json"
@@ -292,7 +292,7 @@ def _affordable(job: Job, known: KnownModel, cut: Plan, level: str) -> Affordabl
     with host_kept():
         inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
         seconds, before = 0.0, values(model)
-        with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.opaque():
+        with torch.no_grad(), forward_format(cut, WIDE, "cpu"), opaque_code.opaque():
             for _ in range(2):
                 began = time.process_time()
                 call(model, inputs)

@@ -25,10 +25,10 @@ from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.proof.job import counters
 from plait.proof.job.trial import WIDE, KnownModel, Point, digests, in_float64, move_weights, read
-from plait.proof.noted_data import ChosenSamples
+from plait.proof.notes import ChosenSamples
 from plait.proof.probes import TOLERANCE
 from plait.randomness.keyed import seed_host
-from plait.tensors import higher_order
+from plait.tensors import opaque_code
 from plait.tensors.modules import state_kept
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
 from plait.tensors.transfers import move
@@ -138,7 +138,7 @@ def forward(engine: Engine, micro: Micro, step: int, around: AbstractContextMana
     """The outputs of a forward pass in float64, without gradients; `around` is entered last."""
     inputs = move(micro.inputs, engine.rank_model.device, WIDE)
     keyed = engine.rank_model.randomness.at(step, micro.first, micro.count)
-    with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"), higher_order.opaque(), keyed, around:
+    with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"), opaque_code.opaque(), keyed, around:
         return call(engine.model, inputs)
 
 

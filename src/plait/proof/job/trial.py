@@ -25,7 +25,7 @@ from plait.losses import separable
 from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
 from plait.parallel.precision import forward_format
-from plait.proof.noted_data import ChosenSamples, seen_in
+from plait.proof.notes import ChosenSamples, seen_in
 from plait.randomness.keyed import key, permutation
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
 from plait.tensors.transfers import move

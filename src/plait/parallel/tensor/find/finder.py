@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import tensors_in
-from plait.model.outside_writes import OutsideWrites
+from plait.model.mutations import OutsideWrites
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
 from plait.model.table import size
 from plait.model.trace import Call

@@ -3,17 +3,23 @@
 torch runs each by compiling the functions, which no mode that looks at operators may disturb. So such a call is one
 opaque operator here: modes see what goes in and what comes out, and it runs without them, as in plain PyTorch. On tensors
 without numbers it cannot run.
+
+Modules compiled by `torch.jit.script` or `torch.jit.trace`: nothing can be hooked into them, so they stay whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import handle_torch_function, has_torch_function
 
+from plait.config.errors import Problem
+from plait.config.keys import SAME_LOSS
+from plait.config.plan import Plan
 from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_leaves
 
 _KEEPS: ContextVar[bool] = ContextVar("_KEEPS", default=False)
@@ -67,3 +73,42 @@ def captured(values: object, seen: set[int] | None = None) -> Iterator[Tensor]:
             for cell in cells:
                 with suppress(ValueError):  # a variable that has no value yet
                     yield from captured(cell.cell_contents, seen)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether its code is TorchScript's."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with their names, each once, without those that torch.jit has compiled."""
+    compiled = {id(inner) for module in model.modules() if is_scripted(module) for inner in module.modules()}
+    return ((name, module) for name, module in model.named_modules() if id(module) not in compiled)
+
+
+def refused(plan: Plan, names: Iterable[str], written: Iterable[str]) -> Problem | None:
+    """P071 when one of the compiled modules writes a buffer, or a plan would have to take one apart. `written`: buffers that forward
+    writes."""
+    names = list(names)
+    first, kept = next(iter(names), None), next((n for n in written if n.rpartition(".")[0] in names), None)
+    if kept is not None:
+        what, why = (
+            f"{kept} is written by a module that torch.jit has compiled",
+            "plait cannot synchronize it or put it back",
+        )
+        return Problem("P071", what, why=why, fix=("the module as it was before torch.jit.script or torch.jit.trace",))
+    axes = "fsdp", *reversed(SAME_LOSS), "ep"
+    needs = [f"{axis}={getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
+    needs += ["offload=all"] if plan.offload == "all" else []
+    if first is None or not needs:
+        return None
+    why = "torch.jit has compiled it: its parameters and its calls cannot be replaced by parts of them"
+    fix = (f'--plan "dp={plan.devices}"', "the module as it was before torch.jit.script or torch.jit.trace")
+    return Problem("P071", f"{first or 'the model'} cannot be taken apart, which {needs[0]} needs", why=why, fix=fix)
+
+
+def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of the compiled modules, by name."""
+    parts = [(name, module) for name, module in model.named_modules() if is_scripted(module)]
+    named = {f"{name}.{inner}".lstrip("."): b for name, module in parts for inner, b in module.named_buffers()}
+    return list(named.items())
