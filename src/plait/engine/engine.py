@@ -24,7 +24,7 @@ from plait.checkpoint import fingerprint
 from plait.checkpoint.carried_state import CarriedState
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import Base
-from plait.checkpoint.weights import load_weights
+from plait.checkpoint.opening import load_weights
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.keys import WITHIN
@@ -219,6 +219,7 @@ class Engine:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps. On a GPU the work is queued: whoever looks at the
         step's loss waits for it, and `settle` waits on all ranks."""
         step = self.steps.run(batch)
+        self.place.beat(self.position.step, "optimizer")  # from now on there is a step to save
         self.callbacks.step(self, step)
         self.trained.check(step.step)
         return step
