@@ -233,6 +233,8 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     keys = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
     if len(set(keys)) != len(keys):
         raise ValueError("one stored piece is used twice")
+    if unused := sorted(files.keys() - {file for file, _ in keys}):
+        raise ValueError(f"no tensor is in the listed file {unused[0]}")
     optimizer = _get(content, "optimizer", dict)
     groups = shallow(_get(optimizer, "groups", list), 6)
     known = {name for group in groups for name in _get(_is(group, dict), "params", list) if _is(name, str)}
