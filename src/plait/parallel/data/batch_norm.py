@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.losses.global_batch import BatchPeers
-from plait.parallel.data.batch_statistics import BatchStatistics, StatisticsRanks
+from plait.parallel.data.batch_statistics import BatchStatistics, StatisticsRanks, move
 from plait.tensors.torch_private import BatchNormBase, check_dims
 
 
@@ -157,5 +157,8 @@ def _normalised(
     if running is not None:
         with torch.no_grad():
             for held, new in zip(running, (mean, var * (count / (count - 1)))):
-                held.lerp_(new.to(held.dtype), 0.0 if momentum is None else momentum)
+                if isinstance(momentum, Tensor):  # of a cumulative average
+                    held.lerp_(new.to(held.dtype), momentum)
+                else:
+                    move(held, new, momentum or 0.0)
     return out

@@ -33,7 +33,8 @@ class BatchStatistics(torch.autograd.Function):
         else:
             var = mean = wide.new_zeros(x.shape[1])
         mine = torch.cat([mean, var * count, mean.new_full((1,), count)])
-        mean, squares, total = _merge(_everyone(mine, ranks.group), x.shape[1])
+        merge = merged_in_graphs if torch.compiler.is_compiling() else _merge
+        mean, squares, total = merge(_everyone(mine, ranks.group), x.shape[1])
         alone = count == 1  # else there are more, or another rank has the only one: the number is not read, which a device waits for
         if alone and not torch.compiler.is_compiling() and int(total) == 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
@@ -52,7 +53,8 @@ class BatchStatistics(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any):
         normal, weight, inverse = ctx.saved_tensors
         grad, group = upstream[0].to(normal.dtype), ctx.ranks.group
-        grad = torch.zeros_like(grad) if ctx.ranks.idle else grad
+        if ctx.ranks.idle:  # zeros, but none that a compiler sees: it would move a sum of constants into forward, where no other rank makes it
+            grad = torch.where(ctx.total < 0, grad, 0.0)
         sum_grad, sum_product = grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)
         both = torch.cat([sum_grad, sum_product])
         if torch.compiler.is_compiling():
@@ -88,3 +90,21 @@ def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     total = counts.sum()
     mean = (means * counts).sum(0) / total
     return mean, squares.sum(0) + ((means - mean).square() * counts).sum(0), total
+
+
+@torch.library.custom_op("plait::merged_statistics", mutates_args=())
+def merged_in_graphs(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`_merge`, as an operator that `torch.compile` leaves alone: ranks compile other code for other sizes, which rounds otherwise, and the
+    running statistics would no longer be bit for bit the same on all of them."""
+    return _merge(rows, channels)
+
+
+@merged_in_graphs.register_fake
+def _(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.new_empty(channels), rows.new_empty(channels), rows.new_empty(())
+
+
+@torch.library.custom_op("plait::move_statistic", mutates_args=("running",))
+def move(running: Tensor, new: Tensor, share: float) -> None:
+    """Move a running statistic towards the new one by this share; an operator for the same reason."""
+    running.lerp_(new.to(running.dtype), share)
