@@ -38,7 +38,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.devices import cuda_names, kind_of
 from plait.launch.place import Place
-from plait.planner.estimate import ordered, played
+from plait.planner.estimate import StageSchedule, ordered, played
 
 WARM, BLOCK = 4, 4
 SENT = ("nccl", "rccl", "gloo:")
@@ -263,7 +263,7 @@ def bubble(setting: Setting, schedule: str, per_rank: int) -> Row:
 
     rows = on_ranks(setting, work, False)
     one, took = slowest(rows, 0), slowest(rows, 1)
-    kind = schedule, n, per_rank
+    kind = StageSchedule(schedule, n, per_rank)
     stages = (1.0 / per_rank,) * (n * per_rank)
     assert len(ordered(kind, MICRO * n).owner) == len(stages)
     whole = played(kind, MICRO * n, (stages, stages, stages), 0.0)

@@ -33,7 +33,8 @@ class Written(nn.BatchNorm2d):
     """The same, written out as libraries of vision models do."""
 
     def forward(self, input: Tensor) -> Tensor:
-        self.num_batches_tracked.add_(1)
+        if self.training:  # a count in eval mode would be of a rank's own batches
+            self.num_batches_tracked.add_(1)
         statistics = self.running_mean, self.running_var
         x = F.batch_norm(input, *statistics, self.weight, self.bias, self.training, 0.2, self.eps)
         return F.silu(x)

@@ -24,6 +24,7 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("name, plan", CASES)
 def test_unlike_batch_norms_are_exact(name: str, plan: str) -> None:
     verdict = verify(jobs_norms.ALL[name](), Plan.parse(plan), steps=3)

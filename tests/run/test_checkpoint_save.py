@@ -155,8 +155,8 @@ def killed(folder: Path, kills: int) -> set[str]:
     reference = Engine(wide(), "dp=1", device="cpu", directory=folder)
     copies: dict[int, torch.Tensor] = {}
     source, left = reference.batches(), set[str]()
-    for _ in range(kills):
-        pid = os.fork()
+    for kill in range(kills):
+        before, pid = sorted(folder.iterdir()), os.fork()
         if pid == 0:
             try:
                 engine = Engine(wide(), "dp=1", device="cpu", directory=folder)
@@ -167,7 +167,9 @@ def killed(folder: Path, kills: int) -> set[str]:
                 engine.checkpoints.finish(engine)
             finally:
                 os._exit(0)
-        time.sleep(0.03 + moments.random() * 0.12)
+        while kill % 2 and sorted(folder.iterdir()) == before and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            time.sleep(0.001)  # every other kill comes where a save has begun, however slow the machine is
+        time.sleep(moments.random() * (0.02 if kill % 2 else 0.15))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         left |= {path.suffix[1:4] for path in folder.iterdir()}
