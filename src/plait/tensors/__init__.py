@@ -1,7 +1,8 @@
 """What torch lacks: differentiable collectives, sharded tensors of any layout, fake runs.
 
 torch_private     every private torch name, each with a contract test
-rows              who holds which rows of a dim
+rows              who holds which rows of a dim, and a rank's part of a tensor, as ranges of the whole
+read_numbers      code that reads numbers from tensors, and what it computes with others
 collectives       differentiable collectives; bytes to all ranks; digests
 shaped            a tensor with the shape of a whole and the numbers of a part
 sharded_tensor    a tensor that stands for a whole of which each rank holds a part

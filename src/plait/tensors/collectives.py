@@ -93,7 +93,7 @@ TAG = 2**16
 
 
 class Absent(ProcessGroup):
-    """A group whose other ranks are not there: nothing travels, and the numbers are wrong."""
+    """A group whose other ranks are not there: nothing travels. In the place of their rows stand this rank's, which code can compute with."""
 
     def __init__(self, ranks: int, rank: int = 0):
         super().__init__(rank, ranks)  # pyrefly: ignore[bad-argument-type, missing-argument]  (not in torch's stub)
@@ -212,12 +212,13 @@ def summed(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.Re
 def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """The whole, from each rank's rows of `dim`. Not differentiated."""
     rank, x = group.rank(), x.contiguous()
+    if isinstance(group, Absent):
+        return x.index_select(dim, torch.arange(rows.length, device=x.device) % max(1, x.shape[dim]))
     whole = x.new_empty([*x.shape[:dim], rows.length, *x.shape[dim + 1 :]])
     if not directly(x.device) and _alike(rows, x):  # processes exchange parts straight into the whole, in one copy less
         straight = _one_after_another(rows, dim, x)
         room = whole if straight else x.new_empty([len(rows.sizes), *x.shape])
-        if not isinstance(group, Absent):
-            GATHER_PARTS(room.view(-1), x.view(-1), group=group)
+        GATHER_PARTS(room.view(-1), x.view(-1), group=group)
         return whole if straight else _placed(whole, dim, rows, room.unbind(0))
     parts: list[Tensor] = []
     for ranges, size in zip(rows.ranks, rows.sizes):
@@ -227,7 +228,7 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     if directly(x.device):  # uneven parts are exchanged as they are; gloo's own gather wants them of one size
         _exchange([x] * len(parts), parts, group)
         parts[rank].copy_(x)
-    elif not isinstance(group, Absent):
+    else:
         dist.all_gather(parts, x, group=group)
     return _placed(whole, dim, rows, parts)
 
@@ -260,19 +261,19 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     order of the ranks; 16-bit numbers are added in 32.
     """
     ranks, rank = group.size(), group.rank()
+    if isinstance(group, Absent):
+        return rows.take(x, dim, rank).contiguous()
     if not directly(x.device) and _alike(rows, x):
         apart = [rows.take(x, dim, r) for r in range(ranks)]
         result = torch.empty_like(apart[rank], memory_format=torch.contiguous_format)
         straight = _one_after_another(rows, dim, x)
         joined = x.contiguous().view(-1) if straight else torch.cat([t.reshape(-1) for t in apart])
-        if not isinstance(group, Absent):
-            SUM_PARTS(result.view(-1), joined, group=group)
+        SUM_PARTS(result.view(-1), joined, group=group)
         return result
     parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
     if not directly(x.device):  # parts of unequal size
         result = torch.empty_like(parts[rank])
-        if not isinstance(group, Absent):
-            dist.reduce_scatter(result, parts, group=group)
+        dist.reduce_scatter(result, parts, group=group)
         return result
     received = [torch.empty_like(parts[rank]) for _ in range(ranks)]
     _exchange(parts, received, group)
@@ -287,7 +288,7 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
 def _exchange(send: list[Tensor], into: list[Tensor], group: ProcessGroup) -> None:
     """Send one tensor to every other rank and receive one from each; empty ones are not sent."""
     ranks, rank, works = group.size(), group.rank(), []
-    for k in range(1, 1 if isinstance(group, Absent) else ranks):
+    for k in range(1, ranks):
         to, source = (rank + k) % ranks, (rank - k) % ranks
         if send[to].numel():
             works.append(dist.isend(send[to], group=group, group_dst=to, tag=TAG))

@@ -9,8 +9,10 @@ sequence (`Stretch`): then its code counts all. One in which positions meet othe
 without attention that fails at that too runs on the whole sequence; one with attention is refused.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -39,12 +41,14 @@ from plait.parallel.context.sequences import (
 )
 from plait.parallel.context.unit_in_rows import (
     copied,
+    each,
     lengths_of,
     on_rows,
     wide,
     widened,
 )
 from plait.tensors.modules import evaluating
+from plait.tensors.read_numbers import UNEVEN, OtherNumbers, elsewhere, outcomes, uneven
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import named_leaves, tree_map_only
 
@@ -105,12 +109,38 @@ def _taken(model: nn.Module, inputs: object, call: Run, sequence_plan: SequenceP
     return found
 
 
+@dataclass(frozen=True)
+class _WholeRun:
+    """A unit's run on whole sequences: what it returned, its attentions, and its operations."""
+
+    returned: list[tuple[str, Any]]
+    attention: WholeAttention
+    flops: int
+
+
+def _whole_run(
+    unit: nn.Module, made: UnitPlan, sequences: dict[int, SequenceLayout], running: Running, given: Arguments, *, shared: int
+) -> _WholeRun:
+    """P040 where `shared` ranks cannot share out the heads of an attention."""
+    whole, (args, kwargs) = WholeAttention([]), copied(given)
+
+    def plain(asked: AttentionCall, *_: SequenceLayout) -> Tensor:
+        check_heads(asked.q.shape[1], shared)
+        running.attends()
+        whole.note(asked)
+        return plainly(asked)
+
+    with running, ShardedAttention(sequences, made.attends, plain), Counted() as counted:
+        returned = named_leaves(unit(*args, **kwargs))[0]
+    return _WholeRun(returned, whole, counted.get_total_flops())
+
+
 def _tried(
     module: nn.Module, made: UnitPlan, given: Arguments, *, layout: Layout, ranks: int, heads: bool
 ) -> tuple[UnitPlan, str]:
     """The call, perhaps with some arguments left whole, and why it cannot run on a stretch, if it cannot."""
     unit, (args, kwargs) = widened(module), tree_map_only(Tensor, wide, given)
-    whole, running = WholeAttention([]), Running(unit)
+    running = Running(unit)
     with torch.no_grad():
         lengths = lengths_of(made, (args, kwargs))
         if not lengths:
@@ -119,29 +149,22 @@ def _tried(
             raise too_short(min(lengths.values()), ranks)
         cuts = {n: layout(t, ranks) for n, t in lengths.items()}
         held = [{n: SequenceLayout(c, r) for n, c in cuts.items()} for r in range(ranks)]
-
-        def plain(asked: AttentionCall, *_: SequenceLayout) -> Tensor:
-            if heads:
-                check_heads(asked.q.shape[1], ranks)
-            running.attends()
-            whole.note(asked)
-            return plainly(asked)
-
         sequences = {n: SequenceLayout(Rows.of([t]), 0) for n, t in lengths.items()}
+        run = partial(_whole_run, unit, made, sequences, running, shared=ranks if heads else 1)
         try:
-            with running, ShardedAttention(sequences, made.attends, plain), Counted() as counted:
-                expected = named_leaves(unit(*copied(args), **copied(kwargs)))[0]
+            usual = run((args, kwargs))
         except PlaitError:
             raise
         except Exception as error:
             return made, f"it cannot run again on what it was given: {in_a_line(error)}"
-        made = replace(made, flops=counted.get_total_flops())
+        made = replace(made, flops=usual.flops)
         reasons = []
         for left, poses in _choices(made, given):
             call = replace(made, left=left, poses=poses)
             while True:
                 with running, Counted() as counted:
-                    reason = _differs(unit, (args, kwargs), call, held, expected, whole)
+                    reason = _differs(unit, (args, kwargs), call, held, usual)
+                reason = reason or _differs_with_other_numbers(unit, (args, kwargs), call, held, run)
                 if not reason:
                     part = counted.get_total_flops() / ranks / made.flops if made.flops else 1.0
                     return replace(call, part=part), ""
@@ -166,15 +189,43 @@ def _choices(made: UnitPlan, given: Arguments) -> list[tuple[frozenset[str], boo
     return [*((left, False) for left in found), (masks, True)]
 
 
+def _differs_with_other_numbers(
+    unit: nn.Module,
+    given: Arguments,
+    call: UnitPlan,
+    ranks: list[dict[int, SequenceLayout]],
+    run: Callable[[Arguments], _WholeRun],
+) -> str:
+    """`_differs`, where the unit's code reads other numbers from tensors."""
+    reads = False
+    for numbers, seen in outcomes(lambda: run(given)):
+        reads = reads or bool(numbers.read)
+        with OtherNumbers(numbers.lines):
+            if numbers.lines and (reason := _differs(unit, given, call, ranks, seen)):
+                return reason + elsewhere(numbers.lines)
+    for factors in UNEVEN if reads else ():
+        sized = each(lambda path, leaf, factors=factors: _sized(call, path, leaf, factors), given)
+        if reason := _differs(unit, sized, call, ranks, run(sized)):
+            return f"{reason}: it reads numbers, and one position's were {factors[0]:g}, the others' {factors[1]:g} times as large"
+    return ""
+
+
+def _sized(call: UnitPlan, path: str, leaf: object, factors: tuple[float, float]) -> object:
+    """An argument whose last position, where it has positions, is larger or smaller than the others."""
+    if path not in call.given or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return uneven(leaf, call.given[path][0], factors)
+
+
 def _differs(
     unit: nn.Module,
     given: Arguments,
     call: UnitPlan,
     ranks: list[dict[int, SequenceLayout]],
-    expected: list[tuple[str, Any]],
-    whole: WholeAttention,
+    seen: _WholeRun,
 ) -> str:
     """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
+    whole = seen.attention
     for held in ranks:
         try:
             output = on_rows(unit, given, call, held, whole)
@@ -187,7 +238,7 @@ def _differs(
             what = "its queries, keys or values on a stretch are not those of the whole"
             return f"{what}: they differ by {whole.worst:.0e}"
         try:
-            off = next((off for off in output.differences(expected) if off > NEAR), 0.0)
+            off = next((off for off in output.differences(seen.returned) if off > NEAR), 0.0)
         except ValueError as error:
             return str(error)
         if off:

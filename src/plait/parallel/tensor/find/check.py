@@ -30,6 +30,7 @@ from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide, near
 from plait.tensors.modules import state_kept
+from plait.tensors.read_numbers import Lines, OtherNumbers, elsewhere, outcomes
 from plait.tensors.rows import Ranges, taken
 from plait.tensors.torch_private import leaves, tree_map_only
 
@@ -199,6 +200,14 @@ class ReplayedModule:
                 return f"on a slice {self.name or 'the model'} returns something else"
         return ""
 
+    def differs_on_slices(self, values: Values, whole: ReplayedRun, groups: tuple[ColumnRowPair, ...], lines: Lines) -> str:
+        """What is wrong with the run of some rank, or nothing, if other numbers are read at `lines`, as they were for `whole`."""
+        for rank in range(len(groups[0].cuts[0].ranges)):
+            with OtherNumbers(lines):
+                part = self.run(values, groups, rank)
+            if wrong := self.differs(whole, part, groups, rank):
+                return wrong
+        return ""
 
     def differs_backward(self, values: Values, groups: tuple[ColumnRowPair, ...]) -> str:
         """What is wrong with the gradients of the ranks' runs, or nothing. Rows are given large and small ones: a hook may have a limit."""
@@ -231,17 +240,27 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
     """Why some rank would compute something else than its slice of the whole in one of the calls, or nothing."""
     for container in containers:
         values = container.values(seed)
+
+        def run(container: ReplayedModule = container, values: Values = values) -> ReplayedRun | OtherCode:
+            try:
+                return container.run(values)
+            except OtherCode as strayed:
+                return strayed
+
+        end = ""
         try:
-            whole = container.run(values)
-            for rank in range(len(groups[0].cuts[0].ranges)):
-                wrong = container.differs(whole, container.run(values, groups, rank), groups, rank)
-                if wrong:
-                    return wrong
+            for numbers, whole in outcomes(run):
+                end = elsewhere(numbers.lines)
+                if isinstance(whole, OtherCode):
+                    return str(whole) + end
+                if wrong := container.differs_on_slices(values, whole, groups, numbers.lines):
+                    return wrong + end
+            end = ""
             if wrong := container.differs_backward(values, groups):
                 return wrong
         except Exception as error:
             lines = str(error).splitlines() or [""]
-            return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]})"
+            return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]}){end}"
     return ""
 
 

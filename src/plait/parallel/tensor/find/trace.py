@@ -29,6 +29,7 @@ from plait.model.meter import flat, tensors_in
 from plait.randomness import keyed
 from plait.randomness.distributions import DROPOUTS, dropout_call
 from plait.tensors.modules import forwards_kept
+from plait.tensors.read_numbers import READS
 from plait.tensors.torch_private import leaves, no_functions, storage_key, tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
@@ -140,21 +141,6 @@ def snapshot(tree: object) -> Any:
             return leaf
 
     return tree_map(copied, tree)
-
-
-_VALUES = {
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__contains__",
-    "equal",
-    "allclose",
-}
-"""Functions through which code decides by what a tensor holds."""
 
 
 def _never(_: object) -> Tensor:
@@ -296,10 +282,10 @@ class DataflowTrace(TorchFunctionMode):
 
     def _passed(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """A function of this name made the outputs of the inputs."""
-        if outputs or name in _VALUES or name == "__setitem__":
+        if outputs or name in READS or name == "__setitem__":
             self._use(inputs)
             sources = self._sources(inputs)
-            if name in _VALUES:
+            if name in READS:
                 self.output |= sources
             if sources and name == "__setitem__":
                 self._mark_storage(inputs[0], sources)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.config.errors import in_a_line
 from plait.model.slices import ColumnRowPair, PositionwiseUnit, RegionArgument, RegionBorder, Slices
 from plait.parallel.tensor.find.check import MapInput, OtherCode, ReplayedModule, ReplayedRun, Values
 from plait.parallel.tensor.find.linear_maps import Map
@@ -28,6 +29,7 @@ from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
 from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
 from plait.parallel.tensor.sequence.runtime import put
 from plait.tensors.float64 import near
+from plait.tensors.read_numbers import UNEVEN, OtherNumbers, elsewhere, outcomes, uneven
 from plait.tensors.rows import Ranges, Rows
 from plait.tensors.torch_private import tree_map_only
 
@@ -56,6 +58,8 @@ class UnitOnRows(ReplayedModule):
         self.hidden: tuple[int | str, int] = (0, 0)
         self.level: dict[str, ColumnRowPair] = {}
         self.posing = False
+        self.factors: tuple[float, float] | None = None
+        """What the last position of its hidden states, and the others, are multiplied by."""
         self.fresh()
 
     def fresh(self) -> None:
@@ -90,9 +94,12 @@ class UnitOnRows(ReplayedModule):
                 self.others += [known[id(t)]] if t.requires_grad else []
             return known[id(t)]
 
-        args, kwargs = tree_map_only(Tensor, fresh, (snapshot(self.frame.args), snapshot(self.frame.kwargs)))
+        key, dim = self.hidden
+        args, kwargs = snapshot(self.frame.args), snapshot(self.frame.kwargs)
+        if self.factors is not None:
+            args, kwargs = put(args, kwargs, key, uneven(self._argument(key), dim, self.factors))
+        args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
         if self.cut is not None:
-            key, dim = self.hidden
             whole = kwargs[key] if isinstance(key, str) else args[key]
             self.others = [t for t in self.others if t is not whole]
             args, kwargs = put(args, kwargs, key, self._mine(whole, dim))
@@ -196,21 +203,62 @@ class UnitOnRows(ReplayedModule):
             raise OtherCode(NO_SEQUENCE)
         try:
             self.values_of_maps = self.values(1)
-            with self.listened():
-                self.base = self.run(self.values_of_maps)
+            self.base, self.before = self._whole()
         except Exception as error:
             raise OtherCode(f"its code cannot be run alone ({type(error).__name__})") from error
         reasons = []
         for self.posing, self.hidden in product((False, True), places):
             for levels in self._levels():
                 try:
-                    return self._tried(levels, ranks)
+                    found = self._tried(levels, ranks)
+                    self._try_with_other_numbers(found, levels, ranks)
+                    return found
                 except OtherCode as strayed:
                     reasons.append(str(strayed))
                 except Exception as error:
                     lines = str(error).splitlines() or [""]
                     reasons.append(f"its code cannot run on a stretch ({type(error).__name__}: {lines[0][:120]})")
         raise OtherCode(reasons[0])
+
+    def _whole(self) -> tuple[ReplayedRun, dict[tuple[str, int], tuple[Any, Any]]]:
+        """A run on the whole, and what the regions in it are given."""
+        self.cut, self.before = None, {}
+        with self.listened():
+            return self.run(self.values_of_maps), self.before
+
+    def _try_with_other_numbers(self, found: PositionwiseUnit, levels: dict[str, ColumnRowPair], ranks: int) -> None:
+        """`OtherCode` if the unit runs on stretches in another way, or not at all, where its code reads other numbers."""
+
+        def whole() -> tuple[ReplayedRun, dict[tuple[str, int], tuple[Any, Any]]] | OtherCode:
+            try:
+                return self._whole()
+            except OtherCode as strayed:
+                return strayed
+
+        def compare(seen: tuple[ReplayedRun, dict[tuple[str, int], tuple[Any, Any]]] | OtherCode) -> None:
+            if isinstance(seen, OtherCode):
+                raise seen
+            self.base, self.before = seen
+            other = self._tried(levels, ranks)
+            more = set(other.partial) - set(found.partial)  # fewer may be used: a layer is for some samples only
+            if more or replace(other, partial=found.partial) != found:
+                raise OtherCode("its code does something else on a stretch")
+
+        usual, reads, end = (self.base, self.before), False, ""
+        try:
+            for numbers, seen in outcomes(whole):
+                reads, end = reads or bool(numbers.read), elsewhere(numbers.lines)
+                if numbers.lines:
+                    with OtherNumbers(numbers.lines):
+                        compare(seen)
+            for self.factors in UNEVEN if reads else ():
+                end = f": its code reads numbers, and one position's were {self.factors[0]:g}, the others' {self.factors[1]:g} times as large"
+                compare(whole())
+        except Exception as error:
+            reason = str(error) if isinstance(error, OtherCode) else in_a_line(error)
+            raise OtherCode(reason + end) from error
+        finally:
+            (self.base, self.before), self.factors = usual, None
 
     def _places(self, samples: int, handed: set[int]) -> Iterator[tuple[int | str, int]]:
         """(argument, dim) that may be hidden states and their sequence: [samples, sequence, …] or [sequence, samples, …]."""
