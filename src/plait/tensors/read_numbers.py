@@ -2,14 +2,14 @@
 
 `if x.max() > 3:` is one way through the code with the numbers of a trial, and may be another with those of some step of training. What a
 trial shows of the first way says nothing of the second. So a trial is repeated for each line of code at which numbers are read, with
-others read there: the opposite of a truth value, and another number than a number (`outcomes`).
+others read there: the opposite of a truth value, and another number than a number (`other_outcomes`).
 
 Nor does a trial show of which rows a number was read. `x.max() > 3` of some rows of `x` is the same as of all of them, until a row is larger
 than the others. So a trial of code that reads numbers is also repeated with one row of another size (`UNEVEN`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,14 +88,11 @@ def _other(value: Any) -> Any:
     return value
 
 
-def outcomes(run: Callable[[], T]) -> Iterator[tuple[OtherNumbers, T]]:
-    """What `run` returns with the numbers that its code reads, and then once for each line at which it reads any, with others. Without
-    those results for which the code raises, as an assertion does."""
-    mode = OtherNumbers()
-    with mode:
-        result = run()
-    yield mode, result
-    known, waiting = set(mode.read), [frozenset((line,)) for line in mode.read]
+def other_outcomes(run: Callable[[], T], read: Iterable[CodeLine]) -> Iterator[tuple[Lines, T]]:
+    """What `run` returns for each line of `read`, at which its code reads numbers, with others read there: the lines, more than one
+    where a branch reads some too, and the result. Without those for which the code raises, as an assertion does."""
+    known = set(read)
+    waiting = [frozenset((line,)) for line in read]
     while waiting:
         mode = OtherNumbers(waiting.pop(0))
         try:
@@ -103,7 +100,7 @@ def outcomes(run: Callable[[], T]) -> Iterator[tuple[OtherNumbers, T]]:
                 result = run()
         except Exception:
             continue
-        yield mode, result
+        yield mode.lines, result
         waiting += [mode.lines | {line} for line in mode.read if line not in known]  # lines of a branch that was not taken before
         known |= mode.read.keys()
 
@@ -119,3 +116,8 @@ def uneven(x: torch.Tensor, dim: int, factors: tuple[float, float]) -> torch.Ten
 def elsewhere(lines: Lines) -> str:
     """The end of a message: at which lines other numbers lead to what it says; nothing where there are none."""
     return f", if other numbers are read at {' and '.join(map(str, sorted(lines)))}" if lines else ""
+
+
+def unevenly(factors: tuple[float, float]) -> str:
+    """The end of a message: with rows of which sizes (`UNEVEN`) what it says was found."""
+    return f": its code reads numbers, and one position's were {factors[0]:g}, the others' {factors[1]:g} times as large"

@@ -9,7 +9,7 @@ sequence (`Stretch`): then its code counts all. One in which positions meet othe
 without attention that fails at that too runs on the whole sequence; one with attention is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +48,7 @@ from plait.parallel.context.unit_in_rows import (
     widened,
 )
 from plait.tensors.modules import evaluating
-from plait.tensors.read_numbers import UNEVEN, OtherNumbers, elsewhere, outcomes, uneven
+from plait.tensors.read_numbers import UNEVEN, CodeLine, OtherNumbers, elsewhere, other_outcomes, uneven, unevenly
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import named_leaves, tree_map_only
 
@@ -152,7 +152,8 @@ def _tried(
         sequences = {n: SequenceLayout(Rows.of([t]), 0) for n, t in lengths.items()}
         run = partial(_whole_run, unit, made, sequences, running, shared=ranks if heads else 1)
         try:
-            usual = run((args, kwargs))
+            with OtherNumbers() as numbers:
+                usual = run((args, kwargs))
         except PlaitError:
             raise
         except Exception as error:
@@ -164,7 +165,8 @@ def _tried(
             while True:
                 with running, Counted() as counted:
                     reason = _differs(unit, (args, kwargs), call, held, usual)
-                reason = reason or _differs_with_other_numbers(unit, (args, kwargs), call, held, run)
+                if numbers.read and not reason:
+                    reason = _differs_with_other_numbers(unit, (args, kwargs), call, held, run, read=numbers.read)
                 if not reason:
                     part = counted.get_total_flops() / ranks / made.flops if made.flops else 1.0
                     return replace(call, part=part), ""
@@ -195,26 +197,24 @@ def _differs_with_other_numbers(
     call: UnitPlan,
     ranks: list[dict[int, SequenceLayout]],
     run: Callable[[Arguments], _WholeRun],
+    *,
+    read: Iterable[CodeLine],
 ) -> str:
-    """`_differs`, where the unit's code reads other numbers from tensors."""
-    reads = False
-    for numbers, seen in outcomes(lambda: run(given)):
-        reads = reads or bool(numbers.read)
-        with OtherNumbers(numbers.lines):
-            if numbers.lines and (reason := _differs(unit, given, call, ranks, seen)):
-                return reason + elsewhere(numbers.lines)
-    for factors in UNEVEN if reads else ():
-        sized = each(lambda path, leaf, factors=factors: _sized(call, path, leaf, factors), given)
-        if reason := _differs(unit, sized, call, ranks, run(sized)):
-            return f"{reason}: it reads numbers, and one position's were {factors[0]:g}, the others' {factors[1]:g} times as large"
+    """`_differs`, where the unit's code reads other numbers from tensors. `read`: the lines at which it reads any."""
+    for lines, seen in other_outcomes(lambda: run(given), read):
+        with OtherNumbers(lines):
+            if reason := _differs(unit, given, call, ranks, seen):
+                return reason + elsewhere(lines)
+
+    def sized(path: str, leaf: object) -> object:
+        positions = path in call.given and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return uneven(leaf, call.given[path][0], factors) if positions else leaf
+
+    for factors in UNEVEN:
+        other = each(sized, given)
+        if reason := _differs(unit, other, call, ranks, run(other)):
+            return reason + unevenly(factors)
     return ""
-
-
-def _sized(call: UnitPlan, path: str, leaf: object, factors: tuple[float, float]) -> object:
-    """An argument whose last position, where it has positions, is larger or smaller than the others."""
-    if path not in call.given or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    return uneven(leaf, call.given[path][0], factors)
 
 
 def _differs(

@@ -30,7 +30,7 @@ from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide, near
 from plait.tensors.modules import state_kept
-from plait.tensors.read_numbers import Lines, OtherNumbers, elsewhere, outcomes
+from plait.tensors.read_numbers import OtherNumbers, elsewhere, other_outcomes
 from plait.tensors.rows import Ranges, taken
 from plait.tensors.torch_private import leaves, tree_map_only
 
@@ -200,12 +200,10 @@ class ReplayedModule:
                 return f"on a slice {self.name or 'the model'} returns something else"
         return ""
 
-    def differs_on_slices(self, values: Values, whole: ReplayedRun, groups: tuple[ColumnRowPair, ...], lines: Lines) -> str:
-        """What is wrong with the run of some rank, or nothing, if other numbers are read at `lines`, as they were for `whole`."""
+    def differs_on_slices(self, values: Values, whole: ReplayedRun, groups: tuple[ColumnRowPair, ...]) -> str:
+        """What is wrong with the run of some rank, or nothing."""
         for rank in range(len(groups[0].cuts[0].ranges)):
-            with OtherNumbers(lines):
-                part = self.run(values, groups, rank)
-            if wrong := self.differs(whole, part, groups, rank):
+            if wrong := self.differs(whole, self.run(values, groups, rank), groups, rank):
                 return wrong
         return ""
 
@@ -249,12 +247,17 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
 
         end = ""
         try:
-            for numbers, whole in outcomes(run):
-                end = elsewhere(numbers.lines)
-                if isinstance(whole, OtherCode):
-                    return str(whole) + end
-                if wrong := container.differs_on_slices(values, whole, groups, numbers.lines):
-                    return wrong + end
+            with OtherNumbers() as numbers:
+                whole = container.run(values)
+            if wrong := container.differs_on_slices(values, whole, groups):
+                return wrong
+            for lines, other in other_outcomes(run, numbers.read):
+                end = elsewhere(lines)
+                if isinstance(other, OtherCode):
+                    return str(other) + end
+                with OtherNumbers(lines):
+                    if wrong := container.differs_on_slices(values, other, groups):
+                        return wrong + end
             end = ""
             if wrong := container.differs_backward(values, groups):
                 return wrong

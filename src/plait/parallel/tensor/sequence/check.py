@@ -29,7 +29,7 @@ from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
 from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
 from plait.parallel.tensor.sequence.runtime import put
 from plait.tensors.float64 import near
-from plait.tensors.read_numbers import UNEVEN, OtherNumbers, elsewhere, outcomes, uneven
+from plait.tensors.read_numbers import UNEVEN, CodeLine, OtherNumbers, elsewhere, other_outcomes, uneven, unevenly
 from plait.tensors.rows import Ranges, Rows
 from plait.tensors.torch_private import tree_map_only
 
@@ -203,7 +203,8 @@ class UnitOnRows(ReplayedModule):
             raise OtherCode(NO_SEQUENCE)
         try:
             self.values_of_maps = self.values(1)
-            self.base, self.before = self._whole()
+            with OtherNumbers() as numbers:
+                self._run_whole()
         except Exception as error:
             raise OtherCode(f"its code cannot be run alone ({type(error).__name__})") from error
         reasons = []
@@ -211,7 +212,8 @@ class UnitOnRows(ReplayedModule):
             for levels in self._levels():
                 try:
                     found = self._tried(levels, ranks)
-                    self._try_with_other_numbers(found, levels, ranks)
+                    if numbers.read:
+                        self._try_with_other_numbers(found, levels, ranks, numbers.read)
                     return found
                 except OtherCode as strayed:
                     reasons.append(str(strayed))
@@ -220,40 +222,42 @@ class UnitOnRows(ReplayedModule):
                     reasons.append(f"its code cannot run on a stretch ({type(error).__name__}: {lines[0][:120]})")
         raise OtherCode(reasons[0])
 
-    def _whole(self) -> tuple[ReplayedRun, dict[tuple[str, int], tuple[Any, Any]]]:
-        """A run on the whole, and what the regions in it are given."""
+    def _run_whole(self) -> None:
+        """Run on the whole: `base`, and `before`, what regions are given."""
         self.cut, self.before = None, {}
         with self.listened():
-            return self.run(self.values_of_maps), self.before
+            self.base = self.run(self.values_of_maps)
 
-    def _try_with_other_numbers(self, found: PositionwiseUnit, levels: dict[str, ColumnRowPair], ranks: int) -> None:
-        """`OtherCode` if the unit runs on stretches in another way, or not at all, where its code reads other numbers."""
+    def _try_with_other_numbers(
+        self, found: PositionwiseUnit, levels: dict[str, ColumnRowPair], ranks: int, read: Iterable[CodeLine]
+    ) -> None:
+        """`OtherCode` if the unit runs on stretches in another way, or not at all, where its code reads other numbers. `read`: the lines
+        at which it reads any."""
 
-        def whole() -> tuple[ReplayedRun, dict[tuple[str, int], tuple[Any, Any]]] | OtherCode:
+        def run() -> OtherCode | None:
             try:
-                return self._whole()
+                return self._run_whole()
             except OtherCode as strayed:
                 return strayed
 
-        def compare(seen: tuple[ReplayedRun, dict[tuple[str, int], tuple[Any, Any]]] | OtherCode) -> None:
-            if isinstance(seen, OtherCode):
-                raise seen
-            self.base, self.before = seen
+        def compare() -> None:
             other = self._tried(levels, ranks)
             more = set(other.partial) - set(found.partial)  # fewer may be used: a layer is for some samples only
             if more or replace(other, partial=found.partial) != found:
                 raise OtherCode("its code does something else on a stretch")
 
-        usual, reads, end = (self.base, self.before), False, ""
+        usual, end = (self.base, self.before), ""
         try:
-            for numbers, seen in outcomes(whole):
-                reads, end = reads or bool(numbers.read), elsewhere(numbers.lines)
-                if numbers.lines:
-                    with OtherNumbers(numbers.lines):
-                        compare(seen)
-            for self.factors in UNEVEN if reads else ():
-                end = f": its code reads numbers, and one position's were {self.factors[0]:g}, the others' {self.factors[1]:g} times as large"
-                compare(whole())
+            for lines, strayed in other_outcomes(run, read):
+                end = elsewhere(lines)
+                if strayed is not None:
+                    raise strayed
+                with OtherNumbers(lines):
+                    compare()
+            for self.factors in UNEVEN:
+                end = unevenly(self.factors)
+                self._run_whole()
+                compare()
         except Exception as error:
             reason = str(error) if isinstance(error, OtherCode) else in_a_line(error)
             raise OtherCode(reason + end) from error
