@@ -157,8 +157,5 @@ def _normalised(
     if running is not None:
         with torch.no_grad():
             for held, new in zip(running, (mean, var * (count / (count - 1)))):
-                if isinstance(momentum, Tensor):  # of a cumulative average
-                    held.lerp_(new.to(held.dtype), momentum)
-                else:
-                    move(held, new, momentum or 0.0)
+                move(held, new.to(held.dtype), 0.0 if momentum is None else momentum)
     return out

@@ -104,7 +104,15 @@ def _(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows.new_empty(channels), rows.new_empty(channels), rows.new_empty(())
 
 
+def move(running: Tensor, new: Tensor, share: float | Tensor) -> None:
+    """Move a running statistic towards the new one by this share (a tensor: of a cumulative average)."""
+    if torch.compiler.is_compiling() and not isinstance(share, Tensor):
+        moved_in_graphs(running, new, share)
+    else:
+        running.lerp_(new, share)
+
+
 @torch.library.custom_op("plait::move_statistic", mutates_args=("running",))
-def move(running: Tensor, new: Tensor, share: float) -> None:
-    """Move a running statistic towards the new one by this share; an operator for the same reason."""
-    running.lerp_(new.to(running.dtype), share)
+def moved_in_graphs(running: Tensor, new: Tensor, share: float) -> None:
+    """`move`, as an operator for the same reason."""
+    running.lerp_(new, share)
