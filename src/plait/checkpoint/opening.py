@@ -238,7 +238,7 @@ def _declared(name: str, patterns: tuple[str, ...]) -> bool:
 def load_weights(training: Training, path: Path) -> None:
     """Fill the model's parameters and buffers from `path`; every rank calls it, and reads its own parts.
 
-    K008 when names or shapes differ from the model's (`checkpoint/opening.py` says what may), K021 for adapters that are made of
+    K008 when names or shapes differ from the model's (the head of this file says what may), K021 for adapters that are made of
     the base's numbers. Numbers are cast to the model's format. Nothing is changed unless all ranks can read all of theirs.
     """
     mine = state.model_parts(training)

@@ -185,7 +185,7 @@ def job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser of the command line, and those of its commands by name."""
-    keys = "\n".join(f"  {name:<13} {plan_and_job.told(key)}" for name, key in KEYS.items())
+    keys = "\n".join(f"  {name:<13} {plan_and_job.key_help(key)}" for name, key in KEYS.items())
     parser = _Parser(
         "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -73,14 +73,14 @@ TECHNIQUES = {
 """Which file of `parallel/` explains a key of a plan."""
 
 
-def told(key: Key) -> str:
+def key_help(key: Key) -> str:
     return key.help + (f" ({', '.join(key.choices)})" if key.choices else "")
 
 
 def explained(name: str) -> str:
     """What a key of a plan does; for a way to split, the text of its technique."""
     module = TECHNIQUES.get(name)
-    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {told(KEYS[name])}"
+    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {key_help(KEYS[name])}"
     if module is None:
         return text
     source = (Path(__file__).parents[1] / "parallel" / f"{module}.py").read_text(encoding="utf-8")

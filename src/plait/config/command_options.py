@@ -4,7 +4,7 @@
 
 An option of a command, as a field of a dataclass: its name, its help, its values, and where it can be given.
 
-A command's options are one frozen dataclass (`command_options.py`). From its fields come the parser of the command line
+A command's options are one frozen dataclass. From its fields come the parser of the command line
 (`cli/main.py`), the keyword arguments in Python (`api.py`), the words that `plait submit` hands on, and what is out of range.
 """
 

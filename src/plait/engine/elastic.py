@@ -12,7 +12,7 @@ run that goes on from one makes the same steps with the same samples and random 
 Snapshots on several machines: each keeps in its memory what its own ranks wrote, and a copy of what a neighbour's ranks wrote.
 
 Memory is not shared between machines, so nobody has the whole state, and nothing is published: a snapshot is a folder of pieces on
-each machine. When a rank is lost, the pieces of all machines are brought together (`engine/elastic.py`); when a whole machine is lost,
+each machine. When a rank is lost, the pieces of all machines are brought together; when a whole machine is lost,
 its neighbour has its pieces. What ranks send each other goes over a group of its own, in the thread that writes.
 """
 

@@ -220,7 +220,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class OperationCounts:
-    """What a forward consists of, of one sample: `model/operations.py`."""
+    """What a forward consists of, of one sample."""
 
     products: tuple[Product, ...] = ()
     wide: float = 0.0

@@ -1,6 +1,6 @@
 """All plans of a job on a machine, the best first: every legal one is priced, or shown to be slower than one that is kept.
 
-The time that a branch (`below`) computes and sends messages inside layers, spread evenly over the stages, is a
+The time that a branch (`branches`) computes and sends messages inside layers, spread evenly over the stages, is a
 lower bound of every plan in it. A branch is left out when its bound is above the last plan that would be shown, or when even an
 even share of it does not fit. Branches are tried by their bound, ties in a fixed order: the same question has the same answer.
 
@@ -12,7 +12,7 @@ devices are together. Each rank's memory is held against that of its own device.
 The plans to search, in branches: plans that compute for the same time.
 
 A branch fixes pp, tp, cp, ep, the micro-batches and the number format. What is left of a plan, its sharding, recomputation,
-schedule and what is kept on the host, `planner/search.py` goes through.
+schedule and what is kept on the host, `ways` goes through.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 Every rank has the queries, keys and values of its rows of a sequence. In each of N steps it computes the attention of
 its queries over the keys that it holds at the moment, and passes these on to the next rank while it computes; after N
-steps every query has seen every key. The partial results are put together by their log-sum-exps (`below`), so no
+steps every query has seen every key. The partial results are put together by their log-sum-exps (`merge`), so no
 rank ever holds more than two stretches of keys, and never a square of weights.
 
 Backward goes round once more: the gradients of a stretch's keys and values are added to by each rank that meets them,

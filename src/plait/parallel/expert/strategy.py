@@ -86,7 +86,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"
         yield Problem("P050", what, why=why, fix=(f'--plan "ep={plan.shares}"', f'--plan "dp={plan.ep} ep={plan.ep}"'))
-    elif plan.expert_shards > 1 and not groups.known():
+    elif plan.expert_shards > 1 and not groups.is_placement_known():
         what = f"fsdp={plan.fsdp} ep={plan.ep} needs a torch newer than 2.11"
         why = f"{plan.expert_shards} ranks of an fsdp group would share experts, on a mesh of their own: torch 2.11 has one mesh"
         fix = ("pip install 'torch>=2.13'", f'--plan "dp={plan.dp * plan.fsdp} ep={plan.ep}"')
@@ -112,7 +112,7 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
             spec = replace(found[name], expert=True)
             home = ("ep", (rank_of[number],))
             spec = spec.split(stacked) if mixture.stacked else replace(spec, homes=(*spec.homes, home))
-            if sharded := groups.parted(plan, spec.shape):
+            if sharded := groups.is_expert_sharded(plan, spec.shape):
                 spec = spec.split(Split("efsdp", plan.expert_shards, None, at_rest=True))
             found[name] = spec.reduced(scatter, replicas, first=True) if sharded else spec.reduced(all_of_them)
         homes |= {name: ("ep", (rank_of[number],)) for number, name in enumerate(mixture.modules)}

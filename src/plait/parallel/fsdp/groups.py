@@ -122,12 +122,12 @@ def begins_once(sketch: Sketch) -> bool:
     return len(sketch.needs) < 2 and not any(OUTPUT in call.aside for call in sketch.calls)
 
 
-def parted(plan: Plan, shape: tuple[int, ...]) -> bool:
+def is_expert_sharded(plan: Plan, shape: tuple[int, ...]) -> bool:
     """Whether ranks that hold an expert's tensor of this shape keep parts of it. A scalar stays whole."""
     return plan.ep > 1 and plan.expert_shards > 1 and is_divisible(shape)
 
 
-def known() -> bool:
+def is_placement_known() -> bool:
     """Whether the installed torch lets parameters of a sharded unit lie on a mesh of their own."""
     return ShardPlacementResult is not None
 
