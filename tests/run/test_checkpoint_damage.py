@@ -219,6 +219,20 @@ def test_every_one_of_many_mutations_is_refused(good: Path, tmp_path: Path) -> N
     refused(good, tmp_path / "mutated", 20_000, seed=2)
 
 
+@pytest.mark.parametrize("dtype", ["F64", "I32", "F16"])
+def test_dtype_that_the_files_contradict_is_damage(good: Path, tmp_path: Path, dtype: str) -> None:
+    """It is not a checkpoint of another job (K003): an older one is loaded."""
+    shutil.copytree(good, tmp_path / "forged")
+    manifest = tmp_path / "forged" / "step-000003" / MANIFEST
+    content = unseal(manifest.read_bytes())
+    content["tensors"]["model/0.weight"]["dtype"] = dtype
+    manifest.write_bytes(seal(content))
+    engine = Engine(jobs.groups(), "dp=1", device="cpu", directory=tmp_path / "forged")
+    used = engine.resume()
+    assert used is not None and used.name == "step-000002"
+    assert [p.code for p in engine.checkpoints.refused] == ["K002"]
+
+
 def test_unchanged_is_believed(good: Path, tmp_path: Path) -> None:
     """The tests above can fail: nothing refuses what is whole."""
     shutil.copytree(good, tmp_path / "same")

@@ -266,14 +266,14 @@ class Checkpoints:
         manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
         try:
             manifest = read_manifest(path)
+            reader = Reader(path, manifest.files, manifest.tensors)
+            for file in list(manifest.files)[training.place.rank :: training.place.world]:
+                reader.file(file)
             why = state.mismatch(training, manifest, everyone)
             if why:
                 fix = ("resume with the job and the --job arguments it was started with",)
                 raise PlaitError(Problem("K003", f"{path} was saved by another job", why=why, fix=fix))
             manifest, hyper, word["changed"] = self._compared(training, manifest)
-            reader = Reader(path, manifest.files, manifest.tensors)
-            for file in list(manifest.files)[training.place.rank :: training.place.world]:
-                reader.file(file)
             parts = state.wanted(training, manifest)
             for name, part in parts.items():
                 reader.check(name, part)
