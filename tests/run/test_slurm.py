@@ -55,7 +55,7 @@ def test_a_step_smaller_than_its_allocation(slurm: Cluster, alone: list[float], 
 
 def test_two_steps_of_one_job_at_once(slurm: Cluster, alone: list[float], tmp_path: Path) -> None:
     both = " & ".join(f"srun --exact -N2 -n2 {' '.join(SHORT)} --runs {k}" for k in "ab") + " & wait"
-    code, output = slurm.run("salloc", "-N2", "-n4", "sh", "-c", both, folder=tmp_path)
+    code, output = slurm.run("salloc", "-N2", "-n4", "--ntasks-per-node=2", "sh", "-c", both, folder=tmp_path)
     assert code == 0 and output.count("done  6 steps") == 2, output
     for k in "ab":
         text = next((tmp_path / k).glob("training-*/metrics.jsonl")).read_text()
