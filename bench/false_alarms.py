@@ -35,7 +35,7 @@ from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.proof import candidate, formats, phases, probes, reference, scenario, verify
-from plait.proof.probes import TENSORS, Trace
+from plait.proof.probes import OWN_FORMATS, Trace
 
 PLANS = (
     "dp=2", "dp=2 microbatches=3", "dp=3 microbatches=2", "fsdp=2", "fsdp=2 microbatches=2", "fsdp=2 zero=1", "dp=2 recompute=full",
@@ -64,7 +64,8 @@ def judged(job: Job, plan: Plan) -> dict[str, Any]:
             return {"untried": expected.facts["untried"]}
         known = expected.facts["formats"]
         ranks = _ranks(replace(phases.clipped(hard, expected.facts), batch=known["batch"]), plan, Path(folder))
-        actual = candidate.whole(Path(folder), ranks)
+        made = candidate.put_together(Path(folder), OWN_FORMATS, [r["formats"]["parts"] for r in ranks])
+        actual = Trace({}, {}, {}, {}, {}, **made)
     values, kept = formats.judged(expected, actual, ranks, None)
     losses = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
     return {
@@ -92,9 +93,9 @@ def _one_device(job: Job, plan: Plan, folder: Path) -> Trace:
 def _ranks(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
     def work(place: Place) -> dict[str, Any]:
         notes, made = candidate.in_own_formats(job, plan, "cpu", place)
-        for name in TENSORS:
-            probes.write(folder / f"{name}-{place.rank}.safetensors", made.get(name, {}))
-        return {"formats": notes, "held": [], "parts": {}, "inexact": [], "rows": []}
+        for name, tensors in made.items():
+            probes.write(folder / f"{name}-{place.rank}.safetensors", tensors)
+        return {"formats": notes}
 
     return fork.run(work, plan.world, alike=plan.pp == 1)
 

@@ -57,7 +57,9 @@ def test_equal(name: str, text: str) -> None:
 @pytest.mark.parametrize("name, text", crossed(4, jobs_written.ALL, PLANS))
 def test_every_model(name: str, text: str) -> None:
     try:
-        equal(name, text)
+        verdict = verify(jobs_written.ALL[name](), Plan.parse(text), steps=3)
+        named = "batch_norm" in name and "microbatches" in text and verdict.code == "V010"
+        assert verdict.equal or named, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
     except PlaitError as error:
         tp, split = {"P034", "P031"}, {"P042"}  # nothing that slices can hold; short sequences, few heads
         assert set(error.codes) <= (tp if "tp" in text else set()) | split, error

@@ -25,6 +25,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.supervise import Listener
 from plait.proof.job import check
+from plait.proof.verify import verify
 
 JOBS = Path(jobs_treacherous.__file__)
 PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")
@@ -69,6 +70,14 @@ def codes(name: str, plan: str) -> list[str]:
 def test_what_a_plan_changes_is_said(name: str, plan: str, code: str) -> None:
     assert differs(name, plan)
     assert codes(name, plan) == [code]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plan", "code"), [row for row in SOME if row[0] != "stateful"])
+def test_verify_says_the_same(name: str, plan: str, code: str) -> None:
+    """Of `stateful` the check cannot say what it is, and `verify` says in which unit it begins."""
+    verdict = verify(job(name), Plan.parse(plan))
+    assert not verdict.equal and [problem.code for problem in verdict.problems] == [code], verdict
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from plait.config.plan import Plan
 from plait.launch.devices import kind_of
 from plait.launch.place import joining
 from plait.planner.refusals import foresee
-from plait.proof.verdict import Verdict, table
-from plait.proof.verify import verify
+from plait.proof.probes import Probe
+from plait.proof.verdict import Verdict, end, head, row
+from plait.proof.verify import Show, verify
 
 FIRST = "dp=2"
 """What is tried when no plan is given: one process alone would prove nothing."""
@@ -28,8 +29,13 @@ def run(options: VerifyOptions) -> int:
     if not (asked or options.json):
         told = f"{FIRST} is tried, two copies of the model with half of each batch"
         print(shown(f"plan        none was given: {told}"), flush=True)
-    verdict = proved(options, plan, job)
-    print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
+    if options.json:
+        verdict = proved(options, plan, job)
+        print(json.dumps(verdict.to_dict()))
+    else:
+        shown_so_far = PrintedTable(options.job)
+        verdict = proved(options, plan, job, shown_so_far.print)
+        shown_so_far.end(verdict)
     if not (asked or options.json):
         others = (f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
         print(shown("other plans  " + "\n             ".join(others)))
@@ -42,8 +48,30 @@ def too_few(options: VerifyOptions, name: str) -> list[Problem]:
     return [Problem("U002", f"{name}{options.steps}: at least 3 are compared", fix=fix)] if options.steps < 3 else []
 
 
-def proved(options: VerifyOptions, plan: Plan, job: Job) -> Verdict:
-    """The verdict on the job under the plan."""
+class PrintedTable:
+    """The table of a verdict, of which each row is printed once it is known."""
+
+    def __init__(self, job: str):
+        self.job = job
+        self.printed = tuple[Probe, ...]()
+
+    def print(self, verdict: Verdict) -> None:
+        """Print what is new in a verdict. One that begins anew, with larger batches, gets a table of its own."""
+        count = len(self.printed)
+        anew = not count or verdict.probes[:count] != self.printed
+        lines = [*head(verdict, self.job), *map(row, verdict.probes)] if anew else [*map(row, verdict.probes[count:])]
+        self.printed = verdict.probes
+        if lines:
+            print("\n".join(lines), flush=True)
+
+    def end(self, verdict: Verdict) -> None:
+        """Print the rest."""
+        self.print(verdict)
+        print("\n".join(end(verdict, self.job)), flush=True)
+
+
+def proved(options: VerifyOptions, plan: Plan, job: Job, show: Show = lambda verdict: None) -> Verdict:
+    """The verdict on the job under the plan. `show` gets it as far as it is known."""
     sketch = foresee(job, plan, kind_of(options.device))
     seconds = math.inf if options.full else None
-    return verify(job, plan, options.steps, options.device, seconds=seconds, sketch=sketch)
+    return verify(job, plan, options.steps, options.device, seconds=seconds, sketch=sketch, show=show)

@@ -4,6 +4,7 @@ Whatever the layout, a rank holds rectangles of tensors (`tensors/rows.py`). Put
 tensors, and where ranks hold the same rectangle they must hold the same bits.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,12 +30,15 @@ from plait.proof import formats, own_batch, probes
 from plait.proof import notes as noting
 from plait.proof.notes import seen_in
 from plait.proof.phases import of_phases
-from plait.proof.probes import TENSORS, Trace
+from plait.proof.probes import SMALL, Trace
 from plait.proof.scenario import Scenario
 from plait.randomness.keyed import is_drawing
 from plait.tensors.collectives import digests
 from plait.tensors.rows import Part
 from plait.tensors.rows import whole as whole_part
+
+Told = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
+"""What a rank tells of a part of a proof: JSON values, and tensors by group."""
 
 
 @dataclass
@@ -81,16 +85,44 @@ class StepNotes:
         return {n: p.grad for n, p in self.engine.rank_model.params.items() if p.grad is not None}
 
 
+PART = "part"
+"""Kind of the reports in which ranks tell what they did in a part of a proof, once all of it is in files."""
+
+
 def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train one rank under the scenario. Tensors are written to files in its folder; the rest is returned as JSON values. `facts`: those of
-    the reference's `Trace`."""
-    hard, plan, folder = scenario.hard, scenario.logic, scenario.folder
+    """Train one rank under the scenario, and report each part of it (`Part`) once it is done. `facts`: those of the reference's `Trace`."""
+    assert place.report is not None
+    for number, (told, tensors) in enumerate(_parts(scenario, facts, place)):
+        for name, group in tensors.items():
+            probes.write(scenario.folder / f"{name}-{place.rank}.safetensors", group)
+        place.report({"kind": PART, "number": number, "value": told})
+    return {}
+
+
+def _parts(scenario: Scenario, facts: dict[str, Any], place: Place) -> Iterator[Told]:
+    """The small batches; held-out metrics and batches of the job's own size; a step in the plan's own number formats, if there is one."""
+    hard = scenario.hard
     sketch = scenario.analysis.float64
-    engine = Engine(hard, plan, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore", sketch=sketch)
-    rank_model = engine.rank_model
+    engine = Engine(
+        hard, scenario.logic, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore", sketch=sketch
+    )
+    notes = noting.of_rank(engine)
+    yield _of_small_batches(engine, notes, scenario)
+    metrics = engine.evaluate()
+    noted, tensors = _of_own_size(engine, notes, scenario.job, facts)
+    own_ids = [ids for _, ids in noted.ids]
+    yield {"metrics": metrics, "own_rows": noted.rows, "own_ids": own_ids, "own_held": noted.held}, tensors
+    if known := facts.get("formats"):
+        hard = replace(hard, batch=known["batch"])
+        step, tensors = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.analysis.own_formats)
+        yield {"formats": step}, tensors
+
+
+def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -> Told:
+    """The steps of the hard job. `notes` are closed afterwards: what comes next is not located."""
+    rank_model, place, plan = engine.rank_model, engine.place, scenario.logic
     if rank_model.techniques.balance is not None:
         rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
-    notes = noting.of_rank(engine)
     noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
     tensors = {"initial": {n: p.tensor.clone() for n, p in rank_model.parts().items() if n in rank_model.params}}
     source = engine.batches()
@@ -107,22 +139,11 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
                 tensors.setdefault("gradients", {}).update({n: g.clone() for n, g in noted.gradients().items()})
             noted.update(batch, step_row, phase)
     tensors |= _at_the_end(rank_model)
-    seen, told = seen_in(engine.data), notes.told(rank_model, folder / f"noted-{place.rank}.safetensors")
-    metrics = engine.evaluate()
-    own, made = _of_own_size(engine, notes, scenario.job, facts)
-    tensors |= made
-    step, made = {}, _no_tensors_in_own_formats()
-    if known := facts.get("formats"):
-        hard = replace(hard, batch=known["batch"])
-        step, made = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.analysis.own_formats)
-    tensors |= made
+    seen, told = seen_in(engine.data), notes.told(rank_model, scenario.folder / f"noted-{place.rank}.safetensors")
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
-    for name, group in tensors.items():
-        probes.write(folder / f"{name}-{place.rank}.safetensors", group)
     return {
-        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
-        "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
+        "rows": noted.rows, "ids": noted.ids, "held": noted.held, "seen": seen, "inexact": engine.inexact,
         "notes": opened_units(rank_model.whole_sketch), "names": names,
         "stage": rank_model.mesh.at["pp"], "reads": not any(_on_other_axes(rank_model)),
         **_messages(engine, run, noted.traffic),
@@ -130,7 +151,7 @@ def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, An
         "random": list(rank_model.whole_sketch.places) * is_drawing(),
         "places": len(rank_model.sketch.places) * is_drawing(), **told,
         "batch_norms": list(rank_model.sketch.batch_norms), "parts": parts,
-    }  # fmt: skip
+    }, tensors  # fmt: skip
 
 
 def _at_the_end(rank_model: RankModel) -> dict[str, dict[str, Tensor]]:
@@ -187,11 +208,6 @@ def _of_own_size(
     return noted, made
 
 
-def _no_tensors_in_own_formats() -> dict[str, dict[str, Tensor]]:
-    """The tensors of a step in own formats that was not made."""
-    return {f"formats_{kind}": {} for kind in ("start", *formats.GROUPS)}
-
-
 def in_own_formats(
     job: Job, plan: Plan, device: str, place: Place, sketch: Sketch | None = None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -213,7 +229,8 @@ def in_own_formats(
     with traffic.watch():
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, rank_model.optimizer_names or {})
-    made = _no_tensors_in_own_formats() | {"formats_gradient": gradient, "formats_weight": dict(rank_model.params), "formats_state": state}
+    kinds = {"gradient": gradient, "weight": dict(rank_model.params), "state": state, "start": {}}
+    made = {f"formats_{kind}": group for kind, group in kinds.items()}
     owned = rank_model.table.owned(rank_model.mesh.at)
     wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {
@@ -275,28 +292,26 @@ def _held(tensors: dict[str, Tensor], parts: dict[str, Part], owner: str = "") -
 
 
 def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
-    """The ranks' parts put together. Elements that no rank holds are NaN. Notes in `ranks` what copies differ in."""
-    first: dict[tuple[int, str], int] = {}
-    for r in ranks:
-        r["drifted"] = []
-        for i, (what, digest) in enumerate(r["held"]):
-            for key, value in digest.items():
-                if first.setdefault((i, key), value) != value:
-                    r["drifted"].append([i // 2 + 1, what, key.partition(" @")[0]])
-    groups: dict[str, dict[str, Tensor]] = {name: {} for name in TENSORS}
-    for name, group in groups.items():
-        for rank, r in enumerate(ranks):
-            for key, tensor in probes.read(folder / f"{name}-{rank}.safetensors").items():
-                parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
-                shape, ranges = parts.get(key) or parts[key.partition("|")[0]]
-                if key not in group:
-                    group[key] = (
-                        torch.full(shape, float("nan"), dtype=tensor.dtype)
-                        if tensor.is_floating_point() or tensor.is_complex()
-                        else torch.zeros(shape, dtype=tensor.dtype)
-                    )
-                for piece in Part(tensor, tuple(shape), tuple(ranges)).pieces():
-                    piece.inside(group[key]).copy_(piece.tensor)
+    """What the ranks did in the small batches, their parts of tensors put together."""
     named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
     rows = [{k: v for row in step for k, v in row.items()} for step in zip(*(r["rows"] for r in reversed(ranks)))]
-    return Trace(facts={**ranks[0], "rows": rows, "inexact": list(named)}, **groups)
+    facts = {**ranks[0], "rows": rows, "inexact": list(named)}
+    return Trace(facts, **put_together(folder, SMALL, [r["parts"] for r in ranks]))
+
+
+def put_together(
+    folder: Path, groups: Sequence[str], ranges: list[dict[str, list[Any]]]
+) -> dict[str, dict[str, Tensor]]:
+    """Groups of tensors from the files that ranks wrote. `ranges`: of each rank, [shape, ranges] of its part by a tensor's name.
+    Elements that no rank holds are NaN."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in groups}
+    for name, group in found.items():
+        for rank, parts in enumerate(ranges):
+            for key, tensor in probes.read(folder / f"{name}-{rank}.safetensors").items():
+                shape, where = parts.get(key) or parts[key.partition("|")[0]]
+                if key not in group:
+                    real = tensor.is_floating_point() or tensor.is_complex()
+                    group[key] = torch.full(shape, float("nan") if real else 0, dtype=tensor.dtype)
+                for piece in Part(tensor, tuple(shape), tuple(where)).pieces():
+                    piece.inside(group[key]).copy_(piece.tensor)
+    return found

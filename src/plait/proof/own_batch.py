@@ -29,7 +29,7 @@ from plait.data.sampling import as_first_step
 from plait.engine.engine import Engine
 from plait.proof import reference
 from plait.proof.notes import ChosenSamples, FirstSamples, first_of
-from plait.proof.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, rows, tensors
+from plait.proof.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, replicas, rows, tensors, unlike_replicas
 from plait.randomness.keyed import host_kept, permutation
 from plait.tensors.torch_private import tree_leaves
 
@@ -276,6 +276,7 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
         tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, floor_of(before)),
         _rows(expected.facts["own_rows"], ranks[0]["own_rows"], own.steps),
         tensors("W2", f"weights, {title}", after, actual.own_weights, names, floor),
+        replicas("R2", f"replicas, {title}", [r["own_held"] for r in ranks]),
     )
 
 
@@ -298,13 +299,15 @@ def _rows(expected: list[dict[str, float]], actual: list[dict[str, float]], step
     return dataclasses.replace(probe, name=probe.name.replace(f"step {steps + 1}", "the far step"))
 
 
-def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> tuple[str, str]:
+def cause(probes: tuple[Probe, ...], expected: Trace, plan: str) -> tuple[str, str]:
     """(code, sentence) when the small batches agree and these do not."""
-    wrong = {p.code: p for p in probes if not p.equal}
+    wrong, own = {p.code: p for p in probes if not p.equal}, expected.facts["own"]
     if "E" in wrong:
         return "V020", f"the metric {wrong['E'].name} of the held-out data is {wrong['E'].detail}"
     if "D2" in wrong:
         return "V006", f"the samples differ: {wrong['D2'].detail}"
+    if "R2" in wrong:
+        return unlike_replicas(wrong["R2"], expected.buffers)
     batch = own["batch"] if own and own["steps"] else 0
     if "G2" in wrong and batch:
         why = f"model or loss depends on how many samples come together, or on a rare value, and {plan} gives each pass fewer"

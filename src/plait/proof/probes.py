@@ -7,7 +7,7 @@ Processes of a proof leave what they computed in files of tensors by name. Compl
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,9 @@ class Trace:
 
 
 TENSORS = tuple(each.name for each in fields(Trace) if each.name != "facts")
-"""What is compared tensor by tensor."""
+"""What is compared tensor by tensor: in the small batches, in those of the job's own size, and in the step in own formats."""
+OWN_SIZE, OWN_FORMATS = (tuple(n for n in TENSORS if n.startswith(f"{part}_")) for part in ("own", "formats"))
+SMALL = tuple(n for n in TENSORS if n not in (*OWN_SIZE, *OWN_FORMATS))
 
 
 @dataclass(frozen=True)
@@ -234,13 +236,26 @@ def logged(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> Prob
     return Probe("L", title, worst, name=where)
 
 
-def replicas(ranks: list[dict[str, Any]]) -> Probe:
-    """Whether what all ranks should hold alike was bit-equal on all, after every step."""
-    drifted, title = [row for r in ranks for row in r["drifted"]], "replicas, bit for bit"
+def replicas(code: str, title: str, steps: list[list[list[Any]]]) -> Probe:
+    """Whether what ranks should hold alike was bit-equal on all, after every step. `steps`: of each rank, [what, digests by name] before
+    and after every update."""
+    first, drifted = dict[tuple[int, str], int](), list[tuple[int, str, str]]()
+    for rows in steps:
+        for i, (what, digest) in enumerate(rows):
+            for key, value in digest.items():
+                if first.setdefault((i, key), value) != value:
+                    drifted.append((i // 2 + 1, what, key.partition(" @")[0]))
     if not drifted:
-        return Probe("R", title, tolerance=0)
+        return Probe(code, title, tolerance=0)
     step, what, name = min(drifted, key=lambda row: row[0])
-    return Probe("R", title, len(drifted), 0, name, f"its {what} differs between ranks from step {step}")
+    return Probe(code, title, len(drifted), 0, name, f"its {what} differs between ranks from step {step}")
+
+
+def unlike_replicas(probe: Probe, buffers: Container[str]) -> tuple[str, str]:
+    """(code, sentence) where what ranks should hold alike is not."""
+    if probe.name in buffers:
+        return "V011", f"buffer {probe.name} is another on some ranks, from step {probe.detail.rpartition(' ')[2]}"
+    return "V004", f"{probe.name}: {probe.detail}; it is updated or reduced on some ranks only"
 
 
 def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:

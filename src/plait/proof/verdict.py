@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.config.errors import DIFFERENT
+from plait.config.errors import DIFFERENT, Problem, problem_of
 from plait.config.plan import Plan
 from plait.proof.locate import Finding, beginning
 from plait.proof.probes import (
@@ -27,6 +27,7 @@ from plait.proof.probes import (
     samples,
     size_of,
     tensors,
+    unlike_replicas,
 )  # fmt: skip
 from plait.proof.sides import Sides
 
@@ -79,10 +80,8 @@ def likely_cause(
         return _located(where, p, expected, actual, plan)
     if not p["G"].equal:
         return _gradient_cause(p, expected, actual, plan)
-    if not p["R"].equal and p["R"].name in expected.buffers:
-        return "V011", f"buffer {p['R'].name} is another on some ranks, from step {p['R'].detail.rpartition(' ')[2]}"
     if not p["R"].equal:
-        return "V004", f"{p['R'].name}: {p['R'].detail}; it is updated or reduced on some ranks only"
+        return unlike_replicas(p["R"], expected.buffers)
     if not p["U2"].equal and p["U2"].name.startswith("norm"):
         why = "clipping uses another norm than the global one"
         return "V007", f"the gradients agree and their norm does not ({p['U2'].detail}): {why}"
@@ -264,6 +263,8 @@ class Verdict:
     """Whether anything is split: a plan of one process and one micro-batch proves nothing of a split."""
     job: str = ""
     """Its name, where it is known."""
+    problems: tuple[Problem, ...] = ()
+    """What the job check finds (`proof/job/causes.py`), where the job itself is the cause of a difference."""
 
     @staticmethod
     def of(told: dict[str, Any]) -> "Verdict":
@@ -273,6 +274,7 @@ class Verdict:
             "probes": tuple(Probe(**probe) for probe in told["probes"]),
             "where": Finding(**_tuples(where)) if where else None,
             "algorithm": AlgorithmTold(**_tuples(algorithm)) if algorithm else None,
+            "problems": tuple(map(problem_of, told["problems"])),
         }
         return Verdict(**{**_tuples(told), **own})
 
@@ -308,7 +310,8 @@ class Verdict:
             "equal": self.equal if self.split or not self.equal else None, "split": self.split, "plan": self.plan,
             "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
             "first_wrong": {"probe": wrong.code, "name": wrong.name, "parameter": self.parameter, "detail": wrong.detail} if wrong else None,
-            "cause": {"code": self.code, "text": self.cause} if self.cause else None, "inexact": list(self.inexact),
+            "cause": {"code": self.code, "text": self.cause} if self.cause else None,
+            "problems": [asdict(problem) for problem in self.problems], "inexact": list(self.inexact),
             "algorithm": {**asdict(self.algorithm), "equal_to_one_device": self.algorithm.distance <= TOLERANCE} if self.algorithm else None,
             "where": self.where.to_dict() if self.where else None, "notes": list(self.notes), "forced": self.forced,
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
@@ -340,7 +343,7 @@ def judge(
         ),
         tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         *averages(expected, actual),
-        replicas(ranks),
+        replicas("R", "replicas, bit for bit", [r["held"] for r in ranks]),
         samples(expected, ranks),
         rows("S", "learning rate and clock", *steps, tuple(k for k in steps[0][0] if k.startswith(("lr", "samples")))),
         collectives(ranks, dry),
@@ -377,9 +380,14 @@ def averages(expected: Trace, actual: Trace) -> tuple[Probe, ...]:
 
 def table(verdict: Verdict, job: str) -> str:
     """What `plait verify` prints."""
+    return "\n".join([*head(verdict, job), *map(row, verdict.probes), *end(verdict, job)])
+
+
+def head(verdict: Verdict, job: str) -> list[str]:
+    """Lines that say what is compared."""
     forced, algorithm = verdict.forced, verdict.algorithm
     processes = f"{verdict.world} process" + ("es" if verdict.world > 1 else "")
-    lines = [
+    return [
         f"job         {job}",
         f"reference   1 process, {f'the algorithm ({algorithm.name}) in ' if algorithm else ''}plain PyTorch, float64",
         f"candidate   {processes}, {verdict.plan}, float64 · clipping {'active in every step' if forced['clipped'] else 'NOT active in every step'}"
@@ -388,24 +396,30 @@ def table(verdict: Verdict, job: str) -> str:
         *([f"            not compared: {', '.join(algorithm.left_out)}"] if algorithm else []),
         f"{'':32}{'worst relative':>16}   tolerance",
     ]
-    for p in verdict.probes:
-        shown = f"{p.worst:.1e}" if p.tolerance else f"{p.worst:.0f} wrong"
-        where = f"   {p.name}" if p.name else ""
-        detail = f": {p.detail}" if p.detail and not p.equal else ""
-        told = f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}"
-        lines.append(f"{told}  {'✓' if p.equal else '✗'}{where}{detail}")
-    lines += [f"note  {line}" for line in verdict.notes]
+
+
+def row(p: Probe) -> str:
+    """The line of a comparison."""
+    shown = f"{p.worst:.1e}" if p.tolerance else f"{p.worst:.0f} wrong"
+    where = f"   {p.name}" if p.name else ""
+    detail = f": {p.detail}" if p.detail and not p.equal else ""
+    told = f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}"
+    return f"{told}  {'✓' if p.equal else '✗'}{where}{detail}"
+
+
+def end(verdict: Verdict, job: str) -> list[str]:
+    """What follows from all comparisons."""
+    lines = [f"note  {line}" for line in verdict.notes]
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
     if verdict.equal and not verdict.split:
         told = f"under {verdict.plan} one process computes what plain PyTorch computes; nothing is split"
-        lines.append(f'NOT SPLIT  {told}, so no split is proved. Next: plait verify {job} --plan "dp=2"')
-    elif verdict.equal and algorithm:
-        lines.append(f"EQUAL to the algorithm (one process) · {algorithm.told}")
-    elif verdict.equal:
-        lines.append("EQUAL  the split run computes what the single-device job computes")
-    else:
-        wrong = verdict.first_wrong
-        assert wrong is not None
-        told = f"likely: {verdict.cause}.   `plait help {verdict.code}`"
-        lines.append(f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   {told}")
-    return "\n".join(lines)
+        return [*lines, f'NOT SPLIT  {told}, so no split is proved. Next: plait verify {job} --plan "dp=2"']
+    if verdict.equal and verdict.algorithm:
+        return [*lines, f"EQUAL to the algorithm (one process) · {verdict.algorithm.told}"]
+    if verdict.equal:
+        return [*lines, "EQUAL  the split run computes what the single-device job computes"]
+    wrong = verdict.first_wrong
+    assert wrong is not None
+    told = f"likely: {verdict.cause}.   `plait help {verdict.code}`"
+    lines.append(f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   {told}")
+    return [*lines, *(f"plait check {job}: {problem}" for problem in verdict.problems)]

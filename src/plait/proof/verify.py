@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.opening import open_weights
-from plait.config.errors import PlaitError, in_a_line
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import checked, first_samples, is_map, opened_once
@@ -53,8 +53,10 @@ from plait.proof import (
     reference,
 )
 from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
+from plait.proof.job import check as job_check
 from plait.proof.job import counters
-from plait.proof.probes import Trace
+from plait.proof.job.causes import UNLOCATED
+from plait.proof.probes import OWN_FORMATS, OWN_SIZE, Probe, Trace
 from plait.proof.scenario import CLIP, Analysis, Scenario, harden, parts_of
 from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
 from plait.randomness.keyed import without_draws
@@ -62,6 +64,9 @@ from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import leaves
 
 REFERENCE = "the reference on one device"
+OF_JOBS = ("V005", "V006", "V013", "V014", "V015", "V018", "V021", "V029")
+"""Causes that may lie in the job itself, of which the job check then says more."""
+Show = Callable[[Verdict], None]
 NEVER = 1e30
 """`CLIP` of a job that does not clip, and is held to an algorithm that clips by another norm than one device."""
 
@@ -75,9 +80,11 @@ def verify(
     seconds: float | None = None,
     *,
     sketch: Sketch | None = None,
+    show: Show = lambda verdict: None,
 ) -> Verdict:
     """Compare the job under `plan` with one device. Forks one process for the reference, one that analyses the model, then the plan's
-    processes. `sketch`: of the model under the plan, if the model was analysed before (`planner/refusals.py`).
+    processes. `sketch`: of the model under the plan, if the model was analysed before (`planner/refusals.py`). `show` gets the verdict so
+    far as soon as a part of the proof is compared: the small batches, those of the job's own size, the step in own formats.
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
     step in the plan's own formats; a job with phases has neither. If random numbers may be the cause of a difference, it
@@ -91,18 +98,25 @@ def verify(
     if own is not None and own.compare is not None:
         return own.compare(job, plan, steps)
     try:
-        verdict = _compared(job, plan, steps, seconds, kind, own_size=False, sketch=sketch)
+        verdict = _compared(job, plan, steps, seconds, kind, own_size=False, sketch=sketch, show=show)
     except PlaitError as error:
         if not _wants_more_samples(error, job, plan, kind):
             raise
-        verdict = _compared(job, plan, steps, seconds, kind, own_size=True, sketch=sketch)
+        verdict = _compared(job, plan, steps, seconds, kind, own_size=True, sketch=sketch, show=show)
     if verdict.code == "V005" and not quiet:
         verdict = _tried_without_draws(verdict, lambda: verify(job, plan, steps, device, True, 0.0))
+    if verdict.code in OF_JOBS and not quiet:
+        verdict = dataclasses.replace(verdict, problems=_problems_of_job(job, plan))
     return verdict
 
 
+def _problems_of_job(job: Job, plan: Plan) -> tuple[Problem, ...]:
+    """What the job check finds, which splits the batch alone: nothing where it cannot say what of the job is the cause."""
+    return tuple(problem for problem in job_check.check(job, plan).problems if problem.what != UNLOCATED)
+
+
 def _compared(
-    job: Job, plan: Plan, steps: int, seconds: float, kind: str, *, own_size: bool, sketch: Sketch | None
+    job: Job, plan: Plan, steps: int, seconds: float, kind: str, *, own_size: bool, sketch: Sketch | None, show: Show
 ) -> Verdict:
     """The verdict of one comparison. `own_size`: all batches have the job's own size."""
     logic = precision.unrounded(plan)
@@ -113,23 +127,10 @@ def _compared(
     with Scratch("verify") as folder:
         first = Scenario(job, job, plan, logic, steps, kind, clip, seconds, folder, Analysis(own_formats=sketch))
         scenario, expected = _reference(first, own_size)
-        told = None
+        algorithm = None
         if own is not None:
-            expected, told = _algorithm(own, expected, scenario)
-        results, dry = _candidate(scenario, expected.facts)
-        actual = candidate.whole(folder, results)
-        named = actual.facts["inexact"]
-        if own is not None:
-            actual = _held_to_algorithm(actual, results, expected, own, logic)
-        verdict = judge(expected, actual, results, logic, scenario.analysis.messages, folder, algorithm=told)
-    if expected.facts.get("late") and own is None:
-        verdict = of_calls(verdict, expected.facts["late"])
-    verdict = _with_own_batch(verdict, expected, actual, results, dry)
-    rounded: Iterable[str] = precision.inexact(plan) if precision.wanted(plan) else ()
-    if told is not None and precision.wanted(plan):
-        rounded = (f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64",)
-    inexact, notes = (*named, *rounded), tuple(results[0]["notes"])
-    return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
+            expected, algorithm = _algorithm(own, expected, scenario)
+        return _Comparison(scenario, expected, own, algorithm, show).run()
 
 
 def _refuse(job: Job, plan: Plan, kind: str) -> None:
@@ -160,7 +161,7 @@ def _algorithm(own: OwnTraining, one: Trace, scenario: Scenario) -> tuple[Trace,
     return trace, told_of(own.named(plan), one, trace)
 
 
-def _held_to_algorithm(
+def _compared_with_algorithm(
     actual: Trace, ranks: list[dict[str, Any]], expected: Trace, own: OwnTraining, plan: Plan
 ) -> Trace:
     """The candidate with what is inexact beside its algorithm: what its technique names is what it is compared with."""
@@ -174,24 +175,99 @@ def _held_to_algorithm(
     return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
 
 
-def _candidate(
-    scenario: Scenario, facts: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | str | None]:
-    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the step in own formats, where there
-    is such a step. `facts`: the reference's."""
-    plan = scenario.logic
+class _Comparison:
+    """The plan's ranks beside the reference, part by part (`proof/candidate.py`): the verdict on those that all ranks have done."""
 
-    def work(place: Place) -> dict[str, Any]:
-        pose(None if place.rank == plan.world else place.rank, plan.world)
-        if place.rank < plan.world:
-            return candidate.run(scenario, facts, dataclasses.replace(place, world=plan.world))
+    def __init__(self, scenario: Scenario, expected: Trace, own: OwnTraining | None, algorithm: AlgorithmTold | None, show: Show):
+        self.scenario, self.expected, self.own, self.algorithm, self.show = scenario, expected, own, algorithm, show
+        self.ranks = [dict[str, Any]() for _ in range(scenario.logic.world)]
+        """What each rank reported of the parts that are compared."""
+        self.waiting = [dict[int, dict[str, Any]]() for _ in range(3)]
+        """Of each part, what ranks have reported of it."""
+        self.dry: list[dict[str, Any]] | str | None = None
+
+    def run(self) -> Verdict:
+        """Train the ranks, and compare. Where there is a step in own formats, a process beside them makes a dry run of it."""
+        plan, formats_too = self.scenario.logic, bool(self.expected.facts.get("formats"))
+        listener = fork.Listener(message=self.message, names={plan.world: "the dry run"})
+        results = fork.run(self._work, plan.world + formats_too, listener, alike=plan.pp == 1)
+        if formats_too:
+            self.dry = results[plan.world]["sent"]
+            self._complete(2)
+        return self.verdict
+
+    def _work(self, place: Place) -> dict[str, Any]:
+        scenario, facts = self.scenario, self.expected.facts
+        world = scenario.logic.world
+        pose(None if place.rank == world else place.rank, world)
+        if place.rank < world:
+            return candidate.run(scenario, facts, dataclasses.replace(place, world=world))
         place.beat(-1, "build")
         job = dataclasses.replace(scenario.hard, batch=facts["formats"]["batch"])
         return {"sent": _dry(job, scenario.plan, None, scenario.device, scenario.analysis.own_formats)}
 
-    names = fork.Listener(names={plan.world: "the dry run"})
-    results = fork.run(work, plan.world + bool(facts.get("formats")), names, alike=plan.pp == 1)
-    return results[: plan.world], results[plan.world]["sent"] if facts.get("formats") else None
+    def message(self, rank: int, message: dict[str, Any]) -> None:
+        """A rank has done a part. The step in own formats is compared when its dry run is there."""
+        if message["kind"] == candidate.PART:
+            number = message["number"]
+            self.waiting[number][rank] = message["value"]
+            if number < 2 and len(self.waiting[number]) == len(self.ranks):
+                self._complete(number)
+
+    def _complete(self, number: int) -> None:
+        for rank, told in self.waiting[number].items():
+            self.ranks[rank] |= told
+        (self._small_batches, self._own_size, self._own_formats)[number]()
+        self.show(self.verdict)
+
+    def _small_batches(self) -> None:
+        scenario, expected, own = self.scenario, self.expected, self.own
+        plan, facts = scenario.plan, expected.facts
+        actual = candidate.whole(scenario.folder, self.ranks)
+        named = actual.facts["inexact"]
+        if own is not None:
+            actual = _compared_with_algorithm(actual, self.ranks, expected, own, scenario.logic)
+        self.actual, dry = actual, scenario.analysis.messages
+        verdict = judge(expected, actual, self.ranks, scenario.logic, dry, scenario.folder, algorithm=self.algorithm)
+        if facts.get("late") and own is None:
+            verdict = of_calls(verdict, facts["late"])
+        rounded: Iterable[str] = precision.inexact(plan) if precision.wanted(plan) else ()
+        if own is not None and precision.wanted(plan):
+            rounded = (f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64",)
+        lines = [own_batch.Own(**facts["own"]).told] if facts["own"] else []
+        if "untried" in facts:
+            lines.append(f"a step in the plan's own formats was not tried: one device fails in {facts['untried']}")
+        if facts.get("formats") and not actual.facts["inexact"]:
+            lines += formats.unseen(facts["formats"])
+        self.verdict = dataclasses.replace(
+            verdict, plan=str(plan), inexact=(*named, *rounded), notes=tuple(self.ranks[0]["notes"]),
+            forced=verdict.forced | {"own": facts["own"], "then": lines},
+        )  # fmt: skip
+
+    def _own_size(self) -> None:
+        parts = [rank["parts"] for rank in self.ranks]
+        tensors = candidate.put_together(self.scenario.folder, OWN_SIZE, parts)
+        self.actual = dataclasses.replace(self.actual, **tensors)
+        probes = own_batch.judged(self.expected, self.actual, self.ranks)
+        self._add(probes, lambda: own_batch.cause(probes, self.expected, self.verdict.plan))
+
+    def _own_formats(self) -> None:
+        if self.actual.facts["inexact"]:
+            return
+        parts = [rank["formats"]["parts"] for rank in self.ranks]
+        tensors = candidate.put_together(self.scenario.folder, OWN_FORMATS, parts)
+        actual = dataclasses.replace(self.actual, **tensors)
+        probes = formats.judged(self.expected, actual, self.ranks, self.dry)
+        self._add(probes, lambda: formats.cause(probes))
+
+    def _add(self, probes: tuple[Probe, ...], cause: Callable[[], tuple[str, str]]) -> None:
+        """Add the comparisons of a part to the verdict. `cause`: (code, sentence), if they are the first that differ."""
+        before = self.verdict
+        self.verdict = dataclasses.replace(before, probes=(*before.probes, *probes))
+        if before.equal and not self.verdict.equal:
+            named = self.actual.facts["inexact"]
+            code, text = ("V010", named[0]) if named else cause()
+            self.verdict = dataclasses.replace(self.verdict, code=code, cause=text)
 
 
 def _analysed(scenario: Scenario, result: fork.ForkResult[Analysis], place: Place) -> dict[str, Any]:
@@ -230,35 +306,6 @@ def _dry(
         return str(error.problems[0].why or error.problems[0].what)
     except Exception as error:  # the job's code, on tensors without numbers
         return f"it raised {in_a_line(error)}"
-
-
-def _with_own_batch(
-    verdict: Verdict,
-    expected: Trace,
-    actual: Trace,
-    ranks: list[dict[str, Any]],
-    dry: list[dict[str, Any]] | str | None,
-) -> Verdict:
-    """The verdict with what batches of the job's own size and the held-out metrics tell."""
-    probes, own = own_batch.judged(expected, actual, ranks), expected.facts["own"]
-    numbers = formats.judged(expected, actual, ranks, dry) if not actual.facts["inexact"] else ()
-    lines = [own_batch.Own(**own).told] if own else []
-    if "untried" in expected.facts:
-        lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
-    if numbers:
-        lines += formats.unseen(expected.facts["formats"])
-    found = dataclasses.replace(
-        verdict, probes=(*verdict.probes, *probes, *numbers), forced=verdict.forced | {"own": own, "then": lines}
-    )
-    if not verdict.equal or found.equal:
-        return found
-    if actual.facts["inexact"]:
-        return dataclasses.replace(found, code="V010", cause=actual.facts["inexact"][0])
-    if all(p.equal for p in probes):
-        code, cause = formats.cause(numbers)
-    else:
-        code, cause = own_batch.cause(probes, own, str(verdict.plan))
-    return dataclasses.replace(found, code=code, cause=cause)
 
 
 def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:

@@ -19,6 +19,8 @@ from plait.proof.job.look import look, look_later, read_again, read_as
 from plait.proof.job.trial import KnownModel, Point
 from plait.proof.probes import FLOOR, TOLERANCE
 
+UNLOCATED = "the job cut by the plan is another training than on one device"
+"""What is said of a difference that shows neither in outputs nor in losses of parts: anything may be its cause."""
 SECONDS = 0.3
 """Of processor time to look for a branch that parts take otherwise."""
 Sides = list[dict[str, Any]]
@@ -305,7 +307,7 @@ def _fix(seen: Found) -> tuple[str, ...]:
 
 def _of_gradient(job: Job, cut: Plan, mismatch: GradientMismatch) -> Problem:
     point, name = mismatch.point, mismatch.name
-    what = "the job cut by the plan is another training than on one device"
+    what = UNLOCATED
     why = f"step {point.step + 1}, {point.size} samples ({_how(cut)}): "
     gradient = f"the gradient of {name} differs by {mismatch.relative_difference:.1e} of its size"
     why += f"the loss is {mismatch.cut_loss:.9g} instead of {mismatch.loss:.9g}" if name == "loss" else gradient
