@@ -62,7 +62,8 @@ def test_every_model(name: str, text: str) -> None:
         assert verdict.equal or named, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
     except PlaitError as error:
         tp, split = {"P034", "P031"}, {"P042"}  # nothing that slices can hold; short sequences, few heads
-        assert set(error.codes) <= (tp if "tp" in text else set()) | split, error
+        pp = {"P041"} if "pp" in text else set()  # code between units, which several stages run, gathers the sequence
+        assert set(error.codes) <= (tp if "tp" in text else set()) | split | pp, error
 
 
 def test_what_spares_nobody_any_work_is_refused() -> None:

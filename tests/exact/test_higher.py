@@ -60,7 +60,7 @@ def test_what_would_have_to_look_inside_is_exact_or_refused_by_name(kind: str, p
     try:
         equal(kind, plan)
     except PlaitError as error:
-        assert error.codes[0] in ("P034", "P040", "P071") and error.exit_code == 2
+        assert error.codes[0] in ("P034", "P040", "P071", "P073") and error.exit_code == 2
 
 
 @pytest.mark.slow

@@ -65,7 +65,11 @@ def test_other_axes(name: str, text: str) -> None:
     ),
 )  # fmt: skip
 def test_padding_and_mixtures(job: Callable[[], Job], text: str) -> None:
-    equal(job(), text)
+    if job is jobs_moe.gpt and "microbatches" in text:  # the balance of its experts is of each micro-batch
+        verdict = verify(job(), Plan.parse(text))
+        assert verdict.code == "V010" and "global batch" in verdict.cause, (verdict.code, verdict.cause)
+    else:
+        equal(job(), text)
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jobs_higher
 import pytest
 import torch
 from torch import Tensor, nn
 
 import plait
 from plait.config.plan import Plan
+from plait.engine.build import sketch_without_ranks
+from plait.model.make import CPU
 from plait.model.sketch import sketch
 from plait.parallel.mutations import apart, refused
 from plait.proof import reference
@@ -51,3 +54,9 @@ def test_what_copies_write_alike_is_known(name: str, weight: bool) -> None:
         plan = Plan.parse(text)
         named = refused(plan, found, ()) is not None if weight else [*apart(plan, found, 2)] != []
         assert named is not exact, text
+
+
+def test_no_weight_is_taken_for_what_is_made_from_samples() -> None:
+    """Torch forgets a fake tensor that nobody holds, and another one gets the number of its storage: the last bias was accused."""
+    found = sketch_without_ranks(jobs_higher.job("vmap"), Plan.parse("dp=2"), CPU)
+    assert not found.sampled and not found.unshared

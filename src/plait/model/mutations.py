@@ -98,10 +98,12 @@ class Mutations:
         buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in norms]
         self.model, self.norms = model, {name for name, b in model.named_buffers() if id(b) in norms}
         self.own: dict[int, str] = {}
+        self._alive = list[Tensor]()
+        """What `own` has the storages of. A key may be used again otherwise: torch forgets a fake tensor that nobody holds."""
         for name, tensor in (*model.named_parameters(), *buffers):
-            self.own[storage_key(tensor)] = name
-            if fakes is not None and not isinstance(tensor, FakeTensor):  # operators meet either
-                self.own[storage_key(fakes.from_tensor(tensor))] = name
+            same = [tensor] if fakes is None or isinstance(tensor, FakeTensor) else [tensor, fakes.from_tensor(tensor)]
+            self._alive += same  # operators meet either
+            self.own |= {storage_key(t): name for t in same}
         self.data = {name: storage_key(p) for name, p in model.named_parameters()}
         self.sampled: dict[int, Any] = {}
         """Storages that hold something made from samples. Kept alive: a key may be used again otherwise."""

@@ -2,7 +2,7 @@
 
 A small batch divides unevenly over ranks and micro-batches (ragged weights); the data set is short enough that a batch with fewer
 samples than ranks and a second epoch come up; the learning rate is still warming up; and clipping is at a fraction of the gradient norm
-(always active). Adam's eps is at least 1e-6, so that a gradient which is truly zero does not blow rounding up to a full step.
+(always active). Adam's eps is at least `EPS`, so that a gradient which is truly zero does not blow rounding up to a full step.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,8 @@ from plait.proof.notes import ChosenSamples, FirstSamples, first_of, sample_dige
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
+EPS, UNCLIPPED_EPS = 1e-6, 1e-4
+"""Adam's eps is at least this; where gradients are not clipped, batch statistics of two samples can make one a hundred times as large."""
 FULL = 0.7
 """A step of a proof has about so much of its batch, where a token budget ends steps."""
 
@@ -67,9 +69,9 @@ def parts_of(plan: Plan) -> int:
     return plan.replica_groups * plan.shares * plan.microbatches
 
 
-def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
+def harden(job: Job, plan: Plan, short: int, batch: int = 0, least_eps: float = EPS) -> Job:
     """The job with the rare paths forced: see the module's text. The last batch of an epoch has `short` samples. `batch`, unless
-    it is 0: instead of a small one."""
+    it is 0: instead of a small one. `least_eps`: of Adam."""
     parts = parts_of(plan)
     batch = batch or 2 * parts + max(1, parts // 2)
     warm, given = 10 * batch, job.schedule
@@ -80,7 +82,7 @@ def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
     def eps(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         def optimizer(parameters: list[Any]) -> Any:
             made = make(parameters)
-            own_batch.raise_eps(made, 1e-6)
+            own_batch.raise_eps(made, least_eps)
             return made
 
         return optimizer

@@ -57,7 +57,7 @@ from plait.proof.job import check as job_check
 from plait.proof.job import counters
 from plait.proof.job.causes import UNLOCATED
 from plait.proof.probes import OWN_FORMATS, OWN_SIZE, Probe, Trace
-from plait.proof.scenario import CLIP, Analysis, Scenario, harden, parts_of
+from plait.proof.scenario import CLIP, EPS, UNCLIPPED_EPS, Analysis, Scenario, harden, parts_of
 from plait.proof.verdict import AlgorithmTold, Verdict, judge, of_calls, told_of
 from plait.randomness.keyed import without_draws
 from plait.tensors.collectives import DIRECT
@@ -314,9 +314,10 @@ def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
     job, plan = scenario.job, scenario.logic
     if job.weights is not None:
         open_weights(Path(job.weights))  # what cannot be read is said before a start
-    hards = [] if own_size else [harden(job, plan, short) for short in (max(1, plan.shares - 1), 2 * parts_of(plan))]
+    make = partial(harden, job, plan, least_eps=EPS if scenario.clip < NEVER else UNCLIPPED_EPS)
+    hards = [] if own_size else [make(short) for short in (max(1, plan.shares - 1), 2 * parts_of(plan))]
     if own_size or job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
-        hards.append(harden(job, plan, 0, job.batch))
+        hards.append(make(0, job.batch))
     failed: list[PlaitError] = []
     for hard in hards:
         tried = dataclasses.replace(scenario, hard=hard)
