@@ -139,12 +139,12 @@ def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> No
         masters = done.techniques.masters
         before = {name: m.detach().clone() for name, m in masters.items()}
 
-        def stale(*_: Any) -> None:
+        def stale() -> None:
             for name, master in masters.items():
                 done.params[name].data.copy_(before[name])
                 before[name] = master.detach().clone()
 
-        done.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(stale))
+        done.hooks.after_update.append(stale)
         return done
 
     monkeypatch.setattr(offload, "apply", apply)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rarely import every, sampled
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import plait
 from plait.config.errors import PlaitError
@@ -374,3 +375,53 @@ def test_a_class_of_torch_whose_step_was_replaced_is_tried(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.optim.RMSprop, "step", step)
     assert differs(jobs.make(mlp, optimizer=torch.optim.RMSprop), SHAPES, HALVES) is not None
+
+
+def normalizing(before: bool, everywhere: bool) -> Callable[[Any], Any]:
+    """Adam with a hook, of its own or of all optimizers, that looks at whole tensors: at gradients before a step, or at weights after it."""
+
+    def gradients(optimizer: Any, *_: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.div_(p.grad.norm() + 1e-3)
+
+    def weights(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.div_(p.norm().clamp_min(1.0))
+
+    def make(parameters: Any) -> Any:
+        made = torch.optim.Adam(parameters, 1e-2)
+        if everywhere:  # each process makes its own
+            register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
+            if not any(hook.__name__ in ("gradients", "weights") for hook in hooks_of_all(before)):
+                register(gradients if before else weights)
+        elif before:
+            made.register_step_pre_hook(gradients)
+        else:
+            made.register_step_post_hook(weights)
+        return made
+
+    return make
+
+
+def hooks_of_all(before: bool) -> list[Any]:
+    """torch has no list of them: a handle knows its table."""
+    handle = (register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook)(lambda *_: None)
+    found = list(handle.hooks_dict_ref().values())
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("plan, before, everywhere", sampled(4, (
+    ("fsdp=2", True, False), ("fsdp=2", False, True), ("tp=2", True, True), ("offload=optimizer", True, False), ("offload=optimizer", False, True),
+    ("offload=all", True, False), ("fsdp=2 zero=1", True, False), ("fsdp=2 tp=2", True, False),
+    ("fsdp=2 offload=optimizer", True, False),
+)))  # fmt: skip
+def test_a_hook_sees_the_gradients_of_the_step_and_what_it_writes_is_used(plan: str, before: bool, everywhere: bool) -> None:
+    """It ran before gradients were gathered, or copied to the host, and so changed nothing; or after weights had gone back."""
+    made = jobs.make(mlp, optimizer=normalizing(before, everywhere))
+    try:
+        verdict = verify(made, Plan.parse(plan))
+        assert verdict.equal and not verdict.inexact, verdict
+    except PlaitError as error:  # what needs whole tensors has them only where ranks can exchange parts
+        assert error.codes == ["P022"] and "offload" in plan, error

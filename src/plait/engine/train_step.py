@@ -41,7 +41,7 @@ from plait.engine.step import Step, merged, tokens
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
 from plait.model.optimizers import momentum_begins_at_zero
-from plait.parallel.rank_model import RankModel
+from plait.parallel.rank_model import Hooks, RankModel
 from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.torch_private import scale_, takes_found_inf
 from plait.tensors.transfers import HostCopy
@@ -85,18 +85,20 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, most: float | None, scale: T
                 gradient.copy_(gradient.float().mul_(factor.float()))
 
 
-def step(optimizer: torch.optim.Optimizer, finite: Tensor | None) -> None:
-    """Queue the optimizer's step, which is made where `finite`, a boolean scalar on the device, is true. None: always."""
-    if finite is None:
-        optimizer.step()
-        return
-    given: dict[str, Tensor] = {"found_inf": (~finite).float()}
+def step(optimizer: torch.optim.Optimizer, hooks: Hooks, finite: Tensor | None = None) -> None:
+    """The optimizer's step, and what the plan's techniques do before and after it. Where `finite`, a boolean scalar on the device, is
+    given, the step is queued, and made where it is true."""
+    for prepare in hooks.before_update:
+        prepare()
+    given: dict[str, Tensor] = {} if finite is None else {"found_inf": (~finite).float()}
     vars(optimizer).update(given)
     try:
         optimizer.step()
     finally:
         for name in given:
             delattr(optimizer, name)
+    for finish in hooks.after_update:
+        finish()
 
 
 class SteppedTraining(ReadTraining, batch_weights.SharesBatch, Protocol):
@@ -242,7 +244,7 @@ class TrainStep:
             if gradients and factor != 1.0:
                 scale_(gradients, factor)
             self.half_updated = self.has_state = True
-            training.optimizer.step()
+            step(training.optimizer, self.rank_model.hooks)
             training.turns.updated()
             self.reader.average(pending)
         if loss_scale is not None and pending.trouble is None:
@@ -257,7 +259,7 @@ class TrainStep:
             finite = finite & StepStats.loss_in(step_row).isfinite()
         clip(self._gradients(), norm, training.job.clip, None if loss_scale is None else loss_scale.factor)
         self.half_updated = True
-        step(training.optimizer, finite)
+        step(training.optimizer, self.rank_model.hooks, finite)
         if loss_scale is not None and finite is not None:
             loss_scale.update(finite)
 

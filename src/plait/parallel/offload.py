@@ -67,12 +67,12 @@ def apply(split: SplitModel) -> SplitModel:
 
     way = _ToHost(masters, split.device) if pin else _copied
 
-    def out(*_: object) -> None:
+    def out() -> None:
         found = way({name: gradient for name in masters if (gradient := split.params[name].grad) is not None})
         for name, master in masters.items():
             master.grad = found.get(name)
 
-    def back(*_: object) -> None:
+    def back() -> None:
         with torch.no_grad():
             for name, master in masters.items():
                 split.params[name].copy_(master, non_blocking=True)
@@ -85,8 +85,8 @@ def apply(split: SplitModel) -> SplitModel:
 
     split.hooks.state_loaded.append(again)
     split.hooks.masters_written.append(back)
-    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(out))
-    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(back))
+    split.hooks.before_update.append(out)
+    split.hooks.after_update.append(back)
     return split.using(masters=masters)
 
 

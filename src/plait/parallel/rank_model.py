@@ -40,6 +40,10 @@ class Hooks:
     """With the optimizer, once it is made."""
     gradients_summed: list[Callable[[GradientReducer], None]] = field(default_factory=list)
     """With what summed the gradients of a step, before they are measured and clipped. All ranks call it."""
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    """Before the optimizer's step: what it updates gets its gradients. Hooks that the job has on its optimizer run later."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """After the optimizer's step, and the job's hooks on it: what it updated goes where it is used."""
     state_loaded: list[Callable[[], None]] = field(default_factory=list)
     """When the parts were written from outside (a checkpoint was loaded)."""
     masters_written: list[Callable[[], None]] = field(default_factory=list)

@@ -43,8 +43,8 @@ def apply(split: SplitModel) -> SplitModel:
         return split
     split.hooks.state_loaded.append(whole.reload)
     split.hooks.masters_written.append(whole.scatter_weights)
-    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
-    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+    split.hooks.before_update.append(whole.gather_gradients)
+    split.hooks.after_update.append(whole.scatter_weights)
     return split.using(masters={**split.params, **whole.placeholders, **whole.owned})
 
 

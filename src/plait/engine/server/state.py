@@ -30,6 +30,7 @@ from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import MANIFEST, read_manifest
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Position
+from plait.engine import train_step
 from plait.engine.engine import Engine
 from plait.engine.server import group as say
 from plait.engine.server.dealing import Portion, as_row, of_row
@@ -179,7 +180,7 @@ class Server:
             factor = 1.0 if self.setting.job.clip is None else min(self.setting.job.clip / (norm + 1e-6), 1.0)
             for gradient in gradients.values() if factor != 1.0 else ():
                 gradient.mul_(factor)
-            rank_model.optimizer.step()
+            train_step.step(rank_model.optimizer, rank_model.hooks)
         for parameter in rank_model.params.values():
             parameter.grad = None
         self.version += 1

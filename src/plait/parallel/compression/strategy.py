@@ -88,5 +88,5 @@ def apply(split: SplitModel) -> SplitModel:
         return split
     trained = {name: parameter for name, parameter in split.params.items() if parameter.requires_grad}
     made = Compressor(split.plan.compress, trained, split.job.seed, split.plan.compress_rank)
-    split.hooks.optimizer_created.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: made.commit()))
+    split.hooks.after_update.append(made.commit)
     return split.using(compressor=made)
