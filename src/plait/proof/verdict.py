@@ -265,17 +265,6 @@ class Verdict:
     job: str = ""
     """Its name, where it is known."""
 
-    @staticmethod
-    def of(told: dict[str, Any]) -> "Verdict":
-        """What `dataclasses.asdict` made of one, also after it was JSON."""
-        where, algorithm = told["where"], told["algorithm"]
-        own: dict[str, Any] = {
-            "probes": tuple(Probe(**probe) for probe in told["probes"]),
-            "where": Finding(**_tuples(where)) if where else None,
-            "algorithm": AlgorithmTold(**_tuples(algorithm)) if algorithm else None,
-        }
-        return Verdict(**{**_tuples(told), **own})
-
     def __repr__(self) -> str:
         return table(self, self.job)
 
@@ -314,10 +303,6 @@ class Verdict:
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
                                 "detail": p.detail} for p in self.probes},
         }  # fmt: skip
-
-
-def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
 def judge(
