@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from msgspec import convert
 
 from plait.cli import sketch as sketches
 from plait.cli.console import Console
@@ -106,7 +107,7 @@ def verify(
     `job` as in `train`; `options`: steps=4, full=False, device="auto".
     """
     asked = ApiRequest(job, "verify", {"plan": plan, "nproc": nproc, **options}, arguments or {})
-    return Verdict.of(_done(asked)[0])
+    return convert(_done(asked)[0], Verdict)
 
 
 def plan(

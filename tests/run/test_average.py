@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint.export import Wanted, export
+from plait.checkpoint.manifest import SavedAverage
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -85,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
 def test_it_goes_on_under_another_plan(whole: Any, tmp_path: Path, first: str, then: str) -> None:
     run(tmp_path / "a", first, 5)
     before = tensors(tmp_path / "a/step-000005")
-    assert manifest(tmp_path / "a/step-000005").average == {"steps": 5, "moved": 2}
+    assert manifest(tmp_path / "a/step-000005").average == SavedAverage(5, 2)
     (tmp_path / "a").rename(tmp_path / "b")
     told = run(tmp_path / "b", then, 3, resume=True)
     assert told["changed"] == []
@@ -124,7 +125,7 @@ def test_a_job_that_gains_or_loses_one(tmp_path: Path) -> None:
     assert all(torch.equal(saved[f"ema/{n}"], saved[f"model/{n}"]) for n in TRAINED)
     other = run(tmp_path, "dp=2", 2, averaged(plait.EMA(0.5)), resume=True)["changed"]
     assert other == ["ema: EMA(decay=0.8, every=2, warmup=False) → EMA(decay=0.5, every=1, warmup=False)"]
-    assert manifest(tmp_path / "step-000006").average == {"steps": 4, "moved": 3}
+    assert manifest(tmp_path / "step-000006").average == SavedAverage(4, 3)
     lost = run(tmp_path, "dp=2", 2, averaged(None), resume=True)["changed"]
     assert lost == ["ema: EMA(decay=0.5, every=1, warmup=False) → none: it is dropped"]
     assert not [n for n in tensors(tmp_path / "step-000008") if n.startswith("ema/")]

@@ -127,6 +127,19 @@ def test_every_part_of_a_manifest_made_something_else(good: Path, tmp_path: Path
     assert refused > believed > 0, (refused, believed)
 
 
+def test_a_wrong_value_is_named_by_its_place(good: Path) -> None:
+    content = unseal((good / "step-000002" / MANIFEST).read_bytes())
+    content["tensors"]["model/0.weight"]["pieces"][0]["start"][1] = -1
+    with pytest.raises(Damaged, match=r"`\$.tensors\[...\].pieces\[0\].start\[1\]`"):
+        parse(content)
+
+
+def test_a_count_of_replica_groups_costs_nothing(good: Path) -> None:
+    content = unseal((good / "step-000002" / MANIFEST).read_bytes())
+    with pytest.raises(Damaged, match="2305843009213693952 replica groups are not 0"):
+        parse(content | {"groups": {"count": 2**61, "own": {}, "sent": []}})
+
+
 @pytest.mark.slow
 def test_pieces_side_by_side_without_end() -> None:
     columns = [((0, i), (4, 1)) for i in range(100_000)]

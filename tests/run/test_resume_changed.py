@@ -53,7 +53,7 @@ def test_a_changed_learning_rate_is_honoured_and_told(runs: Path) -> None:
     assert not {line for line in told(said) if line.startswith(("loss", "schedule", "model", "data", "clip", "batch"))}
     rates = [r["lr"] * (1 + (r["samples"] - 8) / 100) for r in rows(runs)]
     assert rates == pytest.approx([0.01] * 6 + [0.001] * 2)
-    group = manifest(runs / "runs/latest/checkpoints/step-000008").groups[0]
+    group = manifest(runs / "runs/latest/checkpoints/step-000008").optimizer.groups[0]
     assert group["initial_lr"] == 0.001 and group["weight_decay"] == 0.25
     assert "lr" not in str(told(plait(runs, "--resume", "--steps", "9", "--job.lr", "0.001", "--job.decay", "0.25")))
 
@@ -62,7 +62,7 @@ def test_each_group_has_its_own(tmp_path: Path) -> None:
     plait(tmp_path, "--job.optimizer", "groups")
     said = plait(tmp_path, "--job.optimizer", "groups", "--resume", "--steps", "7", "--job.decay", "0.5")
     assert "weight_decay 0.0 → 0.5 (1 of 2 groups)" in told(said), said
-    groups = manifest(tmp_path / "runs/latest/checkpoints/step-000007").groups
+    groups = manifest(tmp_path / "runs/latest/checkpoints/step-000007").optimizer.groups
     assert [g["weight_decay"] for g in groups] == [0.01, 0.5] and groups[0]["initial_lr"] == 0.02
 
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import convert, structs
 
-from plait.checkpoint.manifest import _shares
+from plait.checkpoint.manifest import SavedShares
 from plait.config.plan import Plan
 from plait.engine.spans import room_of_share, slowest_of_share
 from plait.launch import fork
@@ -92,7 +93,7 @@ def test_a_state_goes_on_where_it_was() -> None:
     balance = Balance(64, 4)
     play(takes, 40, balance=balance)
     again = Balance(64, 4)
-    again.load_state_dict(_shares(json.loads(json.dumps(balance.state_dict()))) or {})
+    again.load_state_dict(structs.asdict(convert(json.loads(json.dumps(balance.state_dict())), SavedShares)))
     assert again.course.rows() == balance.course.rows() and list(again.rows) == list(balance.rows)
     for other in (Balance(32, 4), Balance(64, 3)):
         other.load_state_dict(balance.state_dict())
@@ -107,9 +108,9 @@ def test_a_state_goes_on_where_it_was() -> None:
 )  # fmt: skip
 def test_a_forged_state_is_no_state(state: dict[str, object]) -> None:
     good = {"batch": 8, "parts": [[0, 1, 1], [0, 3, 1]], "rows": [[[4, 4], [0.1, 0.3]]]}
-    assert _shares(good)
+    assert convert(good, SavedShares)
     with pytest.raises(ValueError):
-        _shares(good | state)
+        convert(good | state, SavedShares)
 
 
 def test_costs_want_enough_steps() -> None:

@@ -19,6 +19,7 @@ from itertools import count, takewhile
 from typing import Any, Protocol
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -366,7 +367,7 @@ def give(carried: "CarriedState", manifest: Manifest, plan: Plan, rank: int, par
     """Put back what a rank of this plan goes on with; a line on each value that could not be."""
     chosen = _chosen(manifest, plan, rank)
     tensors = {name: [parts[each].tensor for each in _tensors(manifest, name, row)] for name, row in chosen.items()}
-    lost = carried.restore({name: vars(row) for name, row in chosen.items()}, tensors)
+    lost = carried.restore({name: structs.asdict(row) for name, row in chosen.items()}, tensors)
     return [f"{name} begins anew: this model has no place for what was saved" for name in lost]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, state
 from plait.checkpoint.carried_state import Training, exchange_json, problems_in, raise_first
@@ -296,7 +297,7 @@ class Checkpoints:
             reader.read(name, part)
         lines = state.give(training, manifest, parts, hyper)
         self.carries = bool(manifest.carried.values)
-        self.changed = [*self.changed, *lines, *training.callbacks.load_state_dict(manifest.callbacks)]
+        self.changed = [*self.changed, *lines, *training.callbacks.load_state_dict(structs.asdict(manifest.callbacks))]
         return True
 
     def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:

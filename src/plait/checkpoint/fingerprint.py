@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from plait.checkpoint import carried_state, replica_groups
@@ -302,7 +303,7 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
 def allowed(manifest: "Manifest") -> "Manifest":
     """The checkpoint, to be resumed with data that has become shorter than where it is: at the next epoch."""
     at = manifest.position
-    return dataclasses.replace(manifest, position=dataclasses.replace(at, epoch=at.epoch + 1, start=0, state=None))
+    return structs.replace(manifest, position=structs.replace(at, epoch=at.epoch + 1, start=0, state=None))
 
 
 def factor(job: Job, samples_seen: int) -> float | None:
@@ -414,9 +415,9 @@ def _model(told: list[str], old: Facts, now: Facts) -> None:
 def hyperparameters(manifest: "Manifest", now: Facts) -> tuple[list[dict[str, Any]], list[str]]:
     """Of each group what to go on with, and what is told. What the job sets otherwise than at the run's start is the job's."""
     first = manifest.job.get("groups")
-    first = first if isinstance(first, list) and len(first) == len(manifest.groups) else manifest.groups
+    first = first if isinstance(first, list) and len(first) == len(manifest.optimizer.groups) else manifest.optimizer.groups
     result, lines = list[dict[str, Any]](), dict[str, int]()
-    for saved, began, mine in zip(manifest.groups, first, now["groups"]):
+    for saved, began, mine in zip(manifest.optimizer.groups, first, now["groups"]):
         began = began if isinstance(began, dict) else saved
         kept = {k: v for k, v in saved.items() if k not in ("params", *OPEN)}
         for key, value in mine.items():
@@ -427,7 +428,7 @@ def hyperparameters(manifest: "Manifest", now: Facts) -> tuple[list[dict[str, An
                     words = f"{key} {_shown(_listed(old))} → {_shown(_listed(value))}"
                     lines[words] = lines.get(words, 0) + 1
         result.append(kept)
-    count = len(manifest.groups)
+    count = len(manifest.optimizer.groups)
     return result, [f"{words} ({n} of {count} groups)" if count > 1 else words for words, n in lines.items()]
 
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from plait.checkpoint.chunks import Rect, overlap
-from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
+from plait.checkpoint.manifest import MANIFEST, Entry, ListedFile, SavedNumber, StoredChunk, read_manifest
 from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile
 from plait.tensors.rows import Part, whole
 
@@ -36,9 +36,9 @@ def rectangle(t: torch.Tensor, start: Sequence[int], rect: Rect) -> torch.Tensor
 
 
 class Reader:
-    """The files of one checkpoint. `files` says (bytes, header digest) of each; None for foreign files, which have none."""
+    """The files of one checkpoint. `files` says what each is like; None for foreign files, of which nothing is said."""
 
-    def __init__(self, folder: Path, files: dict[str, tuple[int, str]] | None, entries: dict[str, Entry]):
+    def __init__(self, folder: Path, files: dict[str, ListedFile] | None, entries: dict[str, Entry]):
         self.folder, self.files, self.entries = folder, files, entries
         self._open: dict[str, ShardFile] = {}
         self._checked: set[tuple[str, str]] = set()
@@ -50,8 +50,8 @@ class Reader:
     def file(self, name: str) -> ShardFile:
         """The opened file, its size, header and list of tensors checked."""
         if name not in self._open:
-            size, header = self.files[name] if self.files is not None else (None, None)
-            file = ShardFile(self.folder / name, size, header)
+            listed = self.files[name] if self.files is not None else None
+            file = ShardFile(self.folder / name) if listed is None else ShardFile(self.folder / name, listed.bytes, listed.header)
             if self.files is not None:
                 self._same_tensors(file)
             self._open[name] = file
@@ -112,5 +112,5 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     for name in manifest.files:
         reader.file(name)
     found = {name: reader.whole(name) for name in manifest.tensors}
-    scalars = {name: v["value"] if isinstance(v, dict) else v for name, v in manifest.scalars.items()}
+    scalars = {name: v.value if isinstance(v, SavedNumber) else v for name, v in manifest.optimizer.scalars.items()}
     return found | {name: torch.tensor(v) for name, v in scalars.items() if isinstance(v, (int, float))}

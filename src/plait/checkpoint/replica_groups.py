@@ -12,6 +12,8 @@ optimizer state to go on with: that is refused, unless changes are allowed; then
 
 from typing import Any
 
+from msgspec import structs
+
 from plait.checkpoint.carried_state import Training
 from plait.checkpoint.manifest import MANIFEST, Manifest
 from plait.checkpoint.safetensors_file import Damaged
@@ -27,7 +29,7 @@ def prefix(training: Training) -> str:
 
 def same(training: Training, manifest: Manifest) -> bool:
     """Whether the checkpoint has as many groups as this training."""
-    return training.rank_model.techniques.replica_groups is not None and manifest.groups_of.get("count") == training.plan.replica_groups
+    return training.rank_model.techniques.replica_groups is not None and manifest.replica_groups.count == training.plan.replica_groups
 
 
 def parts_of(training: Training, model: dict[str, Part]) -> dict[str, Part]:
@@ -77,7 +79,7 @@ def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> di
     rare = training.rank_model.techniques.replica_groups
     if rare is None or not same(training, manifest):
         return {f"model/{name}": part for name, part in model.items()}
-    rare.expect(manifest.groups_of)
+    rare.expect(manifest.replica_groups.sent)
     base = rare.base_parts()
     found = {
         f"model/{name}": base.get(name, part)
@@ -95,16 +97,16 @@ def give(training: Training, manifest: Manifest) -> None:
     rank_model = training.rank_model
     if rank_model.techniques.replica_groups is None or not same(training, manifest):
         return
-    own = manifest.groups_of["own"][str(rank_model.mesh.at["replica_groups"])]
-    rank_model.techniques.replica_groups.resume(own)
-    if rank_model.techniques.loss_scale and own.get("scaler"):
-        rank_model.techniques.loss_scale.load_state_dict(own["scaler"])
+    own = manifest.replica_groups.own[str(rank_model.mesh.at["replica_groups"])]
+    rank_model.techniques.replica_groups.resume(own.met)
+    if rank_model.techniques.loss_scale and own.scaler:
+        rank_model.techniques.loss_scale.load_state_dict(structs.asdict(own.scaler))
 
 
 def refused(training: Training, manifest: Manifest) -> tuple[str, str] | None:
     """(what, why) the checkpoint cannot be continued exactly under this plan, where its groups are the reason."""
-    count = manifest.groups_of.get("count")
-    if count is None or same(training, manifest):
+    count = manifest.replica_groups.count
+    if not count or same(training, manifest):
         return None
     now = training.plan.replica_groups
     why = f"each of its {count} groups has weights and an optimizer state of its own; here they would begin with none"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct, convert
 from torch import Tensor
 
 from plait.config.files import loads, open_plain
@@ -30,8 +31,12 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 4 << 20
 LONGEST_HEADER = 100 << 20
-MOST_DIMS = 64
-"""Of a tensor."""
+Format = Annotated[str, Meta(pattern=rf"\A({'|'.join(DTYPES)})\Z")]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Sizes = Annotated[tuple[Count, ...], Meta(max_length=64)]
+"""Sizes of a tensor, or a place in it."""
+FileName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")]
+"""Names of files that do not lead out of their folder."""
 
 
 UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
@@ -102,14 +107,17 @@ def _write_all(file: FileIO, data: bytes | memoryview) -> None:
         view = view[file.write(view) :]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: bytes `begin` to `end` of it."""
+class Stored(Struct, frozen=True):
+    """A tensor in a file: its bytes are those between the offsets."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    dtype: Format
+    shape: Sizes
+    data_offsets: tuple[Count, Count]
+
+    def __post_init__(self) -> None:
+        begin, end = self.data_offsets
+        if end - begin != math.prod(self.shape) * DTYPES[self.dtype].itemsize:
+            raise ValueError(f"bytes {begin} to {end} are no {self.dtype} of shape {list(self.shape)}")
 
 
 class ShardFile:
@@ -141,24 +149,24 @@ class ShardFile:
     def _parse(self, text: bytes, size: int) -> dict[str, Stored]:
         try:
             content = loads(text)
-            if not isinstance(content, dict):
-                raise ValueError("not an object")
-            content.pop("__metadata__", None)
-            tensors = {key: _stored(key, value) for key, value in content.items()}
+            if isinstance(content, dict):
+                content.pop("__metadata__", None)
+            tensors = convert(content, dict[str, Stored])
         except UNREADABLE as error:
             raise Damaged(self.name, f"its header cannot be read: {str(error)[:200]}") from None
         at = 0
-        for stored in sorted(tensors.values(), key=lambda s: (s.begin, s.end)):
-            if stored.begin != at:
+        for begin, end in sorted(stored.data_offsets for stored in tensors.values()):
+            if begin != at:
                 raise Damaged(self.name, f"its tensors overlap or leave a gap at byte {at}")
-            at = stored.end
+            at = end
         if at != size:
             raise Damaged(self.name, f"its tensors take {at} bytes, the file has {size}")
         return tensors
 
     def raw(self, stored: Stored) -> memoryview:
         """The bytes of a tensor, without a copy."""
-        return memoryview(self.map)[self.body + stored.begin : self.body + stored.end]
+        begin, end = stored.data_offsets
+        return memoryview(self.map)[self.body + begin : self.body + end]
 
     def sha256(self, key: str) -> str:
         """The digest of a tensor's bytes."""
@@ -168,24 +176,11 @@ class ShardFile:
         """The tensor, as a view of the file where it is aligned."""
         stored = self.tensors[key]
         dtype = DTYPES[stored.dtype]
-        if stored.begin == stored.end:
+        begin, end = stored.data_offsets
+        if begin == end:
             return torch.empty(stored.shape, dtype=dtype)
-        at, count = self.body + stored.begin, stored.end - stored.begin
-        raw = torch.frombuffer(self.map, dtype=torch.uint8, count=count, offset=at)
+        at = self.body + begin
+        raw = torch.frombuffer(self.map, dtype=torch.uint8, count=end - begin, offset=at)
         return (raw.clone() if at % dtype.itemsize else raw).view(dtype).reshape(stored.shape)
 
 
-def sizes(value: object, name: str) -> tuple[int, ...]:
-    """Sizes or places of a tensor, as JSON has them. ValueError when they are none, or no tensor has so many."""
-    if isinstance(value, list) and len(value) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**62 for n in value):
-        return tuple(value)
-    raise ValueError(f"{name} has impossible numbers")
-
-
-def _stored(key: str, value: object) -> Stored:
-    if not isinstance(value, dict) or str(value.get("dtype")) not in DTYPES:
-        raise ValueError(f"{key} has an unknown number format")
-    shape, offsets = sizes(value.get("shape"), key), sizes(value.get("data_offsets"), key)
-    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[value["dtype"]].itemsize:
-        raise ValueError(f"the size of {key} is not that of its shape")
-    return Stored(value["dtype"], shape, *offsets)

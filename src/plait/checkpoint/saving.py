@@ -164,8 +164,8 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
         content["tensors"].setdefault(held.name, {"dtype": held.dtype, "shape": held.shape, "pieces": []})
     raw = seal(content)
     manifest = parse(json.loads(raw))
-    for name, (size, _) in manifest.files.items():
-        if (building / name).stat().st_size != size:
+    for name, file in manifest.files.items():
+        if (building / name).stat().st_size != file.bytes:
             raise Damaged(name, "it is not as long as it was written")
     _write_synced(building / MANIFEST, raw)
     for file in lists:

@@ -12,17 +12,19 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.carried_state import Training
 from plait.checkpoint.chunks import HeldChunk
-from plait.checkpoint.manifest import DEPTH, EVAL, MANIFEST, OWN, Entry, Manifest, shallow
+from plait.checkpoint.manifest import DEPTH, EVAL, MANIFEST, OWN, Entry, Manifest, SavedNumber, shallow
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
+from plait.data.batch import Position
 from plait.model.optimizers import weights_in_eval_mode
 from plait.parallel.compression.compressor import RESIDUAL
 from plait.tensors.rows import Part, whole
@@ -202,10 +204,10 @@ def mismatch(training: Training, manifest: Manifest, everyone: set[str]) -> str 
             wrong.append(name)
     if wrong:
         return f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
-    if manifest.optimizer != type(training.optimizer).__name__:
-        return f"its optimizer is {manifest.optimizer}, the job's is {type(training.optimizer).__name__}"
+    if manifest.optimizer.type != type(training.optimizer).__name__:
+        return f"its optimizer is {manifest.optimizer.type}, the job's is {type(training.optimizer).__name__}"
     mine = _groups(training)
-    if len(mine) != len(manifest.groups) or not all(map(_same_group, mine, manifest.groups)):
+    if len(mine) != len(manifest.optimizer.groups) or not all(map(_same_group, mine, manifest.optimizer.groups)):
         return "the parameter groups of the optimizer differ"
     return None
 
@@ -290,22 +292,22 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
         if name.startswith(f"{own}optimizer/"):
             parameter, key = _split(name)
             state.setdefault(index[parameter], {})[key] = part.tensor
-    for name, value in manifest.scalars.items():
+    for name, value in manifest.optimizer.scalars.items():
         parameter, _, key = name.removeprefix(own).rpartition("/")
         here = parameter in training.rank_model.params and parameter not in training.rank_model.table.owned_by_others(training.rank_model.mesh.at)
         if parameter in index and here:  # another rank's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
     optimizer_state.restore(training.optimizer, state, hyper)
     if training.rank_model.techniques.loss_scale and manifest.scaler:
-        training.rank_model.techniques.loss_scale.load_state_dict(manifest.scaler)
+        training.rank_model.techniques.loss_scale.load_state_dict(structs.asdict(manifest.scaler))
     if training.rank_model.techniques.compressor is not None:
         kept = {key: name for name, key, _ in _compressed(training, model_parts(training)) if name in parts}
         training.rank_model.techniques.compressor.load_state({key: parts[name].tensor for key, name in kept.items()})
     if training.rank_model.techniques.average is not None and manifest.average is not None:
-        training.rank_model.techniques.average.load_state_dict(manifest.average)
+        training.rank_model.techniques.average.load_state_dict(structs.asdict(manifest.average))
     if training.rank_model.techniques.balance and manifest.shares:
-        training.rank_model.techniques.balance.load_state_dict(manifest.shares)
-    training.position = manifest.position
+        training.rank_model.techniques.balance.load_state_dict(structs.asdict(manifest.shares))
+    training.position = Position(**structs.asdict(manifest.position))
     training.rank_model.refresh()
     lines = carried_state.give(training.carried, manifest, training.plan, training.place.rank, parts)
     replica_groups.give(training, manifest)
@@ -325,7 +327,7 @@ def implausible(training: Training, manifest: Manifest, hyper: list[dict[str, An
         if name.startswith("optimizer/"):
             parameter, key = _split(name)
             kept.setdefault(parameter, {})[key] = SavedTensor(shape == shapes.get(f"model/{parameter}"))
-    for name, value in manifest.scalars.items():
+    for name, value in manifest.optimizer.scalars.items():
         parameter, _, key = name.rpartition("/")
         kept.setdefault(parameter, {})[key] = _number(value)
     ordered = _updated(training)
@@ -333,4 +335,4 @@ def implausible(training: Training, manifest: Manifest, hyper: list[dict[str, An
 
 
 def _number(value: object) -> Any:
-    return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value
+    return torch.tensor(value.value, dtype=DTYPES[value.dtype]) if isinstance(value, SavedNumber) else value

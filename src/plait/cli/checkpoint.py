@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from plait.checkpoint.checkpoints import Checkpoints, marks, unsound, verify
 from plait.checkpoint.export import Wanted, export_folder, has_adapter
 from plait.checkpoint.manifest import EVAL, MANIFEST, Manifest, damaged, read_manifest
@@ -87,7 +89,7 @@ def _chosen(path: Path, step: int | None) -> list[Path]:
 
 
 def _bytes(manifest: Manifest) -> int:
-    return sum(size for size, _ in manifest.files.values())
+    return sum(file.bytes for file in manifest.files.values())
 
 
 def _row(path: Path) -> dict[str, Any]:
@@ -122,9 +124,9 @@ def _info(path: Path) -> dict[str, Any]:
         "batch": manifest.batch, "seed": manifest.seed, "parent": manifest.parent, "bytes": _bytes(manifest),
         "files": len(manifest.files), "tensors": len(model), "elements": sum(math.prod(e.shape) for e in model.values()),
         "formats": sorted({entry.dtype for entry in model.values()}), "tied": manifest.aliases,
-        "optimizer": manifest.optimizer, "state": f"{len(state)} tensors, {sum(e.bytes for e in state)} bytes",
-        "average": None if manifest.average is None else moved.format(**manifest.average),
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in manifest.groups],
+        "optimizer": manifest.optimizer.type, "state": f"{len(state)} tensors, {sum(e.bytes for e in state)} bytes",
+        "average": None if manifest.average is None else moved.format(**structs.asdict(manifest.average)),
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in manifest.optimizer.groups],
         "versions": manifest.versions, "not finite": list(manifest.nonfinite),
         "base": None if manifest.base is None else f"{len(manifest.base.tensors)} frozen tensors of {manifest.base.path}, "
         f"SHA-256 {manifest.base.digest[:12]}…",

@@ -26,6 +26,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from msgspec import convert
+
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line, shown
 from plait.launch import rendezvous
 from plait.launch.failures import Failure
@@ -210,7 +212,7 @@ class Node:
             if k == self.index or k in newcomers or k in self._lives
         }
         self._reached(
-            lambda: self._set(_ROUND, {**following.to_json(), "lives": {str(k): v for k, v in self._lives.items()}})
+            lambda: self._set(_ROUND, {**vars(following), "lives": self._lives})
         )
         return self._enter(following)
 
@@ -226,7 +228,7 @@ class Node:
                 self._say(served=order["number"], answer=serve(order))
             if self._reached(lambda: self.store.check([_ROUND])):
                 word = self._get(_ROUND)
-                found = Round.of_json(word)
+                found = convert(word, Round, str_keys=True)
                 if found.number > self._number and word["lives"].get(str(self.index)) == self._row["life"]:
                     self._lives = {int(k): life for k, life in word["lives"].items()}
                     return self._enter(found)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import gate, loopback
@@ -283,10 +283,3 @@ class Round:
         kept = {k: tuple(d for d, rank in zip(there, self.ranks_of(k)) if rank < world) for k, there in self.devices.items()}
         return {k: there for k, there in kept.items() if there}
 
-    def to_json(self) -> dict[str, Any]:
-        """For the launchers of other machines."""
-        return {"number": self.number, "plan": self.plan, "devices": {str(k): v for k, v in self.devices.items()}}
-
-    @staticmethod
-    def of_json(row: dict[str, Any]) -> "Round":
-        return Round(row["number"], row["plan"], {int(k): tuple(v) for k, v in row["devices"].items()})

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.config.errors import DIFFERENT, Problem, problem_of
+from plait.config.errors import DIFFERENT, Problem
 from plait.config.plan import Plan
 from plait.proof.locate import Finding, beginning
 from plait.proof.probes import (
@@ -266,18 +266,6 @@ class Verdict:
     problems: tuple[Problem, ...] = ()
     """What the job check finds (`proof/job/causes.py`), where the job itself is the cause of a difference."""
 
-    @staticmethod
-    def of(told: dict[str, Any]) -> "Verdict":
-        """What `dataclasses.asdict` made of one, also after it was JSON."""
-        where, algorithm = told["where"], told["algorithm"]
-        own: dict[str, Any] = {
-            "probes": tuple(Probe(**probe) for probe in told["probes"]),
-            "where": Finding(**_tuples(where)) if where else None,
-            "algorithm": AlgorithmTold(**_tuples(algorithm)) if algorithm else None,
-            "problems": tuple(map(problem_of, told["problems"])),
-        }
-        return Verdict(**{**_tuples(told), **own})
-
     def __repr__(self) -> str:
         return table(self, self.job)
 
@@ -317,10 +305,6 @@ class Verdict:
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
                                 "detail": p.detail} for p in self.probes},
         }  # fmt: skip
-
-
-def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
 def judge(

@@ -18,26 +18,32 @@ portions as there are groups, and fewer where it has fewer samples.
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Annotated
 
+from msgspec import Meta
+
+from plait.checkpoint.safetensors_file import Count
 from plait.data.batch import Position
 from plait.data.sampling import Sampling
 from plait.engine.server.ledger import Death, LedgerRow
 from plait.tensors.rows import split
+
+Some = Annotated[int, Meta(gt=0)]
 
 
 @dataclass(frozen=True, order=True)
 class Portion:
     """Samples first … first + count − 1 of a clock's batch."""
 
-    clock: int
+    clock: Count
     """Number of the clock, from 0: the steps that were done before it."""
-    first: int
-    count: int
-    size: int
+    first: Count
+    count: Some
+    size: Some
     """Samples of the clock."""
-    epoch: int
-    start: int
+    epoch: Count
+    start: Count
     """Where the clock begins in the epoch's order."""
 
     @property
@@ -67,14 +73,6 @@ class Clocks:
     def ids(self, portion: Portion) -> list[int]:
         begin = portion.start + portion.first
         return self.sampling.epoch(portion.epoch)[begin : begin + portion.count].tolist()
-
-
-def as_row(portion: Portion) -> dict[str, int]:
-    return asdict(portion)
-
-
-def of_row(row: dict[str, int]) -> Portion:
-    return Portion(**row)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -288,7 +288,7 @@ class Lead:
         for peer in self.followers:
             peer.send(say.SAVE, (at.step, at.epoch, at.start, at.samples, int(wait)))
         self.server.hub.flush(self.followers)
-        self.saved = self.server.save(at, facts.to_json(), wait)
+        self.saved = self.server.save(at, asdict(facts), wait)
 
     def _evaluate_at(self, done: int, since: int | None = None, owed: bool = False) -> None:
         """Have the weights of a step evaluated, when it is one of those that are."""

@@ -38,12 +38,7 @@ class LedgerRow:
         return self.version_made - 1 - self.version_read
 
     def to_json(self) -> dict[str, Any]:
-        row = asdict(self) | {"ids": list(self.ids)}
-        return row if self.dropped else {k: v for k, v in row.items() if k != "dropped"}
-
-    @staticmethod
-    def of_json(row: dict[str, Any]) -> "LedgerRow":
-        return LedgerRow(**row | {"ids": tuple(row["ids"])})
+        return {name: value for name, value in asdict(self).items() if name != "dropped" or value}
 
 
 @dataclass(frozen=True)

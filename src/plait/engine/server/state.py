@@ -22,18 +22,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import convert
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from plait.checkpoint import optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import MANIFEST, read_manifest
+from plait.checkpoint.safetensors_file import Count
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Position
 from plait.engine import train_step
 from plait.engine.engine import Engine
 from plait.engine.server import group as say
-from plait.engine.server.dealing import Portion, as_row, of_row
+from plait.engine.server.dealing import Portion
 from plait.engine.server.group import Layout, shared_out, weighted
 from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch.channel import Hub, Peer
@@ -245,30 +247,22 @@ class Server:
 class ServerFacts:
     """Where the ledger was."""
 
-    version: int
-    rows: int = 0
-    fence: int = 0
-    digest: str = ""
-    pending: tuple[Portion, ...] = ()
+    version: Count
+    rows: Count
+    fence: Count
+    digest: str
+    pending: tuple[Portion, ...]
     """Portions of clocks that are begun, which were neither used nor dropped."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest."""
-        return vars(self) | {"pending": [as_row(portion) for portion in self.pending]}
 
     @staticmethod
     def of(path: Path | None, step: int) -> "ServerFacts":
         """Those of a checkpoint; of one that no server made, and without one: a run that begins at this step. K002."""
         said = read_manifest(path).job.get("server") if path is not None else None
         if said is None:
-            return ServerFacts(step)
+            return ServerFacts(step, 0, 0, "", ())
         try:
-            pending = tuple(of_row(row) for row in said["pending"])
-            numbers = [said["version"], said["rows"], said["fence"], *(n for p in pending for n in vars(p).values())]
-            if not all(type(n) is int and n >= 0 for n in numbers) or not all(p.count and p.size for p in pending):
-                raise ValueError("what it says of the server are no numbers")
-            return ServerFacts(said["version"], said["rows"], said["fence"], str(said["digest"]), pending)
-        except (TypeError, ValueError, KeyError) as error:
+            return convert(said, ServerFacts)
+        except ValueError as error:
             what = f"{path}/{MANIFEST} is damaged"
             raise PlaitError(Problem("K002", what, why=f"what it says of the server: {error}")) from None
 

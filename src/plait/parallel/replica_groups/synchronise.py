@@ -295,15 +295,15 @@ class RareSynchroniser:
         """What this rank knows of its group alone."""
         return {"met": sorted(self.met)}
 
-    def expect(self, groups: dict[str, Any]) -> None:
+    def expect(self, sent: list[tuple[int, int, list[float]]]) -> None:
         """Make room for what a checkpoint holds of the outer optimizer and of messages, so that it is read in place."""
         self.begin()
         self._read = True
-        self.pending = [self._message(fragment, sent, word) for fragment, sent, word in groups["sent"]]
+        self.pending = [self._message(fragment, step, word) for fragment, step, word in sent]
 
-    def resume(self, own: dict[str, Any]) -> None:
+    def resume(self, met: list[str]) -> None:
         """Go on as the group that a checkpoint tells of."""
-        self.met = set(own["met"])
+        self.met = set(met)
 
     def end(self) -> None:
         """No step follows: wait for what is on its way."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import convert
 from torch import Tensor
 
 from plait.checkpoint.checkpoints import Checkpoints
@@ -118,7 +119,7 @@ def _run(job: Job, plan: Plan, folder: Path) -> ServedRun:
     saved = tensors_of(Checkpoints(folder / "checkpoints").found()[0])
     model = {name.removeprefix("model/"): tensor for name, tensor in saved.items() if name.startswith("model/")}
     steps, lines = ([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("metrics.jsonl", FILE))
-    ledger = [LedgerRow.of_json(line) for line in lines if "seq" in line]
+    ledger = [convert(line, LedgerRow) for line in lines if "seq" in line]
     return ServedRun(job, plan, model, steps, ledger, [result["applied"] for result in results[groups:]])
 
 

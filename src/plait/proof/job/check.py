@@ -24,8 +24,9 @@ from typing import Any
 
 import psutil
 import torch
+from msgspec import convert
 
-from plait.config.errors import PlaitError, Problem, in_a_line, problem_of
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.library import is_library
 from plait.config.plan import Plan
@@ -89,13 +90,6 @@ class Checked:
         return asdict(self)
 
     @staticmethod
-    def of(told: dict[str, Any]) -> "Checked":
-        problems = tuple(map(problem_of, told["problems"]))
-        rest: dict[str, Any] = {name: tuple(told[name]) for name in ("compared", "unchecked")}
-        rest |= {name: told[name] for name in ("failed", "seconds", "reused") if name in told}
-        return Checked(told["level"], told["key"], problems, **rest)
-
-    @staticmethod
     def not_run(level: str, why: str, unchecked: tuple[str, ...] = ()) -> "Checked":
         """Of a check that could not run: a warning, and an error (J050) where a full check was asked for."""
         what = f"the job check could not run: {why}"
@@ -145,15 +139,15 @@ def check(
         if seconds >= LIMIT[level]:
             why = f"it took longer than {LIMIT[level]:.0f} s, and was ended"
         return replace(Checked.not_run(level, why), seconds=seconds)
-    found = Checked.of(told)
+    found = convert(told, Checked)
     return found if found.reused else replace(found, seconds=round(time.perf_counter() - began, 3))
 
 
 def stored(folder: Path) -> Checked | None:
     """The result that lies in a run directory; None when there is none that can be read."""
     try:
-        return Checked.of(json.loads((folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        return convert(json.loads((folder / FILE).read_text(encoding="utf-8")), Checked)
+    except (OSError, ValueError):
         return None
 
 
