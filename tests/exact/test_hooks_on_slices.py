@@ -1,5 +1,6 @@
 """Under tp, code between columns and row that looks at a whole gradient in backward is not sliced; what acts on elements is."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -103,4 +104,24 @@ def test_what_looks_at_a_whole_gradient_is_not_sliced(name: str) -> None:
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_what_acts_on_elements_is_sliced_and_equal(name: str) -> None:
     verdict = verify(job(ELEMENTS[name]), Plan.parse("tp=2"))
+    assert verdict.equal and not verdict.inexact, verdict.to_dict()
+
+
+class Block(nn.Module):
+    """Two layers, of which the second halves what goes back to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.down.register_full_backward_hook(lambda module, inputs, outputs: tuple(0.5 * g for g in inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.slow
+def test_a_hook_that_expects_gradients_of_all_inputs_bears_the_trials() -> None:
+    """A trial that asks for no gradient of the input gave it None, and the run ended with the hook's error (C005)."""
+    blocks = lambda: nn.Sequential(nn.Linear(6, 8), Block(), nn.LayerNorm(8), Block(), nn.Linear(8, 2))  # noqa: E731
+    verdict = verify(dataclasses.replace(job(torch.tanh), model=blocks), Plan.parse("tp=2"))
     assert verdict.equal and not verdict.inexact, verdict.to_dict()

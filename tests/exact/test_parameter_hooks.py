@@ -152,7 +152,7 @@ HOOKS = [
     *rarely(
         (rows, "dp=2"), (rows, "tp=2"), (rows, "fsdp=2 tp=2"), (rows, "pp=2"), (clamps, "dp=2 fsdp=2"), (clamps, "pp=2 fsdp=2 microbatches=2"),
         (clamps, "microbatches=3"), (in_place, "dp=2"), (in_place, "tp=2"), (looks_at_weight, "dp=2"), (replaced, "dp=2"), (replaced, "pp=2"),
-        (adaptive, "dp=2"), (adaptive, "tp=2"), (counts, "dp=2"), (counts, "tp=2"), (unit_length, "fsdp=3"), (pruned, "dp=2"), (pruned, "tp=2"),
+        (adaptive, "dp=2"), (adaptive, "tp=2"), (counts, "dp=2"), (counts, "tp=2"), (unit_length, "fsdp=3"), (pruned, "dp=2"), (pruned, "pp=2"),
         (normed, "dp=2"), (clamps, "offload=all"), (adaptive, "fsdp=2 offload=all"), (unit_length, "processes=one dp=2"),
     ),
 ]  # fmt: skip

@@ -60,3 +60,12 @@ def test_no_weight_is_taken_for_what_is_made_from_samples() -> None:
     """Torch forgets a fake tensor that nobody holds, and another one gets the number of its storage: the last bias was accused."""
     found = sketch_without_ranks(jobs_higher.job("vmap"), Plan.parse("dp=2"), CPU)
     assert not found.sampled and not found.unshared
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_of_instance_norms_are_made_from_samples(training: bool) -> None:
+    """torch's schema does not say that its operator writes them: copies had other statistics, without a word."""
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4, track_running_stats=True), nn.Conv1d(4, 2, 1))
+    model[1].train(training)
+    found = sketch(model, lambda n: torch.randn(n, 4, 6), reference.call)
+    assert set(found.unshared) == ({"1.running_mean", "1.running_var"} if training else set())

@@ -91,10 +91,18 @@ Roles = tuple[list[Tensor], list[Tensor]]
 """(tensors an operator writes, tensors it reads)."""
 
 
+STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats"))
+"""Operators that write running statistics in training, without a word of it in torch's schema: also those of instance norms."""
+
+
 def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Roles:
     """What a call of an operator writes and reads."""
     written, read = list[Tensor](), list[Tensor]()
     arguments = _arguments(func)
+    if func.overloadpacket.__name__ in STATISTICS:
+        given = {name: value for (name, _), value in zip(arguments, args)} | kwargs
+        updates = given.get("training", True)
+        arguments = tuple((name, bool(updates) and name.startswith("running_")) for name, _ in arguments)
     for (_, writes), value in zip(arguments, args):
         (written if writes else read).extend(flat(value))
     if kwargs:

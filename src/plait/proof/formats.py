@@ -211,6 +211,7 @@ class Reference:
             for parameter in model.parameters():
                 parameter.copy_(shift(parameter))
         found = _Passes(model, reference.copied(model.named_parameters()), moved=[{} for _ in range(sums)])
+        optimizer_of(job, dict(model.named_parameters()))  # it may register hooks, which backward runs
         keyed = Randomness(job.seed, self.one.keyed.places, self.one.keyed.needed).install(model)
         scale = self._scale()
         pairs = {part: self._pair(*part, split) for share in shares for part in share}

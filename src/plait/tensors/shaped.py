@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from plait.tensors.torch_private import WrapperTensor, plainly
@@ -21,6 +22,7 @@ class Shaped(WrapperTensor):
 
     described = ""
     """What an error calls it."""
+    _part: Tensor
 
     @classmethod
     def around(cls, local: Tensor, shape: list[int], **attributes: object) -> Self:
@@ -29,8 +31,22 @@ class Shaped(WrapperTensor):
         if local.requires_grad:
             with plainly():
                 made.register_hook(cls.lost)
-        vars(made).update(attributes, local=local)
+        vars(made).update(attributes, _part=local)
         return made
+
+    @property
+    def local(self) -> Tensor:  # type: ignore[override]
+        """This rank's part. TypeError where autograd follows this tensor and not the part, as what a Function of the user's own returned."""
+        if torch.is_grad_enabled() and not self._part.requires_grad:
+            with plainly():
+                made_by = self.grad_fn
+            if made_by is not None:
+                self.lost(self)
+        return self._part
+
+    @local.setter
+    def local(self, part: Tensor) -> None:
+        self._part = part
 
     @classmethod
     def lost(cls, gradient: Tensor) -> None:

@@ -88,6 +88,9 @@ class ShardedTensor(Shaped):
         if name in OF_THE_PART and isinstance(args[0], ShardedTensor):
             found = func(args[0].local, *args[1:], **kwargs)
             return args[0] if found is args[0].local else found
+        if name in ("to", "type_as") and not isinstance(args[0], ShardedTensor):  # the format and the device of another
+            args, kwargs = tree_map(lambda t: t.local if isinstance(t, ShardedTensor) else t, (args, kwargs))
+            return func(*args, **kwargs)
         x = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor))
         try:
             if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE:  # in place or not

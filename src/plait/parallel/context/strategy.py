@@ -51,7 +51,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch
@@ -61,7 +61,7 @@ from plait.parallel.context.find import Communication, communication, find
 from plait.parallel.context.opened_unit import Layout, worth
 from plait.parallel.context.runtime import ContextParallelUnits
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import SAMPLES, GroupLayout, SequencePlan, as_held
+from plait.parallel.context.sequences import SAMPLES, GroupLayout, SequencePlan, as_held, refused
 from plait.parallel.precision import trained_format
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.rank_setup import RankSetup
@@ -109,7 +109,13 @@ def stretched(setup: RankSetup, sketch: Sketch) -> Sketch:
     with forwards_kept(model.modules()):
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
-        found = communication(model, setup.samples(SAMPLES)[0], run, parallel_units, layout(plan))
+        try:
+            found = communication(model, setup.samples(SAMPLES)[0], run, parallel_units, layout(plan))
+        except PlaitError:
+            raise
+        except Exception as error:  # on whole sequences it ran
+            fix = ("move that code into the block before or after it: blocks run on whole sequences where they must", "a plan without cp")
+            raise refused("code between units cannot run where a rank has a part of the sequence", in_a_line(error), *fix) from error
     for number in found.heads if heads else ():
         check_heads(number, plan.cp, plan.tp)
     if plan.pp > 1:

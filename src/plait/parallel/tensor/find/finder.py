@@ -16,14 +16,14 @@ numbers that count blocks may differ. It saves the search, not the proof: the ch
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
 from plait.model.meter import tensors_in
 from plait.model.mutations import OutsideWrites
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
@@ -354,7 +354,8 @@ class _Finder:
         except Exception as error:
             raise Refused(f"its code cannot be run alone ({type(error).__name__})") from error
         reasons = []
-        for proposal in proposals(containers[0], [self.maps[c] for c in columns], self.maps[row], self.n):
+        proposed = _in_trial(proposals(containers[0], [self.maps[c] for c in columns], self.maps[row], self.n))
+        for proposal in proposed:
             self._alone(proposal)
             group, wrong = adapted(containers[0], proposal, before)
             if group is not None:
@@ -432,6 +433,16 @@ def _wanted(tensor: Mapping[str, str], layers: list[str]) -> dict[str, str]:
     if problems:
         raise PlaitError(problems)
     return {name: word for pattern, word in tensor.items() for name in layers if fnmatchcase(name, pattern)}
+
+
+def _in_trial(proposed: Iterable[ColumnRowPair]) -> Iterator[ColumnRowPair]:
+    """The same. Refused where the job's own code fails while they are made, such as a hook that is given no gradient of an input."""
+    try:
+        yield from proposed
+    except (Refused, PlaitError):
+        raise
+    except Exception as error:
+        raise Refused(f"a trial of its code raised {in_a_line(error)[:120]}") from error
 
 
 def _inside(name: str, container: str) -> bool:
