@@ -329,3 +329,26 @@ def test_a_function_of_the_users_own_between_units_is_refused() -> None:
     with pytest.raises(PlaitError, match="P040") as error:
         verify(_between(_Root.apply), Plan.parse("cp=2"))
     assert "torch.autograd.Function" in str(error.value)
+
+
+class _Attending(nn.Module):
+    """torch's attention, whose weights are asked for and dropped out."""
+
+    def __init__(self, added: bool) -> None:
+        super().__init__()
+        more = {"add_bias_kv": True, "add_zero_attn": True} if added else {}
+        self.first, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.2, **more)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.attention(x, x, x)[0])
+
+
+@pytest.mark.parametrize("plan, added", sampled(3, [
+    ("cp=2", False), ("tp=2", False), ("cp=2 context=ulysses", False), ("cp=2", True), ("dp=2 tp=2", False), ("cp=2 recompute=full", False),
+]))  # fmt: skip
+def test_attention_that_returns_its_weights_drops_out_the_same(plan: str, added: bool) -> None:
+    """torch's function draws them otherwise than F.dropout, which a rank's heads or rows had drawn with: trained otherwise, without a word."""
+    verdict = verify(jobs.make(lambda: _Attending(added), _Numbers), Plan.parse(plan))
+    assert verdict.equal and not verdict.inexact, verdict

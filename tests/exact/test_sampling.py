@@ -6,6 +6,7 @@ import jobs_ordered
 import pytest
 from rarely import every, sampled
 
+from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.data.sampling import Sampling
 from plait.proof.verdict import Verdict
@@ -21,8 +22,11 @@ def proved(text: str, **settings: object) -> Verdict:
 
 @pytest.mark.parametrize("order, text", sampled(4, every(11, CASES)))
 def test_an_order_and_a_budget_are_equal(order: str, text: str) -> None:
-    verdict = proved(text, order=order)
-    assert verdict.equal and not verdict.inexact, verdict.to_dict()
+    try:
+        verdict = proved(text, order=order)
+        assert verdict.equal and not verdict.inexact, verdict.to_dict()
+    except PlaitError as error:  # a part of a batch may have nothing but sentences of three words
+        assert text == "cp=2" and error.codes == ["P042"], error
 
 
 @pytest.mark.parametrize(

@@ -422,19 +422,26 @@ class _Keyed(TorchFunctionMode):
             return self._dropout(dropout_call(func, *args, **kwargs))
         if torch.compiler.is_compiling():  # by the job's own code: it cannot be keyed there
             return func(*args, **kwargs)
+        if func is torch.native_dropout and isinstance(args[0], WrapperTensor) and args[0].inside:
+            found = self._of_part(args[0], lambda part: self._drawn(func, (part, *args[1:]), kwargs))
+            return tuple(map(args[0].like, found))
         with KeyedDraws(self.randomness):
             return func(*args, **kwargs)
+
+    def _of_part(self, whole: WrapperTensor, run: Callable[[Tensor], Any]) -> Any:
+        """What `run` gives of this rank's part of a tensor that has the shape of the whole, with the random numbers of that part."""
+        before, self.randomness.whose = self.randomness.whose, whole
+        try:
+            return run(whole.local)
+        finally:
+            self.randomness.whose = before
 
     def _dropout(self, call: DropoutCall) -> Tensor:
         input = call.input
         if not call.drops:
             return input
         if isinstance(input, WrapperTensor) and input.inside:
-            before, self.randomness.whose = self.randomness.whose, input
-            try:
-                return input.like(self._dropout(call.on(input.local)))
-            finally:
-                self.randomness.whose = before
+            return input.like(self._of_part(input, lambda part: self._dropout(call.on(part))))
         if not 0.0 <= call.p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {call.p}")
         if not torch.compiler.is_compiling() and input.is_nested:

@@ -56,7 +56,9 @@ def forward(
     weights = None
     if options.need_weights:
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), p, training=p > 0.0)
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        if p > 0.0:  # the numbers that torch's function draws inside, for the same shape: not those of F.dropout
+            weights = torch.native_dropout(weights.flatten(0, 1), p, True)[0].unflatten(0, (-1, heads))
         out = weights @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p)
