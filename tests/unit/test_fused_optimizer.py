@@ -9,6 +9,7 @@ from torch import nn
 from plait.checkpoint import optimizer_state
 from plait.engine import train_step
 from plait.model import optimizers
+from plait.parallel.rank_model import Hooks
 from plait.tensors.torch_private import FakeTensorMode
 
 
@@ -50,7 +51,7 @@ def test_momentum_begins_as_without_fusing(monkeypatch: pytest.MonkeyPatch) -> N
             finite = torch.tensor(step != left_out) if not given else None
             if given and step == left_out:
                 continue
-            train_step.step(optimizer, finite)
+            train_step.step(optimizer, Hooks(), finite)
         return [p.tolist() for p in held] + [bool(group.get("fused")) for group in optimizer.param_groups]
 
     for left_out in (-1, 1):
