@@ -37,8 +37,14 @@ from plait.tensors.collectives import digests
 from plait.tensors.rows import Part
 from plait.tensors.rows import whole as whole_part
 
-Told = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
-"""What a rank tells of a part of a proof: JSON values, and tensors by group."""
+@dataclass(frozen=True)
+class PartDone:
+    """What a rank did in a part of a proof."""
+
+    facts: dict[str, Any]
+    """JSON values."""
+    tensors: dict[str, dict[str, Tensor]]
+    """This rank's parts of tensors, by the groups of a `Trace`."""
 
 
 @dataclass
@@ -86,20 +92,20 @@ class StepNotes:
 
 
 PART = "part"
-"""Kind of the reports in which ranks tell what they did in a part of a proof, once all of it is in files."""
+"""Kind of a rank's report of what it did in a part of a proof, whose tensors are in files then."""
 
 
 def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train one rank under the scenario, and report each part of it (`Part`) once it is done. `facts`: those of the reference's `Trace`."""
+    """Train one rank under the scenario, and report each part of it once it is done. `facts`: those of the reference's `Trace`."""
     assert place.report is not None
-    for number, (told, tensors) in enumerate(_parts(scenario, facts, place)):
-        for name, group in tensors.items():
+    for number, part in enumerate(_parts(scenario, facts, place)):
+        for name, group in part.tensors.items():
             probes.write(scenario.folder / f"{name}-{place.rank}.safetensors", group)
-        place.report({"kind": PART, "number": number, "value": told})
+        place.report({"kind": PART, "number": number, "value": part.facts})
     return {}
 
 
-def _parts(scenario: Scenario, facts: dict[str, Any], place: Place) -> Iterator[Told]:
+def _parts(scenario: Scenario, facts: dict[str, Any], place: Place) -> Iterator[PartDone]:
     """The small batches; held-out metrics and batches of the job's own size; a step in the plan's own number formats, if there is one."""
     hard = scenario.hard
     sketch = scenario.analysis.float64
@@ -111,14 +117,15 @@ def _parts(scenario: Scenario, facts: dict[str, Any], place: Place) -> Iterator[
     metrics = engine.evaluate()
     noted, tensors = _of_own_size(engine, notes, scenario.job, facts)
     own_ids = [ids for _, ids in noted.ids]
-    yield {"metrics": metrics, "own_rows": noted.rows, "own_ids": own_ids, "own_held": noted.held}, tensors
+    of_own_size = {"metrics": metrics, "own_rows": noted.rows, "own_ids": own_ids, "own_held": noted.held}
+    yield PartDone(of_own_size, tensors)
     if known := facts.get("formats"):
         hard = replace(hard, batch=known["batch"])
         step, tensors = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.analysis.own_formats)
-        yield {"formats": step}, tensors
+        yield PartDone({"formats": step}, tensors)
 
 
-def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -> Told:
+def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -> PartDone:
     """The steps of the hard job. `notes` are closed afterwards: what comes next is not located."""
     rank_model, place, plan = engine.rank_model, engine.place, scenario.logic
     if rank_model.techniques.balance is not None:
@@ -142,7 +149,7 @@ def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -
     seen, told = seen_in(engine.data), notes.told(rank_model, scenario.folder / f"noted-{place.rank}.safetensors")
     parts = _ranges(rank_model)
     names = _by_group(engine, tensors, parts)
-    return {
+    found = {
         "rows": noted.rows, "ids": noted.ids, "held": noted.held, "seen": seen, "inexact": engine.inexact,
         "notes": opened_units(rank_model.whole_sketch), "names": names,
         "stage": rank_model.mesh.at["pp"], "reads": not any(_on_other_axes(rank_model)),
@@ -151,7 +158,8 @@ def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -
         "random": list(rank_model.whole_sketch.places) * is_drawing(),
         "places": len(rank_model.sketch.places) * is_drawing(), **told,
         "batch_norms": list(rank_model.sketch.batch_norms), "parts": parts,
-    }, tensors  # fmt: skip
+    }  # fmt: skip
+    return PartDone(found, tensors)
 
 
 def _at_the_end(rank_model: RankModel) -> dict[str, dict[str, Tensor]]:

@@ -215,8 +215,8 @@ class _Comparison:
                 self._complete(number)
 
     def _complete(self, number: int) -> None:
-        for rank, told in self.waiting[number].items():
-            self.ranks[rank] |= told
+        for rank, facts in self.waiting[number].items():
+            self.ranks[rank] |= facts
         (self._small_batches, self._own_size, self._own_formats)[number]()
         self.show(self.verdict)
 
