@@ -79,6 +79,11 @@ def blk(f):
     return B
 
 
+def row(table, name, model, kind="seq", loss=None, **k):
+    """Put a job into a table of jobs by name."""
+    table[name] = lambda: job(model, kind, loss, **k)
+
+
 J = {}
 
 
@@ -129,18 +134,26 @@ rand_block(
 )
 
 
+class Between(nn.Module):
+    """`f` is code of the model's own between its units."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.i = nn.Linear(W, W)
+        self.k = nn.Linear(W, W)
+        self.o = nn.Linear(W, W)
+        self.f = f
+
+    def forward(self, x):
+        return self.o(self.k(self.f(self.i(x))))
+
+
+def between(f):
+    return job(lambda: Between(f), "seq")
+
+
 def two(name, f):
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.i = nn.Linear(W, W)
-            self.k = nn.Linear(W, W)
-            self.o = nn.Linear(W, W)
-
-        def forward(self, x):
-            return self.o(self.k(f(self.i(x))))
-
-    J[name] = lambda: job(M, "seq")
+    J[name] = lambda: between(f)
 
 
 two("cumsum", lambda u: u.cumsum(1))

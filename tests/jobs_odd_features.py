@@ -1,15 +1,14 @@
 """Small models in odd shapes: features, routing, functions with a backward of their own, norms, losses and recurrences."""
 
+from functools import partial
+
 import torch
-from jobs_odd import Seq, W, blk, ce, job
+from jobs_odd import Seq, W, blk, ce, row
 from torch import nn
 from torch.nn import functional as F
 
 J = {}
-
-
-def m(name, cls, kind="seq", loss=None, **k):
-    J[name] = lambda: job(cls, kind, loss, **k)
+m = partial(row, J)
 
 
 class Cosine(nn.Module):
@@ -151,17 +150,7 @@ class Fn(torch.autograd.Function):
         return g * (0.5 / (x.abs().sqrt() + 0.1)) * (1 + g.abs().mean() * 0)
 
 
-class Cust(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(W, 2 * W)
-        self.b = nn.Linear(2 * W, W)
-
-    def forward(self, x):
-        return self.b(Fn.apply(self.a(x)))
-
-
-m("custom_function", Cust)
+m("custom_function", blk(Fn.apply))
 
 
 class FnB(torch.autograd.Function):
@@ -174,17 +163,7 @@ class FnB(torch.autograd.Function):
         return g / (g.norm() + 1e-3)
 
 
-class CustB(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(W, 2 * W)
-        self.b = nn.Linear(2 * W, W)
-
-    def forward(self, x):
-        return self.b(FnB.apply(self.a(x)))
-
-
-m("backward_normalizes", CustB)
+m("backward_normalizes", blk(FnB.apply))
 
 
 class CondDepth(nn.Module):
@@ -218,32 +197,24 @@ class SD(nn.Module):
 m("stochastic_depth_rows", SD)
 
 
-class InstTrack(nn.Module):
-    def __init__(self):
+class Normed(nn.Module):
+    def __init__(self, norm, pool):
         super().__init__()
         self.c = nn.Conv2d(3, 8, 3, padding=1)
-        self.n = nn.InstanceNorm2d(8, track_running_stats=True, affine=True)
+        self.n = norm
         self.h = nn.Linear(8, 5)
+        self.pool = pool
 
     def forward(self, x):
-        return self.h(self.n(self.c(x)).relu().mean((2, 3)))
+        return self.h(self.pool(self.n(self.c(x)).relu()))
 
 
-m("instancenorm_tracked", InstTrack, "img")
-
-
-class BnCum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c = nn.Conv2d(3, 8, 3)
-        self.n = nn.BatchNorm2d(8, momentum=None)
-        self.h = nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.h(self.n(self.c(x)).relu().amax((2, 3)))
-
-
-m("batchnorm_cumulative", BnCum, "img")
+m(
+    "instancenorm_tracked",
+    lambda: Normed(nn.InstanceNorm2d(8, track_running_stats=True, affine=True), lambda x: x.mean((2, 3))),
+    "img",
+)
+m("batchnorm_cumulative", lambda: Normed(nn.BatchNorm2d(8, momentum=None), lambda x: x.amax((2, 3))), "img")
 
 
 class BnShared(nn.Module):

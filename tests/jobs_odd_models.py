@@ -1,15 +1,14 @@
 """Small models in odd shapes: state, ties and sequences."""
 
+from functools import partial
+
 import torch
-from jobs_odd import T, W, job
+from jobs_odd import T, W, row
 from torch import nn
 from torch.nn import functional as F
 
 J = {}
-
-
-def m(name, cls, kind="seq", loss=None, **k):
-    J[name] = lambda: job(cls, kind, loss, **k)
+m = partial(row, J)
 
 
 class Teacher(nn.Module):

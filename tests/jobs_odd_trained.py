@@ -34,69 +34,35 @@ opt(
 opt("lr_tensor", lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)))
 
 
-def hooked(p):
-    o = torch.optim.AdamW(p, lr=1e-2)
+def on_steps(name, make, change, after=False):
+    """An optimizer of which a hook changes each parameter, or its gradient, before or after a step."""
 
-    def pre(opt_, args, kw):
-        for g in opt_.param_groups:
-            for q in g["params"]:
-                if q.grad is not None:
-                    q.grad.add_(q.detach(), alpha=0.01)
-
-    o.register_step_pre_hook(pre)
-    return o
-
-
-opt("pre_hook", hooked)
-
-
-def hooked_norm(p):
-    o = torch.optim.AdamW(p, lr=1e-2)
-
-    def pre(opt_, args, kw):
-        for g in opt_.param_groups:
-            for q in g["params"]:
-                if q.grad is not None:
-                    q.grad.div_(q.grad.norm() + 1e-3)
-
-    o.register_step_pre_hook(pre)
-    return o
-
-
-opt("pre_hook_norm", hooked_norm)
-
-
-def post(p):
-    o = torch.optim.AdamW(p, lr=1e-2)
-
-    def after(opt_, args, kw):
+    def hook(optimizer, *_):
         with torch.no_grad():
-            for g in opt_.param_groups:
-                for q in g["params"]:
-                    q.clamp_(-0.3, 0.3)
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                change(p)
 
-    o.register_step_post_hook(after)
-    return o
+    def made(parameters):
+        optimizer = make(parameters)
+        (optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook)(hook)
+        return optimizer
 
-
-opt("post_hook_clamp", post)
-
-
-def post_norm(p):
-    o = torch.optim.SGD(p, lr=1e-1)
-
-    def after(opt_, args, kw):
-        with torch.no_grad():
-            for g in opt_.param_groups:
-                for q in g["params"]:
-                    if q.ndim == 2:
-                        q.div_(q.norm(dim=1, keepdim=True).clamp_min(1.0))
-
-    o.register_step_post_hook(after)
-    return o
+    opt(name, made)
 
 
-opt("post_hook_maxnorm", post_norm)
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def rows_of_one(p):
+    if p.ndim == 2:
+        p.div_(p.norm(dim=1, keepdim=True).clamp_min(1.0))
+
+
+on_steps("pre_hook", adamw, lambda p: p.grad.add_(p, alpha=0.01))
+on_steps("pre_hook_norm", adamw, lambda p: p.grad.div_(p.grad.norm() + 1e-3))
+on_steps("post_hook_clamp", adamw, lambda p: p.clamp_(-0.3, 0.3), after=True)
+on_steps("post_hook_maxnorm", lambda p: torch.optim.SGD(p, lr=1e-1), rows_of_one, after=True)
 
 
 class SAM(torch.optim.Optimizer):

@@ -4,8 +4,9 @@ import dataclasses
 from itertools import islice
 from typing import Any
 
-import jobs
 import jobs_context
+import jobs_odd
+import jobs_odd_features
 import jobs_real
 import jobs_unlike
 import pytest
@@ -276,43 +277,6 @@ def _rolled(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None else mask + 0.1 * torch.randn(mask.shape[-1], dtype=mask.dtype)
 
 
-class _Numbers:
-    """Sequences of six positions, of eight numbers each."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        g = torch.Generator().manual_seed(i)
-        return torch.randn(6, 8, generator=g), torch.randn(6, 8, generator=g)
-
-
-class _Between(nn.Module):
-    """Code of the model's own between its units."""
-
-    def __init__(self, between: Any):
-        super().__init__()
-        self.first, self.middle, self.last, self.between = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.between(self.first(x))))
-
-
-class _Root(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sign() * x.abs().sqrt()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.5 / (ctx.saved_tensors[0].abs().sqrt() + 0.1)
-
-
-def _between(f: Any) -> Any:
-    return jobs.make(lambda: _Between(f), _Numbers)
-
-
 @pytest.mark.parametrize("f", sampled(3, [
     lambda x: x * torch.arange(1, x.shape[1] + 1).to(x)[None, :, None],
     lambda x: x * torch.arange(x.shape[1]).type_as(x)[None, :, None],
@@ -320,14 +284,14 @@ def _between(f: Any) -> Any:
 ]))  # fmt: skip
 def test_a_tensor_that_takes_the_format_of_the_sequence_is_whole(f: Any) -> None:
     """It was taken for this rank's rows of something as long as the sequence."""
-    verdict = verify(_between(f), Plan.parse("cp=2"))
+    verdict = verify(jobs_odd.between(f), Plan.parse("cp=2"))
     assert verdict.equal, verdict
 
 
 def test_a_function_of_the_users_own_between_units_is_refused() -> None:
     """It ran on a rank's rows without a gradient, and what comes before it was not trained, without a word."""
     with pytest.raises(PlaitError, match="P040") as error:
-        verify(_between(_Root.apply), Plan.parse("cp=2"))
+        verify(jobs_odd.between(jobs_odd_features.Fn.apply), Plan.parse("cp=2"))
     assert "torch.autograd.Function" in str(error.value)
 
 
@@ -350,5 +314,5 @@ class _Attending(nn.Module):
 ]))  # fmt: skip
 def test_attention_that_returns_its_weights_drops_out_the_same(plan: str, added: bool) -> None:
     """torch's function draws them otherwise than F.dropout, which a rank's heads or rows had drawn with: trained otherwise, without a word."""
-    verdict = verify(jobs.make(lambda: _Attending(added), _Numbers), Plan.parse(plan))
+    verdict = verify(jobs_odd.job(lambda: _Attending(added), "seq"), Plan.parse(plan))
     assert verdict.equal and not verdict.inexact, verdict
