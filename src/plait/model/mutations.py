@@ -101,8 +101,9 @@ class Mutations:
         self._alive = list[Tensor]()
         """What `own` has the storages of. A key may be used again otherwise: torch forgets a fake tensor that nobody holds."""
         for name, tensor in (*model.named_parameters(), *buffers):
+            # operators meet either
             same = [tensor] if fakes is None or isinstance(tensor, FakeTensor) else [tensor, fakes.from_tensor(tensor)]
-            self._alive += same  # operators meet either
+            self._alive += same
             self.own |= {storage_key(t): name for t in same}
         self.data = {name: storage_key(p) for name, p in model.named_parameters()}
         self.sampled: dict[int, Any] = {}

@@ -37,6 +37,7 @@ from plait.tensors.collectives import digests
 from plait.tensors.rows import Part
 from plait.tensors.rows import whole as whole_part
 
+
 @dataclass(frozen=True)
 class PartDone:
     """What a rank did in a part of a proof."""
@@ -93,6 +94,8 @@ class StepNotes:
 
 PART = "part"
 """Kind of a rank's report of what it did in a part of a proof, whose tensors are in files then."""
+PARTS = SMALL_BATCHES, OWN_SIZE, OWN_FORMATS = range(3)
+"""Numbers of the parts, in the order in which ranks do them."""
 
 
 def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -237,7 +240,7 @@ def in_own_formats(
     with traffic.watch():
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, rank_model.optimizer_names or {})
-    kinds = {"gradient": gradient, "weight": dict(rank_model.params), "state": state, "start": {}}
+    kinds: dict[str, dict[str, Tensor]] = {"gradient": gradient, "weight": {**rank_model.params}, "state": state, "start": {}}
     made = {f"formats_{kind}": group for kind, group in kinds.items()}
     owned = rank_model.table.owned(rank_model.mesh.at)
     wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
@@ -300,7 +303,7 @@ def _held(tensors: dict[str, Tensor], parts: dict[str, Part], owner: str = "") -
 
 
 def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
-    """What the ranks did in the small batches, their parts of tensors put together."""
+    """What the ranks did in the small batches, with whole tensors."""
     named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
     rows = [{k: v for row in step for k, v in row.items()} for step in zip(*(r["rows"] for r in reversed(ranks)))]
     facts = {**ranks[0], "rows": rows, "inexact": list(named)}

@@ -182,7 +182,7 @@ class _Comparison:
         self.scenario, self.expected, self.own, self.algorithm, self.show = scenario, expected, own, algorithm, show
         self.ranks = [dict[str, Any]() for _ in range(scenario.logic.world)]
         """What each rank reported of the parts that are compared."""
-        self.waiting = [dict[int, dict[str, Any]]() for _ in range(3)]
+        self.waiting = [dict[int, dict[str, Any]]() for _ in candidate.PARTS]
         """Of each part, what ranks have reported of it."""
         self.dry: list[dict[str, Any]] | str | None = None
 
@@ -193,7 +193,7 @@ class _Comparison:
         results = fork.run(self._work, plan.world + formats_too, listener, alike=plan.pp == 1)
         if formats_too:
             self.dry = results[plan.world]["sent"]
-            self._complete(2)
+            self._complete(candidate.OWN_FORMATS)
         return self.verdict
 
     def _work(self, place: Place) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class _Comparison:
         if message["kind"] == candidate.PART:
             number = message["number"]
             self.waiting[number][rank] = message["value"]
-            if number < 2 and len(self.waiting[number]) == len(self.ranks):
+            if number != candidate.OWN_FORMATS and len(self.waiting[number]) == len(self.ranks):
                 self._complete(number)
 
     def _complete(self, number: int) -> None:

@@ -28,9 +28,10 @@ Rules = dict[str, Callable[[Any, Any, Any, Any], Any]]
 class Sharded(Protocol):
     """A tensor that stands for a whole of which this rank has `local`: its `rows` of dim `cut`."""
 
-    local: Tensor
     group: ProcessGroup
 
+    @property
+    def local(self) -> Tensor: ...
     @property
     def shape(self) -> torch.Size: ...
     @property
