@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from shapes import Shape, attention, dense, join
+
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 
 
@@ -31,7 +33,7 @@ class Layer:
         minimal = filters and high == wide and high in (3, 5) and self.step == 1
         fast = (4 * high / (high + 3)) ** 2 if minimal else 1.0
         elements, weights = self.side**2 * self.out, high * wide * self.inside * self.out
-        product = PlannedProduct(self.side**2, high * wide * self.inside / fast, self.out, sequence=False)
+        product = PlannedProduct(self.side**2, high * wide * self.inside / fast, self.out, sequence=False, convolution=self.side > 1)
         return Block("layer", 1, (product,), weights, moved=self.moved * elements, kept=2.0 * elements, given=elements,
                      out=elements, kernels=self.kernels)  # fmt: skip
 
@@ -113,14 +115,78 @@ def chains(inside: int, side: int, *rows: str) -> Iterator[Layer]:
             before = int(out)
 
 
+@dataclass(frozen=True)
+class Denoiser:
+    """A U-Net of latent diffusion (Rombach et al., arXiv 2112.10752; Podell et al., arXiv 2307.01952)."""
+
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    """Transformer blocks after each pair of convolutions, by level."""
+    side: int
+    """Pixels of the latent image."""
+    context: int
+    """Width of the text's 77 words."""
+    head: int = 64
+
+    def blocks(self) -> Iterator[Block]:
+        """Down, middle and up."""
+        inside, side, skips = self.widths[0], self.side, [self.widths[0]]
+        yield square(4, inside, 3, side).block(False)
+        for level, (width, depth) in enumerate(zip(self.widths, self.depths)):
+            for _ in range(2):
+                yield from self.pair(inside, width, side, depth)
+                inside = width
+                skips.append(width)
+            if level + 1 < len(self.widths):
+                side //= 2
+                yield square(width, width, 3, side, 2).block(False)
+                skips.append(width)
+        yield from self.pair(inside, inside, side, max(1, self.depths[-1]))
+        yield from self.pair(inside, inside, side, 0)
+        for level in reversed(range(len(self.widths))):
+            for _ in range(3):
+                yield from self.pair(inside + skips.pop(), self.widths[level], side, self.depths[level])
+                inside = self.widths[level]
+            if level:
+                side *= 2
+                yield square(inside, inside, 3, side).block(False)
+        yield square(inside, 4, 3, self.side).block(False)
+
+    def pair(self, inside: int, width: int, side: int, depth: int) -> Iterator[Block]:
+        """Two convolutions around which the input is added, and transformer blocks on their result."""
+        yield square(inside, width, 3, side, moved=9.0, kernels=5).block(False)
+        yield square(width, width, 3, side, moved=11.0, kernels=7).block(False)
+        if inside != width:
+            yield square(inside, width, 1, side, moved=3.0, kernels=1).block(False)
+        if depth:
+            tokens, heads = side**2, max(1, width // self.head)
+            shape = Shape(1, width, 4 * width, heads, heads, gated=True, head=width // heads, causal=False)
+            text = Block("text", products=(
+                PlannedProduct(tokens, width, width), PlannedProduct(77, self.context, 2 * width), PlannedProduct(tokens, width, width),
+                PlannedProduct(tokens, shape.head, 77, heads, weight=False, fused=True, grows="batch"),
+                PlannedProduct(tokens, 77, shape.head, heads, weight=False, fused=True, grows="batch"),
+            ), weights=2 * width**2 + 2 * self.context * width, moved=14.0 * tokens * width, kept=4.5 * tokens * width, given=tokens * width,
+                out=tokens * width, kernels=14)  # fmt: skip
+            yield join("attention", depth, attention(shape, tokens, True), text, dense(shape, tokens, shape.ffn, True))
+
+
 NETS: dict[str, Callable[[], Iterator[Layer]]] = {
     "resnet50": lambda: residual(3, 4, 6, 3), "resnet101": lambda: residual(3, 4, 23, 3),
     "resnet152": lambda: residual(3, 8, 36, 3), "inceptionv3": branched, "vgg16": stacked, "alexnet": first,
 }  # fmt: skip
+DENOISERS = (
+    (r"sdxl|stablediffusionxl", Denoiser((320, 640, 1280), (0, 2, 10), 128, 2048)),
+    (r"(stablediffusion|^sd)v?2.*768", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 96, 1024)),
+    (r"(stablediffusion|^sd)v?2", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 64, 1024)),
+    (r"(stablediffusion|^sd)(v?1|$)|latentdiffusion", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 64, 768, 40)),
+)
 
 
 def convolutional(model: str, filters: bool) -> Workload | None:
     """The workload of an image network; None when it is not a known one. One sample is an image."""
     plain = re.sub(r"[^a-z0-9]", "", re.sub(r" v\d+(\.\d+)?$", "", model.lower()))  # "ResNet-50 v1.5"
-    found = NETS.get(plain) or NETS.get(re.sub(r"[^a-z0-9]", "", model.lower()))
-    return Workload(model, tuple(layer.block(filters) for layer in found())) if found else None
+    whole = re.sub(r"[^a-z0-9]", "", model.lower())
+    if found := NETS.get(plain) or NETS.get(whole):
+        return Workload(model, tuple(layer.block(filters) for layer in found()))
+    denoiser = next((one for words, one in DENOISERS if re.search(words, whole)), None)
+    return Workload(model, tuple(denoiser.blocks())) if denoiser else None

@@ -16,31 +16,45 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from baselines import SEVEN, constant, seven
 from published import Run, read, run_of
 from scores import Case, choice, memory, percent, times
 from sites import machine_of
+from stacks import BYTES
 
 from plait.config import network
 from plait.planner.answer import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.formulas import Software, TimeModel
+from plait.planner.from_sketch import Workload
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 2 << 30
 """Bytes of a CUDA context and of NCCL's buffers, which every process has."""
-ROOM = 0.93
+ROOM = 0.96
 """Part of a device's memory that is really there for a process."""
 FOUR = 4.0
 """What making a 4-bit number takes, over an 8-bit one."""
 ROWS = 2.0
 """What making an 8-bit number takes with a scale of its row, once more with one of its column, over one scale for all."""
-UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, filled=0, tuned=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
-                  tiled=0, narrow=0, apart=0, overlap=1, fixed=0, slack=1)  # fmt: skip
+UNFITTED = Fitted(
+    top=1, plain=1, windows32=1, windows=1, windows_tuned=1, ramp=0, waves=0, fused=0.6, portable=0, earlier=1, tuned=0.6, stream=1, moved=1,
+    joined=1, scores=1, cast=1, narrow=1, back=2, host=0, sums=1, tiled=0, apart=0, overlap=1, contention=0, fixed=0, slack=1,
+)  # fmt: skip
 """The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
+
+
+class Prediction(NamedTuple):
+    """What is predicted of a run: of a step of `batch` samples, in micro-batches of `samples`."""
+
+    estimate: Estimate
+    batch: float
+    reserved: float
+    """Bytes."""
+    samples: float
 
 
 @dataclass
@@ -54,31 +68,28 @@ class Planner:
 
     def pace(self, run: Run) -> TimeModel:
         """The times of an expressed run's blocks on its machine."""
-        machine = machine_of(run.row, not run.modern)
+        machine = machine_of(run.row)
         assert machine is not None and run.work is not None
-        peak = machine.device.peak
-        if (
-            "fp4" in run.row["precision"] and peak.fp4
-        ):  # a plan has no 4-bit precision: the 8-bit one, at the 4-bit rate
+        peak, stack = machine.device.peak, run.stack
+        if "fp4" in run.row["precision"] and peak.fp4:  # a plan has no 4-bit precision: the 8-bit one, at the 4-bit rate
             machine = replace(machine, device=replace(machine.device, peak=replace(peak, fp8=peak.fp4)))
+        compiled = run.row.get("compile") == "yes"  # a plan of plait that compiles has no sequence parallelism
+        wide = run.plans[0][0].precision in ("fp32", "tf32")
         software = Software(
-            *held(run),
-            redone=0.5,
-            portable=run.portable,
-            overlapped=run.modern,
-            action=0.0,
-            even=run.layered,
-            tiled=run.tiled,
+            *BYTES["wide" if wide else str(stack.held)], redone=0.5, portable=bool(stack.portable), overlapped=bool(stack.overlapped),
+            action=0.0, even=run.layered, tiled=bool(stack.tiled), once=bool(stack.once), fuses=bool(stack.fuses) or compiled,
+            launches=(stack.launches or 1.0) * (0.5 if compiled else 1.0),
+            attention="portable" if stack.attention in ("unfused", None) else stack.attention, channels_last=bool(stack.channels_last),
             casts=FOUR if "fp4" in run.row["precision"] else ROWS if "rowwise" in run.row["precision"] else 1.0,
-        )
+        )  # fmt: skip
         key = (run.work, run.lora, software, machine)
         if key not in self.paces:
-            work = replace(run.work, frozen=1.0) if run.lora else run.work
+            work = adapted(run.work) if run.lora else run.work
             self.paces[key] = TimeModel(work, machine, software, self.fitted)
         return self.paces[key]
 
-    def __call__(self, run: Run) -> tuple[Estimate, float, float] | None:
-        """(estimate, samples of a step, reserved bytes) of the fastest plan the row may mean that fits."""
+    def __call__(self, run: Run) -> Prediction | None:
+        """Of the fastest plan that the row may mean and that fits."""
         pace, found = self.pace(run), []
         for plan, samples, batch in run.plans:
             try:
@@ -86,26 +97,25 @@ class Planner:
             except ValueError:  # there is no such schedule
                 continue
             reserved = got.reserved + CONTEXT
-            over = max(0.0, reserved / (ROOM * pace.machine.device.memory) - 1)
-            found.append((over, got.seconds / batch, len(found), (got, batch, reserved)))
+            over = max(0.0, needed(got) / (ROOM * pace.machine.device.memory) - 1)
+            found.append((over, got.seconds / batch, len(found), Prediction(got, batch, reserved, samples)))
         return min(found)[-1] if found else None
 
 
-def held(run: Run) -> tuple[float, float, float, float]:
-    """Bytes of an element of weights, gradients, optimizer state and messages, by what a framework is known to hold.
+def adapted(work: Workload) -> Workload:
+    """With adapters of low rank: weights are frozen, and each product with one has four more operators, which read its input and add to its
+    result (arXiv 2106.09685)."""
+    blocks = []
+    for block in work.blocks:
+        mapped = [p for p in block.products if p.weight]
+        more = sum((p.rows * p.inner + 3 * p.rows * p.columns) * p.batch * p.times for p in mapped)
+        blocks.append(replace(block, moved=block.moved + more, kernels=block.kernels + 4 * len(mapped)))
+    return replace(work, blocks=tuple(blocks), frozen=1.0)
 
-    32-bit training, and FSDP2, which makes its 16-bit copies while it gathers: 4 + 4 + 8. Megatron-LM: 16-bit weights, 32-bit
-    sums of gradients (NeMo's recipes keep 16), 32-bit weights and two moments. Others (ZeRO): 16-bit weights and gradients, and 20 bytes of what is
-    shared out: 32-bit weights, two moments and two copies of the gradients, which is a choice made by the rows that print
-    their memory.
-    """
-    wide = run.plans[0][0].precision in ("fp32", "tf32")
-    sent = 4.0 if wide else 2.0
-    if wide or run.torch:
-        return 4.0, 4.0, 8.0, sent
-    if run.megatron:
-        return 2.0, 2.0 if "NeMo" in run.source else 4.0, 12.0, sent
-    return 2.0, 2.0, 20.0, sent
+
+def needed(found: Estimate) -> float:
+    """Bytes without which a plan runs out of memory: an allocator gives back what it has reserved beyond them before it fails."""
+    return sum(found.memory.values()) + CONTEXT
 
 
 def traits(run: Run, found: Estimate) -> Traits:
@@ -131,10 +141,10 @@ def kind(run: Run) -> str:
 
 
 def cases(
-    runs: Iterable[Run], predict: Callable[[Run], tuple[Estimate, float, float] | None], anchors: int, seed: int
+    runs: Iterable[Run], predict: Callable[[Run], Prediction | None], anchors: int, seed: int
 ) -> list[Case]:
     """Predictions of all runs that can be expressed, anchors left out."""
-    by_source: dict[str, list[tuple[Run, tuple[Estimate, float, float]]]] = defaultdict(list)
+    by_source: dict[str, list[tuple[Run, Prediction]]] = defaultdict(list)
     for run in runs:
         got = None if run.why else predict(run)
         if got is not None:
@@ -152,18 +162,18 @@ def cases(
     return found
 
 
-def case(run: Run, got: tuple[Estimate, float, float], known: list[tuple[Traits, float]]) -> Case:
+def case(run: Run, got: Prediction, known: list[tuple[Traits, float]]) -> Case:
     """One prediction, corrected by what is known of the source."""
-    found, batch, reserved = got
-    machine = machine_of(run.row, not run.modern)
+    found, batch, reserved, _ = got
+    machine = machine_of(run.row)
     assert machine is not None
     fixed: Correction = correction(traits(run, found), known)
     each = found.seconds / batch
-    said = reserved <= ROOM * machine.device.memory
+    said = needed(found) <= ROOM * machine.device.memory
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
     return Case(
         run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,
-        each * fixed.low, each * fixed.high, run.memory, reserved - (CONTEXT if run.allocator else 0), run.fits, said, kind(run),
+        each * fixed.low, each * fixed.high, run.memory, reserved - (CONTEXT if run.stack.allocator else 0), run.fits, said, kind(run),
         {"model": run.row.get("model", ""), "gpus": run.row["gpus"], "plan": str(found.plan), "parts": parts},
     )  # fmt: skip
 
@@ -172,7 +182,7 @@ def rival(runs: Iterable[Run], price: Callable[..., float]) -> list[Case]:
     """The predictions of a simpler model."""
     found = []
     for run in runs:
-        machine = None if run.why else machine_of(run.row, not run.modern)
+        machine = None if run.why else machine_of(run.row)
         if machine is None or not run.rate:
             continue
         each = min(price(run.work, plan, samples, machine) / batch for plan, samples, batch in run.plans)

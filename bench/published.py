@@ -8,17 +8,17 @@ import csv
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from images import convolutional
-from shapes import Shape, known, transformer
+from shapes import Shape, known, transformer, usual
 from sites import machine_of
+from stacks import DEFAULT, Stack, stack_of
 
 from plait.config.plan import Plan
 from plait.planner.from_sketch import Workload
 
 PRECISIONS = (("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"))
-OLD = ("V100", "P100", "P40", "K80", "TITAN")
-"""Devices that flash attention does not run on."""
 BINNED = 288
 """Tokens of a sample of BERT's second phase at NVIDIA: more than half of 512 would be padding on Wikipedia (arXiv 2107.02027),
 and its recipes put samples of like length together, in bins of 64 (`phase2_bin_size`), so that a bin of padding is left."""
@@ -38,20 +38,10 @@ class Run:
     """Measured peak, bytes of a device."""
     fits: bool | None = None
     why: str = ""
-    modern: bool = True
     lora: bool = False
-    portable: bool = True
-    """Its kernels are torch's, not those that the vendor tunes for each device."""
-    megatron: bool = False
-    """Its optimizer is that of Megatron-LM."""
+    stack: Stack = DEFAULT
     layered: bool = True
     """A chain of alike layers, which stages share out by number; other chains are balanced by time."""
-    tiled: bool = False
-    """Its messages of tp go tile by tile beside matmuls, as NVIDIA's recipes since Megatron-Core document."""
-    torch: bool = False
-    """It holds what torch's FSDP2 holds."""
-    allocator: bool = False
-    """Its memory is what torch's allocator reserved, without the device's own context."""
 
     @property
     def source(self) -> str:
@@ -80,27 +70,28 @@ def read(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def run_of(row: dict[str, str]) -> Run:
-    """What a row says, or why it says too little."""
+def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
+    """What a row says, or why it says too little; `known`: the stacks of which anything is (None: all)."""
     gpus = int(number(row, "gpus"))
     if not gpus or not row.get("gpu"):
         return Run(row, why="number or kind of devices not stated")
-    if machine_of(row, False) is None:
+    if machine_of(row) is None:
         return Run(row, why="no data sheet of its devices")
     if "strategy =" in row.get("note", "") and "data_parallel" not in row["note"] and "zero" not in row["note"]:
         return Run(row, why="its layout was found by a search and is not printed")
-    modern = not any(name in row["gpu"] for name in OLD) and row.get("precision") != "fp16"
+    stack = stack_of(row, known)
     shape = shape_of(row)
-    tokens = int(number(row, "seq_len") or (shape.length if shape and modern else 1024))
+    old = stack.attention == "unfused" and row.get("precision") in ("fp16", "")
+    tokens = int(number(row, "seq_len") or (shape.length if shape and not old else 1024))
     if tokens == 512 and re.search(r"(PyTorch|Paddle\w*)/LanguageModeling/BERT", row.get("table_or_file", "")):
         tokens = BINNED
     work = convolutional(row.get("model", ""), row.get("precision") == "fp32")
     if work is None and shape is not None:
-        flash, fused = modern or number(row, "seq_len") > 4096, row.get("compile") == "yes"
-        work = transformer(shape, tokens, flash=flash, fused=fused, name=row.get("model", ""))
+        flash = stack.attention != "unfused" and not any(name in row["gpu"] for name in OLD)
+        work = transformer(shape, tokens, flash=flash, fused=bool(stack.fused_loss) or row.get("compile") == "yes", name=row.get("model", ""))
     if work is None:
         return Run(row, why="sizes of the model not stated")
-    plans = plans_of(row, gpus, bool(shape))
+    plans = plans_of(row, gpus, bool(shape), stack)
     if not plans:
         return Run(row, why="its layout does not multiply to its devices or its batch")
     rate = rate_of(row, shape, work, tokens, gpus)
@@ -109,25 +100,11 @@ def run_of(row: dict[str, str]) -> Run:
         "GB" not in said or "logs GiB" in said
     )  # what is printed as GB is taken at its word, unless its program is known
     memory = number(row, "measured_peak_memory_gib") * (2**30 if gib else 1e9)
+    if not row.get("micro_batch") and not row.get("global_batch"):
+        memory = 0.0  # of a batch that nobody knows
     fits = {"yes": False, "no": True}.get(row.get("oom", ""), True if rate else None)
     lora = "lora" in (row.get("model", "") + row.get("note", "")).lower()
-    return Run(
-        row,
-        work,
-        plans,
-        rate,
-        memory or None,
-        fits,
-        "",
-        modern,
-        lora,
-        not re.search("Megatron|NeMo|Transformer ?Engine", said),
-        bool(re.search("Megatron|NeMo|2104.04473|2205.05198", row["source"])),
-        bool(shape),
-        recipe(row),
-        bool(re.search("torchtitan|torchao|pytorch/|PyTorch FSDP", said)),
-        "torchtitan" in said,
-    )
+    return Run(row, work, plans, rate, memory or None, fits, "", lora, stack, bool(shape))
 
 
 def recipe(row: dict[str, str]) -> bool:
@@ -139,11 +116,18 @@ def shape_of(row: dict[str, str]) -> Shape | None:
     """Printed sizes, else those of a model that is known by its name."""
     public = known(row.get("model", ""))
     layers, hidden = int(number(row, "layers")), int(number(row, "hidden"))
+    billions = number(row, "params_b")
     if not layers or not hidden:
-        return public
+        decoder = re.match(r"(?i)gpt|.*(llama|qwen|mistral|transformer|decoder|\blm\b)", row.get("model", ""))
+        if public or not billions or not decoder or "moe" in row["model"].lower():
+            return public
+        gated = not row["model"].lower().startswith("gpt")
+        return usual(billions, gated, int(number(row, "vocab", 51200)), hidden)
     ffn, heads = int(number(row, "ffn_hidden")), int(number(row, "heads"))
     gated = (public.gated if public else False) or bool(ffn and ffn != 4 * hidden)
     found = Shape(layers, hidden, ffn, heads, int(number(row, "kv_heads")), int(number(row, "vocab", 51200)), gated)
+    if "mem_len" in row.get("note", ""):  # a segment attends to as many words before it
+        found = replace(found, window=2.0)
     if public and public.predicted < 1:
         found = replace(found, predicted=public.predicted, vocab=public.vocab)
     if public and public.experts:
@@ -162,7 +146,7 @@ def layout_of(row: dict[str, str], gpus: int) -> tuple[int, int, int] | None:
     return (tp, pp, shares) if shares and shares * tp * pp * cp == gpus else None
 
 
-def plans_of(row: dict[str, str], gpus: int, layered: bool) -> tuple[tuple[Plan, float, float], ...]:
+def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack) -> tuple[tuple[Plan, float, float], ...]:
     """The plans a row may mean, with the samples of a micro-batch and of a step."""
     layout = layout_of(row, gpus)
     if layout is None:
@@ -174,26 +158,51 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool) -> tuple[tuple[Plan,
     sizes = [size] if size else SIZES
     if batch:
         sizes = [s for s in sizes if s <= batch / shares and (batch / shares) % s == 0] or [batch / shares]
-    again = [row["recompute"]] if row.get("recompute") in ("none", "selective", "full") else ["none"]
-    if layered and not row.get("recompute"):
+    again = [row["recompute"]] if row.get("recompute") in ("none", "selective", "full") else [stack.recompute or "none"]
+    if layered and not row.get("recompute") and not stack.recompute:
         again = ["none", "selective"] if recipe(row) else ["none", "selective", "full"]
     stretched = row.get("recompute") != "full" or "torchtitan" in row["source"]
+    note = row.get("note", "")
+    away = "none"
+    if re.search(r"offload(?! N)|Offload", note):
+        away = "all" if re.search(r"ZeRO-3 (with CPU )?offload|ZeRO-Infinity|param\w* offload(?! N)", note) else "optimizer"
     found = []
     for zero, fsdp in sharded(row, shares):
         plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, ep=min(ep, gpus), zero=zero or 3,
-                    precision=next((ours for word, ours in PRECISIONS if word in row.get("precision", "")), "bf16"),
-                    compile=row.get("compile") == "yes", sequence_parallel=tp > 1 and stretched)  # fmt: skip
+                    precision=precision_of(row), sequence_parallel=tp > 1 and stretched, offload=away)  # fmt: skip
         for each in sizes:
             micro = max(1, round(batch / shares / each)) if batch else deep
-            v = int(number(row, "vpp_interleave", 1)) or 1
-            looped = pp > 1 and v > 1 and micro % pp == 0
-            order = {"schedule": "interleaved", "stages_per_rank": v} if looped else {}
+            order = schedule_of(row, pp, micro)
             for word in again:
                 total = batch or each * shares * micro
                 found.append(
                     (replace(plan, microbatches=micro, recompute=word, **order), total / shares / micro, total)
                 )
     return tuple(found)
+
+
+OLD = ("V100", "P100", "P40", "K80", "TITAN", "T4")
+"""Devices without bf16, and without FlashAttention-2."""
+
+
+def precision_of(row: dict[str, str]) -> str:
+    """A plan's word for a row's format: where it does not say, 16 bits of the kind that the device has."""
+    usual = "fp16" if any(name in row["gpu"] for name in OLD) else "bf16"
+    return next((ours for word, ours in PRECISIONS if word in row.get("precision", "")), usual)
+
+
+def schedule_of(row: dict[str, str], pp: int, micro: int) -> dict[str, Any]:
+    """The keys of a pipeline's schedule, where the row names one that is not 1F1B."""
+    note, v = row.get("note", ""), int(number(row, "vpp_interleave", 1)) or 1
+    if pp == 1:
+        return {}
+    if re.search(r"(?i)\bzb-?v|\bzbv|schedule v-", note):
+        return {"schedule": "zbv", "stages_per_rank": 2}
+    if re.search(r"(?i)\bzb-\dp|zero.bubble \(|schedule zero-bubble", note):
+        return {"schedule": "zb"}
+    if v == 1 and re.search(r"(?i)interleaved (?:1f1b|schedule)|1f1b-(?:i\b|interleaved)", note):
+        v = 2
+    return {"schedule": "interleaved", "stages_per_rank": v} if v > 1 and micro % pp == 0 else {}
 
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -211,7 +220,9 @@ def sharded(row: dict[str, str], shares: int) -> list[tuple[int, int]]:
 
 
 def rate_of(row: dict[str, str], shape: Shape | None, work: Workload, tokens: int, gpus: int) -> float | None:
-    """Measured samples per second, from whichever figure the row has."""
+    """Measured samples per second, from whichever figure the row has; none of a deterministic run, which is slower on purpose."""
+    if "deterministic" in row.get("note", ""):
+        return None
     batch = number(row, "global_batch")
     if number(row, "measured_iter_time_s") and batch:
         return batch / number(row, "measured_iter_time_s")

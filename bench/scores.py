@@ -90,15 +90,16 @@ def choice(cases: Iterable[Case], price: Callable[[Case], float] = lambda c: c.p
         told = [price(c) for c in group]
         fitting = [i for i, c in enumerate(group) if c.said] or range(len(group))
         best = min(real)
-        regret.append(real[min(fitting, key=lambda i: told[i])] / best)
+        least = min(told[i] for i in fitting)
+        regret.append(mean(real[i] for i in fitting if told[i] == least) / best)  # equal predictions choose at random
         random.append(mean(real) / best)
         top.append(min(real[i] for i in sorted(fitting, key=lambda i: told[i])[:3]) / best)
         if len(group) > 2 and (found := spearman(told, real)) is not None:
             spear.append(found)
         for a, b in combinations(range(len(group)), 2):
             apart = abs(real[a] / real[b] - 1)
-            for least, hits in right.items():
-                if apart > least:
+            for much, hits in right.items():
+                if apart > much:
                     tie = told[a] == told[b]
                     hits.append(0.5 if tie else float((told[a] < told[b]) == (real[a] < real[b])))
     if not regret:

@@ -44,6 +44,9 @@ class Shape:
     """Width that experts see, when the hidden one is projected to it first."""
     length: int = 2048
     """Tokens of a sequence, where a run does not say."""
+    causal: bool = True
+    more: float = 0.0
+    """Weights beside these layers, such as a second stream's, in 10^9."""
 
 
 DEEPSEEK = Shape(61, 7168, 18432, 128, 128, 129280, True, 192, 256, 8, 2048, 2048, 3, (1536, 512), tied=False)
@@ -99,13 +102,74 @@ SHAPES = {
     "bertlarge": Shape(24, 1024, 4096, 16, 16, 30528, predicted=0.16),
     "transformerbig": Shape(15, 1024, 4096, 16, 16, 33712),
     "gpt2124m": Shape(12, 768, 3072, 12, 12, 50257),
+    "gpt2": Shape(12, 768, 3072, 12, 12, 50257, length=1024), "gpt2small": Shape(12, 768, 3072, 12, 12, 50257, length=1024),
+    "llama3.370b": Shape(80, 8192, 28672, 64, 8, 128256, True, tied=False, length=8192),
+    "llama4scout": Shape(48, 5120, 8192, 40, 8, 202048, True, 128, 16, 1, 8192, 8192, tied=False, length=8192),
+    "llama4maverick": Shape(48, 5120, 16384, 40, 8, 202048, True, 128, 128, 1, 8192, 8192, 24, tied=False, length=8192),
+    "tinyllama1.1b": Shape(22, 2048, 5632, 32, 4, 32000, True, tied=False),
+    "codellama7b": Shape(32, 4096, 11008, 32, 32, 32016, True, tied=False, length=4096),
+    "codellama34b": Shape(48, 8192, 22016, 64, 8, 32000, True, tied=False, length=4096),
+    "yi6b": Shape(32, 4096, 11008, 32, 4, 64000, True, tied=False, length=4096),
+    "yi34b": Shape(60, 7168, 20480, 56, 8, 64000, True, tied=False, length=4096),
+    "mistralnemo12b": Shape(40, 5120, 14336, 32, 8, 131072, True, 128, tied=False, length=8192),
+    "mistralsmall24b": Shape(40, 5120, 32768, 32, 8, 131072, True, 128, tied=False, length=8192),
+    "mistrallarge": Shape(88, 12288, 28672, 96, 8, 32768, True, tied=False, length=8192),
+    "qwen30ba3b": Shape(48, 2048, 6144, 32, 4, 151936, True, 128, 128, 8, 768, tied=False),
+    "deepseekv2lite": Shape(27, 2048, 10944, 16, 16, 102400, True, 192, 64, 6, 1408, 2816, 1, (2048, 512), tied=False, length=4096),
+    "olmoe1b7b": Shape(16, 2048, 1024, 16, 16, 50304, True, 128, 64, 8, 1024, tied=False, length=4096),
+    "nemotron415b": Shape(32, 6144, 24576, 48, 8, 256000, tied=False, length=4096),
+    "nemotron4340b": Shape(96, 18432, 73728, 96, 8, 256000, tied=False, length=4096),
+    "starcoder15b": Shape(40, 6144, 24576, 48, 1, 49152, length=8192),
+    "phi2": Shape(32, 2560, 10240, 32, 32, 51200, tied=False), "phi4": Shape(40, 5120, 17920, 40, 10, 100352, True, tied=False, length=4096),
+    "phi3medium": Shape(40, 5120, 17920, 40, 10, 32064, True, tied=False, length=4096),
+    **{f"gemma{size}": Shape(n, h, f, a, kv, v, True, d, length=length) for size, n, h, f, a, kv, v, d, length in (
+        ("2b", 18, 2048, 16384, 8, 1, 256000, 256, 4096), ("22b", 26, 2304, 9216, 8, 4, 256000, 256, 4096),
+        ("29b", 42, 3584, 14336, 16, 8, 256000, 256, 4096), ("227b", 46, 4608, 36864, 32, 16, 256000, 128, 4096),
+        ("31b", 26, 1152, 6912, 4, 1, 262144, 256, 4096), ("34b", 34, 2560, 10240, 8, 4, 262144, 256, 4096),
+        ("312b", 48, 3840, 15360, 16, 8, 262144, 256, 4096), ("327b", 62, 5376, 21504, 32, 16, 262144, 128, 4096))},
+    **{f"qwen{size}": Shape(n, h, f, a, kv, 151936, True, d, tied=tied, length=4096) for size, n, h, f, a, kv, d, tied in (
+        ("7b", 32, 4096, 11008, 32, 32, 0, False), ("14b", 40, 5120, 13696, 40, 40, 0, False), ("1.57b", 32, 4096, 11008, 32, 32, 0, False),
+        ("27b", 28, 3584, 18944, 28, 4, 0, False), ("272b", 80, 8192, 29568, 64, 8, 0, False), ("20.5b", 24, 896, 4864, 14, 2, 0, True),
+        ("21.5b", 28, 1536, 8960, 12, 2, 0, True), ("2.50.5b", 24, 896, 4864, 14, 2, 0, True), ("2.51.5b", 28, 1536, 8960, 12, 2, 0, True),
+        ("2.53b", 36, 2048, 11008, 16, 2, 0, True), ("30.6b", 28, 1024, 3072, 16, 8, 128, True), ("31.7b", 28, 2048, 6144, 16, 8, 128, True),
+        ("34b", 36, 2560, 9728, 32, 8, 128, True))},
+    **{f"olmo{size}": Shape(n, h, f, a, kv, 100352, True, tied=False, length=4096) for size, n, h, f, a, kv in (
+        ("7b", 32, 4096, 11008, 32, 32), ("27b", 32, 4096, 11008, 32, 32), ("213b", 40, 5120, 13824, 40, 40), ("232b", 64, 5120, 27648, 40, 8))},
+    **{f"smollm{size}": Shape(n, h, f, a, kv, 49152, True) for size, n, h, f, a, kv in (
+        ("2135m", 30, 576, 1536, 9, 3), ("2360m", 32, 960, 2560, 15, 5), ("21.7b", 24, 2048, 8192, 32, 32), ("33b", 36, 2048, 11008, 16, 4))},
+    **{f"pythia{size}": Shape(n, h, 4 * h, a, a, 50304, tied=False) for size, n, h, a in (
+        ("70m", 6, 512, 8), ("160m", 12, 768, 12), ("410m", 24, 1024, 16), ("1b", 16, 2048, 8), ("1.4b", 24, 2048, 16),
+        ("2.8b", 32, 2560, 32), ("6.9b", 32, 4096, 32), ("12b", 36, 5120, 40))},
+    **{f"bloom{size}": Shape(n, h, 4 * h, a, a, 250880) for size, n, h, a in (
+        ("560m", 24, 1024, 16), ("1b7", 24, 2048, 16), ("3b", 30, 2560, 32), ("7b1", 30, 4096, 32))},
+    **{f"roberta{size}": Shape(n, h, 4 * h, a, a, 50265, predicted=0.15, causal=False, length=512) for size, n, h, a in (
+        ("base", 12, 768, 12), ("large", 24, 1024, 16))},
+    "distilbertbase": Shape(6, 768, 3072, 12, 12, 30528, predicted=0.15, causal=False, length=512),
+    **{name: Shape(n, h, f, a, a, 1000, predicted=1 / t, causal=False, length=t) for name, n, h, f, a, t in (
+        ("vits16", 12, 384, 1536, 6, 197), ("vitb16", 12, 768, 3072, 12, 197), ("vitb32", 12, 768, 3072, 12, 50), ("vitl16", 24, 1024, 4096, 16, 197),
+        ("vitl14", 24, 1024, 4096, 16, 257), ("vith14", 32, 1280, 5120, 16, 257), ("vitg14", 40, 1408, 6144, 16, 257),
+        ("deits", 12, 384, 1536, 6, 197), ("deitb", 12, 768, 3072, 12, 197), ("dits2", 12, 384, 1536, 6, 256), ("ditb2", 12, 768, 3072, 12, 256),
+        ("ditl2", 24, 1024, 4096, 16, 256), ("ditxl2", 28, 1152, 4608, 16, 256), ("pixartalpha", 28, 1152, 4608, 16, 1024))},
+    "flux": Shape(57, 3072, 12288, 24, 24, 64, predicted=1.0, causal=False, length=4608, more=5.4),
+    "sd3medium": Shape(24, 1536, 6144, 24, 24, 64, causal=False, length=4250, more=1.3),
 }  # fmt: skip
-
 
 def known(model: str) -> Shape | None:
     """The public shape of a model, by its name without what is said of the run."""
-    name = re.sub(r"\(.*?\)|\b(sft|lora|pretrain|pre-training)\b", "", model.lower())
-    return SHAPES.get(re.sub(r"[^a-z0-9.]", "", name))
+    name = re.sub(r"\(.*?\)|\b(q?lora|sft|dpo|pretrain\w*|pre-training|instruct|chat|hf|v0\.\d|dev|schnell)\b", "", model.lower())
+    plain = re.sub(r"[^a-z0-9.]", "", name.replace("meta-llama/", ""))
+    if plain in SHAPES:
+        return SHAPES[plain]
+    starts = [key for key in SHAPES if plain.startswith(key) and not plain[len(key) :][:1].isdigit() and plain[len(key) :][:1] not in ("b", "m", ".")]
+    return SHAPES[max(starts, key=len)] if starts else None
+
+
+def usual(billions: float, gated: bool, vocab: int = 51200, hidden: int = 0) -> Shape:
+    """A dense decoder of so many parameters, where only they are known: as wide as 128 times its layers, as GPT-3's family about is."""
+    count = billions * 1e9
+    wide = hidden or 128 * max(2, round((count * 128 / 12) ** (1 / 3) / 128))
+    layers = max(1, round((count - vocab * wide) / (12 * wide**2 + 13 * wide)))
+    return Shape(layers, wide, 8 * wide // 3 if gated else 4 * wide, vocab=vocab, gated=gated)
 
 
 def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, name: str = "") -> Workload:
@@ -123,19 +187,19 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, 
     mixed = shape.layers - shape.dense if shape.experts else 0
     if others:  # a layer of a hybrid is one of the three: attention, a state space, or experts
         third = (others + attentions) // 2
-        blocks += [_join("state", others - third // 1 if others > third else 0, _state(shape, s))]
-        blocks += [_join("attention", attentions, _attention(shape, s, flash))]
-        blocks += [_join("experts", third, _experts(shape, s))]
+        blocks += [join("state", others - third // 1 if others > third else 0, _state(shape, s))]
+        blocks += [join("attention", attentions, attention(shape, s, flash))]
+        blocks += [join("experts", third, _experts(shape, s))]
         blocks = [b for b in blocks if b.count]
     else:
-        att = _attention(shape, s, flash)
+        att = attention(shape, s, flash)
         if shape.layers - mixed:
-            blocks.append(_join("layer", shape.layers - mixed, att, _dense(shape, s, shape.ffn, flash)))
+            blocks.append(join("layer", shape.layers - mixed, att, dense(shape, s, shape.ffn, flash)))
         if mixed:
-            blocks.append(_join("mixture", mixed, att, _experts(shape, s)))
+            blocks.append(join("mixture", mixed, att, _experts(shape, s)))
     rows = s * shape.predicted
     head = PlannedProduct(rows, h, v, cut="columns")
-    own = 0 if shape.tied else v * h
+    own = (0 if shape.tied else v * h) + shape.more * 1e9
     logits, copies = rows * v, 1.0 if fused else 2.5
     blocks.append(
         Block("head", products=(head,), weights=own, weights_cut=own, moved=8 * logits + 6 * s * h, moved_cut=8 * logits,
@@ -144,7 +208,7 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, 
     return Workload(name, tuple(blocks))
 
 
-def _join(name: str, count: int, *parts: Block) -> Block:
+def join(name: str, count: int, *parts: Block) -> Block:
     """One block of several in a row."""
     summed = {k: sum(getattr(p, k) for p in parts) for k in (
         "weights", "weights_cut", "experts", "moved", "moved_cut", "scores", "kept", "kept_cut", "kept_selective", "kernels",
@@ -154,7 +218,7 @@ def _join(name: str, count: int, *parts: Block) -> Block:
     return Block(name, count, products, given=parts[0].given, out=last.out, **summed)
 
 
-def _attention(shape: Shape, s: int, flash: bool) -> Block:
+def attention(shape: Shape, s: int, flash: bool) -> Block:
     h, a, d, kv = shape.hidden, shape.heads, shape.head, shape.kv
     if shape.latent[0]:
         q, c = shape.latent
@@ -170,26 +234,26 @@ def _attention(shape: Shape, s: int, flash: bool) -> Block:
         maps, value = (PlannedProduct(s, h, (a + 2 * kv) * d, cut="columns"),), d
         out = PlannedProduct(s, a * d, h, cut="inner")
         weights, wide = h * (a + 2 * kv) * d + a * d * h, (a + 2 * kv) * d
-    keys = s * shape.window
-    scores = (PlannedProduct(s, d, keys, a, cut="batch", weight=False, fused=flash, grows="batch"),
-              PlannedProduct(s, keys, value, a, cut="batch", weight=False, fused=flash, grows="batch"))  # fmt: skip
+    keys, causal = s * shape.window, shape.causal and shape.predicted == 1
+    scores = (PlannedProduct(s, d, keys, a, cut="batch", weight=False, fused=flash, grows="batch", causal=causal),
+              PlannedProduct(s, keys, value, a, cut="batch", weight=False, fused=flash, grows="batch", causal=causal))  # fmt: skip
     square = 0 if flash else a * s * s
     cut = s * (2 * wide + a * value)
     kept = s * (wide + a * value) + 2.5 * square
     return Block("attention", products=(*maps, *scores, out), weights=weights + 2 * h, weights_cut=weights,
-                 moved=cut + 7 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept,
+                 moved=cut + 14 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept,
                  kept_selective=2.5 * square + (0.68 * kept if flash else 0), scores=5 * square,
                  given=s * h, out=s * h, kernels=14 if flash else 20, handovers=1,
                  keys=2 * s * kv * d)  # fmt: skip
 
 
-def _dense(shape: Shape, s: int, ffn: int, flash: bool) -> Block:
+def dense(shape: Shape, s: int, ffn: int, flash: bool) -> Block:
     h, wide = shape.hidden, 2 if shape.gated else 1
     up, down = PlannedProduct(s, h, ffn * wide, cut="columns"), PlannedProduct(s, ffn, h, cut="inner")
     cut = s * ffn * (wide * 2 + 1)
     kept = s * ffn * (wide + 1)
     return Block("mlp", products=(up, down), weights=h * ffn * (wide + 1) + 2 * h, weights_cut=h * ffn * (wide + 1),
-                 moved=cut + 7 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept, kept_selective=0.68 * kept * flash, given=s * h,
+                 moved=cut + 14 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept, kept_selective=0.68 * kept * flash, given=s * h,
                  out=s * h, kernels=12, handovers=1)  # fmt: skip
 
 
@@ -201,12 +265,12 @@ def _experts(shape: Shape, s: int) -> Block:
     around = (PlannedProduct(s, h, i), PlannedProduct(s, i, h)) if shape.inner else ()
     cut = s * k * f * (wide * 2 + 1)
     routed = Block("experts", products=(PlannedProduct(s, h, e), *around, up, down), weights=h * e + 2 * h, experts=e * i * f * (wide + 1),
-                   moved=cut + 7 * s * h + 6 * s * k * i + 4 * s * e, moved_cut=0,
+                   moved=cut + 14 * s * h + 6 * s * k * i + 4 * s * e, moved_cut=0,
                    kept=s * k * (f * (wide + 1) + i) + 2.5 * s * h, kept_cut=0, kept_selective=s * k * f,
                    given=s * h, out=s * h, kernels=30, handovers=0, routed=s * k * i)  # fmt: skip
     if not shape.shared_ffn:
         return routed
-    both = _join("experts", 1, routed, _dense(shape, s, shape.shared_ffn, True))
+    both = join("experts", 1, routed, dense(shape, s, shape.shared_ffn, True))
     return replace(both, handovers=1)
 
 
@@ -216,6 +280,6 @@ def _state(shape: Shape, s: int) -> Block:
     scan = PlannedProduct(s, 128, d, cut="columns", weight=False, fused=True, times=2, grows="batch")
     weights = h * (3 * d + 2 * 1024 + 64)
     cut = 8 * s * d
-    return Block("state", products=(inside, scan, out), weights=weights + h, weights_cut=weights, moved=cut + 7 * s * h,
+    return Block("state", products=(inside, scan, out), weights=weights + h, weights_cut=weights, moved=cut + 14 * s * h,
                  moved_cut=cut, kept=s * 4 * d + 2.5 * s * h, kept_cut=s * 4 * d, given=s * h, out=s * h, kernels=16,
                  handovers=1)  # fmt: skip

@@ -80,9 +80,10 @@ def network(text: str, per_node: int) -> float | None:
     return None
 
 
-def machine_of(row: dict[str, str], old: bool) -> Machine | None:
-    """The machine of a row; `old`: its software is from before 2022 or so."""
-    one_card = old and "DeepSpeed" in row.get("note", "")
+def machine_of(row: dict[str, str]) -> Machine | None:
+    """The machine of a row."""
+    third = str(row.get("fsdp_or_zero_stage") or "").startswith("3")
+    one_card = third and row.get("precision") == "fp16" and "DeepSpeed" in row.get("note", "")
     gpus = int(float(row["gpus"]))
     per_node = int(float(row.get("gpus_per_node") or 8))
     return site(row["gpu"], per_node, max(1, ceil(gpus / per_node)), row.get("interconnect") or "", one_card)

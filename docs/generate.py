@@ -7,6 +7,7 @@ that pages show.
     python docs/generate.py shown       blocks of pages that show a file of examples/, such as ```python examples/digits/job.py
     python docs/generate.py matrix      matrix.md, which takes long: see matrix.py
     python docs/generate.py planner     the tables of planner.md: see judged.py
+    python docs/generate.py unseen      its table of runs that the constants have not seen, which takes long
 
 Every technique is explained where it is implemented, at the top of its file. To change docs/techniques.md, change that.
 """
@@ -178,6 +179,10 @@ def main() -> None:
         import judged
 
         return judged.write()
+    if wanted[0] == "unseen":
+        import judged
+
+        return judged.write_unseen()
     if "techniques" in wanted:
         (DOCS / "techniques.md").write_text(techniques(), encoding="utf-8")
     if "api" in wanted:

@@ -1,4 +1,5 @@
-"""The tables of planner.md, of `bench/planner.py`'s output: `python docs/generate.py planner`.
+"""The tables of planner.md, of `bench/planner.py`'s output: `python docs/generate.py planner`; and of runs that the constants have not seen,
+of `bench/fit.py`'s: `python docs/generate.py unseen`, which takes a quarter of an hour.
 
 What stands between `<!-- NAME -->` and `<!-- end -->` is written anew; the rest of the page is kept by hand, and has to be
 read again when a figure moves.
@@ -65,6 +66,14 @@ def worst(alone: dict[str, Any], anchored: dict[str, Any]) -> list[str]:
     ]
 
 
+def memory(alone: dict[str, Any], anchored: dict[str, Any]) -> list[str]:
+    """What is predicted of memory, and of what fits."""
+    m = alone["memory"]
+    return [f"{m['rows']} rows print a peak: mean error {m['mape']} %, bias {m['bias']} %, {m['within_10']} % of them within a tenth. Of "
+            f"{m['said_fits']} rows said to fit, {m['false_fits']} ran out of memory; of {m['out_of_memory']} that did, "
+            f"{m['out_of_memory_recognised']} are recognized; {m['ran_but_refused']} that ran were said not to fit."]  # fmt: skip
+
+
 def write() -> None:
     """Write the tables into planner.md."""
     from planner import DATA, report
@@ -72,11 +81,36 @@ def write() -> None:
 
     runs = [run_of(line) for path in sorted(DATA.glob("*.csv")) for line in read(path)]
     both = report(runs, 0, 0), report(runs, 4, 0)
+    replaced({part.__name__: part(*both) for part in (sources, kinds, rivals, memory, worst)})
+
+
+def write_unseen() -> None:
+    """Write the table of sources that are predicted without their rows into planner.md."""
+    from fit import by_source, summary, unseen
+    from planner import DATA, Planner
+    from published import read, run_of
+
+    rows = [line for path in sorted(DATA.glob("*.csv")) for line in read(path)]
+    found, planner = unseen(rows, 4, 2), Planner()
+    fitted = [(run, got) for row in rows if not (run := run_of(row)).why and run.rate and (got := planner(run))]
+    errors = [by_source(pairs) for pairs in (fitted, found.constants, found.beliefs)]
+    lines = head("source", "fitted, error %", "constants unseen", "constants and stack unseen")
+    lines += [row(name.partition("(numbers")[0].strip()[:72], *(round(by[name], 1) for by in errors)) for name in errors[0]]
+    lines.append(row("**mean of sources**", *(round(sum(by.values()) / len(by), 1) for by in errors)))
+    for name, pairs in (("constants unseen", found.constants), ("constants and stack unseen", found.beliefs)):
+        alone, four, inside = summary(pairs)
+        lines += ["", f"{name.capitalize()}: {alone:.1f} % in the mean of sources that can give four measured rows, "
+                  f"{four:.1f} % once four are known (twelve draws); {inside:.0f} % of the measurements lie in the 90 % interval."]  # fmt: skip
+    replaced({"unseen": lines})
+
+
+def replaced(parts: dict[str, list[str]]) -> None:
+    """Put lines between the marks of planner.md."""
     page = DOCS / "planner.md"
     text = page.read_text()
-    for part in (sources, kinds, rivals, worst):
-        mark = f"<!-- {part.__name__} -->\n"
-        new = "\n".join(part(*both))
+    for name, lines in parts.items():
+        mark = f"<!-- {name} -->\n"
+        new = "\n".join(lines)
         text, count = re.subn(f"{mark}.*?<!-- end -->", lambda _: f"{mark}{new}\n<!-- end -->", text, flags=re.S)  # noqa: B023
-        assert count == 1, f"{page} has {count} places for {part.__name__}"
+        assert count == 1, f"{page} has {count} places for {name}"
     page.write_text(text)

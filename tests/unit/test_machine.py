@@ -82,7 +82,7 @@ def test_every_number_of_the_catalogue_has_a_unit_and_a_source(path: Path) -> No
     for table, rows in tables:
         for key, value in rows.items():
             if isinstance(value, (int, float)):
-                counts = ("devices", "devices_per_node", "nodes", "reached", "adds")
+                counts = ("devices", "devices_per_node", "nodes", "reached", "adds", "multiprocessors")
                 assert key in counts or key.endswith(UNITS) or table.endswith(UNITS), f"{path.name}: {table} {key}"
 
 
@@ -305,6 +305,7 @@ def test_keys_say_their_unit() -> None:
         "reached",
         "adds",
         "fraction_of_peak",
+        "multiprocessors",
         "flops",
         "bytes",
     }

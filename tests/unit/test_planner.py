@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import plait
 from plait.cli.main import main
 from plait.cli.plan import impossible, size
+from plait.config.device import Matmuls
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.machine import Machine
@@ -21,8 +22,9 @@ from plait.launch.detect import read_machine
 from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.planner import goals
 from plait.planner.answer import NOISE, Traits, answer, ask, correction, text, toml, why_not
+from plait.planner.constants import FITTED
 from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.estimate import StageSchedule, alive, estimate, played
+from plait.planner.estimate import StageSchedule, alive, estimate, played, touched
 from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
@@ -134,22 +136,68 @@ def test_a_part_of_a_tile_takes_as_long_as_a_whole_one() -> None:
     assert seconds(core, 4040) < seconds(core, 4096)
 
 
-def test_long_sequences_fill_a_device_that_is_faster_than_its_kernels_were_made_for() -> None:
-    """Portable attention on an H100 gains with the length, beyond 8,192 keys; on an A100, and the vendor's, it does not."""
+def test_attention_goes_by_its_mask_and_the_generation_of_its_kernels() -> None:
+    """A causal mask leaves half of the work. Kernels written for an A100 reach less of a faster device's peak; those made for it do not."""
 
-    def rate(machine: str, keys: int, **given: Any) -> float:
+    def part(machine: str, causal: bool = True, **given: Any) -> float:
         pace = TimeModel(Workload("", ()), Machine.named(machine), Software(**given))
-        product = PlannedProduct(keys, 128, keys, 32, weight=False, fused=True)
-        return product.flops / pace.product(product, Plan(precision="bf16"), 1)
+        product = PlannedProduct(65536, 128, 65536, 32, weight=False, fused=True, causal=causal)
+        needed = product.flops / (2 if causal else 1)
+        return needed / pace.product(product, Plan(precision="bf16"), 1) / pace.peak("bf16")
 
-    assert rate("h100", 32768) / rate("h100", 8192) > 1.3
-    assert rate("h100", 131072) / rate("h100", 32768) > 1.3
-    assert rate("h100", 1 << 24) <= 0.55 * 989.5e12 * 1.01
-    for fixed in (
-        rate("a100", 131072) / rate("a100", 32768),
-        rate("h100", 131072, portable=False) / rate("h100", 32768, portable=False),
-    ):
-        assert fixed == pytest.approx(1.0, rel=0.05)
+    assert part("a100", causal=False) == pytest.approx(part("a100"), rel=1e-3)
+    assert part("a100", attention="earlier") < part("a100") == part("a100", attention="portable")
+    assert part("h100") < 0.75 * part("a100") and part("b200") < part("h100")
+    assert part("h100", attention="tuned") == pytest.approx(part("b200", attention="tuned"), rel=1e-2)
+    assert part("h100", attention="tuned") > part("h100")
+
+
+def test_a_matmul_loses_a_part_of_its_last_wave_of_tiles() -> None:
+    """What it loses grows with the inner dim and the multiprocessors, and not with rows or columns; a measured curve has it in it."""
+    device = Machine.named("h100")
+    seconds = lambda machine, rows, inner: TimeModel(Workload("", ()), machine).product(  # noqa: E731
+        PlannedProduct(rows, inner, 8192), Plan(precision="bf16"), 1)  # fmt: skip
+    lost = lambda machine, inner: 2 * seconds(machine, 4096, inner) - seconds(machine, 8192, inner)  # noqa: E731
+    ramp = FITTED.ramp
+    assert lost(device, 16384) - ramp == pytest.approx(4 * (lost(device, 4096) - ramp), rel=1e-6)
+    none = replace(device, device=replace(device.device, multiprocessors=None))
+    assert lost(none, 16384) == pytest.approx(ramp, rel=1e-6)
+    curve = replace(device, matmuls=(Matmuls("bf16", ((1e9, 0.5), (1e12, 0.5))),))
+    assert lost(curve, 16384) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_convolutions_are_slower_than_matmuls_unless_channels_are_last() -> None:
+    def seconds(precision: str, convolution: bool, **given: Any) -> float:
+        pace = TimeModel(Workload("", ()), Machine.named("a100"), Software(**given))
+        return pace.product(PlannedProduct(1e6, 1152, 128, convolution=convolution), Plan(precision=precision), 1)
+
+    for precision in ("bf16", "fp32"):
+        assert seconds(precision, True) > 1.2 * seconds(precision, False)
+    assert seconds("bf16", True, channels_last=True) < 0.8 * seconds("bf16", True)
+
+
+def test_compiling_moves_fewer_bytes_and_launches_fewer_operators() -> None:
+    block = Block("b", 32, (PlannedProduct(4096, 4096, 4096),), weights=4096**2, moved=55 * 4096**2, out=4096**2, kernels=39)
+    pace = TimeModel(Workload("", (block,)), Machine.named("h100"))
+    eager, compiled = (pace.block(block, Plan(precision="bf16", compile=on), 1) for on in (False, True))
+    assert compiled.forward < 0.85 * eager.forward
+    tiny = replace(block, products=(), moved=1.0)
+    assert pace.block(tiny, Plan(compile=True), 1).forward == pytest.approx(pace.block(tiny, Plan(), 1).forward / 2)
+
+
+def test_an_optimizer_on_the_host_is_slow_for_all_devices_of_a_node() -> None:
+    """Its step is bound by the memory of the host, which the devices of a node share."""
+    pace = TimeModel(Workload("", ()), Machine.named("h100x8"))
+    one = replace(pace, machine=replace(pace.machine, devices_per_node=1))
+    away, here = (touched(pace, Plan(fsdp=8, offload=where), 1e9) for where in ("optimizer", "none"))
+    assert away > 20 * here and away > 4 * touched(one, Plan(fsdp=8, offload="optimizer"), 1e9)
+
+
+def test_hidden_messages_slow_computing_down() -> None:
+    pace = TimeModel(Workload("", ()), Machine.named("h100"))
+    assert pace.exposed(1.0, 100.0) == pytest.approx(FITTED.contention)
+    assert pace.exposed(1.0, 0.0) == pytest.approx(1.0)
+    assert replace(pace, software=Software(overlapped=False)).exposed(1.0, 100.0) == 1.0
 
 
 def test_messages_take_longer_between_nodes_than_inside_one() -> None:

@@ -37,6 +37,8 @@ class Device:
     memory_bandwidth: float | None = None
     peak: Rates = Rates()
     achievable: Rates = Rates()
+    multiprocessors: int | None = None
+    """Parts that compute a tile of a matmul each."""
 
 
 @dataclass(frozen=True)

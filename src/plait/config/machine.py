@@ -237,7 +237,7 @@ def _device(said: dict[str, Any]) -> Device:
     best = {name: value * TERA / peak[name] for name, value in said.get("matmul_tflops", {}).items() if name in peak}
     moved = said.get("memory_gb_per_s")
     memory = round(said["memory_gib"] * GIB)
-    return Device(said["name"], memory, moved and moved * GB, Rates(**peak), Rates(**best))
+    return Device(said["name"], memory, moved and moved * GB, Rates(**peak), Rates(**best), said.get("multiprocessors"))
 
 
 def _link(said: dict[str, Any], per: int) -> Link:
@@ -262,7 +262,7 @@ def _to_toml(machine: Machine) -> str:
         "speeds": list(machine.speeds) or None, "memories_gib": [n / GIB for n in machine.memories] or None,
     }  # fmt: skip
     about = {"name": device.name, "memory_gib": device.memory / GIB}
-    about |= {"memory_gb_per_s": _scaled(device.memory_bandwidth, GB)}
+    about |= {"memory_gb_per_s": _scaled(device.memory_bandwidth, GB), "multiprocessors": device.multiprocessors}
     tables: list[tuple[str, Mapping[str, object]]] = [("", top), ("[device]", about)]
     for table, rates in (("peak_tflops", device.peak), ("matmul_tflops", device.achievable)):
         factors = {f.name: (rates.of(f.name), device.peak.of(f.name)) for f in fields(Rates)}

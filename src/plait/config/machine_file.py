@@ -64,7 +64,7 @@ KEYS: dict[str, dict[str, Check]] = {
         "notes": _text, "devices_per_node": _count, "nodes": _count, "cores": _count, "host_memory_gib": _positive,
         "price_per_hour": _positive, "operator_us": _positive, "speeds": _parts, "memories_gib": _numbers,
     },
-    "device": {"name": _text, "memory_gib": _positive, "memory_gb_per_s": _positive, "source": _text},
+    "device": {"name": _text, "memory_gib": _positive, "memory_gb_per_s": _positive, "multiprocessors": _count, "source": _text},
     "device.peak_tflops": RATES,
     "device.matmul_tflops": RATES,
     "host": {"link": _text, "gb_per_s": _positive, "source": _text},

@@ -80,6 +80,9 @@ class MatrixProduct:
     """Inside one kernel that keeps its intermediate values to itself, as flash attention does."""
     grows: Literal["rows", "batch", ""] = "rows"
     """What has more with more samples."""
+    causal: bool = False
+    """Of attention: a mask leaves the lower half of the scores. `flops` are those of the square."""
+    convolution: bool = False
 
     @property
     def flops(self) -> float:
@@ -161,7 +164,8 @@ def _products(
     out = results[0]
     columns = out.shape[1] if out.dim() > 1 else 1
     rows = max(1, out.numel() // max(1, columns))
-    return [Product(rows, flops / 2 / rows / max(1, columns), columns, weight=weight)]
+    turned = "convolution" in packet.__name__
+    return [Product(rows, flops / 2 / rows / max(1, columns), columns, weight=weight, convolution=turned)]
 
 
 def line(small: Effort, large: Effort | None, sizes: ProbeSizes) -> list[Product]:

@@ -83,17 +83,25 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     return replace(found, seconds=sum(parts.values()), parts=parts)
 
 
+HOST_UPDATE = 1e11
+"""Bytes/s that the optimizer's step on a node's host reads and writes, for all of the node's devices: ZeRO-Offload's Adam takes about 0.24 s
+for 10^9 parameters (Ren et al. 2021, table 4)."""
+
+
 def touched(pace: TimeModel, plan: Plan, states: float) -> float:
     """Seconds in which the optimizer reads and writes what it keeps of so many weights."""
     software = pace.software
     size = states * (2 * software.weights + software.gradients + 2 * software.state)
-    return size / (pace.stream if plan.offload == "none" else min(pace.stream, pace.beside))
+    if plan.offload == "none":
+        return size / pace.stream
+    moved = states * (software.weights + software.gradients) / pace.beside if plan.offload == "optimizer" else 0.0
+    return moved + size * pace.machine.devices_per_node / HOST_UPDATE
 
 
 def carried(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> float:
     """Seconds to load weights from the host, forward and backward, and to bring gradients there, that nothing hides."""
     size = sum(formulas.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
-    return plan.microbatches * max(0.0, size / pace.beside - pace.free * hidden)
+    return plan.microbatches * pace.exposed(size / pace.beside, hidden)
 
 
 def on_cores(pace: TimeModel, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:
@@ -229,7 +237,6 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     if plan.shares == 1 or pace.work.frozen == 1:
         return {"gradients": 0.0}
     machine, software, inner, f = pace.machine, pace.software, plan.along(SAME_LOSS), plan.fsdp
-    free = pace.free
     everything, part = sum(formulas.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
@@ -238,14 +245,17 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(formulas.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
         scatter = sum(machine.reduce_scatter(formulas.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)
-        each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
-        return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
+        if software.once and plan.pp > 1:
+            first, last = plan.microbatches * forward, plan.microbatches * backward
+            return {"gradients": pace.exposed(gather, first) + pace.exposed(scatter + apart, last)}
+        each = pace.exposed(gather, forward) + pace.exposed(gather + scatter, backward)
+        return {"gradients": plan.microbatches * each + pace.exposed(apart, backward)}
     if f > 1:
         pieces = max(1, ceil(elements * software.sent / unit))
         scatter = pieces * machine.reduce_scatter(elements * software.sent / pieces, f, inner)
         gather = pieces * machine.all_gather(everything * software.weights / pieces, f, inner)
-        return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
+        return {"gradients": pace.exposed(scatter + apart, backward) + pace.exposed(gather, forward)}
     if late.format_of(plan, "dp") != "none":
         return {"gradients": late.seconds_sent(pace, plan, elements, "dp") + late.compressing(pace, plan, elements, "dp")}
     whole, last = late.buckets(pace, plan, elements)
-    return {"gradients": max(last, whole - free * backward)}
+    return {"gradients": max(last, pace.exposed(whole, backward))}

@@ -22,8 +22,8 @@ of each plan. Which axes split which parameter is the same for all of them: a wo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import ceil, log2
-from typing import Any
+from math import ceil
+from typing import Any, Literal
 
 from plait.config.device import Rates
 from plait.config.keys import SAME_LOSS
@@ -109,13 +109,16 @@ REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
 
 
-KEYS = 8192
-"""Length of a sequence from which on portable attention kernels gain on devices faster than the A100."""
+WAVE = 128 * 256
+"""Elements of a result that one multiprocessor makes at once."""
 TILE = 64
 """Columns that a device's kernel makes at once: a part of a tile takes as long as a whole one (NVIDIA's guide to matrix
 multiplication calls it tile quantization)."""
 STATISTICS = 4096
 """Bytes of a batch norm's statistics, about: what their sum takes is a matter of latency."""
+
+
+Attention = Literal["earlier", "portable", "tuned"]
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,18 @@ class Software:
     """Part of the matmuls with weights that recompute=selective does again."""
     portable: bool = True
     """Kernels are torch's, not tuned by the vendor for each device."""
+    attention: Attention = "portable"
+    """The generation of its kernels: FlashAttention-1 and Triton's of 2023, FlashAttention-2, or those made for each device."""
     overlapped: bool = True
     """Gradients are reduced while backward goes on."""
+    once: bool = False
+    """Under pp, weights that are sharded are gathered once a step, not once a micro-batch."""
+    fuses: bool = False
+    """Pointwise operators are few large kernels, as a compiled model's are."""
+    launches: float = 1.0
+    """Seconds of the host for an operator, over those of torch's eager mode."""
+    channels_last: bool = False
+    """Convolutions run on the layout that tensor cores take."""
     casts: float = 1.0
     """What making an 8-bit number takes, over that of a plain rounding: more for 4-bit formats, with transforms and dice."""
     tiled: bool = False
@@ -210,7 +223,7 @@ class TimeModel:
         weight = sum(t for p, t in times if p.weight)
         inputs = sum(t if p.weight else 2 * t for p, t in times)
         point = self.pointwise(block, plan, samples)
-        launch = block.kernels * self.fitted.host * (0.5 if plan.compile else 1.0)
+        launch = block.kernels * self.fitted.host * self.software.launches * (0.5 if plan.compile else 1.0)
         sent = self.sums(block, plan, samples) + self.exchanged(block, plan, samples)
         attention = sum(t for p, t in times if not p.weight)
         sent += self.rotated(block, plan, samples, attention) + self.gauged(block, plan)
@@ -245,17 +258,15 @@ class TimeModel:
         precision = "bf16" if plan.precision == "fp8" and not product.weight else plan.precision
         peak = self.peak(precision)
         if product.fused:
-            reach = fitted.flash
-            if self.software.portable:
-                behind = max(0.0, fitted.portable - fitted.filled * max(0.0, log2(max(product.inner, columns) / KEYS)))
-                reach *= min(1.0, (REFERENCE / self.peak("bf16")) ** behind)
-            else:
-                reach *= max(1.0, self.peak("bf16") / REFERENCE) ** fitted.tuned
-            return product.times * (flops / (peak * reach) + 2 * fitted.ramp)
+            needed = flops / 2 if product.causal else flops
+            return product.times * (needed / (peak * self.attention()) + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
         apart = fitted.apart * held if product.experts else 0.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
-        computing = flops / (peak * self.reach(precision, flops)) + self.ramp
+        rate = peak * self.reach(precision, flops)
+        if product.convolution:
+            rate *= self.convolved(precision)
+        computing = (flops + self.unfilled(inner)) / rate + self.ramp
         return product.times * (max(computing, size / self.stream) + apart)
 
     def peak(self, precision: str) -> float:
@@ -277,6 +288,28 @@ class TimeModel:
         known = best.of(precision) or best.bf16 or 0.8
         return known * self.fitted.top
 
+    def fuses(self, plan: Plan) -> bool:
+        """Whether pointwise operators are fused."""
+        return plan.compile or self.software.fuses
+
+    def attention(self) -> float:
+        """The part of the peak that kernels of attention reach on what a mask leaves, by their generation."""
+        fitted, newer = self.fitted, min(1.0, REFERENCE / self.peak("bf16"))
+        if self.software.attention == "tuned":
+            return fitted.tuned if newer < 1 else fitted.fused
+        return fitted.fused * newer**fitted.portable * (fitted.earlier if self.software.attention == "earlier" else 1.0)
+
+    def convolved(self, precision: str) -> float:
+        """The part of a matmul's rate that convolutions reach."""
+        if precision == "fp32":
+            return self.fitted.windows32
+        return self.fitted.windows_tuned if self.software.channels_last else self.fitted.windows
+
+    def unfilled(self, inner: float) -> float:
+        """Operations that the last wave of tiles of a matmul would have held besides: NVIDIA's guide calls it wave quantization."""
+        units = 0 if self.machine.matmuls or self.software.cores else self.machine.device.multiprocessors or 0
+        return self.fitted.waves * 2 * WAVE * inner * units
+
     @property
     def ramp(self) -> float:
         """Seconds lost per matmul; a measured curve has them in it."""
@@ -292,10 +325,12 @@ class TimeModel:
         """Bytes/s between a device and its host."""
         return self.machine.host or 1e10
 
-    @property
-    def free(self) -> float:
-        """Part of the time of computing in which messages go on at no cost."""
-        return self.fitted.overlap if self.software.overlapped and self.software.cores is None else 0.0
+    def exposed(self, sent: float, computing: float) -> float:
+        """Seconds that messages of `sent` seconds add to so much computing: what it does not hide, and what they take of the device."""
+        if not self.software.overlapped or self.software.cores is not None:
+            return sent
+        slowed = self.fitted.contention * sent
+        return slowed + max(0.0, sent - slowed - self.fitted.overlap * computing)
 
     def thin(self, plan: Plan) -> int:
         """Ranks of tp between which the rows of a mixture are shared out: all, where ep spans them."""
@@ -305,10 +340,11 @@ class TimeModel:
         """Seconds of the operators of a block's forward that are not products."""
         fitted, spread = self.fitted, plan.tp if plan.stretched else 1
         elements = block.moved_cut / plan.tp + (block.moved - block.moved_cut) / spread
-        elements = fitted.moved * elements + fitted.scores * block.scores / plan.tp
+        elements *= fitted.moved * (fitted.joined if self.fuses(plan) else 1.0)
+        elements += fitted.scores * block.scores / plan.tp
         if plan.precision == "fp8":
             made = sum(p.rows * (p.inner + p.columns) * p.times for p in block.products if p.weight)
-            cast = fitted.cast if self.software.portable else fitted.narrow
+            cast = fitted.narrow if self.fuses(plan) else fitted.cast
             elements += cast * self.software.casts * made / plan.tp
         return elements / plan.cp * samples * item(plan) / self.stream
 
@@ -353,7 +389,7 @@ class TimeModel:
             return self.machine.all_to_all(size, plan.cp, plan.tp)
         size = block.keys * samples / plan.cp / plan.tp * item(plan)
         hops = (plan.cp - 1) * self.machine.send(size, plan.tp)
-        return max(0.0, hops - self.free * attention)
+        return self.exposed(hops, attention)
 
 
 Stage = Sequence[tuple[Block, float]]
@@ -430,6 +466,8 @@ def _rank(stages: Sequence[Stage], plan: Plan, samples: float, live: float, soft
         "optimizer": 0.0 if plan.offload != "none" else (parts if zero else own) * software.state,
         "activations": each * live + moment,
     }
-    if zero == 3:
+    if zero == 3 and software.once and plan.pp > 1:
+        found["gathered"] = 2 * own * item(plan)  # and their gradients, until the last micro-batch
+    elif zero == 3:
         found["gathered"] = largest * (2 * item(plan) + software.gradients)
     return found

@@ -225,7 +225,7 @@ def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer]
         way = "batch"  # heads of attention lie between the maps that are cut
     return PlannedProduct(
         product.rows, product.inner, product.columns, product.batch, product.times, product.fused, product.grows,
-        cut="" if mixture else way, weight=bool(product.weight), experts=float(mixture.experts) if mixture else 0.0,
+        product.causal, product.convolution, "" if mixture else way, bool(product.weight), float(mixture.experts) if mixture else 0.0,
     )  # fmt: skip
 
 
