@@ -26,8 +26,9 @@ from plait.model.mutations import LISTENER, Mutations, OutsideWrites, ProcessFla
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import opaque_code
-from plait.tensors.fake import PartlyFake
+from plait.tensors.fake import PartlyFake, RealConstants
 from plait.tensors.modules import ModuleState
+from plait.tensors.read_numbers import READS
 from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,
@@ -101,8 +102,8 @@ def trace_run(
     watcher = _Watcher(model, meter, keys)
     shown = keys is not None
     with _as_it_was(model, watcher.seen), watcher.hooked():
-        around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else fakes
-        with _silent(), opaque_code.opaque(), _keeping(meter), around:
+        around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else RealConstants(fakes)
+        with _silent(), opaque_code.opaque(), _keeping(meter), around as watcher.around:
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             inputs = tree_map_only(torch.Tensor, hide, inputs)
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
@@ -206,6 +207,8 @@ class _Watcher(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.writes: Mutations | None = None
+        self.around: object = None
+        """The mode for fake tensors that the run is in."""
         self.flags = ProcessFlags(opaque_code.plain(model)) if keys is None else None  # a step of training asks for none
 
     @contextmanager
@@ -267,6 +270,8 @@ class _Watcher(TorchFunctionMode):
         self.operators.keyed = func in distributions.COMPOSITES
         if distributions.draws_in_packed(func, args):
             self.seen.packed.append(self.owner[-1][0] or type(self.owner[-1][2]).__name__)
+        if getattr(func, "__name__", "") in READS and isinstance(self.around, RealConstants):
+            args = (self.around.faked(args[0]), *args[1:])
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
             return func(*args, **kwargs)
@@ -323,7 +328,7 @@ class _Operators(OutsideWrites):
         if watcher.meter is not None:
             watcher.meter.operator(func, args, kwargs, result)
         if watcher.writes is not None:
-            watcher.writes.operator(name, touched, result)
+            watcher.writes.operator(name, touched, result, self.own)
         if is_seeded(func) and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             if self.keyed and distributions.rule_of(func) in distributions.REDRAWN:
                 place, keys = watcher.place(), watcher.keys

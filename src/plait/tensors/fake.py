@@ -13,18 +13,28 @@ from torch import Tensor, nn
 
 from plait.tensors.modules import exchange_tensors, put_parameters
 from plait.tensors.parameters import deep_copy, like
+from plait.tensors.storages import LiveStorages
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    fake_failures,
     fakes_around,
+    held_on_meta,
+    is_seeded,
+    lifted,
+    schema,
     tree_map_only,
 )
 from plait.tensors.trees import flat
 
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
+
+
+CONSTANT = 1 << 26
+"""Bytes up to which a constant is real: the positions of five samples of a million tokens, a mask of 8,192 tokens."""
 
 
 class Unknowns(FakeTensorMode):
@@ -58,6 +68,52 @@ class PartlyFake(TorchDispatchMode):
     def hides(self, made: Tensor) -> bool:
         """Whether a new tensor, made from no other, is to be fake."""
         return made.numel() * made.element_size() > SMALL
+
+
+class RealConstants(TorchDispatchMode):
+    """Fakes what comes from samples, weights and random numbers. The rest is the same in every step, such as positions and causal masks: it
+    is real, so that code that looks at it runs as in training."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+        self.constants, self.written = LiveStorages(), LiveStorages()
+        """Tensors that hold constants, and those that held constants until something else was written into them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = list(flat((args, kwargs)))
+        if self._is_constant(func, given) and self._is_small(func, args, kwargs):
+            result = func(*args, **kwargs)
+            for made in flat(result):
+                if not isinstance(made, FakeTensor):
+                    self.constants.add(made)
+            return result
+        if schema(func).is_mutable:
+            for t in (t for t in given if t in self.constants):
+                self.constants.discard(t)
+                self.written.add(t)
+        with self.fakes:
+            return func(*args, **kwargs)
+
+    def faked(self, t: Tensor) -> Tensor:
+        """The tensor for code that reads numbers without an operator: a fake one where they are not those of training."""
+        return self.fakes.from_tensor(t) if t in self.written else t
+
+    def _is_constant(self, func: OpOverload, given: list[Tensor]) -> bool:
+        """Whether an operator computes a constant of constants. What `torch.tensor` makes of values of Python comes as one that is lifted."""
+        return not is_seeded(func) and (func is lifted or all(t in self.constants for t in given))
+
+    def _is_small(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the result has memory, and not too much."""
+        if schema(func).is_mutable:
+            return True
+        try:
+            with self.fakes:
+                shapes = list(flat(func(*args, **kwargs)))
+        except fake_failures():  # its values say how much there is: no more than it is given
+            return True
+        return not any(map(held_on_meta, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= CONSTANT
 
 
 def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:

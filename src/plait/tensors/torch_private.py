@@ -62,6 +62,8 @@ RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_re
 """What recurrent layers call."""
 scalar_of = torch.ops.aten._local_scalar_dense.default
 """The operator behind `.item()`, `.tolist()` and `float(…)` of a tensor."""
+lifted = torch.ops.aten.lift_fresh.default
+"""The operator that is given what `torch.tensor` has made of values of Python."""
 asks_device = torch.ops.prim.device.default
 """The operator by which C++ asks a tensor subclass for its device."""
 all_reduce = _functional_collectives.all_reduce
