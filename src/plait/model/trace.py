@@ -35,9 +35,9 @@ from plait.tensors.torch_private import (
     FakeTensorMode,
     OpOverload,
     WrapperTensor,
+    argument_of,
     is_seeded,
     own_buffers,
-    schema,
     storage_key,
     tree_map_only,
 )
@@ -320,8 +320,8 @@ class _Operators(OutsideWrites):
         if func.namespace in COLLECTIVES and watcher.keys is None:  # with keys it is a rank's part that runs, which communicates
             raise one_device.communicates(f"the job's forward pass or loss communicates: {func}")
         name, _, module = watcher.owner[-1]
-        sparse = func.overloadpacket.__name__ in _TABLES and _argument(func, args, kwargs, "sparse")
-        if sparse and _argument(func, args, kwargs, "weight").requires_grad:
+        sparse = func.overloadpacket.__name__ in _TABLES and argument_of(func, args, kwargs, "sparse")
+        if sparse and argument_of(func, args, kwargs, "weight").requires_grad:
             raise sparse_gradients_error(name or type(module).__name__)
         touched = roles(func, args, kwargs)
         result = self.run(func, args, kwargs, touched)
@@ -329,7 +329,7 @@ class _Operators(OutsideWrites):
             watcher.meter.operator(func, args, kwargs, result)
         if watcher.writes is not None:
             watcher.writes.operator(name, touched, result, self.own)
-        if is_seeded(func) and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
+        if is_seeded(func) and 0.0 not in [argument_of(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             if self.keyed and distributions.rule_of(func) in distributions.REDRAWN:
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = (result if isinstance(result, torch.Tensor) else result[0]).shape
@@ -347,14 +347,6 @@ class _Operators(OutsideWrites):
 
 
 def _uses_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    training = _argument(func, args, kwargs, "training")
-    training = _argument(func, args, kwargs, "train") if training is None else training
+    training = argument_of(func, args, kwargs, "training")
+    training = argument_of(func, args, kwargs, "train") if training is None else training
     return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
-
-
-def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
-    for i, argument in enumerate(schema(func).arguments):
-        if argument.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
-    return None

@@ -136,6 +136,14 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of an operator's argument, also if it is left at its default; None if there is no such argument."""
+    for i, argument in enumerate(schema(op).arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module itself, by name; changing the dict changes the module."""
     return module._buffers
