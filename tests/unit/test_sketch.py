@@ -160,6 +160,8 @@ def filled(x: Tensor) -> Tensor:
 CONSTANTS = {
     "positions": (lambda s, x: x * s.weight if torch.arange(x.shape[1]).max() == 3 else x, False),
     "of Python's values": (lambda s, x: x * s.weight * sum(torch.tensor([1, 2]).tolist()), False),
+    "of numpy's": (lambda s, x: x * s.weight if torch.as_tensor(np.ones(2)).sum() == 2 else x, False),
+    "of another's kind": (lambda s, x: x * s.weight if x.new_tensor([1.0]).item() else x, False),
     "found": (lambda s, x: x[:, torch.ones(4, 4).triu(3).nonzero()[:, 1]] * s.weight[:1] if torch.eye(3).numpy().any() else x, False),
     "as many as samples": (lambda s, x: x * s.weight if torch.ones(len(x), 4).all() else x, False),
     "written with a constant": (lambda s, x: x * s.weight if torch.zeros(4).add_(torch.ones(4)).sum() == 4 else x, False),

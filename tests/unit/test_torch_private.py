@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -886,20 +885,6 @@ def test_who_asks_a_fake_tensor_for_a_number_calls_one_operator(look: Any) -> No
     with Watch():
         look(x)
     assert torch_private.scalar_of in seen
-
-
-@pytest.mark.parametrize("make", [lambda: torch.tensor([1, 2]), lambda: torch.as_tensor(np.ones(2)), lambda: torch.ones(2).new_tensor([1.0])])
-def test_tensors_of_values_of_python_are_lifted(make: Any) -> None:
-    seen: list[Any] = []
-
-    class Watch(torch_private.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        make()
-    assert torch_private.lifted in seen
 
 
 @contract("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", "…._spec")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from plait.tensors.torch_private import OpOverload, argument_of, schema, storage_key
+from plait.tensors.torch_private import OpOverload, schema, storage_key
 from plait.tensors.trees import NOTHING, ProbeSizes, Template, flat
 
 
@@ -25,6 +25,14 @@ def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], re
     packet = func.overloadpacket
     formula = OURS.get(packet) or flop_registry.get(packet)
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
+
+
+def argument_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of an operator's argument, also if it is left at its default; None if there is no such argument."""
+    for i, argument in enumerate(schema(func).arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

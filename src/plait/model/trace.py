@@ -23,6 +23,7 @@ from plait.model.deferred_init import roles
 from plait.model.make import sparse_gradients_error
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import LISTENER, Mutations, OutsideWrites, ProcessFlags
+from plait.model.operations import argument_of
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import opaque_code
@@ -35,7 +36,6 @@ from plait.tensors.torch_private import (
     FakeTensorMode,
     OpOverload,
     WrapperTensor,
-    argument_of,
     is_seeded,
     own_buffers,
     storage_key,

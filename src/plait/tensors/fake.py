@@ -23,7 +23,6 @@ from plait.tensors.torch_private import (
     fakes_around,
     held_on_meta,
     is_seeded,
-    lifted,
     schema,
     tree_map_only,
 )
@@ -70,6 +69,10 @@ class PartlyFake(TorchDispatchMode):
         return made.numel() * made.element_size() > SMALL
 
 
+LIFTED = torch.ops.aten.lift_fresh.default
+"""The operator that is given what `torch.tensor` has made of values of Python."""
+
+
 class RealConstants(TorchDispatchMode):
     """Fakes what comes from samples, weights and random numbers. The rest is the same in every step, such as positions and causal masks: it
     is real, so that code that looks at it runs as in training."""
@@ -101,8 +104,8 @@ class RealConstants(TorchDispatchMode):
         return self.fakes.from_tensor(t) if t in self.written else t
 
     def _is_constant(self, func: OpOverload, given: list[Tensor]) -> bool:
-        """Whether an operator computes a constant of constants. What `torch.tensor` makes of values of Python comes as one that is lifted."""
-        return not is_seeded(func) and (func is lifted or all(t in self.constants for t in given))
+        """Whether an operator computes a constant of constants. What is lifted is one."""
+        return not is_seeded(func) and (func is LIFTED or all(t in self.constants for t in given))
 
     def _is_small(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the result has memory, and not too much."""

@@ -62,8 +62,6 @@ RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_re
 """What recurrent layers call."""
 scalar_of = torch.ops.aten._local_scalar_dense.default
 """The operator behind `.item()`, `.tolist()` and `float(…)` of a tensor."""
-lifted = torch.ops.aten.lift_fresh.default
-"""The operator that is given what `torch.tensor` has made of values of Python."""
 asks_device = torch.ops.prim.device.default
 """The operator by which C++ asks a tensor subclass for its device."""
 all_reduce = _functional_collectives.all_reduce
@@ -134,14 +132,6 @@ def let_wait(patience: timedelta) -> None:
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: its arguments, which of them it writes, and their defaults."""
     return op._schema
-
-
-def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """The value of an operator's argument, also if it is left at its default; None if there is no such argument."""
-    for i, argument in enumerate(schema(op).arguments):
-        if argument.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
-    return None
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
