@@ -150,6 +150,13 @@ def test_a_model_that_looks_at_values_runs_for_real_on_a_copy(name: str) -> None
     assert model.training
 
 
+def read(x: Tensor) -> Tensor:
+    """A constant that is written into something else."""
+    made = torch.arange(4.0)
+    (2 * x.detach()).add_(made)
+    return made
+
+
 def filled(x: Tensor) -> Tensor:
     """What was a constant until values of samples were written into it."""
     made = torch.zeros(len(x))
@@ -165,6 +172,7 @@ CONSTANTS = {
     "found": (lambda s, x: x[:, torch.ones(4, 4).triu(3).nonzero()[:, 1]] * s.weight[:1] if torch.eye(3).numpy().any() else x, False),
     "as many as samples": (lambda s, x: x * s.weight if torch.ones(len(x), 4).all() else x, False),
     "written with a constant": (lambda s, x: x * s.weight if torch.zeros(4).add_(torch.ones(4)).sum() == 4 else x, False),
+    "written into something else": (lambda s, x: x * s.weight if read(x).max() == 3 else x, False),
     "item": (lambda s, x: x * s.weight if filled(x)[0].item() > -1 else x, True),
     "tolist": (lambda s, x: x * s.weight if filled(x).tolist()[0] > -1 else x, True),
     "numpy": (lambda s, x: x * s.weight if filled(x).numpy()[0] > -1 else x, True),

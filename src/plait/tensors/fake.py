@@ -21,7 +21,6 @@ from plait.tensors.torch_private import (
     TorchDispatchMode,
     fake_failures,
     fakes_around,
-    held_on_meta,
     is_seeded,
     schema,
     tree_map_only,
@@ -92,10 +91,9 @@ class RealConstants(TorchDispatchMode):
                 if not isinstance(made, FakeTensor):
                     self.constants.add(made)
             return result
-        if schema(func).is_mutable:
-            for t in (t for t in given if t in self.constants):
-                self.constants.discard(t)
-                self.written.add(t)
+        for t in (t for t in _written(func, args, kwargs) if t in self.constants):
+            self.constants.discard(t)
+            self.written.add(t)
         with self.fakes:
             return func(*args, **kwargs)
 
@@ -108,7 +106,7 @@ class RealConstants(TorchDispatchMode):
         return not is_seeded(func) and (func is LIFTED or all(t in self.constants for t in given))
 
     def _is_small(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the result has memory, and not too much."""
+        """Whether there is memory for the result."""
         if schema(func).is_mutable:
             return True
         try:
@@ -116,7 +114,20 @@ class RealConstants(TorchDispatchMode):
                 shapes = list(flat(func(*args, **kwargs)))
         except fake_failures():  # its values say how much there is: no more than it is given
             return True
-        return not any(map(held_on_meta, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= CONSTANT
+        return all(map(_is_reachable, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= CONSTANT
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes."""
+    arguments = schema(func).arguments
+    given = dict(zip((a.name for a in arguments), args)) | kwargs
+    return flat([given.get(a.name) for a in arguments if a.is_write])
+
+
+def _is_reachable(t: Tensor) -> bool:
+    """Whether a tensor may be made on its device: a process that has not used a GPU must not begin to, because it may fork."""
+    kind = (t.fake_device if isinstance(t, FakeTensor) else t.device).type
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_initialized())
 
 
 def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
