@@ -241,7 +241,7 @@ def by_source(pairs: Sequence[tuple[Run, Prediction]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=4, help="over all constants, twice (4)")
-    parser.add_argument("--folds", type=int, default=0, help="predict sources, dealt into so many parts, without their rows; the deviations of these errors")
+    parser.add_argument("--folds", type=int, default=0, help="parts of sources that are predicted by the others; deviations of the errors")
     options = parser.parse_args()
     rows = [row for path in sorted(DATA.glob("*.csv")) for row in read(path)]
     if not options.folds:

@@ -17,7 +17,7 @@ def test_a_trial_keeps_no_memory_that_it_does_not_use() -> None:
             layer(torch.ones(2000, 2000)).sum().backward()
             layer.weight.grad = None
         assert resident() - began < 400 << 20
-        assert len(trial._made) < 20 and len(trial._origins) < 20
+        assert len(trial.own) < 20 and len(trial._origins) < 20
 
 
 def test_a_number_that_is_used_again_is_another_storage() -> None:

@@ -150,6 +150,60 @@ def test_a_model_that_looks_at_values_runs_for_real_on_a_copy(name: str) -> None
     assert model.training
 
 
+def read(x: Tensor) -> Tensor:
+    """A constant that is written into something else."""
+    made = torch.arange(4.0)
+    (2 * x.detach()).add_(made)
+    return made
+
+
+def filled(x: Tensor) -> Tensor:
+    """What was a constant until values of samples were written into it."""
+    made = torch.zeros(len(x))
+    made[:] = x.detach().sum(1)
+    return made
+
+
+CONSTANTS = {
+    "positions": (lambda s, x: x * s.weight if torch.arange(x.shape[1]).max() == 3 else x, False),
+    "of Python's values": (lambda s, x: x * s.weight * sum(torch.tensor([1, 2]).tolist()), False),
+    "of numpy's": (lambda s, x: x * s.weight if torch.as_tensor(np.ones(2)).sum() == 2 else x, False),
+    "of another's kind": (lambda s, x: x * s.weight if x.new_tensor([1.0]).item() else x, False),
+    "found": (lambda s, x: x[:, torch.ones(4, 4).triu(3).nonzero()[:, 1]] * s.weight[:1] if torch.eye(3).numpy().any() else x, False),
+    "as many as samples": (lambda s, x: x * s.weight if torch.ones(len(x), 4).all() else x, False),
+    "written with a constant": (lambda s, x: x * s.weight if torch.zeros(4).add_(torch.ones(4)).sum() == 4 else x, False),
+    "written into something else": (lambda s, x: x * s.weight if read(x).max() == 3 else x, False),
+    "item": (lambda s, x: x * s.weight if filled(x)[0].item() > -1 else x, True),
+    "tolist": (lambda s, x: x * s.weight if filled(x).tolist()[0] > -1 else x, True),
+    "numpy": (lambda s, x: x * s.weight if filled(x).numpy()[0] > -1 else x, True),
+    "branch": (lambda s, x: x * s.weight if filled(x).any() else x, True),
+    "by an operator": (lambda s, x: x * s.weight if torch.zeros(4).add_(x.sum()).tolist() else x, True),
+    "of weights": (lambda s, x: x * s.weight if (torch.ones(4) * s.weight).sum() > 0 else x, True),
+    "at random": (lambda s, x: x * s.weight if torch.rand(()) < 2 else x, True),
+    "at random in place": (lambda s, x: x * s.weight if torch.zeros(2).uniform_().tolist() else x, True),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_code_may_look_at_what_is_the_same_in_every_step(name: str) -> None:
+    function, by_values = CONSTANTS[name]
+    found = of(Fn(function), 4)
+    assert found.by_values == by_values and not found.followed and not found.rewritten
+
+
+def test_a_constant_that_is_too_large_takes_no_memory() -> None:
+    def mask(s: Any, x: Tensor) -> Tensor:
+        at = torch.arange(1 << 20)
+        assert (at[:, None] >= at).shape == (1 << 20, 1 << 20)
+        return x * s.weight
+
+    assert not of(Fn(mask), 4).by_values
+
+
+def test_what_weights_write_into_a_constant_is_the_models_own() -> None:
+    assert of(Fn(lambda s, x: x + torch.zeros(4).copy_(s.weight)), 4).followed == {}
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -83,8 +83,8 @@ def opened(found: Sketch) -> list[str]:
 def test_an_mlp() -> None:
     found = of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)), 4)
     assert tuple(replace(c, template=NOTHING) for c in found.calls) == (
-        UnitCall("0", (), each(2 * 4 * 8), each(4 * 4), each(4 * 8), each(4 * 4), given=1),
-        UnitCall("3", (0,), each(2 * 8 * 2), each(4 * 8), each(4 * 2), each(4 * 8), given=1),
+        UnitCall("0", (), each(2 * 4 * 8), each(4 * 4), each(4 * 8), each(4 * 4), fresh=each(4 * 4), given=1),
+        UnitCall("3", (0,), each(2 * 8 * 2), each(4 * 8), each(4 * 2), each(4 * 8), fresh=each(4 * 8), given=1),
     )
     assert [(u.name, u.kind, u.weights, u.closed) for u in found.units] == [
         ("0", "Linear", 4 * (32 + 8), True),

@@ -46,7 +46,8 @@ class MeteredCall:
     given: int = 0
     flops: int = 0
     output: int = 0
-    saved: int = 0
+    fresh: float = 0.0
+    saved: float = 0.0
     itemsize: int = 4
     """Bytes of a number of its output."""
     effort: Effort = field(default_factory=Effort)
@@ -116,6 +117,8 @@ class Meter:
         what calls did not return."""
         self.past_written: dict[int, frozenset[tuple[int, int]]] = {}
         self.kept: dict[int, tuple[int | None, int]] = {}
+        self.inputs: dict[int, tuple[set[int], int]] = {}
+        """By storage: the calls that were given a tensor in it, and its bytes."""
 
     # — calls —
 
@@ -135,8 +138,16 @@ class Meter:
             tensors = list(tensors_in(given))
             needs = self.sources(tensors)
             self.metered.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
+            self._given(tensors)
             self.running, self.depth = module, 0
             self.versions, self.arguments = [(t, version(t)) for t in tensors], given
+
+    def _given(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if (storage := storage_key(tensor)) not in self.constants:
+                calls, _ = self.inputs.setdefault(storage, (set(), _stored(tensor)))
+                calls.add(len(self.metered.calls) - 1)
+        self.alive += tensors
 
     @contextmanager
     def _look(self) -> Iterator[None]:
@@ -204,13 +215,26 @@ class Meter:
         for i, way in self._carried(tensors_in(output if loss is None else loss)):
             self.metered.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
         self._mark_backward(output if loss is None else loss)
-        for call, size in self.kept.values():
-            if call is None:
-                self.metered.saved += size
-            else:
-                self.metered.calls[call].saved += size
+        self._count_kept()
         self.alive.clear()  # autograd's graph may hold itself through these
         return self.metered
+
+    def _count_kept(self) -> None:
+        """Attribute what is kept to calls, and to the code between. What several calls are given, such as a mask, is there once: each of
+        them has an equal part of it, so that layers are alike."""
+        shared = {storage: (calls, size) for storage, (calls, size) in self.inputs.items() if len(calls) > 1}
+        for storage, (call, size) in self.kept.items():
+            if call is None:
+                self.metered.saved += size
+            elif storage not in shared:
+                self.metered.calls[call].saved += size
+        for storage, (calls, size) in self.inputs.items():
+            if storage not in shared:
+                self.metered.calls[min(calls)].fresh += size
+        for storage, (calls, size) in shared.items():  # last, and in one order for all: sums of alike layers are equal
+            for call in calls:
+                self.metered.calls[call].fresh += size / len(calls)
+                self.metered.calls[call].saved += size / len(calls) if self.kept.get(storage, (None,))[0] is not None else 0
 
     def _mark_backward(self, end: object) -> None:
         """Clear `backward` of calls whose outputs autograd does not reach from `end`, such as detached ones. A call is left as it is if
@@ -328,8 +352,7 @@ class Meter:
         call = None if self.running is None else len(self.metered.calls) - 1
         before = self.kept.get(storage)
         if storage not in self.constants and (before is None or (before[0] is None and call is not None)):
-            size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _bytes([tensor])
-            self.kept[storage] = (call, size)
+            self.kept[storage] = (call, _stored(tensor))
         self.alive.append(tensor)
         return len(self.alive) - 1
 
@@ -357,6 +380,11 @@ def homes(model: nn.Module, units: Mapping[int, str]) -> Iterator[tuple[nn.Modul
 def _place(asked: Arguments, output: object) -> int | str | None:
     """Which of the arguments (args, kwargs) is itself the output."""
     return next((key for key, value in (*enumerate(asked[0]), *asked[1].items()) if value is output), None)
+
+
+def _stored(tensor: Tensor) -> int:
+    """Bytes in the storage of a tensor."""
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _bytes([tensor])
 
 
 def _bytes(tensors: list[Tensor]) -> int:

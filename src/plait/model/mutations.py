@@ -17,13 +17,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from plait.model.deferred_init import Roles, roles
 from plait.tensors.float64 import Shadow
+from plait.tensors.storages import LiveStorages
 from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,
@@ -120,8 +120,8 @@ class Mutations:
         for marks in (self.sampled, self.unshared):
             marks.update(_storages(inputs))
 
-    def operator(self, module: str, touched: Roles, result: object) -> None:
-        """One that a module's own code has run."""
+    def operator(self, module: str, touched: Roles, result: object, own: LiveStorages) -> None:
+        """One that a module's own code has run. `own`: storages that the forward pass made."""
         written, read = touched
         for tensor in written:
             if name := self.own.get(storage_key(tensor)):
@@ -132,18 +132,18 @@ class Mutations:
         for marks in marked:
             marks.update(made)
         if self.sampled.keys().isdisjoint(keys):
-            self._follow(module, written, read, result)
+            self._follow(module, [t for t in written if t not in own], [*written, *tree_leaves(result)], read)
 
-    def _follow(self, module: str, written: list[Any], read: list[Any], result: object) -> None:
-        """What is made from weights alone; and where it is written into a tensor that was there before the run, which is not fake."""
+    def _follow(self, module: str, outside: list[Any], made: list[Any], read: list[Any]) -> None:
+        """What is made from weights alone; and where it is written into a tensor from outside of the run, which is not fake."""
         source = next((name for t in read if (name := self._weight(t)) is not None), None)
         if source is None or not self.faked:
             return
-        for t in (*written, *tree_leaves(result)):
+        for t in made:
             if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or storage_key(t) in self.own:
                 continue
             self.of_weights[storage_key(t)] = source, t.untyped_storage()
-            if not isinstance(t, FakeTensor) and any(t is one for one in written):
+            if not isinstance(t, FakeTensor) and any(t is one for one in outside):
                 self.outside.setdefault(source, set()).add(module)
 
     def _weight(self, tensor: torch.Tensor) -> str | None:
@@ -195,8 +195,8 @@ class OutsideWrites(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made = dict[int, ReferenceType[object]]()
-        """Storages of the trial's own tensors, while they live."""
+        self.own = LiveStorages(self.forget)
+        """Those of the trial's own tensors."""
         self._before = list[tuple[Tensor, Tensor]]()
 
     def __torch_dispatch__(
@@ -209,14 +209,14 @@ class OutsideWrites(TorchDispatchMode):
         """The result of an operator that touches these tensors."""
         written, read = touched
         for t in written:
-            if storage_key(t) not in self._made:
+            if t not in self.own:
                 with no_modes():
                     self._before.append((t, t.detach().clone()))
         result = func(*args, **kwargs)
         given = {storage_key(t) for t in (*written, *read)}
         for t in flat(result):
             if storage_key(t) not in given:
-                self.keep(t)
+                self.own.add(t)
         return result
 
     def __exit__(
@@ -229,14 +229,8 @@ class OutsideWrites(TorchDispatchMode):
         Shadow.written({storage_key(tensor) for tensor, _ in self._before})
         self._before.clear()
 
-    def keep(self, t: Tensor) -> None:
-        """Know it as the trial's own; when its storage ends, another may get the number."""
-        key, forget = storage_key(t), self.forget
-        self._made[key] = ref(t.untyped_storage() if t.layout is torch.strided else t, lambda _: forget(key))
-
     def forget(self, key: int) -> None:
         """A storage of the trial's own has ended."""
-        self._made.pop(key, None)
 
 
 WEIGHTS = 0
@@ -256,25 +250,24 @@ class FollowedWrites(OutsideWrites):
         """These are parameters or gradients of the trial."""
         for t in (t for t in weights if t is not None):
             self._origins[storage_key(t)] = frozenset({WEIGHTS})
-            self.keep(t)
+            self.own.add(t)
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], touched: Roles) -> Any:
         written, read = touched
         origins = frozenset[int]().union(*map(self._origin, (*written, *read)))
-        outside = [t for t in written if storage_key(t) not in self._made]
+        outside = [t for t in written if t not in self.own]
         self.follows = self.follows or any(origins - {storage_key(t)} for t in outside)
         result = super().run(func, args, kwargs, touched)
         for t in (*written, *flat(result)):
-            if (key := storage_key(t)) in self._made:
-                self._origins[key] = origins
+            if t in self.own:
+                self._origins[storage_key(t)] = origins
         return result
 
     def forget(self, key: int) -> None:
         """A storage of the trial's own has ended."""
-        super().forget(key)
         self._origins.pop(key, None)
 
     def _origin(self, t: Tensor) -> frozenset[int]:
         key = storage_key(t)
         outside = frozenset({key}) if t.dim() else frozenset[int]()
-        return self._origins.get(key, frozenset()) if key in self._made else outside
+        return self._origins.get(key, frozenset()) if t in self.own else outside

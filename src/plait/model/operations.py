@@ -27,6 +27,14 @@ def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], re
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
+def argument_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of an operator's argument, also if it is left at its default; None if there is no such argument."""
+    for i, argument in enumerate(schema(func).arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Two products: query with key, and the weights with value. [b, h, s, d]; a causal mask is not deducted."""
     b, h, s, d = query.shape
@@ -81,12 +89,13 @@ class MatrixProduct:
     grows: Literal["rows", "batch", ""] = "rows"
     """What has more with more samples."""
     causal: bool = False
-    """Of attention: a mask leaves the lower half of the scores. `flops` are those of the square."""
+    """The kernel leaves out keys after a query (`is_causal=True` of scaled_dot_product_attention). A kernel that is given a mask does not,
+    whatever the mask says. `flops` are those of the square."""
     convolution: bool = False
 
     @property
     def flops(self) -> float:
-        """Of the forward pass of a sample."""
+        """Of the forward pass of a sample. A causal product counts with its full square."""
         return 2 * self.rows * self.inner * self.columns * self.batch * self.times
 
 
@@ -121,7 +130,7 @@ class Effort:
         inputs, results = list(flat(args)), list(flat(result))
         if flops:
             self.operators += 1
-            self.products += _products(func, args, results, flops, names)
+            self.products += _products(func, args, kwargs, results, flops, names)
             if func.overloadpacket in ATTENTION:
                 self.keys += args[1].numel() + args[2].numel()
             return flops
@@ -146,7 +155,7 @@ SECOND = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (
 
 
 def _products(
-    func: OpOverload, args: tuple[Any, ...], results: list[Tensor], flops: int, names: Mapping[int, str]
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], flops: int, names: Mapping[int, str]
 ) -> list[Product]:
     """The products of one operator."""
     packet = func.overloadpacket
@@ -154,7 +163,8 @@ def _products(
     if packet in ATTENTION:
         b, h, s, d = args[0].shape
         keys, wide = args[1].shape[2], args[2].shape[3]
-        return [Product(s, d, keys, b * h, fused=True), Product(s, keys, wide, b * h, fused=True)]
+        shape = Product(s, d, keys, b * h, fused=True, causal=bool(argument_of(func, args, kwargs, "is_causal")))
+        return [shape, replace(shape, inner=keys, columns=wide)]
     if packet in SECOND:
         left, right = (args[i] for i in SECOND[packet])
         batch = left.shape[0] if left.dim() == 3 else 1
@@ -249,7 +259,8 @@ class UnitCall:
     output: Figure
     """Bytes of the tensors it returns."""
     saved: Figure
-    """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted."""
+    """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted. Of what several calls are given, such
+    as a mask, each has an equal part."""
     work: OperationCounts = field(default_factory=OperationCounts, compare=False)
     """What its forward consists of."""
     backward: bool = True
@@ -263,6 +274,9 @@ class UnitCall:
     that depend on what it computed by another way than through its output."""
     aside: tuple[int, ...] = ()
     """The same of all that get hold of such a thing (-2: the model's output), whatever they do with it."""
+    fresh: Figure = ZERO
+    """Bytes of the storages that it is given, parameters and buffers not counted: what its recomputation keeps. Of what several calls are
+    given, such as a mask, each has an equal part."""
     given: int = 0
     """How many tensors it is given: another number is another course of the model's code."""
     template: Template = NOTHING

@@ -331,7 +331,7 @@ def single(call: MeteredCall) -> UnitCall:
 
 
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
-    figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
+    figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "fresh", "output", "saved")}
     form = template(small.returned, None if large is None else large.returned, PROBES)
     ends = [run.output // max(1, small.itemsize) for run in (small, large) if run is not None]
     work = _work(small.effort, None if large is None else large.effort, ends)

@@ -23,11 +23,13 @@ from plait.model.deferred_init import roles
 from plait.model.make import sparse_gradients_error
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import LISTENER, Mutations, OutsideWrites, ProcessFlags
+from plait.model.operations import argument_of
 from plait.randomness import distributions
 from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import opaque_code
-from plait.tensors.fake import PartlyFake
+from plait.tensors.fake import PartlyFake, RealConstants
 from plait.tensors.modules import ModuleState
+from plait.tensors.read_numbers import READS
 from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,
@@ -36,7 +38,6 @@ from plait.tensors.torch_private import (
     WrapperTensor,
     is_seeded,
     own_buffers,
-    schema,
     storage_key,
     tree_map_only,
 )
@@ -101,8 +102,8 @@ def trace_run(
     watcher = _Watcher(model, meter, keys)
     shown = keys is not None
     with _as_it_was(model, watcher.seen), watcher.hooked():
-        around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else fakes
-        with _silent(), opaque_code.opaque(), _keeping(meter), around:
+        around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else RealConstants(fakes)
+        with _silent(), opaque_code.opaque(), _keeping(meter), around as watcher.around:
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             inputs = tree_map_only(torch.Tensor, hide, inputs)
             writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
@@ -206,6 +207,8 @@ class _Watcher(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.writes: Mutations | None = None
+        self.around: object = None
+        """The mode for fake tensors that the run is in."""
         self.flags = ProcessFlags(opaque_code.plain(model)) if keys is None else None  # a step of training asks for none
 
     @contextmanager
@@ -267,6 +270,8 @@ class _Watcher(TorchFunctionMode):
         self.operators.keyed = func in distributions.COMPOSITES
         if distributions.draws_in_packed(func, args):
             self.seen.packed.append(self.owner[-1][0] or type(self.owner[-1][2]).__name__)
+        if getattr(func, "__name__", "") in READS and isinstance(self.around, RealConstants):
+            args = (self.around.faked(args[0]), *args[1:])
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
             return func(*args, **kwargs)
@@ -315,16 +320,16 @@ class _Operators(OutsideWrites):
         if func.namespace in COLLECTIVES and watcher.keys is None:  # with keys it is a rank's part that runs, which communicates
             raise one_device.communicates(f"the job's forward pass or loss communicates: {func}")
         name, _, module = watcher.owner[-1]
-        sparse = func.overloadpacket.__name__ in _TABLES and _argument(func, args, kwargs, "sparse")
-        if sparse and _argument(func, args, kwargs, "weight").requires_grad:
+        sparse = func.overloadpacket.__name__ in _TABLES and argument_of(func, args, kwargs, "sparse")
+        if sparse and argument_of(func, args, kwargs, "weight").requires_grad:
             raise sparse_gradients_error(name or type(module).__name__)
         touched = roles(func, args, kwargs)
         result = self.run(func, args, kwargs, touched)
         if watcher.meter is not None:
             watcher.meter.operator(func, args, kwargs, result)
         if watcher.writes is not None:
-            watcher.writes.operator(name, touched, result)
-        if is_seeded(func) and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
+            watcher.writes.operator(name, touched, result, self.own)
+        if is_seeded(func) and 0.0 not in [argument_of(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             if self.keyed and distributions.rule_of(func) in distributions.REDRAWN:
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = (result if isinstance(result, torch.Tensor) else result[0]).shape
@@ -342,14 +347,6 @@ class _Operators(OutsideWrites):
 
 
 def _uses_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    training = _argument(func, args, kwargs, "training")
-    training = _argument(func, args, kwargs, "train") if training is None else training
+    training = argument_of(func, args, kwargs, "training")
+    training = argument_of(func, args, kwargs, "train") if training is None else training
     return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
-
-
-def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
-    for i, argument in enumerate(schema(func).arguments):
-        if argument.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
-    return None

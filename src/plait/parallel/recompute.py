@@ -72,7 +72,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def marked(sketch: Sketch) -> list[str]:
     """Units worth recomputing: they keep more than their inputs. One that changes its inputs would run on others; one
     that changes weights would do it twice."""
-    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)}
+    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.fresh.of(1)}
     worth -= {c.unit for c in sketch.calls if c.writes or c.back is not None}
     writers = {module for by in (*sketch.rewritten.values(), *sketch.followed.values()) for module in by}
     worth -= {unit for unit in worth for module in writers if f"{module}.".startswith(f"{unit}.")}

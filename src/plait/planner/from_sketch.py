@@ -77,7 +77,7 @@ class Block:
     kept_selective: float = 0.0
     """Those of `kept` that recompute=selective lets go."""
     given: float = 0.0
-    """Its input: what full recomputation keeps."""
+    """Its input, with a part of what other blocks are given too, such as a mask: what full recomputation keeps."""
     out: float = 0.0
     """Its output."""
     kernels: float = 0.0
@@ -199,7 +199,7 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, own: list[ParamSpec], itemsiz
     share = inner / max(1.0, inner + call.work.wide)
     written = (p for p in call.work.products if not p.fused or p.columns <= p.inner)
     made = sum(p.rows * p.columns * p.batch * p.times for p in written)
-    given = call.inputs.each / itemsize
+    given = call.fresh.each / itemsize
     return Block(
         unit.name, 1, products, moved=call.work.wide + call.work.inner, moved_cut=inner,
         kept=kept, kept_cut=kept * share, kept_selective=max(0.0, kept - made - given), given=given, out=out,

@@ -13,6 +13,7 @@ multihead         torch's multi-head attention on a rank's heads
 parameters        what a job has put on parameters, and other tensors with the same
 modules           a module under another forward, tried and put back, with other parameters, in eval mode
 fake              runs on fake tensors: shapes without numbers
+storages          sets of storages while they live
 trees             tensors in lists, dicts and objects; the form of a unit's output
 transfers         numbers between host and device without a wait
 moving_average    the exponential moving average of tensors

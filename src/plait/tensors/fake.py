@@ -13,18 +13,26 @@ from torch import Tensor, nn
 
 from plait.tensors.modules import exchange_tensors, put_parameters
 from plait.tensors.parameters import deep_copy, like
+from plait.tensors.storages import LiveStorages
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    fake_failures,
     fakes_around,
+    is_seeded,
+    schema,
     tree_map_only,
 )
 from plait.tensors.trees import flat
 
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
+
+
+CONSTANT = 1 << 26
+"""Bytes up to which a constant is real: the positions of five samples of a million tokens, a mask of 8,192 tokens."""
 
 
 class Unknowns(FakeTensorMode):
@@ -58,6 +66,68 @@ class PartlyFake(TorchDispatchMode):
     def hides(self, made: Tensor) -> bool:
         """Whether a new tensor, made from no other, is to be fake."""
         return made.numel() * made.element_size() > SMALL
+
+
+LIFTED = torch.ops.aten.lift_fresh.default
+"""The operator that is given what `torch.tensor` has made of values of Python."""
+
+
+class RealConstants(TorchDispatchMode):
+    """Fakes what comes from samples, weights and random numbers. The rest is the same in every step, such as positions and causal masks: it
+    is real, so that code that looks at it runs as in training."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+        self.constants, self.written = LiveStorages(), LiveStorages()
+        """Tensors that hold constants, and those that held constants until something else was written into them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = list(flat((args, kwargs)))
+        if self._is_constant(func, given) and self._is_small(func, args, kwargs):
+            result = func(*args, **kwargs)
+            for made in flat(result):
+                if not isinstance(made, FakeTensor):
+                    self.constants.add(made)
+            return result
+        for t in (t for t in _written(func, args, kwargs) if t in self.constants):
+            self.constants.discard(t)
+            self.written.add(t)
+        with self.fakes:
+            return func(*args, **kwargs)
+
+    def faked(self, t: Tensor) -> Tensor:
+        """The tensor for code that reads numbers without an operator: a fake one where they are not those of training."""
+        return self.fakes.from_tensor(t) if t in self.written else t
+
+    def _is_constant(self, func: OpOverload, given: list[Tensor]) -> bool:
+        """Whether an operator computes a constant of constants. What is lifted is one."""
+        return not is_seeded(func) and (func is LIFTED or all(t in self.constants for t in given))
+
+    def _is_small(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether there is memory for the result."""
+        if schema(func).is_mutable:
+            return True
+        try:
+            with self.fakes:
+                shapes = list(flat(func(*args, **kwargs)))
+        except fake_failures():  # its values say how much there is: no more than it is given
+            return True
+        return all(map(_is_reachable, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= CONSTANT
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes."""
+    arguments = schema(func).arguments
+    given = dict(zip((a.name for a in arguments), args)) | kwargs
+    return flat([given.get(a.name) for a in arguments if a.is_write])
+
+
+def _is_reachable(t: Tensor) -> bool:
+    """Whether a tensor may be made on its device: a process that has not used a GPU must not begin to, because it may fork."""
+    kind = (t.fake_device if isinstance(t, FakeTensor) else t.device).type
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_initialized())
 
 
 def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
