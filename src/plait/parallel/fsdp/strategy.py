@@ -45,7 +45,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from plait.config.errors import Problem
 from plait.config.job import Job
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_SLICES
 from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
@@ -63,7 +63,7 @@ from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments,
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.parallel.rank_model import SplitModel
-from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, Split, is_divisible
+from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, is_divisible
 from plait.tensors.collectives import directly
 from plait.tensors.modules import materialise
 from plait.tensors.parameters import ParameterAttributes
@@ -75,7 +75,7 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.fsdp > 1 or plan.offload == "all"
+    return plan.is_sharded
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -92,18 +92,18 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The ranks as torch's mesh."""
-    backend = groups_of.backend_of_meshes()
-    other: dict[int | str, Any] | None = None if backend is None else {axis: backend for axis in AXES}  # noqa: C420
-    shape = tuple(getattr(plan, axis) for axis in AXES)
-    return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=other)
+    """The ranks as torch's mesh. Axes over which a tensor is sharded are next to each other, and one axis of it, `fsdp`."""
+    backend, axes = groups_of.backend_of_meshes(), tuple(axis for axis in AXES if axis not in plan.shard_axes[1:])
+    other: dict[int | str, Any] | None = None if backend is None else {axis: backend for axis in axes}  # noqa: C420
+    shape = tuple(plan.shards if axis == "fsdp" else getattr(plan, axis) for axis in axes)
+    return init_device_mesh(device.type, shape, mesh_dim_names=axes, backend_override=other)
 
 
 def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     """A shard of what the other axes leave. A scalar is not sharded: its gradient is summed over the ranks of all these axes."""
     plan = table.plan
-    shard = Split("fsdp", plan.fsdp, 0, at_rest=True)
-    sums = Reduce(("fsdp",), "scatter", "each keeps a shard, and has other samples"), Reduce(SAME_PARTS, "sum", REPLICAS)
+    shard, why = table.shard(plan.shard_axes, 0), "each keeps a shard, and has other samples (fsdp) or another shard of the sequence (cp)"
+    sums = Reduce(plan.shard_axes, "scatter", why), Reduce(plan.replica_axes, "sum", REPLICAS)
     rest = {name: spec for name, spec in table.specs.items() if not spec.expert}
     return replace(table, specs=table.specs | {n: s.split(shard).reduced(*sums, first=True) for n, s in rest.items()})
 
@@ -113,7 +113,7 @@ def apply(split: SplitModel) -> SplitModel:
     where = expert_shard_groups(split)
     check_formats(split.sketch, [m for m in split.sketch.mixtures if m.names & where.keys()])
     batch_norm.synchronise(model, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
-    copies = split.mesh.group_or_none(*SAME_PARTS)
+    copies = split.mesh.group_or_none(*plan.replica_axes)
     split.setup.place.alone(device)
     mesh = _mesh(plan, device)
     for parameter in split.params.values():
