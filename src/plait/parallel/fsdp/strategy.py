@@ -5,7 +5,9 @@ What it does
     1/N part of every tensor. A unit's parameters are gathered just before it runs and dropped after; its gradients
     are summed into parts; the optimizer updates parts. `zero` says what is kept as parts: 1 optimizer state, 2 and
     gradients, 3 and parameters between a unit's forward and backward. `dp=M fsdp=N` makes M copies of N parts (hybrid:
-    sharded where links are fast, copied where they are slow).
+    sharded where links are fast, copied where they are slow). `shard_over_cp=true` shards over the F × C ranks of `fsdp=F cp=C`
+    together, also with `fsdp=1`: ranks of `cp` compute shards of the same sequences with the same parameters, so each can keep
+    a part of these too, and one sum over all F × C ranks gives each the gradient of its part.
 
 Picture
     rank 0   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
@@ -14,10 +16,12 @@ Picture
 Costs
     Memory: all state / N, plus the unit or two that are gathered at the moment (zero 1 and 2 hold the whole
     parameters from forward to backward). Traffic: zero 3 gathers the parameters twice and sums the gradients once, half
-    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism.
+    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism. Under `shard_over_cp=true` N is
+    F × C, and no other sum over `cp` follows.
 
 Choose when
-    Parameters, gradients and optimizer state do not fit beside the activations.
+    Parameters, gradients and optimizer state do not fit beside the activations. With `cp`, whose ranks hold replicas
+    otherwise, `shard_over_cp=true`.
 
 Avoid when
     They do: copies (dp) move less. Or the batch has fewer samples than there are processes.
