@@ -247,7 +247,7 @@ def numbered_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault, words, probe, codes", sampled(3, [
     (whole_sum_halved, "cp=2", "G", ("V002",)), (own_part_left_out, "cp=2", "G", ()), (replicas_not_summed, "dp=2 cp=2", "R", ("V004",)),
     (clipped_by_a_part, "cp=2", "U2", ("V007",)), (counted_once_for_each_rank_of_cp, "fsdp=2 cp=2", "U2", ("V007",)),
-    (numbered_the_other_way, "fsdp=2 cp=2", "W0", ()),
+    (numbered_the_other_way, "fsdp=2 cp=2", "I", ()),
 ]), ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_a_fault_is_seen(fault: Any, words: str, probe: str, codes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
