@@ -27,6 +27,8 @@ def of_experts(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple({"dp": "edp", "fsdp": "efsdp"}.get(axis, axis) for axis in axes)
 
 
+REPLICA_AXES = ("dp", "edp", "cp")
+"""Axes along which a plan may have replicas of the same part of a tensor (`Plan.replica_axes`, and the same of experts)."""
 SAME_EXPERTS = of_experts(SAME_SLICES)
 """Axes along which ranks have the same experts, whole or shards of them."""
 

@@ -14,7 +14,7 @@ import torch
 
 from plait.config.keys import AXES
 from plait.config.plan import Plan
-from plait.parallel.mesh import EXPERT_AXES, Only, axis_sizes
+from plait.parallel.mesh import EXPERT_AXES, REPLICA_AXES, Only, axis_sizes
 from plait.tensors.rows import Ranges, chunk, everything, within
 
 REPLICAS = "replicas: other samples (dp), other shards of the sequence (cp)"
@@ -62,7 +62,7 @@ class Split:
     """One split of a tensor along axes of the mesh, of what the splits before it left."""
 
     axes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    axis_sizes: tuple[int, ...]
     """Ranks along each axis."""
     dim: int | None
     """None: `dim_of_expert` of what is left, which may differ between ranks of another axis."""
@@ -74,11 +74,11 @@ class Split:
     @property
     def ranks(self) -> int:
         """Into how many parts it splits."""
-        return prod(self.sizes)
+        return prod(self.axis_sizes)
 
     def index(self, at: At) -> int:
         """Which part a rank has: the index of the rank along the axes, the last one fastest."""
-        return index_along(at, dict(zip(self.axes, self.sizes)))
+        return index_along(at, dict(zip(self.axes, self.axis_sizes)))
 
     def dim_in(self, ranges: tuple[Ranges, ...]) -> int | None:
         """The dim that is split; None for what is not sharded."""
@@ -115,7 +115,7 @@ class Reduce:
     @property
     def late(self) -> bool:
         """Made after backward (`parallel/gradient_reducer.py`), and not in its course by what sums over replicas and shards."""
-        return self.op != "scatter" and not {*self.axes} <= {"dp", "edp", "cp"}
+        return self.op != "scatter" and not {*self.axes} <= {*REPLICA_AXES}
 
     def only(self, at: At) -> Only:
         """The set of a rank; empty where there are no sets."""
@@ -195,8 +195,8 @@ class ShardPlan:
         """Ranks along each axis, of both views of the mesh."""
         return axis_sizes(self.plan)
 
-    def shard(self, axes: tuple[str, ...], dim: int | None) -> Split:
-        """What ranks along these axes keep between uses: a shard of a tensor each."""
+    def shard_split(self, axes: tuple[str, ...], dim: int | None) -> Split:
+        """The split of a tensor of which ranks along these axes keep a shard each between uses."""
         return Split(axes, tuple(self.axis_sizes[axis] for axis in axes), dim, at_rest=True)
 
     def here(self, at: At) -> Specs:

@@ -114,7 +114,7 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
             home = ("ep", (rank_of[number],))
             spec = spec.split(stacked) if mixture.stacked else replace(spec, homes=(*spec.homes, home))
             if sharded := groups.is_expert_sharded(plan, spec.shape):
-                spec = spec.split(table.shard(shards, None))
+                spec = spec.split(table.shard_split(shards, None))
             found[name] = spec.reduced(scatter, replicas, first=True) if sharded else spec.reduced(all_of_them)
         homes |= {name: ("ep", (rank_of[number],)) for number, name in enumerate(mixture.modules)}
     return replace(table, specs=found, homes=homes)

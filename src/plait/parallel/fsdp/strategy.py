@@ -106,7 +106,7 @@ def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     """A shard of what the other axes leave. A scalar is not sharded: its gradient is summed over the ranks of all these axes."""
     plan = table.plan
-    shard, why = table.shard(plan.shard_axes, 0), "each keeps a shard, and has other samples (fsdp) or another shard of the sequence (cp)"
+    shard, why = table.shard_split(plan.shard_axes, 0), "each keeps a shard, and has other samples (fsdp) or another shard of the sequence (cp)"
     sums = Reduce(plan.shard_axes, "scatter", why), Reduce(plan.replica_axes, "sum", REPLICAS)
     rest = {name: spec for name, spec in table.specs.items() if not spec.expert}
     return replace(table, specs=table.specs | {n: s.split(shard).reduced(*sums, first=True) for n, s in rest.items()})
