@@ -42,10 +42,11 @@ PIPES = tuple(
     for how in ("1f1b", "gpipe", "sequential", "zb", "interleaved stages_per_rank=2", "zbv stages_per_rank=2", "auto")
 )
 SLICES = ("tp=2", "tp=2 sequence_parallel=false", "tp=2 recompute=full", "tp=2 precision=bf16")
-STRETCHES = ("cp=2", "cp=2 context=ulysses", "cp=3")
+STRETCHES = ("cp=2", "cp=2 context=ulysses", "cp=3", "cp=2 shard_over_cp=true", "cp=3 zero=1 shard_over_cp=true")
 PRODUCTS = (
     "fsdp=2 tp=2", "dp=2 tp=2", "cp=2 tp=2", "fsdp=2 cp=2", "pp=2 tp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2",
     "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
+    "fsdp=2 cp=2 shard_over_cp=true", "dp=2 cp=2 zero=2 microbatches=2 shard_over_cp=true",
 )  # fmt: skip
 SAMPLE = {
     "gpt": ("pp=2 microbatches=3", "cp=2"),

@@ -21,7 +21,7 @@ from torch import nn
 import plait
 from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
-from plait.config.keys import OTHER_SAMPLES, SAME_PARTS, WITHIN
+from plait.config.keys import OTHER_SAMPLES, WITHIN
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare
 from plait.engine.build import build
@@ -119,7 +119,7 @@ def real(rank_model: RankModel) -> Facts:
         "sums": {n: sums(n, p) for n, p in trained.items()},
         "owned": tuple({n for n, p in masters.items() if p.is_meta is kind} for kind in (False, True)),
         "sketch": outline(rank_model.sketch),
-        "groups": {axes: ranks_of(rank_model.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
+        "groups": {axes: ranks_of(rank_model.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, rank_model.plan.replica_axes)},
     }  # fmt: skip
 
 
@@ -129,13 +129,13 @@ def told(table: spec.ShardPlan, rank: int, rank_model: RankModel) -> Facts:
     at, here = mesh.at, table.here(mesh.at)
     own = {n: s for n, s in here.items() if not s.buffer}
     among = lambda axes, only=(): r if len(r := mesh.ranks(*axes, only=only)) > 1 else None  # noqa: E731
-    shards = {n: (found[1], found[0].ranks, at[found[0].axis]) for n, s in own.items() if (found := s.shard(at))}
+    shards = {n: (found[1], found[0].ranks, found[0].index(at)) for n, s in own.items() if (found := s.shard(at))}
 
     def sums(one: spec.ParamSpec) -> list[Any]:
         found, as_it_is = list[Any](), one.shard(at) is None  # what is not sharded is summed with its replicas in one message
         for reduce in one.grad:
             if reduce.op == "scatter":
-                both = ("sum", among((*reduce.axes, *SAME_PARTS)))
+                both = ("sum", among((*reduce.axes, *plan.replica_axes)))
                 found.append(both if as_it_is else ("scatter", among(reduce.axes), shards[one.name][0]))
             elif not (as_it_is and one.grad[0].op == "scatter" and reduce is one.grad[1]):
                 found.append((reduce.op, among(reduce.axes, reduce.only(at))))
@@ -147,7 +147,7 @@ def told(table: spec.ShardPlan, rank: int, rank_model: RankModel) -> Facts:
         "sums": {n: sums(s) for n, s in trained.items()},
         "owned": (table.owned(at), table.owned_by_others(at)),
         "sketch": outline(local_sketch(rank_model.job, plan, rank_model.whole_sketch, at)),
-        "groups": {axes: among(axes) for axes in (WITHIN, OTHER_SAMPLES, SAME_PARTS)},
+        "groups": {axes: among(axes) for axes in (WITHIN, OTHER_SAMPLES, plan.replica_axes)},
     }  # fmt: skip
 
 
@@ -187,7 +187,8 @@ def check(name: str, words: str) -> None:
 
 QUICK = (
     ("gpt", "dp=2 tp=2"), ("gpt", "pp=2 fsdp=2 microbatches=2"), ("llama", "tp=4"), ("moe_stacked", "fsdp=4 ep=2"), ("moe_list", "dp=2 ep=2"),
-    ("scalar_gpt", "fsdp=2 cp=2"), ("gpt_muon", "fsdp=2 tp=2"), ("tied", "pp=2 microbatches=2"), ("uneven", "fsdp=2"),
+    ("scalar_gpt", "fsdp=2 cp=2"), ("scalar_gpt", "dp=2 fsdp=2 cp=2 shard_over_cp=true"), ("moe_list", "dp=2 ep=2 cp=2 shard_over_cp=true"),
+    ("gpt_muon", "fsdp=2 cp=2 tp=2 shard_over_cp=true"), ("gpt_muon", "fsdp=2 tp=2"), ("tied", "pp=2 microbatches=2"), ("uneven", "fsdp=2"),
 )  # fmt: skip
 
 
@@ -200,10 +201,16 @@ GPT = (
     "dp=2,fsdp=2,fsdp=2 zero=1,dp=2 fsdp=2,tp=2,tp=4,fsdp=2 tp=2,pp=2 microbatches=2,pp=4 microbatches=4,pp=2 tp=2 microbatches=2,cp=2,fsdp=2 cp=2,"
     "pp=2 cp=2 microbatches=2,pp=2 dp=2 tp=2 microbatches=2,pp=2 stages_per_rank=2 schedule=interleaved microbatches=2,"
     "pp=2 fsdp=2 tp=2 microbatches=2,tp=2 cp=2,replica_groups=2 tp=2 every=4,replica_groups=2 dp=2 every=2,"
-    "dp=2 offload=optimizer,fsdp=2 offload=all,tp=2 GPU,dp=2 tp=2 GPU"
+    "dp=2 offload=optimizer,fsdp=2 offload=all,tp=2 GPU,dp=2 tp=2 GPU,"
+    "cp=2 shard_over_cp=true,cp=3 zero=1 shard_over_cp=true,fsdp=2 cp=2 shard_over_cp=true,dp=2 cp=2 shard_over_cp=true,"
+    "tp=2 cp=2 shard_over_cp=true,pp=2 fsdp=2 cp=2 shard_over_cp=true microbatches=2,replica_groups=2 cp=2 shard_over_cp=true every=4,"
+    "fsdp=2 cp=2 shard_over_cp=true offload=all"
 )
-MOE = "ep=2,dp=4 ep=2,fsdp=4 ep=2,pp=2 ep=2 microbatches=2,fsdp=2 ep=2 cp=2,fsdp=4 ep=2 cp=2,dp=2 tp=2 GPU"
-MUON = "fsdp=2,dp=2 fsdp=2,tp=2,fsdp=2 tp=2,pp=2 tp=2 microbatches=2,fsdp=2 cp=2"
+MOE = (
+    "ep=2,dp=4 ep=2,fsdp=4 ep=2,pp=2 ep=2 microbatches=2,fsdp=2 ep=2 cp=2,fsdp=4 ep=2 cp=2,dp=2 tp=2 GPU,"
+    "fsdp=2 ep=2 cp=2 shard_over_cp=true,fsdp=4 ep=2 cp=2 shard_over_cp=true"
+)
+MUON = "fsdp=2,dp=2 fsdp=2,tp=2,fsdp=2 tp=2,pp=2 tp=2 microbatches=2,fsdp=2 cp=2,fsdp=2 cp=2 shard_over_cp=true,cp=2 tp=2 shard_over_cp=true"
 PHASED = "dp=2,fsdp=2,dp=2 fsdp=2,tp=2,dp=2 tp=2"
 UNLIKE = "fsdp=2,tp=2,pp=2 microbatches=2"
 EVERY = [

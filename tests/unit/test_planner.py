@@ -111,6 +111,18 @@ def test_parts_add_up_and_more_work_takes_longer(asked: PlanRequest) -> None:
     assert shard.memory["parameters"] == pytest.approx(plain.memory["parameters"] / 8)
 
 
+def test_shards_over_cp_have_a_price_where_they_are_given(asked: PlanRequest) -> None:
+    """That of as many shards of fsdp, in bytes and in messages."""
+    whole, over, fully = (estimate(asked.pace, Plan.parse(words), 4) for words in ("cp=4", "cp=4 shard_over_cp=true", "fsdp=4"))
+    for part in ("parameters", "gradients", "optimizer"):
+        assert over.memory[part] == pytest.approx(whole.memory[part] / 4) == pytest.approx(fully.memory[part])
+    assert over.sent == {"cp": pytest.approx(fully.sent["fsdp"])} and whole.sent == {}
+    assert estimate(asked.pace, Plan.parse("fsdp=2 cp=2 shard_over_cp=true"), 4).sent == {"fsdp×cp": pytest.approx(fully.sent["fsdp"])}
+    for zero in (1, 3):
+        found = ask(asked, {"cp": 8, "shard_over_cp": True, "zero": zero})
+        assert found.best is not None and (found.best.candidate.plan.shards, found.best.candidate.plan.zero) == (8, zero)
+
+
 @pytest.mark.parametrize("ep, left", [(2, 4), (4, 2), (8, 1), (16, 1)])
 def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> None:
     """With fsdp=8 a rank has 1/8 of what is no expert, and 1/left of its 1/ep of the experts; the rest it gathers."""

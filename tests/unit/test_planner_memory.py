@@ -23,12 +23,16 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gpt": jobs_real.gpt, "tied": jobs_real.gpt2, "moe_list": jobs_moe.gpt, "moe_stacked": lambda: jobs_moe.gpt(stacked=True),
 }  # fmt: skip
 PLANS = {
-    "gpt": ("dp=4", "fsdp=2", "fsdp=3", "fsdp=8", "dp=2 fsdp=4", "tp=2", "fsdp=2 tp=2", "fsdp=3 tp=2", "fsdp=2 cp=2", "offload=all"),
+    "gpt": ("dp=4", "fsdp=2", "fsdp=3", "fsdp=8", "dp=2 fsdp=4", "tp=2", "fsdp=2 tp=2", "fsdp=3 tp=2", "fsdp=2 cp=2", "offload=all",
+            "cp=2 shard_over_cp=true", "cp=3 shard_over_cp=true", "fsdp=2 cp=2 shard_over_cp=true", "dp=2 cp=2 shard_over_cp=true"),
     "tied": ("dp=2", "fsdp=4"),
-    "moe_list": ("dp=2", "fsdp=2", "ep=2", "fsdp=2 ep=2", "fsdp=4 ep=2", "dp=2 fsdp=2 ep=2"),
-    "moe_stacked": ("fsdp=2", "fsdp=3", "ep=2", "fsdp=2 ep=2", "fsdp=4 ep=2", "fsdp=6 ep=2"),
+    "moe_list": ("dp=2", "fsdp=2", "ep=2", "fsdp=2 ep=2", "fsdp=4 ep=2", "dp=2 fsdp=2 ep=2", "dp=2 ep=2 cp=2 shard_over_cp=true"),
+    "moe_stacked": ("fsdp=2", "fsdp=3", "ep=2", "fsdp=2 ep=2", "fsdp=4 ep=2", "fsdp=6 ep=2", "fsdp=4 ep=2 cp=2 shard_over_cp=true"),
 }
-EVEN = {"gpt": ("dp=4", "fsdp=2", "dp=2 fsdp=4", "tp=2", "fsdp=2 tp=2"), "moe_list": ("ep=2",), "moe_stacked": ("ep=2",)}
+EVEN = {
+    "gpt": ("dp=4", "fsdp=2", "dp=2 fsdp=4", "tp=2", "fsdp=2 tp=2", "cp=2 shard_over_cp=true", "fsdp=2 cp=2 shard_over_cp=true"),
+    "moe_list": ("ep=2",), "moe_stacked": ("ep=2",),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from plait.chaos.watched import Beginning, NotInTime, Record, Watched, orphans
 from plait.config.command_options import TrainOptions, words_of
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
-from plait.config.keys import SAME_PARTS
 from plait.config.plan import Plan
 from plait.launch.place import cores, fix_threads, threads
 
@@ -88,7 +87,7 @@ class Setting:
     @property
     def copies(self) -> bool:
         """Ranks hold copies of everything: no completed step is to be lost with one of them."""
-        return self.plan.along(SAME_PARTS) > 1 and self.plan.fsdp == 1
+        return self.plan.along(self.plan.replica_axes) > 1 and self.plan.shards == 1
 
 
 class Scene:

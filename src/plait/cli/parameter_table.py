@@ -82,19 +82,25 @@ def _row(spec: ParamSpec, table: ShardPlan, everywhere: Iterable[At]) -> Paramet
     plan = table.plan
     places = [at for at in everywhere if spec.is_here(at)]
     shapes = sorted({sizes(spec.ranges(at)) for at in places}, key=prod, reverse=True)
-    split = [f"dim {split.dim} by {split.axis}" if split.dim is not None else f"by {split.axis}" for split in spec.splits if split.ranks > 1]
+    cuts = [(f"dim {split.dim} by" if split.dim is not None else "by", _among(split.axes, table)) for split in spec.splits]
+    split = [f"{how} {axes}" for how, axes in cuts if axes]
     split += [f"{axis} {', '.join(map(str, homes))}" for axis, homes in spec.homes if len(homes) < table.axis_sizes[axis]]
     sums = tuple(dict.fromkeys(told for one in spec.grad if (told := _told(one, table))))
-    owners = tuple(f"rank {owner} of fsdp × tp" + (f" of stage {stage}" if plan.pp > 1 else "") for stage, owner in spec.owners)
+    owners = tuple(f"rank {owner} of {_among(plan.part_axes, table)}" + (f" of stage {stage}" if plan.pp > 1 else "") for stage, owner in spec.owners)
     dtype = str(spec.dtype).removeprefix("torch.")
     return ParameterRow(form_of(spec.name), 1, spec.shape, dtype, spec.trainable, tuple(shapes), len(places), tuple(split), sums, owners)
 
 
 def _told(one: Reduce, table: ShardPlan) -> str:
     """A sum in words; nothing where there is one rank."""
-    axes = [axis for axis in one.axes if table.axis_sizes[axis] > 1]
+    axes = _among(one.axes, table)
     among = f" of {' and '.join('–'.join(map(str, ranks)) for ranks in one.sets)}" if one.sets else ""
-    return f"{one.op} over {' × '.join(axes)}{among}" if axes else ""
+    return f"{one.op} over {axes}{among}" if axes else ""
+
+
+def _among(axes: Iterable[str], table: ShardPlan) -> str:
+    """Those of the axes with more than one rank, as words; nothing where there is none."""
+    return " × ".join(axis for axis in axes if table.axis_sizes[axis] > 1)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -59,7 +59,7 @@ def _filled(plan: Plan, count: int | None) -> Plan:
 
 TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
-    **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel", "async_tp"), "tensor/strategy"),
+    **dict.fromkeys(("fsdp", "zero", "shard_over_cp"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel", "async_tp"), "tensor/strategy"),
     **dict.fromkeys(("cp", "context"), "context/strategy"), **dict.fromkeys(("ep", "token_dispatcher"), "expert/strategy"),
     "microbatches": "accumulate",
     **dict.fromkeys(

@@ -13,7 +13,6 @@ from plait.cli.console import Console
 from plait.cli.request import Request
 from plait.cli.rounds import Rounds
 from plait.config.errors import RESUMABLE, PlaitError, Problem
-from plait.config.keys import SAME_PARTS
 from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.shares import sizes
@@ -129,7 +128,7 @@ def _ranks(
         here = node.index if node is not None else 0
         output.begin(now.ranks_of(here))
         listener.hung = partial(nccl.ask_for_records, logs, now.ranks_of(here))
-        handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
+        handing = HANDING if memory is not None and plan.along(plan.replica_axes) > 1 else 0.0
         if memory is not None:
             memory.begin()
         options = rank_options(replace(request, plan=plan), sketch if plan == request.plan else None)

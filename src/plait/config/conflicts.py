@@ -83,9 +83,14 @@ def _compressed(second: str, why: str, *fix: str, first: str = "compress") -> Co
     return Conflict("P080", first, second, why, (*fix, "leave out compress"), without=("replica_groups",))
 
 
-def _parts_of_groups(axis: str) -> Conflict:
+def _given_back(sharded: str, without: tuple[str, ...] = ()) -> Conflict:
+    why = "the second half of a backward needs parameters that zero=3 has given back after the first"
+    return Conflict("P027", SPLIT_BACKWARD, "zero=3", why, ("zero=2", "schedule=1f1b"), given=("pp", sharded), without=without)
+
+
+def _parts_of_groups(key: str) -> Conflict:
     why = "a rank holds a part of a tensor; the scale of int8 and the directions of powersgd are those of the whole"
-    return Conflict("P080", "compress=int8|powersgd", axis, why, (BF16, "leave out compress"), given=("replica_groups",))
+    return Conflict("P080", "compress=int8|powersgd", key, why, (BF16, "leave out compress"), given=("replica_groups",))
 
 
 ONE_PROCESS = "a group that dies is handled as one process; several would have to agree that one of them is gone"
@@ -108,7 +113,7 @@ CONFLICTS = (
              "torchao's layers compute products in fp8 themselves, and the operator that gathers has no scales",
              ("precision=bf16", "async_tp=false"), given=("tp",)),
     Conflict("P021", "offload=all", "dp", "it copies the parameters of one unit at a time to the device, which is fsdp's work",
-             ('--plan "fsdp={dp} offload=all"', "offload=optimizer"), without=("fsdp",)),
+             ('--plan "fsdp={dp} offload=all"', "offload=optimizer"), without=("fsdp", "shard_over_cp")),
     Conflict("P050", "ep", "offload=all", "it is fsdp that brings parameters to the device, and it leaves experts", ('--plan "ep={ep}"',)),
     Conflict("P035", "recompute=selective", "compile=true",
              "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept",
@@ -116,8 +121,8 @@ CONFLICTS = (
     Conflict("P027", SPLIT_BACKWARD, "compile=true",
              "it computes gradients of weights later than those of inputs, and a graph computes them all at once",
              ("schedule=1f1b", "compile=false"), given=("pp",)),
-    Conflict("P027", SPLIT_BACKWARD, "zero=3", "the second half of a backward needs parameters that zero=3 has given back after the first",
-             ("zero=2", "schedule=1f1b"), given=("pp", "fsdp")),
+    _given_back("fsdp"),
+    _given_back("shard_over_cp", without=("fsdp",)),
     _compressed(THREADS, "threads of one process send no messages", "leave out processes"),
     _compressed("fsdp", "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of", "dp={fsdp}    copies alone"),
     _compressed("cp", "ranks of cp have parts of the gradient of the same samples, which the same message adds up", "dp={cp}    copies alone"),
@@ -128,7 +133,7 @@ CONFLICTS = (
                 "batch_shares=2:1    parts of your own"),
     _compressed("precision=fp16", "the loss scale changes between steps, and a residual would be of another scale than the gradient",
                 "precision=bf16"),
-    *(_parts_of_groups(axis) for axis in ("fsdp", "tp", "ep")),
+    *(_parts_of_groups(key) for key in ("fsdp", "shard_over_cp", "tp", "ep")),
     *(_server(axis, ONE_PROCESS, *GROUPS_OF_MANY) for axis in (*WITHIN, THREADS)),
     _server("precision=fp16", "its loss scale follows overflows of whole steps, and here gradients come one by one", "precision=bf16"),
     _server("offload", "groups keep no optimizer state, and the server's is in host memory", "leave out offload"),

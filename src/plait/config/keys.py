@@ -75,6 +75,8 @@ KEYS: dict[str, Key] = {
     "compress_rank": Key("messages", int, "rank of the matrices that powersgd sends", also=("matrix_approximation_rank", "powersgd_rank")),
     "zero": Key("memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3"),
         also=("zero_stage", "zero_optimization", "sharding_strategy")),
+    "shard_over_cp": Key("memory", bool, "fsdp shards over the ranks of cp too; with fsdp=1 over these alone",
+        also=("fsdp_over_cp", "dp_shard_cp", "zero_over_cp")),
     "recompute": Key("memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full"),
         also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac")),
     "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all"),
@@ -106,7 +108,7 @@ AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
 | pp | the same | other stages |
 | dp | other | the same |
 | fsdp | other | other shards |
-| cp | the same, other stretches of their sequences | the same |
+| cp | the same, other stretches of their sequences | the same; other shards under `shard_over_cp` |
 | tp | the same | other slices |
 """
 WITHIN = AXES[1:]
@@ -115,7 +117,5 @@ OTHER_SAMPLES = ("dp", "fsdp")
 """Axes along which ranks have other samples."""
 SAME_LOSS = ("cp", "tp")
 """Axes along which ranks compute the same loss."""
-SAME_PARTS = ("dp", "cp")
-"""Axes along which ranks hold the same parts of the model."""
 SAME_SLICES = ("dp", "fsdp", "cp")
 """Axes along which ranks hold the same stages and slices, whole or in shards."""

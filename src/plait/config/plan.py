@@ -19,7 +19,7 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.files import as_json, loads, open_plain
-from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, TABLES, Key
+from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, SAME_SLICES, TABLES, Key
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""
@@ -236,6 +236,7 @@ class Plan:
     compress: str = "none"
     compress_rank: int = 2
     zero: int = 3
+    shard_over_cp: bool = False
     recompute: str = "none"
     offload: str = "none"
     precision: str = "fp32"
@@ -266,13 +267,42 @@ class Plan:
         return math.prod([getattr(self, axis) for axis in axes])
 
     @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks keep shards of the same parameters: ranks are numbered along all of them, the last one fastest."""
+        return ("fsdp", "cp") if self.shard_over_cp else ("fsdp",)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have the same parts of the model: the same slices and the same shards."""
+        return tuple(axis for axis in SAME_SLICES if axis not in self.shard_axes)
+
+    @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have parts, slices or shards, of the same tensors."""
+        return (*self.shard_axes, "tp")
+
+    @cached_property
+    def shards(self) -> int:
+        """Into how many shards fsdp divides a parameter.
+
+        >>> Plan.parse("fsdp=2 cp=4").shards, Plan.parse("fsdp=2 cp=4 shard_over_cp=true").shards
+        (2, 8)
+        """
+        return self.along(self.shard_axes)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks gather parameters to compute with them: from the shards of other ranks, or from their host's memory."""
+        return self.shards > 1 or self.offload == "all"
+
+    @property
     def expert_shards(self) -> int:
-        """Ranks of an `fsdp` group that hold the same experts, and so shard them: those that `ep` leaves over.
+        """Ranks that hold the same experts of a replica, and so shard them: those of `shards` that `ep` leaves over.
 
         >>> Plan.parse("fsdp=4 ep=2").expert_shards
         2
         """
-        return self.fsdp // math.gcd(self.fsdp, self.ep)
+        return self.shards // math.gcd(self.fsdp, self.ep)
 
     @property
     def across(self) -> bool:
@@ -305,6 +335,7 @@ class Plan:
     def weight_sharding(self) -> list[str]:
         """The keys, such as `fsdp=2`, under which a rank holds a shard of the weights or its own replica of them."""
         keys = [f"{axis}={size}" for axis in ("fsdp", "tp", "pp", "ep", "replica_groups") if (size := getattr(self, axis)) > 1]
+        keys += [self.word("shard_over_cp")] if self.shard_over_cp else []
         return keys + (["offload=all"] if self.offload == "all" else [])
 
     @property
@@ -372,13 +403,14 @@ class Plan:
 
     def idle(self) -> list[Problem]:
         """P030 for every key that was given and has no effect under this plan."""
-        needs = {"zero": ("fsdp", self.fsdp), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
+        needs = {"zero": ("fsdp", self.shards), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
         needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp), "token_dispatcher": ("ep", self.ep)}
+        needs |= {"shard_over_cp": ("cp", self.cp)}
         needs |= dict.fromkeys(("sync", "every", "start_local"), ("replica_groups", self.replica_groups))
         problems = []
         for key, (axis, size) in needs.items():
             if size == 1 and self.changes(key) and not (key == "zero" and self.offload == "all"):
-                what = f"{key}={getattr(self, key)} has no effect: there is no {axis} in the plan"
+                what = f"{self.word(key)} has no effect: there is no {axis} in the plan"
                 problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
         return problems + [problem for key, word in self._unused() if (problem := self._without(key, word))]
 

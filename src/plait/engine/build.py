@@ -13,7 +13,7 @@ from plait.checkpoint import optimizer_state
 from plait.config import conflicts
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
-from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
+from plait.config.keys import OTHER_SAMPLES
 from plait.config.plan import Plan
 from plait.engine.analyse import setup_of, to_device, whole_sketch
 from plait.launch import allocator
@@ -26,7 +26,7 @@ from plait.model.sketch import Sketch
 from plait.parallel import average, gradient_hooks, whole_tensors
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_reducer import GradientReducer
-from plait.parallel.mesh import EXPERT_REPLICAS, Mesh
+from plait.parallel.mesh import Mesh, of_experts
 from plait.parallel.order import CUTTING, INSTALLING, ORDER, shard_plan
 from plait.parallel.rank_model import RankModel, SplitModel
 from plait.parallel.rank_setup import RankSetup
@@ -221,7 +221,8 @@ def check_copies(rank_model: RankModel, step: int) -> None:
     if rank_model.techniques.average is not None:
         named += rank_model.techniques.average.tensors.items()
     names, apart, experts = list[str](), list[Tensor](), rank_model.experts()
-    for axes, shared in ((SAME_PARTS, False), (EXPERT_REPLICAS, True)):
+    replicas = rank_model.plan.replica_axes
+    for axes, shared in ((replicas, False), (of_experts(replicas), True)):
         group = rank_model.mesh.group_or_none(*axes)
         mine = [(name, t) for name, t in named if (name in experts) is shared]
         if group is not None and mine:

@@ -75,9 +75,9 @@ class GradientHooks:
         names = [n for n, _ in rank_model.module.named_parameters() if n in hooks and n in rank_model.params]
         self.hooks = {n: hooks[n] for n in reversed(names)}
         self.alone = plan.devices == 1 and plan.microbatches == 1
-        if plan.fsdp * plan.tp > 1:
-            rank_model.mesh.connect("fsdp", "tp")
-        self.group = rank_model.mesh.group_or_none("fsdp", "tp")
+        if plan.along(plan.part_axes) > 1:
+            rank_model.mesh.connect(*plan.part_axes)
+        self.group = rank_model.mesh.group_or_none(*plan.part_axes)
         self.layouts = [] if self.group is None else layouts(rank_model)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.cut = [n for n in self.hooks if not all(row[n].whole for row in self.layouts)]

@@ -7,21 +7,43 @@ replicas of what those keep.
 
 from collections.abc import Iterable
 from functools import cached_property
+from math import gcd
 
 from torch.distributed import ProcessGroup
 
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES, WITHIN
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_SLICES, WITHIN
 from plait.config.plan import Plan
 from plait.launch import groups
 
 EXPERT_AXES = tuple(axis for one in AXES for axis in {"dp": ("edp",), "fsdp": ("efsdp", "ep")}.get(one, (one,)))
-EXPERT_REPLICAS = ("edp", "cp")
-"""Axes along which ranks keep the same shards of the same experts."""
-SAME_EXPERTS = ("edp", "efsdp", "cp")
+
+
+def of_experts(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes on which ranks have of experts what they have of the rest of the model on these.
+
+    >>> of_experts(Plan.parse("fsdp=4 ep=2").replica_axes)
+    ('edp', 'cp')
+    """
+    return tuple({"dp": "edp", "fsdp": "efsdp"}.get(axis, axis) for axis in axes)
+
+
+REPLICA_AXES = ("dp", "edp", "cp")
+"""Axes along which a plan may have replicas of the same part of a tensor (`Plan.replica_axes`, and the same of experts)."""
+SAME_EXPERTS = of_experts(SAME_SLICES)
 """Axes along which ranks have the same experts, whole or shards of them."""
 
 Only = tuple[int, ...]
 """The coordinates on one axis that form a group, where not all of them do: stages with a tied parameter, slices that are alike."""
+
+
+def axis_sizes(plan: Plan) -> dict[str, int]:
+    """Ranks along each axis, of both views.
+
+    >>> [axis_sizes(Plan.parse("dp=2 fsdp=4 ep=2"))[axis] for axis in ("edp", "efsdp", "ep")]
+    [2, 2, 2]
+    """
+    shards = plan.fsdp // gcd(plan.fsdp, plan.ep)
+    return {axis: getattr(plan, axis) for axis in AXES} | {"edp": plan.shares // plan.ep // shards, "efsdp": shards, "ep": plan.ep}
 
 
 class Mesh:
@@ -67,12 +89,12 @@ class Mesh:
     def connect_all(self, more: Iterable[tuple[tuple[str, ...], Only]] = ()) -> None:
         """Make the groups that the plan needs whatever the model, and `more`. All ranks call it."""
         plan = self.plan
-        views = [WITHIN, OTHER_SAMPLES, SAME_PARTS, *((axis,) for axis in AXES)]
-        views += [SAME_SLICES] if plan.cp > 1 and plan.fsdp > 1 else []
-        views += [("ep",), ("efsdp",), EXPERT_REPLICAS, SAME_EXPERTS] if plan.ep > 1 else []
+        views = [WITHIN, OTHER_SAMPLES, plan.replica_axes, *((axis,) for axis in AXES)]
+        views += [SAME_SLICES] if plan.cp > 1 and plan.shards > 1 else []
+        views += [("ep",), of_experts(plan.shard_axes), of_experts(plan.replica_axes), SAME_EXPERTS] if plan.ep > 1 else []
         for axes in views if plan.processes != "one" else ():
             many, of_samples = len(self.ranks(*axes)) > 1, axes in (WITHIN, OTHER_SAMPLES)
-            if of_samples or (many and (plan.across or axes == SAME_PARTS)):
+            if of_samples or (many and (plan.across or axes == plan.replica_axes)):
                 self.connect(*axes)
         for axes, only in more:
             self.connect(*axes, only=only)
@@ -102,7 +124,7 @@ class Mesh:
         """A rank's coordinate on every axis, of both views."""
         plan, share = self.plan, self.plan.share(rank)
         group, part = divmod(share, plan.ep)
-        copy, shard = divmod(group, plan.expert_shards)
+        copy, shard = divmod(group, axis_sizes(plan)["efsdp"])
         return plan.at(rank) | {"edp": copy, "efsdp": shard, "ep": part}
 
     def _lots(self, axes: tuple[str, ...], only: Only) -> list[tuple[int, ...]]:

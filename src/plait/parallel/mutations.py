@@ -12,7 +12,7 @@ from plait.parallel.fsdp.groups import groups
 def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
     """P031 when the plan would lose or multiply what the forward pass writes into weights. `cut`: those that tp cuts."""
     for name in sketch.rewritten:
-        if plan.fsdp > 1 or plan.offload == "all":
+        if plan.is_sharded:
             why = "a rank has the whole weight only while its unit runs, and drops it with what was written"
         elif plan.offload == "optimizer":
             why = "the optimizer's copy on the host would take its place"
@@ -37,7 +37,7 @@ def _followed(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | Non
     for name, modules in sketch.followed.items():
         units = gathered.get(name, [])
         inside = all(any(f"{module}.".startswith(f"{unit}.") for unit in units) for module in modules)
-        if (plan.fsdp > 1 or plan.offload == "all") and units and not inside:
+        if plan.is_sharded and units and not inside:
             why = f"a rank has a shard of the weight, and the whole only while {units[0]} runs"
         elif plan.processes == "one":
             why = "threads share the tensor, and each would write it"

@@ -140,8 +140,7 @@ def trained_format(
     they are gathered, so that what units hand on has the format that it will have."""
     stack = ExitStack()
     stack.enter_context(forward_format(plan, cast, device))
-    gathered = plan.fsdp > 1 or plan.offload == "all"
-    half = plan_format(plan) if cast is None and gathered else None
+    half = plan_format(plan) if cast is None and plan.is_sharded else None
     if half is not None:
         stack.enter_context(_Gathered(model, half))
     return stack

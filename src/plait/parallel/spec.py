@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
-from plait.config.keys import AXES, SAME_PARTS
+from plait.config.keys import AXES
 from plait.config.plan import Plan
-from plait.parallel.mesh import EXPERT_AXES, EXPERT_REPLICAS, Only
+from plait.parallel.mesh import EXPERT_AXES, REPLICA_AXES, Only, axis_sizes
 from plait.tensors.rows import Ranges, chunk, everything, within
 
 REPLICAS = "replicas: other samples (dp), other shards of the sequence (cp)"
-"""Why gradients are summed over `SAME_PARTS`."""
+"""Why gradients are summed over `Plan.replica_axes`."""
 
 At = Mapping[str, int]
 """A coordinate on every axis (`Mesh.at`)."""
@@ -49,18 +49,36 @@ def dim_of_expert(shape: tuple[int, ...], ranks: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
+def index_along(at: At, sizes: Mapping[str, int]) -> int:
+    """The index of a rank among those that differ along axes of these sizes alone, the last axis fastest."""
+    found = 0
+    for axis, size in sizes.items():
+        found = found * size + at[axis]
+    return found
+
+
 @dataclass(frozen=True)
 class Split:
-    """One split of a tensor along one axis of the mesh, of what the splits before it left."""
+    """One split of a tensor along axes of the mesh, of what the splits before it left."""
 
-    axis: str
-    ranks: int
+    axes: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    """Ranks along each axis."""
     dim: int | None
     """None: `dim_of_expert` of what is left, which may differ between ranks of another axis."""
     ranges: tuple[Ranges, ...] = ()
-    """Of the dim, by coordinate on the axis. Empty: as `torch.chunk` splits."""
+    """Of the dim, by `index`. Empty: as `torch.chunk` splits."""
     at_rest: bool = False
     """Kept so between uses only (fsdp): it is gathered to compute with, and a gradient is whole before it is summed."""
+
+    @property
+    def ranks(self) -> int:
+        """Into how many parts it splits."""
+        return prod(self.axis_sizes)
+
+    def index(self, at: At) -> int:
+        """Which part a rank has: the index of the rank along the axes, the last one fastest."""
+        return index_along(at, dict(zip(self.axes, self.axis_sizes)))
 
     def dim_in(self, ranges: tuple[Ranges, ...]) -> int | None:
         """The dim that is split; None for what is not sharded."""
@@ -69,17 +87,17 @@ class Split:
             return None
         return dim_of_expert(left, self.ranks) if self.dim is None else self.dim
 
-    def of(self, ranges: tuple[Ranges, ...], coordinate: int) -> tuple[Ranges, ...]:
-        """What a rank has of what lies at these ranges."""
+    def of(self, ranges: tuple[Ranges, ...], index: int) -> tuple[Ranges, ...]:
+        """One part of what lies at these ranges."""
         dim = self.dim_in(ranges)
         if dim is None:
             return ranges
         if self.ranges:
-            return (*ranges[:dim], self.ranges[coordinate], *ranges[dim + 1 :])
-        return shard_of(ranges, dim, self.ranks, coordinate)
+            return (*ranges[:dim], self.ranges[index], *ranges[dim + 1 :])
+        return shard_of(ranges, dim, self.ranks, index)
 
     def same(self) -> tuple[Only, ...]:
-        """The coordinates in sets that have the same ranges."""
+        """The indices of parts in sets that have the same ranges."""
         return tuple(tuple(i for i, r in enumerate(self.ranges) if r == one) for one in dict.fromkeys(self.ranges))
 
 
@@ -97,7 +115,7 @@ class Reduce:
     @property
     def late(self) -> bool:
         """Made after backward (`parallel/gradient_reducer.py`), and not in its course by what sums over replicas and shards."""
-        return self.op != "scatter" and self.axes not in (SAME_PARTS, EXPERT_REPLICAS)
+        return self.op != "scatter" and not {*self.axes} <= {*REPLICA_AXES}
 
     def only(self, at: At) -> Only:
         """The set of a rank; empty where there are no sets."""
@@ -121,7 +139,7 @@ class ParamSpec:
     """In the order in which they are made."""
     expert: bool = False
     owners: tuple[tuple[int, int], ...] = ()
-    """(stage, which of its fsdp × tp ranks updates the whole tensor), for optimizers that look at whole tensors."""
+    """(stage, which of the ranks along `Plan.part_axes` updates the whole tensor), for optimizers that look at whole tensors."""
 
     def is_here(self, at: At) -> bool:
         """Whether a rank has any of it."""
@@ -129,13 +147,13 @@ class ParamSpec:
 
     def is_split(self, axis: str) -> bool:
         """Whether ranks along an axis have parts of it."""
-        return any(split.axis == axis for split in self.splits)
+        return any(axis in split.axes for split in self.splits)
 
     def ranges(self, at: At, at_rest: bool = True) -> tuple[Ranges, ...]:
         """The part of a rank. Without `at_rest`: as it is computed with, and as its gradient is before it is summed."""
         found = everything(self.shape)
         for split in self.splits:
-            found = split.of(found, at[split.axis]) if at_rest or not split.at_rest else found
+            found = split.of(found, split.index(at)) if at_rest or not split.at_rest else found
         return found
 
     def shard(self, at: At) -> tuple[Split, int] | None:
@@ -175,9 +193,11 @@ class ShardPlan:
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Ranks along each axis, of both views of the mesh."""
-        plan, shards = self.plan, self.plan.expert_shards
-        experts = {"edp": plan.shares // plan.ep // shards, "efsdp": shards, "ep": plan.ep}
-        return {axis: getattr(plan, axis) for axis in AXES} | experts
+        return axis_sizes(self.plan)
+
+    def shard_split(self, axes: tuple[str, ...], dim: int | None) -> Split:
+        """The split of a tensor of which ranks along these axes keep a shard each between uses."""
+        return Split(axes, tuple(self.axis_sizes[axis] for axis in axes), dim, at_rest=True)
 
     def here(self, at: At) -> Specs:
         """Those of which a rank has something."""
@@ -187,14 +207,14 @@ class ShardPlan:
         """How many ranks of a replica group keep the same part of a tensor as this one."""
         spec = self.specs[name]
         homes, left, count = dict(spec.homes), spec.ranges(at, at_rest=False), 1
-        splits = {split.axis: split for split in spec.splits if split.dim_in(left) is not None}
+        splits = {axis: split for split in spec.splits if split.dim_in(left) is not None for axis in split.axes}
         for axis in (EXPERT_AXES if spec.expert else AXES)[1:]:
             if axis in homes:
                 count *= len(homes[axis])
             elif axis not in splits:
                 count *= self.axis_sizes[axis]
             else:
-                count *= next((len(one) for one in splits[axis].same() if at[axis] in one), 1)
+                count *= next((len(one) for one in splits[axis].same() if splits[axis].index(at) in one), 1)
         return count
 
     def absent(self, at: At) -> list[str]:
@@ -220,7 +240,7 @@ class ShardPlan:
         return {name: owners[at["pp"]] for name, owners in here.items() if at["pp"] in owners}
 
     def _place(self, at: At) -> int:
-        return at["fsdp"] * self.plan.tp + at["tp"]
+        return index_along(at, {axis: self.axis_sizes[axis] for axis in self.plan.part_axes})
 
     def bytes(self, at: At) -> int:
         """Of a rank's parameters, between steps."""

@@ -36,8 +36,8 @@ from plait.tensors.rows import Part, everything
 
 def apply(split: SplitModel) -> SplitModel:
     """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
-    split.mesh.connect("fsdp", "tp")
-    group = split.mesh.group_or_none("fsdp", "tp")
+    split.mesh.connect(*split.plan.part_axes)
+    group = split.mesh.group_or_none(*split.plan.part_axes)
     whole = None if group is None else WholeTensors(split, group)
     if whole is None or not whole.names:
         return split
@@ -51,7 +51,7 @@ def apply(split: SplitModel) -> SplitModel:
 def specs(table: ShardPlan) -> ShardPlan:
     """The owner of each tensor that ranks have parts of: of each stage the largest first, to the rank that has least to update."""
     plan, found = table.plan, dict(table.specs)
-    places = [{"fsdp": fsdp, "tp": tp} for fsdp, tp in product(range(plan.fsdp), range(plan.tp))]
+    places = [dict(zip(plan.part_axes, at)) for at in product(*(range(table.axis_sizes[axis]) for axis in plan.part_axes))]
     for stage in range(plan.pp):
         here = [s for s in found.values() if s.trainable and s.is_here({"pp": stage})]
         parted, load = [s for s in here if any(s.ranges(at) != everything(s.shape) for at in places)], [0] * len(places)
@@ -156,5 +156,5 @@ def layouts(split: SplitModel) -> list[dict[str, Part]]:
     """Which part of each of its parameters every rank of a group has, without its numbers: `tp` cuts first, then `fsdp`."""
     empty, mesh = torch.empty(0), split.mesh
     here = {n: spec for n, spec in split.table.here(mesh.at).items() if not spec.buffer}
-    places = [mesh.place(rank) for rank in mesh.ranks("fsdp", "tp")]
+    places = [mesh.place(rank) for rank in mesh.ranks(*split.plan.part_axes)]
     return [{n: Part(empty, spec.shape, spec.ranges(at)) for n, spec in here.items()} for at in places]

@@ -234,9 +234,10 @@ def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
 
 def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
     """Seconds of the messages of dp and fsdp that computing does not hide. `hidden`: seconds of one micro-batch."""
-    if plan.shares == 1 or pace.work.frozen == 1:
+    if plan.shares * plan.shards == 1 or pace.work.frozen == 1:
         return {"gradients": 0.0}
-    machine, software, inner, f = pace.machine, pace.software, plan.along(SAME_LOSS), plan.fsdp
+    machine, software, f = pace.machine, pace.software, plan.shards
+    inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)
     everything, part = sum(formulas.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3

@@ -95,7 +95,7 @@ class Cores:
         `stream`: bytes/s of memory.
         """
         late = self.staged * self.operator if plan.pp > 1 and plan.shares > 1 else 0.0
-        if plan.fsdp > 1:
+        if plan.shards > 1:
             again, passes = (plan.microbatches, 3) if plan.zero == 3 else (1, 2)
             copied = again * passes * size * self.fresh / stream
             return (again * self.unit * units + self.shard * kernels) * self.operator + copied + late
@@ -404,7 +404,7 @@ def weights(block: Block, plan: Plan) -> float:
 def sharded(block: Block, plan: Plan) -> float:
     """The same after it. Experts are shared between those ranks of `fsdp` only that `ep` leaves with the same ones."""
     experts = block.experts / plan.ep
-    return (weights(block, plan) - experts) / plan.fsdp + experts / plan.expert_shards
+    return (weights(block, plan) - experts) / plan.shards + experts / plan.expert_shards
 
 
 def kept(block: Block, plan: Plan, samples: float, software: Software) -> tuple[float, float]:
@@ -428,7 +428,7 @@ EIGHT_BIT = 0.85
 
 def depth(plan: Plan) -> int:
     """What is kept in parts: as `zero` says, where anything is."""
-    return plan.zero if plan.fsdp > 1 or plan.offload == "all" else 0
+    return plan.zero if plan.is_sharded else 0
 
 
 def memory(

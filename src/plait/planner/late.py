@@ -175,7 +175,7 @@ def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
 
     `numbers`: weights that a rank of `tp` and `pp` computes with. Those of them that are frozen have no gradient, and are gathered.
     """
-    software, f, found = pace.software, plan.fsdp, dict[str, float]()
+    software, f, found = pace.software, plan.shards, dict[str, float]()
     part = numbers * (1 - pace.work.frozen) / f
     if plan.server_count:
         found["replica_groups"] = sum(pushed(pace, plan, part))
@@ -187,7 +187,7 @@ def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
         item = 2.0 if plan.precision in ("bf16", "fp16") else 4.0
         gathered = plan.microbatches * 2 * item if plan.zero == 3 else software.weights
         added = software.sent * (plan.microbatches if plan.zero == 3 else 1)
-        found["fsdp"] = (f - 1) * (part * added + numbers / f * gathered)
+        found["×".join(axis for axis in plan.shard_axes if getattr(plan, axis) > 1)] = (f - 1) * (part * added + numbers / f * gathered)
     return found
 
 

@@ -324,7 +324,7 @@ class _Looking:
 
     def updating(self, plan: Plan) -> float:
         """Seconds of a plan's update at least: those of an even share of the optimizer's state, wherever it is kept."""
-        return touched(self.pace, plan, self.owned(plan) / plan.pp / plan.fsdp * (1 - self.pace.work.frozen))
+        return touched(self.pace, plan, self.owned(plan) / plan.pp / plan.shards * (1 - self.pace.work.frozen))
 
     def owned(self, plan: Plan) -> float:
         """Elements of weights on the ranks of a pipeline together."""
@@ -335,7 +335,7 @@ class _Looking:
 
     def least(self, plan: Plan, samples: float) -> float:
         """Bytes that the fullest rank of a plan needs at least: an even share of all, and one micro-batch alive."""
-        software, blocks, f = self.pace.software, self.pace.work.blocks, plan.fsdp
+        software, blocks, f = self.pace.software, self.pace.work.blocks, plan.shards
         kept = (plan.tp, plan.cp, samples, plan.precision, plan.recompute, plan.stretched)
         if kept not in self.bounds:
             self.bounds[kept] = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
@@ -355,7 +355,7 @@ class _Looking:
         given, question = self.question.pins, self.question
         recomputes = of("recompute", ["none", "selective", "full"], given)
         for fsdp in shardings(branch, question, self.pace.machine.devices_per_node):
-            zeros = of("zero", [1, 2, 3], given) if fsdp > 1 else [branch.zero]
+            zeros = of("zero", [1, 2, 3], given) if replace(branch, fsdp=fsdp).shards > 1 else [branch.zero]
             for schedule, per_rank in orders(branch, question):
                 mesh = {"dp": branch.shares // fsdp, "fsdp": fsdp}
                 shape = replace(branch, **mesh, schedule=schedule, stages_per_rank=per_rank)

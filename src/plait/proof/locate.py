@@ -133,7 +133,8 @@ def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
             if held is not None and (size := apart(held, used, size_of(held))) > TOLERANCE:
                 wrong.append(Wrong(rank, micro, size, held, used))
         if wrong:
-            return _finding("gather", step, wrong, unit=unit, name=name, axes=("fsdp",))
+            axes = tuple(axis for axis in sides.plan.shard_axes if getattr(sides.plan, axis) > 1)
+            return _finding("gather", step, wrong, unit=unit, name=name, axes=axes)
     return None
 
 

@@ -367,7 +367,7 @@ class PartLayout:
         if shard is None:
             return PartLayout(spec.shape, ranges)
         split, dim = shard
-        return PartLayout(spec.shape, ranges, dim, split.ranks, at[split.axis])
+        return PartLayout(spec.shape, ranges, dim, split.ranks, split.index(at))
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -389,7 +389,7 @@ def of_rank(engine: Engine) -> Notes:
     hidden = plan.compile or plan.processes == "one"
     notes = Notes(rank_model.module, None if hidden else [unit.name for unit in rank_model.whole_sketch.units], lambda: engine.passes.at)
     notes.layout = lambda name, t: PartLayout.of(rank_model, name)
-    notes.gathers = plan.fsdp > 1
+    notes.gathers = plan.shards > 1
     if plan.recompute != "none":
         notes.compare_again()
     if rank_model.techniques.pipeline is not None:

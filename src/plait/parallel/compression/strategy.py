@@ -41,7 +41,7 @@ Paper
 from collections.abc import Iterable
 
 from plait.config.errors import Problem
-from plait.config.keys import SAME_PARTS
+from plait.config.keys import SAME_SLICES
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.compression.compressor import Compressor
@@ -63,7 +63,7 @@ def of_copies(plan: Plan) -> bool:
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if not of_copies(plan):
         return
-    if plan.along((*SAME_PARTS, "fsdp")) == 1 and plan.processes != "one":
+    if plan.along(SAME_SLICES) == 1 and plan.processes != "one":
         what = f"compress={plan.compress} has no effect: there are no copies in the plan"
         fix = ("dp=2", "replica_groups=2", "leave out compress")
         yield Problem("P030", what, why="dp=1 and replica_groups=1", fix=fix)

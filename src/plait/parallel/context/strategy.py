@@ -20,14 +20,16 @@ Picture
     rank 1   embed all ─► rows 2 3 4 5 ─► attention ⇄ ─► MLP ─► head ─► loss
 
 Costs
-    Memory: activations of a stretch, 1/N; parameters, gradients and optimizer state are whole on every rank. Traffic:
+    Memory: activations of a stretch, 1/N; parameters, gradients and optimizer state are whole on every rank, or in N shards
+    with `shard_over_cp=true` (see fsdp). Traffic:
     `ring` passes keys and values on N − 1 times in the forward pass, and again with their gradients in backward, while it
     computes; `ulysses` exchanges queries, keys, values and output once, which waits, but is 1/N of them per rank. All
     gradients are summed over cp. Attention written out: keys and values of the whole sequence and a rank's rows of the
     square of scores, in memory; a gather of each, which waits.
 
 Choose when
-    Sequences are so long that the activations of one sample do not fit, or one sample takes too long.
+    Sequences are so long that the activations of one sample do not fit, or one sample takes too long. If parameters and
+    optimizer state do not fit either: `shard_over_cp=true`.
 
 Avoid when
     The batch has enough samples for all devices and one fits: `dp` and `fsdp` communicate less. Layers are recurrent: every

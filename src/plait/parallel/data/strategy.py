@@ -40,7 +40,7 @@ from dataclasses import replace
 
 from plait.config.errors import Problem
 from plait.config.job import Job
-from plait.config.keys import OTHER_SAMPLES, SAME_PARTS
+from plait.config.keys import OTHER_SAMPLES
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm
@@ -54,7 +54,7 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.along(SAME_PARTS) > 1 and plan.fsdp == 1 and plan.processes != "one"
+    return plan.along(plan.replica_axes) > 1 and plan.shards == 1 and plan.processes != "one"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -67,18 +67,18 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over dp={plan.dp}"
-    yield from apart(plan, sketch, plan.along(SAME_PARTS))
+    yield from apart(plan, sketch, plan.along(plan.replica_axes))
 
 
 def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     """Every rank has all of what the other axes leave. Under `compress` what a rank sends is rounded once, when it has all of it."""
-    copies = Reduce(SAME_PARTS, "sum", REPLICAS)
+    copies = Reduce(table.plan.replica_axes, "sum", REPLICAS)
     last = table.plan.compress != "none"
     return replace(table, specs={n: s if s.expert else s.reduced(copies, first=not last) for n, s in table.specs.items()})
 
 
 def apply(split: SplitModel) -> SplitModel:
-    copies = split.mesh.group_or_none(*SAME_PARTS)
+    copies = split.mesh.group_or_none(*split.plan.replica_axes)
     batch_norm.synchronise(split.module, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
     experts = split.experts()
     own = {n: p for n, p in split.params.items() if p.requires_grad and n not in experts}

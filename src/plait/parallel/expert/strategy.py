@@ -66,7 +66,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.layers import GatheredExperts, ListedExperts, StackedExperts, travelling
 from plait.parallel.fsdp import groups
-from plait.parallel.mesh import EXPERT_REPLICAS, SAME_EXPERTS
+from plait.parallel.mesh import SAME_EXPERTS, of_experts
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.randomness.keyed import host_state, restore_host
@@ -102,18 +102,19 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     """Each of `ep` ranks has some experts; those with the same ones keep shards of them, where `fsdp` is larger than `ep`."""
     plan, found, homes = table.plan, dict(table.specs), dict(table.homes)
-    scatter = Reduce(("efsdp",), "scatter", "each keeps a shard of the same experts")
-    replicas = Reduce(EXPERT_REPLICAS, "sum", "replicas of the same shards of experts")
+    shards = of_experts(plan.shard_axes)
+    scatter = Reduce(shards, "scatter", "each keeps a shard of the same experts")
+    replicas = Reduce(of_experts(plan.replica_axes), "sum", "replicas of the same shards of experts")
     all_of_them = Reduce(SAME_EXPERTS, "sum", "they have the same experts, and other samples")
     for mixture in sketch.mixtures:
         rank_of = {number: rank for rank in range(plan.ep) for number in mixture.mine(plan.ep, rank)}
-        stacked = Split("ep", plan.ep, 0, Rows.even(mixture.experts, plan.ep).ranks)
+        stacked = Split(("ep",), (plan.ep,), 0, Rows.even(mixture.experts, plan.ep).ranks)
         for number, name in ((i, name) for i, rows in enumerate(mixture.parameters) for name, _, _ in rows):
             spec = replace(found[name], expert=True)
             home = ("ep", (rank_of[number],))
             spec = spec.split(stacked) if mixture.stacked else replace(spec, homes=(*spec.homes, home))
             if sharded := groups.is_expert_sharded(plan, spec.shape):
-                spec = spec.split(Split("efsdp", plan.expert_shards, None, at_rest=True))
+                spec = spec.split(table.shard_split(shards, None))
             found[name] = spec.reduced(scatter, replicas, first=True) if sharded else spec.reduced(all_of_them)
         homes |= {name: ("ep", (rank_of[number],)) for number, name in enumerate(mixture.modules)}
     return replace(table, specs=found, homes=homes)

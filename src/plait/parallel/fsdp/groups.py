@@ -22,7 +22,7 @@ from plait.model.experts import MoELayer
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import ShardGroup
-from plait.parallel.mesh import EXPERT_REPLICAS
+from plait.parallel.mesh import of_experts
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import is_divisible
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
@@ -134,9 +134,9 @@ def is_placement_known() -> bool:
 
 def expert_shard_groups(split: SplitModel) -> dict[str, ShardGroup]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
-    if (shards := split.mesh.group_or_none("efsdp")) is None:
+    if (shards := split.mesh.group_or_none(*of_experts(split.plan.shard_axes))) is None:
         return {}
-    replicas = split.mesh.group_or_none(*EXPERT_REPLICAS)
+    replicas = split.mesh.group_or_none(*of_experts(split.plan.replica_axes))
     found = {name: split.table.specs[name].shard(split.mesh.at) for name in split.experts()}
     return {name: ShardGroup(shards, replicas, shard[1]) for name, shard in found.items() if shard is not None}
 
@@ -145,6 +145,6 @@ def expert_placement(split: SplitModel, where: dict[str, ShardGroup], device: to
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
     if not where:
         return None
-    mesh = FSDPMeshInfo(DeviceMesh.from_group(split.mesh.group("efsdp"), device.type), shard_mesh_dim=0)
+    mesh = FSDPMeshInfo(DeviceMesh.from_group(split.mesh.group(*of_experts(split.plan.shard_axes)), device.type), shard_mesh_dim=0)
     dims = {id(split.params[n]): one.dim for n, one in where.items()}
     return lambda p: ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None

@@ -230,7 +230,9 @@ def without_whole_weights(kind: OptimizerKind, plan: Plan) -> Problem | None:
 
 def problem(found: OptimizerMismatch, axis: str, plan: Plan) -> Problem:
     """P022 of an axis."""
-    needs = "offload=all" if axis == "fsdp" and plan.fsdp == 1 else f"{axis}={getattr(plan, axis)}"
+    needs = plan.word(axis)
+    if axis == "fsdp" and plan.fsdp == 1:
+        needs = plan.word("shard_over_cp" if plan.shard_over_cp else "offload")
     parts = "some of the parameters without the others" if axis == "pp" else "parts of parameters"
     why = f"it was tried on all parameters and on what a rank has of them: {found.why}"
     fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")
@@ -244,7 +246,7 @@ def trained(sketch: Sketch) -> dict[str, tuple[int, ...]]:
 
 def axes_of(plan: Plan) -> list[str]:
     """The axes of a plan along which ranks have parts of the parameters, or some of them."""
-    used = {"fsdp": plan.fsdp > 1 or plan.offload == "all", "tp": plan.tp > 1, "ep": plan.ep > 1, "pp": plan.pp > 1}
+    used = {"fsdp": plan.is_sharded, "tp": plan.tp > 1, "ep": plan.ep > 1, "pp": plan.pp > 1}
     return [axis for axis in used if used[axis]]
 
 
@@ -258,7 +260,7 @@ def lots_of(table: ShardPlan, axis: str) -> dict[str, Lot]:
     for spec in trained:
         left = everything(spec.shape)
         for split in spec.splits:
-            if split.axis in axes and (dim := split.dim_in(left)) is not None:
+            if {*axes} & {*split.axes} and (dim := split.dim_in(left)) is not None:
                 lots[spec.name] = dim
             left = split.of(left, 0)
     return lots

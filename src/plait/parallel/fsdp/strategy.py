@@ -5,7 +5,9 @@ What it does
     1/N part of every tensor. A unit's parameters are gathered just before it runs and dropped after; its gradients
     are summed into parts; the optimizer updates parts. `zero` says what is kept as parts: 1 optimizer state, 2 and
     gradients, 3 and parameters between a unit's forward and backward. `dp=M fsdp=N` makes M copies of N parts (hybrid:
-    sharded where links are fast, copied where they are slow).
+    sharded where links are fast, copied where they are slow). `shard_over_cp=true` shards over the F × C ranks of `fsdp=F cp=C`
+    together, also with `fsdp=1`: ranks of `cp` compute shards of the same sequences with the same parameters, so each can keep
+    a part of these too, and one sum over all F × C ranks gives each the gradient of its part.
 
 Picture
     rank 0   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
@@ -14,10 +16,12 @@ Picture
 Costs
     Memory: all state / N, plus the unit or two that are gathered at the moment (zero 1 and 2 hold the whole
     parameters from forward to backward). Traffic: zero 3 gathers the parameters twice and sums the gradients once, half
-    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism.
+    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism. Under `shard_over_cp=true` N is
+    F × C, and no other sum over `cp` follows.
 
 Choose when
-    Parameters, gradients and optimizer state do not fit beside the activations.
+    Parameters, gradients and optimizer state do not fit beside the activations. With `cp`, whose ranks hold replicas
+    otherwise, `shard_over_cp=true`.
 
 Avoid when
     They do: copies (dp) move less. Or the batch has fewer samples than there are processes.
@@ -45,7 +49,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from plait.config.errors import Problem
 from plait.config.job import Job
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, SAME_SLICES
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_SLICES
 from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
@@ -63,7 +67,7 @@ from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments,
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.parallel.rank_model import SplitModel
-from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, Split, is_divisible
+from plait.parallel.spec import REPLICAS, Reduce, ShardPlan, is_divisible
 from plait.tensors.collectives import directly
 from plait.tensors.modules import materialise
 from plait.tensors.parameters import ParameterAttributes
@@ -75,7 +79,7 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.fsdp > 1 or plan.offload == "all"
+    return plan.is_sharded
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -92,18 +96,18 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The ranks as torch's mesh."""
-    backend = groups_of.backend_of_meshes()
-    other: dict[int | str, Any] | None = None if backend is None else {axis: backend for axis in AXES}  # noqa: C420
-    shape = tuple(getattr(plan, axis) for axis in AXES)
-    return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=other)
+    """The ranks as torch's mesh. Axes over which a tensor is sharded are next to each other, and one axis of it, `fsdp`."""
+    backend, axes = groups_of.backend_of_meshes(), tuple(axis for axis in AXES if axis not in plan.shard_axes[1:])
+    other: dict[int | str, Any] | None = None if backend is None else {axis: backend for axis in axes}  # noqa: C420
+    shape = tuple(plan.shards if axis == "fsdp" else getattr(plan, axis) for axis in axes)
+    return init_device_mesh(device.type, shape, mesh_dim_names=axes, backend_override=other)
 
 
 def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     """A shard of what the other axes leave. A scalar is not sharded: its gradient is summed over the ranks of all these axes."""
     plan = table.plan
-    shard = Split("fsdp", plan.fsdp, 0, at_rest=True)
-    sums = Reduce(("fsdp",), "scatter", "each keeps a shard, and has other samples"), Reduce(SAME_PARTS, "sum", REPLICAS)
+    shard, why = table.shard_split(plan.shard_axes, 0), "each keeps a shard, and has other samples (fsdp) or another shard of the sequence (cp)"
+    sums = Reduce(plan.shard_axes, "scatter", why), Reduce(plan.replica_axes, "sum", REPLICAS)
     rest = {name: spec for name, spec in table.specs.items() if not spec.expert}
     return replace(table, specs=table.specs | {n: s.split(shard).reduced(*sums, first=True) for n, s in rest.items()})
 
@@ -113,7 +117,7 @@ def apply(split: SplitModel) -> SplitModel:
     where = expert_shard_groups(split)
     check_formats(split.sketch, [m for m in split.sketch.mixtures if m.names & where.keys()])
     batch_norm.synchronise(model, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
-    copies = split.mesh.group_or_none(*SAME_PARTS)
+    copies = split.mesh.group_or_none(*plan.replica_axes)
     split.setup.place.alone(device)
     mesh = _mesh(plan, device)
     for parameter in split.params.values():

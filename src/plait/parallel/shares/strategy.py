@@ -67,6 +67,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
             "P015", f"batch_shares={plan.batch_shares} has {len(given)} parts for {count} shares", why=axes, fix=fix
         )
     together = [f"{axis}={size}" for axis in ("pp", "fsdp", "ep") if (size := getattr(plan, axis)) > 1]
+    together += [plan.word("shard_over_cp")] if plan.shard_over_cp else []
     if plan.batch_shares == "auto" and device == "cuda" and together and count > 1:
         what = f"batch_shares=auto cannot tell the speeds of GPUs under {' '.join(together)}"
         why = "they wait for each other inside their passes, and the time of a kernel that waits is like that of one that computes"

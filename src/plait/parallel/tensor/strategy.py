@@ -91,7 +91,7 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
     mean = Reduce(("tp",), "mean", "the same on all, but kernels may round differently")
     for name, spec in found.items():
         if name in slices:
-            split = Split("tp", len(slices[name].ranges), slices[name].dim, slices[name].ranges)
+            split = Split(("tp",), (len(slices[name].ranges),), slices[name].dim, slices[name].ranges)
             spec, sets = spec.split(split), tuple(one for one in split.same() if len(one) > 1)
             same = Reduce(("tp",), "sum", "they have the same slice, and each uses it for its own heads", sets)
             found[name] = spec.reduced(same) if sets else spec
