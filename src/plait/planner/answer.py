@@ -184,7 +184,7 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found = search(asked.pace, question, asked.refused())
+    found = search(asked.pace, question, asked.refused(), say=asked.say)
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
