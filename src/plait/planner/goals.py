@@ -262,7 +262,7 @@ def _searched(
     asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
 ) -> Found:
     fewer = asked.on(sized(asked.machine, devices))
-    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within)
+    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within, fewer.say)
 
 
 def tried(found: Answer, options: PlanOptions) -> Answer:

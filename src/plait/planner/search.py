@@ -13,11 +13,11 @@ compared with that of its own device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, inf
-from typing import Any, NamedTuple
+from math import ceil, inf, prod
+from typing import Any
 
 from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
@@ -25,7 +25,7 @@ from plait.data.shares import sizes
 from plait.parallel.shares.balance import told
 from plait.planner import formulas
 from plait.planner.estimate import Estimate, StageSchedule, estimate, touched
-from plait.planner.formulas import Software, TimeModel
+from plait.planner.formulas import TimeModel
 from plait.planner.from_sketch import Block
 
 
@@ -77,10 +77,6 @@ class SearchSpace:
     def inside(self) -> int:
         """Devices of one of them."""
         return self.devices // self.groups if self.devices % self.groups == 0 else 0
-
-    def is_tight(self, found: Estimate) -> bool:
-        """Whether a plan that fits leaves less of a device than predictions of memory err by."""
-        return self.spare(found) < self.margin
 
     def holds(self, found: Estimate | None) -> bool:
         """Whether devices and their hosts have the memory that a plan takes."""
@@ -174,10 +170,10 @@ def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     return [f for f in found if shares // f == given.get("dp", shares // f)]
 
 
-def orders(branch: Plan, question: SearchSpace) -> list[tuple[str, int]]:
-    """(schedule, stages per rank) of a pipeline that are worth pricing: gpipe and sequential only when they are given."""
+def orders(branch: Plan, question: SearchSpace) -> list[StageSchedule]:
+    """Schedules of a pipeline that are worth pricing: gpipe and sequential only when they are given."""
     if branch.pp == 1:
-        return [(Plan().schedule, 1)]
+        return [StageSchedule(Plan().schedule, 1, 1)]
     given = question.pins
     found = [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
     if "schedule" in given:
@@ -185,7 +181,7 @@ def orders(branch: Plan, question: SearchSpace) -> list[tuple[str, int]]:
         found = [pair for pair in found if pair[0] == word] or [(word, 1)]
     if "stages_per_rank" in given:
         found = [(word, given["stages_per_rank"]) for word, _ in found]
-    return [(word, v) for word, v in dict.fromkeys(found) if branch.pp * v <= question.stages]
+    return [StageSchedule(word, branch.pp, v) for word, v in dict.fromkeys(found) if branch.pp * v <= question.stages]
 
 
 LONGEST = 64
@@ -266,7 +262,8 @@ class Preferences:
     """
 
     key: float = 1.004
-    """For every key of the plan that is not its default: each is a word more to understand. Five of them are as much as `ALIKE`."""
+    """For every key of the plan that is not its default: each is a word more to understand, but for less sharding (`zero`). Five of them are
+    as much as `ALIKE`."""
     axis: float = 1.03
     """For every axis after the first: each has groups of processes and conditions of its own, and predictions err by more than that."""
     nodes: float = 1.1
@@ -289,13 +286,15 @@ def crossings(plan: Plan, per_node: int) -> list[str]:
     return [axis for axis, size in sizes.items() if size > per_node]
 
 
-def handicap(plan: Plan, per_node: int) -> float:
-    """The product of a plan's factors, but for that of its memory."""
+def factors(plan: Plan, per_node: int) -> dict[str, float]:
+    """A plan's factors by what they are for, but for that of its memory."""
     changed = plan.changed()
     axes = sum(changed.get(axis, 1) > 1 for axis in (*AXES, "ep"))
-    factor = PREFERENCES.axis ** max(0, axes - 1) * PREFERENCES.key ** (len(changed) - axes)
-    factor *= PREFERENCES.nodes if crossings(plan, per_node) else 1.0
-    return factor * (PREFERENCES.offload if plan.offload != "none" else 1.0)
+    keys = len(changed) - axes - ("zero" in changed)
+    found = {"axes": PREFERENCES.axis ** max(0, axes - 1), "keys": PREFERENCES.key**keys}
+    if crossing := crossings(plan, per_node):
+        found[f"{', '.join(crossing)} between nodes"] = PREFERENCES.nodes
+    return found | ({"offload": PREFERENCES.offload} if plan.offload != "none" else {})
 
 
 @dataclass(frozen=True)
@@ -306,8 +305,8 @@ class Candidate:
     estimate: Estimate | None = None
     samples: float = 0.0
     why: str = ""
-    handicap: float = 1.0
-    """The product of its factors (`Preferences`)."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By what they are for (`Preferences`)."""
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -321,7 +320,12 @@ class Candidate:
     @property
     def cost(self) -> float:
         """What plans are ordered by: seconds times factors."""
-        return self.seconds * self.handicap
+        return self.seconds * prod(self.factors.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know before running it."""
+        return [name for name in self.factors if name not in ("axes", "keys")]
 
 
 @dataclass(frozen=True)
@@ -348,30 +352,10 @@ def search(
         say(f"comparing plans: {k} of {len(bounded)} branches")
         for precision in of("precision", list(question.precisions), question.pins):
             looking.branch(replace(branch, precision=precision))
-    order = sorted(looking.best.values(), key=lambda c: (c.cost, str(c.plan)))
+    order = sorted(looking.best.values(), key=_cost)
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
     timed = (replace(c, estimate=price(pace, c.plan, replace(question, memory=inf), c.samples)) for c in over)
     return Found(tuple(order), tuple(timed), dict(looking.counts), dict(looking.whys))
-
-
-class Sharding(NamedTuple):
-    """Where a plan keeps weights, gradients and the optimizer's state."""
-
-    fsdp: int
-    zero: int
-    offload: str
-
-    @property
-    def depth(self) -> int:
-        """As `formulas.depth` of the plan."""
-        return self.zero if self.fsdp > 1 or self.offload == "all" else 0
-
-    def each(self, software: Software, trained: float) -> float:
-        """Bytes on a device for each weight that it computes with. `trained`: the part of them that has gradients."""
-        shards = [self.fsdp if self.depth >= least else 1 for least in (3, 2, 1)]
-        size = [software.weights, trained * software.gradients, trained * software.state]
-        away = [self.offload == "all" and self.depth == 3, self.offload == "all", self.offload != "none"]
-        return sum(0.0 if gone else one / n for one, n, gone in zip(size, shards, away))
 
 
 @dataclass
@@ -401,14 +385,15 @@ class _Looking:
         first, most = (of("recompute", list(RECOMPUTES), given)[at] for at in (0, -1))
         offload = of("offload", list(self.question.offloads), given)[-1]
         for branch in branches(self.question):
-            if self.least(branch, StageSchedule("sequential", branch.pp, 1), Sharding(branch.shares, 3, offload), most) > self.question.memory:
+            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=most, schedule="sequential")
+            if self.least(spread) > self.question.memory:
                 self.counts["do not fit"] += 1
                 continue
             kind = StageSchedule(SPLIT[0], branch.pp, given.get("stages_per_rank", 4))
-            yield bound(self.times(branch, first), kind, branch.microbatches) * self.handicap(branch), branch
+            yield bound(self.times(branch, first), kind, branch.microbatches) * prod(self.factors(branch).values()), branch
 
-    def handicap(self, plan: Plan) -> float:
-        return handicap(plan, self.pace.machine.devices_per_node)
+    def factors(self, plan: Plan) -> dict[str, float]:
+        return factors(plan, self.pace.machine.devices_per_node)
 
     def times(self, branch: Plan, recompute: str) -> tuple[float, ...]:
         """Seconds of all blocks for a micro-batch: forward, and both halves of backward; of a layer; and how many layers there are."""
@@ -423,84 +408,73 @@ class _Looking:
             self.known[key] = *map(sum, zip(*parts)), layer, self.layer.count
         return self.known[key]
 
-    def owned(self, plan: Plan) -> tuple[float, ...]:
-        """Elements of weights on the ranks of a pipeline together, of a layer, and of a layer without experts."""
-        key = (plan.tp, plan.ep)
-        if key not in self.known:
-            layer = formulas.weights(self.layer, plan)
-            every = sum(formulas.weights(b, plan) * b.count for b in self.pace.work.blocks)
-            self.known[key] = every, layer, layer - self.layer.experts / plan.ep
-        return self.known[key]
-
     @cached_property
     def layer(self) -> Block:
         """The block that there are most of."""
         return max(self.pace.work.blocks, key=lambda block: block.count)
 
-    def activations(self, branch: Plan, recompute: str) -> tuple[float, ...]:
-        """Bytes that all blocks keep of a micro-batch, that a layer keeps, and that its recomputation needs for a moment."""
-        samples = branch_samples(branch, self.question)
-        key = (branch.tp, branch.cp, branch.ep, samples, branch.precision, recompute, branch.stretched)
+    def sizes(self, plan: Plan) -> tuple[float, ...]:
+        """Elements of weights on the ranks of a pipeline together, of a layer, and of a layer without experts; bytes that all blocks keep of
+        a micro-batch, that a layer keeps, and that its recomputation needs for a moment."""
+        samples, software, blocks = branch_samples(plan, self.question), self.pace.software, self.pace.work.blocks
+        key = (plan.tp, plan.cp, plan.ep, samples, plan.precision, plan.recompute, plan.stretched)
         if key not in self.known:
-            plan, software = replace(branch, recompute=recompute), self.pace.software
-            every = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in self.pace.work.blocks)
-            self.known[key] = every, *formulas.kept(self.layer, plan, samples, software)
+            layer = formulas.weights(self.layer, plan)
+            own = sum(formulas.weights(b, plan) * b.count for b in blocks), layer, layer - self.layer.experts / plan.ep
+            kept = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
+            self.known[key] = *own, kept, *formulas.kept(self.layer, plan, samples, software)
         return self.known[key]
 
-    def least(self, branch: Plan, kind: StageSchedule, state: Sharding, recompute: str) -> float:
+    def least(self, plan: Plan) -> float:
         """Bytes that the fullest rank of a plan needs at least: an even share of all, or of the layers, with one micro-batch alive; or, of
         a rank that holds as many micro-batches as there are stages, the layers that every rank has."""
-        software, (every, layer, dense) = self.pace.software, self.owned(branch)
-        kept, own, moment = self.activations(branch, recompute)
-        moment += dense * (2 * formulas.item(branch) + software.gradients) if state.depth == 3 else 0.0
-        each = state.each(software, 1 - self.pace.work.frozen)
-        sure = self.layer.count // (kind.ranks * kind.per_rank) * kind.per_rank
-        alive = 1 if kind.schedule in UNSURE else min(kind.ranks, branch.microbatches)
-        even = (every * each + kept) / kind.ranks + (moment if kind.ranks == 1 else 0.0)
-        ranks = self.layer.count / kind.ranks * (layer * each + own), sure * (layer * each + own * alive)
+        software, f, p, away = self.pace.software, plan.fsdp, plan.pp, plan.offload == "all"
+        zero, trained = formulas.depth(plan), 1 - self.pace.work.frozen
+        each = 0.0 if away and zero == 3 else software.weights / (f if zero == 3 else 1)
+        each += 0.0 if away else trained * software.gradients / (f if zero >= 2 else 1)
+        each += trained * software.state / (f if zero else 1) if plan.offload == "none" else 0.0
+        every, layer, dense, kept, own, moment = self.sizes(plan)
+        moment += dense * (2 * formulas.item(plan) + software.gradients) if zero == 3 else 0.0
+        sure = self.layer.count // (p * plan.stages_per_rank) * plan.stages_per_rank
+        alive = 1 if plan.schedule in UNSURE else min(p, plan.microbatches)
+        even = (every * each + kept) / p + (moment if p == 1 else 0.0)
+        ranks = self.layer.count / p * (layer * each + own), sure * (layer * each + own * alive)
         return max(even, max(ranks) + moment) * self.pace.fitted.slack
 
     def branch(self, branch: Plan) -> None:
-        """The plans of a branch: what is sharded, and in which order stages work."""
-        for fsdp in shardings(branch, self.question, self.pace.machine.devices_per_node):
-            for schedule, per_rank in orders(branch, self.question):
-                self.shape(branch, StageSchedule(schedule, branch.pp, per_rank), fsdp)
-
-    def shape(self, branch: Plan, kind: StageSchedule, fsdp: int) -> None:
-        """The plans of a mesh and a schedule: what is sharded, recomputed and kept on the host.
+        """The plans of a branch: what is sharded, recomputed, kept on the host, and in which order stages work.
 
         Less sharding, less recomputation and less that is kept on the host take no longer, so where one fits with room to spare,
         more of it is not priced.
         """
-        given, question, dp = self.question.pins, self.question, branch.shares // fsdp
-        mesh = (branch.replica_groups, branch.pp, dp, fsdp, branch.cp, branch.tp, branch.ep)
-        zeros = of("zero", [1, 2, 3], given) if fsdp > 1 else [branch.zero]
+        given, plain = self.question.pins, prod(self.factors(branch).values())
         recomputes = of("recompute", list(RECOMPUTES), given)
-        worth, plain = [len(zeros)] * len(recomputes), self.handicap(branch)  # of each recomputation, how much sharding could be better
-        states = self.owned(branch)[0] / branch.pp / fsdp * (1 - self.pace.work.frozen)
-        for offload in of("offload", list(question.offloads), given):
-            update = touched(self.pace, Plan(offload=offload), states)
-            factor = plain * (PREFERENCES.offload if offload != "none" else 1.0)
-            for k, recompute in enumerate(recomputes):
-                floor = (bound(self.times(branch, recompute), kind, branch.microbatches) + update) * factor
-                if floor > self.limit(mesh):
-                    self.counts["slower"] += 1
-                    break
-                for at, zero in enumerate(zeros[: worth[k]]):
-                    spare = question.memory - self.least(branch, kind, Sharding(fsdp, zero, offload), recompute)
-                    if spare < 0:
-                        self.counts["do not fit"] += 1
-                    elif spare < question.margin and floor * PREFERENCES.tight > self.limit(mesh):
-                        self.counts["slower"] += 1
-                    elif self.priced(replace(branch, dp=dp, fsdp=fsdp, schedule=kind.schedule, stages_per_rank=kind.per_rank, zero=zero,
-                                             recompute=recompute, offload=offload)):  # fmt: skip
-                        worth[k:] = [min(at, w) for w in worth[k:]]
-                        break
+        for fsdp in shardings(branch, self.question, self.pace.machine.devices_per_node):
+            zeros = of("zero", [1, 2, 3], given) if fsdp > 1 else [branch.zero]
+            states = self.sizes(branch)[0] / branch.pp / fsdp * (1 - self.pace.work.frozen)
+            for kind in orders(branch, self.question):
+                shape = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=kind.schedule, stages_per_rank=kind.per_rank)
+                mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
+                for offload in of("offload", list(self.question.offloads), given):
+                    update = touched(self.pace, Plan(offload=offload), states)
+                    factor = plain * (PREFERENCES.offload if offload != "none" else 1.0)
+                    for k, recompute in enumerate(recomputes):
+                        floor = (bound(self.times(branch, recompute), kind, branch.microbatches) + update) * factor
+                        if floor > self.limit(mesh):
+                            self.counts["slower"] += 1
+                            break
+                        for at, zero in enumerate(zeros[: worth[k]]):
+                            if self.priced(replace(shape, zero=zero, recompute=recompute, offload=offload), floor):
+                                worth[k:] = [min(at, w) for w in worth[k:]]
+                                break
 
-    def priced(self, plan: Plan) -> bool:
-        """Price a plan, with each way to share out the batch; whether it fits, with room to spare, in any."""
-        fitting = [self._priced(way) for way in ways(self.pace, plan, self.question, self.refused)]
-        return any(fitting)
+    def priced(self, plan: Plan, floor: float) -> bool:
+        """Price a plan that costs at least `floor`, with each way to share out the batch; whether it fits, with room to spare, in any."""
+        spare = self.question.memory - self.least(plan)
+        if spare < 0 or (spare < self.question.margin and floor * PREFERENCES.tight > self.limit(Candidate(plan).mesh)):
+            self.counts["do not fit" if spare < 0 else "slower"] += 1
+            return False
+        return any(list(map(self._priced, ways(self.pace, plan, self.question, self.refused))))
 
     def _priced(self, plan: Plan) -> bool:
         """Price a plan and keep it when it is the best of its mesh; whether it fits with room to spare."""
@@ -510,12 +484,12 @@ class _Looking:
             return False
         samples = branch_samples(plan, self.question)
         found = price(self.pace, plan, self.question, samples)
-        fits, tight = self.question.holds(found), self.question.is_tight(found)
-        candidate = Candidate(plan, found, samples, handicap=self.handicap(plan) * (PREFERENCES.tight if fits and tight else 1.0))
+        fits, tight = self.question.holds(found), self.question.spare(found) < self.question.margin
+        candidate = Candidate(plan, found, samples, factors=self.factors(plan) | ({"tight": PREFERENCES.tight} if tight else {}))
         self.counts["priced"] += 1
         self.counts["do not fit"] += not fits
-        table, better = (self.best, _cheaper) if fits else (self.large, _larger)
-        if candidate.mesh not in table or better(table[candidate.mesh], candidate):
+        table, key = (self.best, _cost) if fits else (self.large, _bytes)
+        if candidate.mesh not in table or key(candidate) < key(table[candidate.mesh]):
             table[candidate.mesh] = candidate
             self.kept = sorted(c.cost for c in self.best.values())
         return fits and not tight
@@ -529,12 +503,8 @@ EVEN = 0.9
 """Part of the wait for other stages that is counted in a lower bound: stages are not exactly even."""
 
 
-def _cheaper(old: Candidate, new: Candidate) -> bool:
-    return new.cost < old.cost * (1 - 1e-9)
-
-
-def _larger(old: Candidate, new: Candidate) -> bool:
-    return _bytes(new) < _bytes(old)
+def _cost(candidate: Candidate) -> tuple[float, str]:
+    return float(f"{candidate.cost:.9g}"), str(candidate.plan)
 
 
 def _bytes(candidate: Candidate) -> tuple[float, str]:
