@@ -3,7 +3,8 @@
 import gc
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, prod
 from typing import Any
@@ -46,7 +47,7 @@ def run(options: PlanOptions) -> int:
 
         named = memory is not None or options.machine != "here"
         return dry_run.run(options, room(machine_of(options), memory) if named else None)
-    pins = pinned(options)
+    pinned(options)  # what is wrong with them is said before the job is read
     machine = machine_of(options)
     if options.out:
         check_writable(options.out)
@@ -56,8 +57,16 @@ def run(options: PlanOptions) -> int:
         fork.stay_forkable()
     with uncollected():  # a job imports what its model needs
         job = with_batch(load_job(options.job, options.arguments), options.batch)
-    split, tp = machine.devices > 1, pins.get("tp") != 1
-    say = _progress if sys.stderr.isatty() and not options.json else lambda text: None
+    say = ProgressLine() if sys.stderr.isatty() and not options.json else lambda text: None
+    try:
+        return explained(options, job, machine, say)
+    finally:
+        say("")
+
+
+def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[str], None]) -> int:
+    """Print the answer to what the options ask of a job. `say` gets what is done, and no text before the answer."""
+    split, tp, pins, memory = machine.devices > 1, pinned(options).get("tp") != 1, pinned(options), size(options.memory)
     asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
     gc.freeze()  # no collection walks through the sketch while plans are compared
 
@@ -68,20 +77,32 @@ def run(options: PlanOptions) -> int:
         return mapped(asked, pins, options)
     goal = goals.named(options, again)
     if goal is not None:
-        found = goal(asked, pins, memory)
-        print(json.dumps(found.to_dict()) if options.json else shown(found.text()))
+        sizes = goal(asked, pins, memory)
+        say("")
+        print(json.dumps(sizes.to_dict()) if options.json else shown(sizes.text()))
         return 0
     found = answered(asked, options)
     if options.tries:
         found = goals.tried(found, options)
     if options.out and found.best:
         write(options.out, toml(found))
+    say("")
     print(json.dumps(found.to_dict()) if options.json else shown(text(found)))
     return 0 if found.best else 1
 
 
-def _progress(text: str) -> None:
-    print(f"plan  {text} …", file=sys.stderr, flush=True)
+class ProgressLine:
+    """One line on a terminal that says what is done; no text takes it away."""
+
+    def __init__(self) -> None:
+        self.shown = ("", -inf)
+
+    def __call__(self, text: str) -> None:
+        """Show this. How far the same task is, after a colon, is shown every tenth of a second."""
+        task, now = text.partition(":")[0], time.monotonic()
+        if task != self.shown[0] or now - self.shown[1] > 0.1:
+            self.shown = task, now
+            print(f"\r\x1b[K{text and f'plan  {text} …'}", end="", file=sys.stderr, flush=True)
 
 
 def answered(asked: PlanRequest, options: PlanOptions) -> Answer:

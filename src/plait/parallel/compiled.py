@@ -91,7 +91,7 @@ def _regions(split: SplitModel) -> tuple[list[str], dict[str, str]]:
     """The modules that are compiled, each for itself; the units besides that consist of modules, and why they are not.
     P018 when none can be."""
     plan, model = split.plan, split.module
-    found = [unit.name for unit in split.whole_sketch.units if not _single(model.get_submodule(unit.name))]
+    found = module_units(split.whole_sketch, model)
     if not found and plan.devices == plan.shares and plan.ep == 1:
         return [""], {}
     left = {name: why for name in found if (why := _why_not(split, name))}
@@ -102,6 +102,11 @@ def _regions(split: SplitModel) -> tuple[list[str], dict[str, str]]:
         raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "dp and fsdp alone")))
     mine = {unit.name for unit in split.sketch.units}
     return [name for name in found if name in mine and name not in left], left
+
+
+def module_units(sketch: Sketch, model: nn.Module) -> list[str]:
+    """The units that consist of modules, which can be compiled one by one."""
+    return [unit.name for unit in sketch.units if not _single(model.get_submodule(unit.name))]
 
 
 def _single(module: nn.Module) -> bool:

@@ -21,7 +21,18 @@ from plait.model.table import aligned, short, size
 from plait.planner import late
 from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
-from plait.planner.search import ALIKE, Candidate, Found, SearchSpace, branch_samples, gain, price, search
+from plait.planner.search import (
+    ALIKE,
+    MARGIN,
+    PREFERENCES,
+    Candidate,
+    Found,
+    SearchSpace,
+    branch_samples,
+    gain,
+    price,
+    search,
+)
 
 PARTS = {"occasion": 0.151, "device": 0.075, "model": 0.078, "precision": 0.075, "layout": 0.102, "length": 0.033}
 """Standard deviation of each shared error, of published sources that were predicted without any of their rows (`bench/fit.py --folds`)."""
@@ -117,7 +128,7 @@ class PlanRow:
                 "spare_bytes": round(room - found.reserved if found.spare is None else found.spare),
                 "host_bytes": round(found.hosted), "parts": found.parts,
                 "memory": {name: round(held) for name, held in found.memory.items()},
-                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),
+                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan), "warnings": self.candidate.warnings,
             }  # fmt: skip
         return facts
 
@@ -131,10 +142,12 @@ class One:
 
     def told(self, chosen: Candidate, batch: int) -> str:
         if self.best is not None and self.best.estimate is not None:
-            here, times = "which is the choice", f"{self.best.seconds / chosen.seconds:.2f} × as fast"
+            here, offload = "; which is the choice", self.best.plan.offload
             if chosen.plan.devices > 1:
-                here = f"the choice, {chosen.plan.devices} devices, is {times}"
-            return f"one device alone: {short(batch / self.best.seconds)} samples/s; {here}"
+                here = f"; the choice, {chosen.plan.devices} devices, is {self.best.seconds / chosen.seconds:.2f} × as fast"
+            if offload != chosen.plan.offload:  # which is no measure of what more devices gain
+                here = f", with offload={offload}"
+            return f"one device alone: {short(batch / self.best.seconds)} samples/s{here}"
         return f"one device alone: nothing fits{self.why and f', {self.why}'}"
 
     def to_dict(self, batch: int) -> dict[str, Any]:
@@ -184,7 +197,7 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found = search(asked.pace, question, asked.refused())
+    found = search(asked.pace, question, asked.refused(), say=asked.say)
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
@@ -258,8 +271,11 @@ def why_not(candidate: Candidate, best: Candidate | None, question: SearchSpace 
     more = {name: s - best.estimate.parts.get(name, 0.0) for name, s in found.parts.items()}
     worst = max(more, key=lambda name: more[name])
     slower = found.seconds / best.seconds - 1
-    if abs(slower) < ALIKE or slower < 0:
-        return f"as fast, with {devices} devices" if devices > best.plan.devices else "as fast, and less simple"
+    if slower < ALIKE:
+        speed = "same speed" if slower > -ALIKE else f"{-100 * slower:.0f} % faster"
+        worse = [name for name in candidate.warnings if name not in best.warnings]
+        more = f"{devices} devices" if devices > best.plan.devices else "more complex"
+        return f"{speed}, but {' and '.join(worse) or more}"
     word = WORDS.get(worst, worst)
     return f"{100 * slower:.0f} % slower: {word}" if word else f"{100 * slower:.0f} % slower"
 
@@ -275,18 +291,21 @@ def text(found: Answer) -> str:
         f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
-        f"{counts.get('slower', 0)} bounded to be slower · {counts.get('impossible', 0)} impossible · {found.seconds:.1f} s",
+        f"{counts.get('slower', 0)} pruned · {counts.get('impossible', 0)} invalid · {_time(found.seconds)}",
     ]
     if found.best is not None:
         lines += [f"choice    {_headline(found)}", ""]
     if not found.rows:
         return "\n".join([*lines, *_notes(found)])
-    head = ("plan", "fits", "memory", "step", "samples/s", "sent*", "bubble", "MFU", "why not first")
+    head = ("plan", "fits", "memory", "step", "samples/s", "exposed communication", "bubble", "MFU", "warnings", "why not first")
     cells = [head, *(_cells(row, found) for row in found.rows)]
-    for k, row in enumerate(aligned(cells, right=range(1, len(head) - 1))):
+    for k, row in enumerate(aligned(cells, right=range(1, len(head) - 2))):
         lines.append(("▸ " if k == 1 and found.best else "  ") + row)
-    lines += ["* messages that computing does not hide", *_notes(found)]
-    return "\n".join(lines)
+    if any("tight" in row.candidate.warnings for row in found.rows):
+        lines.append(f"tight: less than {100 * MARGIN:.0f} % of a device's memory is left, which is less than predictions of memory err by")
+    if asked.attends:
+        lines.append("MFU counts attention as a full square, causal or not (PaLM, arXiv 2204.02311): at long sequences twice the causal count")
+    return "\n".join([*lines, *_notes(found)])
 
 
 def _headline(found: Answer) -> str:
@@ -297,6 +316,10 @@ def _headline(found: Answer) -> str:
     if found.fewest and plan.devices < found.question.devices:
         part = f"within {100 * found.fewest:.0f} % of the fastest"
         words.append(f"the fewest devices {part}: {plan.devices} of {found.question.devices}")
+    if plan.offload != "none" and "offload" not in pinned:
+        words.append(f"offload: what fits without it would be tight, or takes {100 * (PREFERENCES.offload - 1):.0f} % longer, if anything fits")
+    if "tight" in found.best.candidate.warnings:
+        words.append("tight: nothing else fits")
     if plan.precision != "fp32" and "precision" not in pinned:
         words.append(f"in {plan.precision}, which rounds differently from fp32: --pin precision=fp32 keeps that")
     return " · ".join(words)
@@ -306,15 +329,15 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
     got = row.candidate.estimate
     plan = str(row.candidate.plan)
     if got is None:
-        return plan, "✗", "–", "–", "–", "–", "–", "–", row.why
+        return plan, "✗", "–", "–", "–", "–", "–", "–", "", row.why
     memory = size(got.reserved)
     if not row.fits:
-        return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
+        return plan, "✗", memory, "–", "–", "–", "–", "–", "", row.why
     sent = got.share("tensor") + got.share("gradients") + got.share("sync")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
     peak = found.asked.pace.peak(row.candidate.plan.precision)
     return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
-            f"{100 * got.flops / got.seconds / peak:.0f} %", row.why)  # fmt: skip
+            f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.candidate.warnings), row.why)  # fmt: skip
 
 
 def _time(seconds: float) -> str:
@@ -347,7 +370,7 @@ def _notes(found: Answer) -> list[str]:
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
         f"confidence: nine of ten steps take {found.sure.low:.2f} to {found.sure.high:.2f} of what is predicted"
         + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
-        _next(found.asked.name, str(plan)),
+        _next(found.asked.name, plan),
     ]
     if reason := found.asked.sketch.unmeasured:
         what = "not known: what the forward pass computes and keeps for backward. Memory and times are without it"
@@ -377,11 +400,11 @@ def _bytes(candidate: Candidate | None) -> float:
     return candidate.estimate.reserved if candidate is not None and candidate.estimate else inf
 
 
-def _next(name: str, plan: str) -> str:
+def _next(name: str, plan: Plan) -> str:
     """What to do with a plan, in the words in which the job was given: by its file, or as a value of Python."""
     if not name.partition(":")[0].endswith(".py"):
         return f'next: plait.train({name}, plan="{plan}")     plait.verify({name}, plan="{plan}")'
-    return f'next: plait train {name} --plan "{plan}"     plait plan {name} --plan "{plan}" --dry-run'
+    return f'next: plait train {name} --plan "{plan}"     plait plan {name} --plan "{plan.uncompiled}" --dry-run'
 
 
 def toml(found: Answer) -> str:

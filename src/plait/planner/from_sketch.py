@@ -29,7 +29,7 @@ from plait.parallel.expert import find as experts
 from plait.parallel.order import shard_plan
 from plait.parallel.spec import ParamSpec, ShardPlan
 from plait.parallel.tensor import vocabulary
-from plait.parallel.tensor.choose import slices_of
+from plait.parallel.tensor.choose import room_to_follow, slices_of
 from plait.parallel.tensor.find.finder import FOLLOWED
 from plait.tensors.torch_private import BatchNormBase
 from plait.tensors.trees import first_words
@@ -264,9 +264,10 @@ def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job:
     """
     norms = tuple(name for name, m in model.named_modules() if isinstance(m, BatchNormBase))
     slices, why = Slices(), ""
-    for given in (lambda n: first_words(inputs(n), WORDS), inputs) if tp else ():
+    two = Plan(tp=2, sequence_parallel=False)
+    for given, most in ((lambda n: first_words(inputs(n), WORDS), room_to_follow(Plan())), (inputs, FOLLOWED)) if tp else ():
         try:
-            slices = slices_of(sketch, model, given, call, job, Plan(tp=2, sequence_parallel=False), most=FOLLOWED)
+            slices = slices_of(sketch, model, given, call, job, two, most=most)
             break
         except PlaitError as error:
             why = error.problems[0].what if error.codes[0] == "P034" else ""

@@ -246,11 +246,9 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
     found = replace(found, one=One(next(iter(alone.best), None), why))
     if best is None or not choose:
         return found
-    fastest = min(c.seconds for c in found.found.best)
-    first = None
+    most, first = best.candidate.cost * (1 + ALIKE), None
     for devices in reversed([n for n in halves(asked.machine) if n < found.question.devices]):
-        got = _searched(asked, pins, memory, devices, fastest * (1 + ALIKE))
-        good = [c for c in got.best if c.seconds <= fastest * (1 + ALIKE)]
+        good = [c for c in _searched(asked, pins, memory, devices, most).best if c.cost <= most]
         if not good:
             break
         first = good[0]
@@ -264,7 +262,7 @@ def _searched(
     asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
 ) -> Found:
     fewer = asked.on(sized(asked.machine, devices))
-    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within)
+    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within, fewer.say)
 
 
 def tried(found: Answer, options: PlanOptions) -> Answer:

@@ -48,7 +48,7 @@ def with_inexact(found: Answer) -> Answer:
     if best is None or found.question.devices == 1:
         return found
     exact = best.candidate.seconds
-    faster = [o for o in offered(found.asked, found.question, exact) if o.candidate.seconds < exact * (1 - ALIKE)]
+    faster = [o for o in offered(found.asked, found.question, best.candidate) if o.candidate.seconds < exact * (1 - ALIKE)]
     offers = sorted(faster, key=lambda o: (o.seconds, str(o.candidate.plan)))
     if not offers:
         return replace(found, beside=f"no inexact plan is faster by more than {100 * ALIKE:.0f} %")
@@ -62,24 +62,24 @@ def with_inexact(found: Answer) -> Answer:
     return replace(found, rows=(*rows, *found.rows) if ahead else (found.rows[0], *rows, *found.rows[1:]))
 
 
-def offered(asked: PlanRequest, question: SearchSpace, exact: float) -> Iterator[LateOffer]:
-    """Plans that are predicted to take less than `exact` seconds a step, and that the job can run under."""
+def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Iterator[LateOffer]:
+    """Plans that are predicted to take less time than `best`, and that the job can run under."""
     pins, refused = question.pins, asked.refused()
     formats = [pins["compress"]] if "compress" in pins else list(FORMATS)
     for how in formats if pins.get("replica_groups", 1) == 1 else ():
         if how != "none":
             alone = dict.fromkeys(UNCUT[how], 1)
             copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
-            for candidate in search(asked.pace, copies, refused, exact).best[:KEPT]:
+            for candidate in search(asked.pace, copies, refused, best.cost).best[:KEPT]:
                 if candidate.plan.dp > 1:
                     yield LateOffer(candidate, candidate.seconds / progress(candidate.plan))
     for groups in counts(question, asked.machine.nodes):
         inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | _least(groups, pins))
-        for candidate in search(asked.pace, inside, refused, exact).best[:KEPT]:
+        for candidate in search(asked.pace, inside, refused, best.cost).best[:KEPT]:
             for plan in rarely(candidate.plan, pins, formats):
                 if not refused(plan):
                     priced = Candidate(plan, price(asked.pace, plan, question, candidate.samples), candidate.samples)
-                    if question.holds(priced.estimate) and priced.seconds < exact:
+                    if question.holds(priced.estimate) and priced.seconds < best.seconds:
                         yield LateOffer(priced, priced.seconds / progress(plan))
 
 

@@ -17,14 +17,14 @@ from plait.data import sampling
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
-from plait.parallel import mutations, unmeasured
+from plait.parallel import compiled, mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
-from plait.planner.search import SearchSpace
+from plait.planner.search import MARGIN, SearchSpace
 from plait.tensors import opaque_code
 from plait.tensors.moving_average import averaged_in
 
@@ -108,6 +108,10 @@ class PlanRequest:
     limits: JobLimits
     guessed: bool
     """Nothing is known of the machine's speed: figures of some processor were taken."""
+    compiles: bool = True
+    """The model has units that consist of modules, which torch.compile can take one by one."""
+    say: Callable[[str], None] = lambda text: None
+    """Gets what is begun, in words."""
 
     @staticmethod
     def of(
@@ -128,8 +132,8 @@ class PlanRequest:
             say("finding what tp and ep can cut" if tp else "finding what ep can cut")
         cuts = cuts_of(sketch, model, inputs, job, tp) if split else Cuts()
         known, guessed = sped(machine)
-        say("comparing plans")
-        return PlanRequest(job, name, known, sketch, cuts, software(job, sketch), JobLimits(job, sketch, cuts), guessed)
+        limits, compiles = JobLimits(job, sketch, cuts), bool(compiled.module_units(sketch, model))
+        return PlanRequest(job, name, known, sketch, cuts, software(job, sketch), limits, guessed, compiles, say)
 
     def on(self, machine: Machine) -> "PlanRequest":
         """The same job on another machine."""
@@ -179,7 +183,8 @@ class PlanRequest:
             devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), self.beside(), formats,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends,
             tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
-            (True,) if self.accelerated else (True, False), each,
+            (True,) if self.accelerated else (True, False), each, MARGIN * (memory or self.machine.device.memory),
+            (False, True) if self.accelerated else (False,),
         )  # fmt: skip
 
     def refused(self) -> Callable[[Plan], str]:
@@ -199,6 +204,8 @@ class PlanRequest:
                 return self.cuts.unfollowed or "no layer of the model can be cut"
             if plan.cp > 1 and not self.attends:
                 return UNPRICED_CP
+            if plan.compile and plan.across and not self.compiles:
+                return "compile=true finds nothing to compile: the model's units are single layers of torch's"
             if problem := mutations.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
             if problem := opaque_code.refused(plan, self.sketch.scripted, self.sketch.counting) or limits.unlike(plan):

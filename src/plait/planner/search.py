@@ -1,33 +1,32 @@
-"""All plans of a job on a machine, the best first: every legal one is priced, or shown to be slower than one that is kept.
+"""All plans of a job on a machine, the best first: every valid one is priced, or a lower bound shows that it would not be shown.
 
-The time that a branch (`branches`) computes and sends messages inside layers, spread evenly over the stages, is a
-lower bound of every plan in it. A branch is left out when its bound is above the last plan that would be shown, or when even an
-even share of it does not fit. Branches are tried by their bound, ties in a fixed order: the same question has the same answer.
+Plans are ordered by their *cost*: predicted seconds of a step, times the factors of `Preferences`. A branch (`branches`) fixes pp, tp, cp,
+ep, the micro-batches and compile; the search goes through what is left of a plan: its sharding, recomputation, schedule, precision and what
+is kept on the host. The time that a branch computes and sends messages inside layers, spread evenly over the stages, is a lower bound of
+every plan in it. A plan is skipped if its bound, times the factors that it is known to have, is above the cost of the best plan of its mesh
+or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried by their bound, ties in a fixed
+order: the same question has the same answer.
 
-Plans on a machine whose devices are unlike: every share of the batch is priced on its own devices.
-
-A step ends with its slowest share. Equal shares are as slow as the slowest device; shares by speed (`batch_shares`) as slow as all
-devices are together. Each rank's memory is held against that of its own device.
-
-The plans to search, in branches: plans that compute for the same time.
-
-A branch fixes pp, tp, cp, ep, the micro-batches and the number format. What is left of a plan, its sharding, recomputation,
-schedule and what is kept on the host, `ways` goes through.
+If the devices of a machine are unlike, every share of the batch is priced on its own devices. A step ends with its slowest share. Equal
+shares are as slow as the slowest device; shares by speed (`batch_shares`) as slow as all devices are together. Each rank's memory is
+compared with that of its own device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, inf
+from functools import cached_property
+from math import ceil, inf, prod
 from typing import Any
 
-from plait.config.keys import AXES, SAME_LOSS
+from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
 from plait.data.shares import sizes
 from plait.parallel.shares.balance import told
 from plait.planner import formulas
-from plait.planner.estimate import Estimate, estimate, touched
+from plait.planner.estimate import Estimate, StageSchedule, estimate, touched
 from plait.planner.formulas import TimeModel
+from plait.planner.from_sketch import Block
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,10 @@ class SearchSpace:
     """Whether what lies between slices may run on stretches of the sequence."""
     rooms: tuple[float, ...] = ()
     """Bytes that a plan may take of each device of a node, where they are unlike; `memory` is then the largest."""
+    margin: float = 0.0
+    """A plan that leaves fewer bytes of a device is tight."""
+    compiles: tuple[bool, ...] = (False,)
+    """Values of `compile` that are tried."""
 
     def room(self, rank: int) -> float:
         """Bytes that a plan may take of a rank's device."""
@@ -96,9 +99,10 @@ def branch_samples(plan: Plan, question: SearchSpace) -> float:
 
 
 def branches(question: SearchSpace) -> Iterator[Plan]:
-    """What fixes the time of computing."""
+    """What fixes the time of computing, in the first number format."""
     given = question.pins
     same: dict[str, Any] = {key: value for key, value in given.items() if key not in FREE}
+    precision = of("precision", list(question.precisions), given)[0]
     for tp, pp, cp in _meshes(question):
         shares, rest = divmod(question.inside, tp * pp * cp)
         if rest or not shares or shares * question.groups > question.batch:
@@ -107,19 +111,22 @@ def branches(question: SearchSpace) -> Iterator[Plan]:
         own = -(-question.batch // (shares * question.groups))
         for ep in of("ep", experts if question.experts else [1], given):
             for micro in of("microbatches", _splits(own), given):
-                for precision in of("precision", list(question.precisions), given):
-                    mesh: dict[str, Any] = {"replica_groups": question.groups, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": shares}
-                    for way in _ways(question, tp, cp):
-                        yield Plan(**same, **mesh, **way, microbatches=micro, precision=precision)
+                mesh: dict[str, Any] = {"replica_groups": question.groups, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": shares}
+                for way in _ways(question, tp, cp):
+                    yield Plan(**same, **mesh, **way, microbatches=micro, precision=precision)
 
 
 def _ways(question: SearchSpace, tp: int, cp: int) -> Iterator[dict[str, Any]]:
-    """How attention sees the other stretches, and whether what lies between slices is cut too."""
+    """How attention sees the other sequence shards, whether tp shards what lies between its slices, and whether units are compiled.
+
+    Under cp a unit that counts positions cannot be compiled, and a sketch without cp does not know which do.
+    """
     given = question.pins
     contexts = ["ring"] + ["ulysses"] * (question.heads % (tp * cp) == 0)
     for context in of("context", contexts if cp > 1 else ["ring"], given):
         for stretched in of("sequence_parallel", list(question.stretches) if tp > 1 else [True], given):
-            yield {"context": context, "sequence_parallel": stretched}
+            for compiled in of("compile", list(question.compiles) if cp == 1 else [False], given):
+                yield {"context": context, "sequence_parallel": stretched, "compile": compiled}
 
 
 def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
@@ -133,12 +140,11 @@ def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
                 yield tp, pp, cp
 
 
-MOST = {"tp": 64, "cp": 64, "stages": 4}
-"""No group of slices or stretches is larger, since each of them waits for all others in every layer; nor do ranks have more
-stages, unless it is given."""
+MOST = {"tp": 64, "cp": 64}
+"""No group of tp or cp is larger, since each of its ranks waits for all others in every layer."""
 FREE = (
     *AXES, "ep", "microbatches", "precision", "zero", "recompute", "schedule", "stages_per_rank", "offload", "context",
-    "sequence_parallel",
+    "sequence_parallel", "compile",
 )  # fmt: skip
 """Keys that the search chooses; all others are as given."""
 
@@ -164,10 +170,10 @@ def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     return [f for f in found if shares // f == given.get("dp", shares // f)]
 
 
-def orders(branch: Plan, question: SearchSpace) -> list[tuple[str, int]]:
-    """(schedule, stages per rank) of a pipeline that are worth pricing: gpipe and sequential only when they are given."""
+def orders(branch: Plan, question: SearchSpace) -> list[StageSchedule]:
+    """Schedules of a pipeline that are worth pricing: gpipe and sequential only when they are given."""
     if branch.pp == 1:
-        return [(Plan().schedule, 1)]
+        return [StageSchedule(Plan().schedule, 1, 1)]
     given = question.pins
     found = [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
     if "schedule" in given:
@@ -175,7 +181,7 @@ def orders(branch: Plan, question: SearchSpace) -> list[tuple[str, int]]:
         found = [pair for pair in found if pair[0] == word] or [(word, 1)]
     if "stages_per_rank" in given:
         found = [(word, given["stages_per_rank"]) for word, _ in found]
-    return [(word, v) for word, v in dict.fromkeys(found) if branch.pp * v <= question.stages]
+    return [StageSchedule(word, branch.pp, v) for word, v in dict.fromkeys(found) if branch.pp * v <= question.stages]
 
 
 LONGEST = 64
@@ -240,9 +246,55 @@ def gain(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> 
 
 
 ALIKE = 0.02
-"""Predicted times that differ by less are the same to anyone who has to choose: the simplest of them comes first."""
+"""Predicted times that differ by less are the same to anyone who has to choose."""
 KEPT = 8
 """Meshes of which the best plan is kept."""
+MARGIN = 0.05
+"""Part of a device's memory that a plan leaves, or it is tight."""
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """What decides between plans besides their predicted time: factors on the seconds of a step.
+
+    A plan is chosen over another only if it is faster by more than its factors are larger. Each factor is what an experienced person would
+    want to gain before running such a plan, because of what the prediction leaves out.
+    """
+
+    key: float = 1.004
+    """For every key of the plan that is not its default: each is a word more to understand, but for less sharding (`zero`). Five of them are
+    as much as `ALIKE`."""
+    axis: float = 1.03
+    """For every axis after the first: each has groups of processes and conditions of its own, and predictions err by more than that."""
+    nodes: float = 1.1
+    """tp, or the exchanges of ep or of context=ulysses, cross nodes: every layer then waits for a network that other jobs share. Published
+    layouts of Megatron-LM, Llama 3 (arXiv 2407.21783) and torchtitan keep tp inside a node."""
+    offload: float = 1.15
+    """State is kept on the host: only the bandwidth of a device's link is priced, not the optimizer's work there, nor that the
+    devices of a node share the host's memory."""
+    tight: float = 10.0
+    """Less than `MARGIN` of a device is left: a step that runs out of memory ends the run. In effect only if nothing else fits."""
+
+
+PREFERENCES = Preferences()
+
+
+def crossings(plan: Plan, per_node: int) -> list[str]:
+    """The axes of which every layer waits for messages between nodes of so many devices: tp, ep, and cp if it exchanges heads."""
+    inner = plan.along(SAME_LOSS)
+    sizes = {"tp": plan.tp, "ep": plan.ep * inner if plan.ep > 1 else 1, "cp": inner if plan.cp > 1 and plan.context == "ulysses" else 1}
+    return [axis for axis, size in sizes.items() if size > per_node]
+
+
+def factors(plan: Plan, per_node: int) -> dict[str, float]:
+    """A plan's factors by what they are for, but for that of its memory."""
+    changed = plan.changed()
+    axes = sum(changed.get(axis, 1) > 1 for axis in (*AXES, "ep"))
+    keys = len(changed) - axes - ("zero" in changed)
+    found = {"axes": PREFERENCES.axis ** max(0, axes - 1), "keys": PREFERENCES.key**keys}
+    if crossing := crossings(plan, per_node):
+        found[f"{', '.join(crossing)} between nodes"] = PREFERENCES.nodes
+    return found | ({"offload": PREFERENCES.offload} if plan.offload != "none" else {})
 
 
 @dataclass(frozen=True)
@@ -253,6 +305,8 @@ class Candidate:
     estimate: Estimate | None = None
     samples: float = 0.0
     why: str = ""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By what they are for (`Preferences`)."""
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -263,33 +317,42 @@ class Candidate:
     def seconds(self) -> float:
         return self.estimate.seconds if self.estimate else inf
 
+    @property
+    def cost(self) -> float:
+        """What plans are ordered by: seconds times factors."""
+        return self.seconds * prod(self.factors.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know before running it."""
+        return [name for name in self.factors if name not in ("axes", "keys")]
+
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan of every good mesh, fastest first; those that need too much time, least first; how many of each."""
+    """The best plan of every good mesh, that of least cost first; those that need too much memory, least first; how many of each."""
 
     best: tuple[Candidate, ...]
     large: tuple[Candidate, ...]
     counts: dict[str, int]
     whys: dict[str, int] = field(default_factory=dict)
-    """How many plans were impossible for which reason."""
+    """How many plans were invalid for which reason."""
 
 
-def search(pace: TimeModel, question: SearchSpace, refused: Callable[[Plan], str], within: float = inf) -> Found:
-    """Price what `refused` has no reason against, and what may take fewer seconds than `within`."""
+def search(
+    pace: TimeModel, question: SearchSpace, refused: Callable[[Plan], str], within: float = inf, say: Callable[[str], None] = lambda text: None
+) -> Found:  # fmt: skip
+    """Price what `refused` has no reason against, and what may cost less than `within`. `say` gets how far the search is."""
     looking = _Looking(pace, question, refused, within)
-    least = str(question.pins.get("recompute", "none"))
-    seconds_of = lambda b: bound(pace, replace(b, recompute=least), branch_samples(b, question))  # noqa: E731
-    bounded = [(seconds_of(branch), branch) for branch in branches(question)]
-    for seconds, branch in sorted(bounded, key=lambda pair: pair[0]):
-        if seconds > looking.limit():
-            looking.counts["slower"] += 1
-        else:
-            looking.branch(branch)
-    order = sorted(looking.best.values(), key=lambda c: (c.seconds, str(c.plan)))
-    alike = [c for c in order if c.seconds <= order[0].seconds * (1 + ALIKE)]
-    simplest = min(alike, key=lambda c: (len(c.plan.changed()), c.seconds), default=None)
-    order.sort(key=lambda c: c is not simplest)
+    bounded = sorted(looking.bounded(), key=lambda pair: pair[0])
+    for k, (floor, branch) in enumerate(bounded):
+        if floor > looking.limit():
+            looking.counts["slower"] += len(bounded) - k
+            break
+        say(f"comparing plans: {k} of {len(bounded)} branches")
+        for precision in of("precision", list(question.precisions), question.pins):
+            looking.branch(replace(branch, precision=precision))
+    order = sorted(looking.best.values(), key=_cost)
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
     timed = (replace(c, estimate=price(pace, c.plan, replace(question, memory=inf), c.samples)) for c in over)
     return Found(tuple(order), tuple(timed), dict(looking.counts), dict(looking.whys))
@@ -308,116 +371,155 @@ class _Looking:
     counts: Counter[str] = field(default_factory=Counter)
     whys: Counter[str] = field(default_factory=Counter)
     kept: list[float] = field(default_factory=list)
-    bounds: dict[tuple[object, ...], float] = field(default_factory=dict)
+    known: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
+    """Sums over the blocks that many plans share."""
 
-    def limit(self) -> float:
-        """Seconds of the last plan that would be shown."""
-        return min(self.within, self.kept[KEPT - 1] if len(self.kept) >= KEPT else inf)
+    def limit(self, mesh: tuple[int, ...] | None = None) -> float:
+        """The cost of the last plan that would be shown, or of a better one of the same mesh."""
+        last = min(self.within, self.kept[KEPT - 1] if len(self.kept) >= KEPT else inf)
+        return min(last, self.best[mesh].cost) if mesh in self.best else last
 
-    def bound(self, plan: Plan, samples: float) -> float:
-        """As the function, once for all plans that have it in common."""
-        key = (plan.pp, plan.tp, plan.cp, plan.ep, plan.microbatches, samples, plan.precision, plan.recompute,
-               plan.context, plan.stretched)  # fmt: skip
-        if key not in self.bounds:
-            self.bounds[key] = bound(self.pace, plan, samples)
-        return self.bounds[key]
+    def bounded(self) -> Iterator[tuple[float, Plan]]:
+        """The branches of which something may fit, each with a lower bound of the cost of its plans."""
+        given = self.question.pins
+        first, most = (of("recompute", list(RECOMPUTES), given)[at] for at in (0, -1))
+        offload = of("offload", list(self.question.offloads), given)[-1]
+        for branch in branches(self.question):
+            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=most, schedule="sequential")
+            if self.least(spread) > self.question.memory:
+                self.counts["do not fit"] += 1
+                continue
+            kind = StageSchedule(SPLIT[0], branch.pp, given.get("stages_per_rank", 4))
+            yield bound(self.times(branch, first), kind, branch.microbatches) * prod(self.factors(branch).values()), branch
 
-    def updating(self, plan: Plan) -> float:
-        """Seconds of a plan's update at least: those of an even share of the optimizer's state, wherever it is kept."""
-        return touched(self.pace, plan, self.owned(plan) / plan.pp / plan.shards * (1 - self.pace.work.frozen))
+    def factors(self, plan: Plan) -> dict[str, float]:
+        return factors(plan, self.pace.machine.devices_per_node)
 
-    def owned(self, plan: Plan) -> float:
-        """Elements of weights on the ranks of a pipeline together."""
-        key = (plan.tp, plan.ep)
-        if key not in self.bounds:
-            self.bounds[key] = sum(formulas.weights(b, plan) * b.count for b in self.pace.work.blocks)
-        return self.bounds[key]
+    def times(self, branch: Plan, recompute: str) -> tuple[float, ...]:
+        """Seconds of all blocks for a micro-batch: forward, and both halves of backward; of a layer; and how many layers there are."""
+        samples = branch_samples(branch, self.question)
+        key = (branch.tp, branch.cp, branch.ep, branch.shares, samples, branch.precision, recompute, branch.context, branch.stretched,
+               branch.compile)  # fmt: skip
+        if key not in self.known:
+            plan = replace(branch, recompute=recompute)
+            found = [(self.pace.block(block, plan, samples), block.count) for block in self.pace.work.blocks]
+            parts = [[one.forward * n, one.back_input * n, one.back_weight * n] for one, n in found]
+            layer = max(sum(part) / n for part, (_, n) in zip(parts, found) if n == self.layer.count)
+            self.known[key] = *map(sum, zip(*parts)), layer, self.layer.count
+        return self.known[key]
 
-    def least(self, plan: Plan, samples: float) -> float:
-        """Bytes that the fullest rank of a plan needs at least: an even share of all, and one micro-batch alive."""
-        software, blocks, f = self.pace.software, self.pace.work.blocks, plan.shards
-        kept = (plan.tp, plan.cp, samples, plan.precision, plan.recompute, plan.stretched)
-        if kept not in self.bounds:
-            self.bounds[kept] = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
-        away = plan.offload == "all"
+    @cached_property
+    def layer(self) -> Block:
+        """The block that there are most of."""
+        return max(self.pace.work.blocks, key=lambda block: block.count)
+
+    def sizes(self, plan: Plan) -> tuple[float, ...]:
+        """Elements of weights on the ranks of a pipeline together, of a layer, and of a layer without experts; bytes that all blocks keep of
+        a micro-batch, that a layer keeps, and that its recomputation needs for a moment."""
+        samples, software, blocks = branch_samples(plan, self.question), self.pace.software, self.pace.work.blocks
+        key = (plan.tp, plan.cp, plan.ep, samples, plan.precision, plan.recompute, plan.stretched)
+        if key not in self.known:
+            layer = formulas.weights(self.layer, plan)
+            own = sum(formulas.weights(b, plan) * b.count for b in blocks), layer, layer - self.layer.experts / plan.ep
+            kept = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
+            self.known[key] = *own, kept, *formulas.kept(self.layer, plan, samples, software)
+        return self.known[key]
+
+    def least(self, plan: Plan) -> float:
+        """Bytes that the fullest rank of a plan needs at least: an even share of all, or of the layers, with one micro-batch alive; or, of
+        a rank that holds as many micro-batches as there are stages, the layers that every rank has."""
+        software, f, p, away = self.pace.software, plan.shards, plan.pp, plan.offload == "all"
         zero, trained = formulas.depth(plan), 1 - self.pace.work.frozen
         each = 0.0 if away and zero == 3 else software.weights / (f if zero == 3 else 1)
         each += 0.0 if away else trained * software.gradients / (f if zero >= 2 else 1)
         each += trained * software.state / (f if zero else 1) if plan.offload == "none" else 0.0
-        return (self.owned(plan) * each + self.bounds[kept]) / plan.pp * self.pace.fitted.slack
+        every, layer, dense, kept, own, moment = self.sizes(plan)
+        moment += dense * (2 * formulas.item(plan) + software.gradients) if zero == 3 else 0.0
+        sure = self.layer.count // (p * plan.stages_per_rank) * plan.stages_per_rank
+        alive = 1 if plan.schedule in UNSURE else min(p, plan.microbatches)
+        even = (every * each + kept) / p + (moment if p == 1 else 0.0)
+        ranks = self.layer.count / p * (layer * each + own), sure * (layer * each + own * alive)
+        return max(even, max(ranks) + moment) * self.pace.fitted.slack
 
     def branch(self, branch: Plan) -> None:
-        """The plans of a branch: what is sharded, recomputed, and in which order stages work.
+        """The plans of a branch: what is sharded, recomputed, kept on the host, and in which order stages work.
 
-        Less sharding, less recomputation and less that is kept on the host take no longer, so where one fits, more of it is
-        not priced.
+        Less sharding, less recomputation and less that is kept on the host take no longer, so where one fits with room to spare,
+        more of it is not priced.
         """
-        given, question = self.question.pins, self.question
-        recomputes = of("recompute", ["none", "selective", "full"], given)
-        for fsdp in shardings(branch, question, self.pace.machine.devices_per_node):
-            zeros = of("zero", [1, 2, 3], given) if replace(branch, fsdp=fsdp).shards > 1 else [branch.zero]
-            for schedule, per_rank in orders(branch, question):
-                mesh = {"dp": branch.shares // fsdp, "fsdp": fsdp}
-                shape = replace(branch, **mesh, schedule=schedule, stages_per_rank=per_rank)
-                worth = [len(zeros)] * len(recomputes)  # of each recomputation, how much sharding could be better
-                for offload in of("offload", list(question.offloads), given):
+        given, plain = self.question.pins, prod(self.factors(branch).values())
+        recomputes = of("recompute", list(RECOMPUTES), given)
+        for fsdp in shardings(branch, self.question, self.pace.machine.devices_per_node):
+            shards = replace(branch, fsdp=fsdp).shards
+            zeros = of("zero", [1, 2, 3], given) if shards > 1 else [branch.zero]
+            states = self.sizes(branch)[0] / branch.pp / shards * (1 - self.pace.work.frozen)
+            for kind in orders(branch, self.question):
+                shape = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=kind.schedule, stages_per_rank=kind.per_rank)
+                mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
+                for offload in of("offload", list(self.question.offloads), given):
+                    update = touched(self.pace, Plan(offload=offload), states)
+                    factor = plain * (PREFERENCES.offload if offload != "none" else 1.0)
                     for k, recompute in enumerate(recomputes):
+                        floor = (bound(self.times(branch, recompute), kind, branch.microbatches) + update) * factor
+                        if floor > self.limit(mesh):
+                            self.counts["slower"] += 1
+                            break
                         for at, zero in enumerate(zeros[: worth[k]]):
-                            if self.priced(replace(shape, zero=zero, recompute=recompute, offload=offload)):
+                            if self.priced(replace(shape, zero=zero, recompute=recompute, offload=offload), floor):
                                 worth[k:] = [min(at, w) for w in worth[k:]]
                                 break
 
-    def priced(self, plan: Plan) -> bool:
-        """Price a plan, with each way to share out the batch; whether it fits in any."""
-        fitting = [self._priced(way) for way in ways(self.pace, plan, self.question, self.refused)]
-        return any(fitting)
+    def priced(self, plan: Plan, floor: float) -> bool:
+        """Price a plan that costs at least `floor`, with each way to share out the batch; whether it fits, with room to spare, in any."""
+        spare = self.question.memory - self.least(plan)
+        if spare < 0 or (spare < self.question.margin and floor * PREFERENCES.tight > self.limit(Candidate(plan).mesh)):
+            self.counts["do not fit" if spare < 0 else "slower"] += 1
+            return False
+        return any(list(map(self._priced, ways(self.pace, plan, self.question, self.refused))))
 
     def _priced(self, plan: Plan) -> bool:
-        """Price a plan and keep it when it is the best of its mesh; whether it fits."""
-        samples = branch_samples(plan, self.question)
-        if self.least(plan, samples) > self.question.memory:
-            self.counts["do not fit"] += 1
-            return False
-        if self.bound(plan, samples) + self.updating(plan) > self.limit():
-            self.counts["slower"] += 1
-            return True
+        """Price a plan and keep it when it is the best of its mesh; whether it fits with room to spare."""
         if why := self.refused(plan):
             self.counts["impossible"] += 1
             self.whys[why] += 1
             return False
-        found = Candidate(plan, price(self.pace, plan, self.question, samples), samples)
-        fits = self.question.holds(found.estimate)
+        samples = branch_samples(plan, self.question)
+        found = price(self.pace, plan, self.question, samples)
+        fits, tight = self.question.holds(found), self.question.spare(found) < self.question.margin
+        candidate = Candidate(plan, found, samples, factors=self.factors(plan) | ({"tight": PREFERENCES.tight} if tight else {}))
         self.counts["priced"] += 1
         self.counts["do not fit"] += not fits
-        table, better = (self.best, _slower) if fits else (self.large, _larger)
-        if found.mesh not in table or better(table[found.mesh], found):
-            table[found.mesh] = found
-            self.kept = sorted(c.seconds for c in self.best.values())
-        return fits
+        table, key = (self.best, _cost) if fits else (self.large, _bytes)
+        if candidate.mesh not in table or key(candidate) < key(table[candidate.mesh]):
+            table[candidate.mesh] = candidate
+            self.kept = sorted(c.cost for c in self.best.values())
+        return fits and not tight
 
 
-def _slower(old: Candidate, new: Candidate) -> bool:
-    return new.seconds < old.seconds * (1 - 1e-9)
+RECOMPUTES = ("none", "selective", "full")
+"""Least first."""
+UNSURE = ("sequential", "auto")
+"""Schedules of which no rank surely holds as many micro-batches as there are stages."""
+EVEN = 0.9
+"""Part of the wait for other stages that is counted in a lower bound: stages are not exactly even."""
 
 
-def _larger(old: Candidate, new: Candidate) -> bool:
-    return _bytes(new) < _bytes(old)
+def _cost(candidate: Candidate) -> tuple[float, str]:
+    return float(f"{candidate.cost:.9g}"), str(candidate.plan)
 
 
 def _bytes(candidate: Candidate) -> tuple[float, str]:
     return (candidate.estimate.reserved if candidate.estimate else inf), str(candidate.plan)
 
 
-def bound(pace: TimeModel, plan: Plan, samples: float) -> float:
-    """Seconds that a plan takes at least: its computing and its messages, spread evenly over the stages.
+def bound(times: tuple[float, ...], kind: StageSchedule, microbatches: int) -> float:
+    """Seconds that a plan takes at least: its computing and its messages, spread evenly over the stages, or as many layers as some rank
+    must have. `times`: as of `_Looking.times`.
 
-    A stage cannot begin before those before it made its first input, nor end before they took its last gradient: half of
-    one micro-batch's way through the others, on average over the ranks, and of that a part where ranks have several stages.
+    The last stage cannot begin before the others made its first input. Nor can the step end, if backward is not split, before they took
+    its last gradient: one micro-batch's way through the others, and of that a part if ranks have several stages.
     """
-    total = way = 0.0
-    for block in pace.work.blocks:
-        work = pace.block(block, plan, samples)
-        total += (work.forward + work.back_input + work.back_weight) * block.count
-        way += (work.forward + work.back_input) * block.count
-    stages = 1 if plan.pp == 1 else MOST["stages"]
-    return max(way, total * plan.microbatches / plan.pp + way * (plan.pp - 1) / (2 * plan.pp * stages))
+    forward, inputs, weight, layer, layers = times
+    total, way = forward + inputs + weight, forward + (0.0 if kind.schedule in SPLIT else inputs + weight)
+    waits = EVEN * way * (kind.ranks - 1) / (kind.ranks * kind.per_rank)
+    return max(forward + inputs, total * microbatches / kind.ranks + waits, ceil(layers / kind.ranks) * layer * microbatches)

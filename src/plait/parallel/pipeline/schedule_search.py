@@ -13,6 +13,7 @@ ranks that is `link` seconds after it was made. Links do not occupy ranks, and m
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,9 +102,13 @@ def simulate(
     """
     if saved and len(saved) != table.stages:
         raise ValueError(f"saved has {len(saved)} numbers for {table.stages} stages")
-    took, starts = _timed(table, (forward, backward_input, backward_weight), link, send)
+    took = _durations(table, (forward, backward_input, backward_weight), send)
+    begun, _ = _played(table, took, hops(table.owner, link))
+    starts: list[list[float]] = [[] for _ in table.rows]
+    for rank, start in zip(table.order.ranks, begun):
+        starts[rank].append(start)
     events = tuple(
-        Event(rank, action, start, start + took[action.kind][action.stage])
+        Event(rank, action, start, start + took["FBIW".index(action.kind) * table.stages + action.stage])
         for rank, row in enumerate(table.rows)
         for action, start in zip(row, starts[rank])
     )
@@ -113,23 +118,18 @@ def simulate(
 
 def makespan(table: Table, times: Stages, link: float | Sequence[float] = 0.0) -> float:
     """When the last action of `simulate` ends, and nothing else: several times as fast."""
-    took, starts = _timed(table, times, link, 0.0)
-    last = ((row[-1], begun[-1]) for row, begun in zip(table.rows, starts) if row)
-    return max((begun + took[action.kind][action.stage] for action, begun in last), default=0.0)
+    return max(_played(table, _durations(table, times, 0.0), hops(table.owner, link))[1], default=0.0)
 
 
-def _timed(
-    table: Table, times: Stages, link: float | Sequence[float], send: float
-) -> tuple[dict[str, list[float]], list[list[float]]]:
-    """(seconds of each kind of action on each stage, when each action of each row begins)."""
+def _durations(table: Table, times: Stages, send: float) -> list[float]:
+    """Seconds of F, B, I and W on each stage, one after the other."""
     for name, numbers in zip(("forward", "backward_input", "backward_weight"), times):
         if len(numbers) != table.stages:
             raise ValueError(f"{name} has {len(numbers)} times for {table.stages} stages")
     forward, backward_input, backward_weight = times
     whole = [i + w for i, w in zip(backward_input, backward_weight)]
     kinds = {"F": forward, "B": whole, "I": backward_input, "W": backward_weight}
-    took = {kind: [t + send * _sends(table, kind, s) for s, t in enumerate(ts)] for kind, ts in kinds.items()}
-    return took, _starts(table, took, hops(table.owner, link))
+    return [t + send * _sends(table, kind, s) for kind, ts in kinds.items() for s, t in enumerate(ts)]
 
 
 def hops(owner: Sequence[int], link: float | Sequence[float]) -> list[float]:
@@ -147,45 +147,21 @@ def _sends(table: Table, kind: str, stage: int) -> bool:
     return kind != "W" and 0 <= to < table.stages and table.owner[to] != table.owner[stage]
 
 
-def _starts(table: Table, took: dict[str, list[float]], wait: list[float]) -> list[list[float]]:
-    """When each action of each row begins. Every rank goes on until it must wait; what it waits for wakes it."""
-    count, last = table.microbatches, table.stages - 1
-    # end of F at s·m + micro, of B or I at the same place in a second list; None while not done
-    forward: list[float | None] = [None] * (table.stages * count)
-    backward: list[float | None] = [None] * (table.stages * count)
-    waiting: dict[tuple[bool, int], int] = {}
-    starts: list[list[float]] = [[] for _ in table.rows]
-    clock = [0.0] * table.ranks
-    ready = list(range(table.ranks - 1, -1, -1))
-    while ready:
-        rank = ready.pop()
-        mine, now = starts[rank], clock[rank]
-        for action in table.rows[rank][len(mine) :]:
-            kind, stage = action.kind, action.stage
-            at = stage * count + action.micro
-            if kind == "F":
-                need, arrived, hop = (False, at - count), 0.0, 0.0
-                if stage:
-                    arrived, hop = forward[at - count], wait[stage - 1]
-            elif kind == "W" or forward[at] is None or stage == last:
-                need, hop = (kind == "W", at), 0.0
-                arrived = (backward if kind == "W" else forward)[at]
-            else:
-                need, arrived, hop = (True, at + count), backward[at + count], wait[stage]
-            if arrived is None:
-                waiting[need] = rank
-                break
-            mine.append(max(now, arrived + hop))
-            now = mine[-1] + took[kind][stage]
-            if kind != "W":
-                (forward if kind == "F" else backward)[at] = now
-                if (waiter := waiting.pop((kind != "F", at), None)) is not None:
-                    ready.append(waiter)
-        clock[rank] = now
-    blocked = {r: row[len(starts[r])] for r, row in enumerate(table.rows) if len(starts[r]) < len(row)}
-    if blocked:
-        raise Deadlock(blocked)
-    return starts
+def _played(table: Table, took: list[float], wait: list[float]) -> tuple[list[float], list[float]]:
+    """When each action of `table.order` begins and ends. An action begins when its rank is free and what it waits for has arrived."""
+    order = table.order
+    if len(order.ranks) < sum(map(len, table.rows)):
+        done = Counter(order.ranks)
+        raise Deadlock({rank: row[done[rank]] for rank, row in enumerate(table.rows) if done[rank] < len(row)})
+    starts, ends, clock, waits = list[float](), list[float](), [0.0] * table.ranks, [*wait, 0.0]
+    for rank, duration, need, edge in zip(*order):
+        start = clock[rank]
+        if need >= 0 and (arrived := ends[need] + waits[edge]) > start:
+            start = arrived
+        clock[rank] = end = start + took[duration]
+        starts.append(start)
+        ends.append(end)
+    return starts, ends
 
 
 Limit = float | Sequence[float] | None

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from plait.config.keys import SCHEDULES
 
@@ -87,6 +87,53 @@ class Table:
         """The most activations that each rank holds at once, one for each (stage, micro-batch): from F to the end of B or W."""
         signs = {"F": 1, "B": -1, "I": 0, "W": -1}
         return tuple(max(accumulate((signs[action.kind] for action in row), initial=0)) for row in self.rows)
+
+    @cached_property
+    def order(self) -> "PlayOrder":
+        """All actions, each after those that it waits for, whatever they take; without those that wait forever."""
+        order, count = PlayOrder([], [], [], []), self.microbatches
+        places: dict[tuple[bool, int], int] = {}  # of forwards, and of backwards, by stage and micro-batch
+        waiting: dict[tuple[bool, int], int] = {}
+        begun, ready = [0] * self.ranks, list(range(self.ranks - 1, -1, -1))
+        while ready:
+            rank = ready.pop()
+            for at in range(begun[rank], len(self.rows[rank])):
+                action = self.rows[rank][at]
+                own = action.stage * count + action.micro
+                need, edge = self._need(action, (False, own) in places)
+                if need is not None and need not in places:
+                    waiting[need] = rank
+                    break
+                begun[rank] = at + 1
+                if action.kind != "W":
+                    made = action.kind != "F", own
+                    places[made] = len(order.ranks)
+                    if (waiter := waiting.pop(made, None)) is not None:
+                        ready.append(waiter)
+                order.ranks.append(rank)
+                order.durations.append("FBIW".index(action.kind) * self.stages + action.stage)
+                order.needs.append(-1 if need is None else places[need])
+                order.edges.append(edge)
+        return order
+
+    def _need(self, action: Action, is_forward_done: bool) -> "tuple[tuple[bool, int] | None, int]":
+        """What an action waits for, a forward or a backward, and over which boundary between stages; -1: over none."""
+        own = action.stage * self.microbatches + action.micro
+        if action.kind == "F":
+            return ((False, own - self.microbatches), action.stage - 1) if action.stage else (None, -1)
+        if action.kind == "W" or not is_forward_done or action.stage == self.stages - 1:
+            return (action.kind == "W", own), -1
+        return (True, own + self.microbatches), action.stage
+
+
+class PlayOrder(NamedTuple):
+    """Of each action of a table: its rank, its place among the times of F, B, I and W of all stages, and the action and the boundary between
+    stages that it waits for; -1: none."""
+
+    ranks: list[int]
+    durations: list[int]
+    needs: list[int]
+    edges: list[int]
 
 
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ def slices_of(
     return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, handed_on)))
 
 
-def _room(plan: Plan) -> float:
+def room_to_follow(plan: Plan) -> float:
     """Bytes of this machine's memory that a rank may take to find slices: half of what is free, shared with the others."""
     return max(FOLLOWED, psutil.virtual_memory().available / 2 / plan.world)
 
@@ -214,7 +214,7 @@ def sliced(
 ) -> Sketch:
     """The sketch with the slices of the model. `pairs`: n -> inputs and targets of n samples; `wide`: the run is `verify`'s,
     in which nothing becomes float32."""
-    found = slices_of(sketch, made.model, lambda n: pairs(n)[0], call, job, plan, handed_on=handed_on, most=_room(plan))
+    found = slices_of(sketch, made.model, lambda n: pairs(n)[0], call, job, plan, handed_on=handed_on, most=room_to_follow(plan))
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for one in (*found.groups, *found.stretches) for n in one.partial]
