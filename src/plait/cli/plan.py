@@ -62,7 +62,8 @@ def run(options: PlanOptions) -> int:
     gc.freeze()  # no collection walks through the sketch while plans are compared
 
     def again(arguments: dict[str, str]) -> PlanRequest:
-        return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=split, tp=tp)
+        job = with_batch(load_job(options.job, arguments), options.batch)
+        return PlanRequest.of(job, options.job, machine, split=split, tp=tp)
 
     if options.map:
         return mapped(asked, pins, options)

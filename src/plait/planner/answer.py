@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from plait.config.hugging_face import PREFIX
 from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
@@ -379,6 +380,8 @@ def _bytes(candidate: Candidate | None) -> float:
 
 def _next(name: str, plan: str) -> str:
     """What to do with a plan, in the words in which the job was given: by its file, or as a value of Python."""
+    if name.startswith(PREFIX):
+        return f'next: plait plan {name} --plan "{plan}" --dry-run     a job file with your data trains it'
     if not name.partition(":")[0].endswith(".py"):
         return f'next: plait.train({name}, plan="{plan}")     plait.verify({name}, plan="{plan}")'
     return f'next: plait train {name} --plan "{plan}"     plait plan {name} --plan "{plan}" --dry-run'
