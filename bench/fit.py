@@ -1,4 +1,4 @@
-"""Fits the planner's constants to the published runs: `plait/planner/constants.py` and the errors of `plait/planner/answer.py`.
+"""Fits the planner's constants to the published runs: `plait/planner/constants.py` and the errors of `plait/planner/correction.py`.
 
     python bench/fit.py [--rounds 3] [--errors] [--folds 4]
 
@@ -29,7 +29,7 @@ from planner import DATA, Planner, kind, traits
 from published import Run, read, run_of
 
 from plait.config.plan import Plan
-from plait.planner import answer
+from plait.planner import correction
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import estimate
 
@@ -119,11 +119,11 @@ class Errors:
     routed: np.ndarray
 
     @staticmethod
-    def of(pairs: list[tuple[answer.Traits, float]]) -> "Errors":
+    def of(pairs: list[tuple[correction.Traits, float]]) -> "Errors":
         """From the traits and errors of rows."""
         known: dict[str, int] = {"": 0}
-        words = [[known.setdefault(t.labels[part], len(known)) for part in answer.PARTS] for t, _ in pairs]
-        shares = [[t.shares[part] for part in answer.SPENT] for t, _ in pairs]
+        words = [[known.setdefault(t.labels[part], len(known)) for part in correction.PARTS] for t, _ in pairs]
+        shares = [[t.shares[part] for part in correction.SPENT] for t, _ in pairs]
         return Errors(
             np.array([e for _, e in pairs]), np.array(words), np.array(shares), np.array([t.routed for t, _ in pairs])
         )
@@ -132,8 +132,8 @@ class Errors:
         """(errors that are left, standard deviations) of the rows that are not chosen, once those are measured."""
         chosen = np.array(anchored, dtype=int)
         rest = np.setdiff1d(np.arange(len(self.off)), chosen)
-        spread = np.diag(np.square([sizes[part] for part in answer.SPENT]))
-        parts = np.square([sizes[part] for part in answer.PARTS])
+        spread = np.diag(np.square([sizes[part] for part in correction.SPENT]))
+        parts = np.square([sizes[part] for part in correction.PARTS])
 
         def like(a: Any, b: Any) -> np.ndarray:
             same = (self.words[a][:, None] == self.words[b]) & (self.words[b] != 0)
@@ -156,15 +156,15 @@ def astray(errors: list[Errors], sizes: dict[str, float]) -> float:
         chosen = random.Random(f"fit {seed} {len(source.off)}").sample(range(len(source.off)), 4)
         off, deviation = source.left(sizes, chosen)
         wrong.append(100 * float(np.mean(abs(np.expm1(-off)))))
-        held += (abs(off) < answer.NINETY * deviation).tolist()
-    alone = [abs(off) < answer.NINETY * deviation for off, deviation in (one.left(sizes, []) for one in errors)]
+        held += (abs(off) < correction.NINETY * deviation).tolist()
+    alone = [abs(off) < correction.NINETY * deviation for off, deviation in (one.left(sizes, []) for one in errors)]
     shares = sum(held) / len(held), float(np.mean(np.concatenate(alone)))
     return sum(wrong) / len(wrong) + sum(40 * max(0.0, 0.88 - inside, inside - 0.93) for inside in shares)
 
 
 def errors_of(runs: Sequence[Run], fitted: Fitted) -> list[Errors]:
     """Of sources that can give four rows and have others."""
-    found: dict[str, list[tuple[answer.Traits, float]]] = defaultdict(list)
+    found: dict[str, list[tuple[correction.Traits, float]]] = defaultdict(list)
     planner = Planner(fitted)
     for run in runs:
         if (got := planner(run)) is not None and run.rate:
@@ -217,7 +217,7 @@ def main() -> None:
     drawn = sampled(runs)
     fitted = FITTED if options.errors else fitted_to(drawn, FITTED, options.rounds)
     errors = errors_of(drawn, fitted)
-    start = answer.PARTS | answer.SPENT | {"noise": answer.NOISE, "routed": answer.ROUTED}
+    start = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     bounds = dict.fromkeys(start, (0.01, 1.0)) | {"routed": (0.2, 0.35)}  # wider, it would say nothing of mixtures
     sizes, best = descend(lambda s: astray(errors, s), start, bounds, 12)
     print(

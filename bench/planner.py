@@ -24,8 +24,8 @@ from scores import Case, choice, memory, percent, times
 from sites import machine_of
 
 from plait.config import network
-from plait.planner.answer import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.constants import FITTED, Fitted
+from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.formulas import Software, TimeModel
 

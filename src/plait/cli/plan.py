@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
+from plait.cli.learning import learned
 from plait.config.command_options import PlanOptions, SplitOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
@@ -59,11 +60,12 @@ def run(options: PlanOptions) -> int:
     split, tp = machine.devices > 1, pins.get("tp") != 1
     say = _progress if sys.stderr.isatty() and not options.json else lambda text: None
     asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
+    asked = learned(asked, options)
     gc.freeze()  # no collection walks through the sketch while plans are compared
 
     def again(arguments: dict[str, str]) -> PlanRequest:
         job = with_batch(load_job(options.job, arguments), options.batch)
-        return PlanRequest.of(job, options.job, machine, split=split, tp=tp)
+        return replace(PlanRequest.of(job, options.job, machine, split=split, tp=tp), learned=asked.learned)
 
     if options.map:
         return mapped(asked, pins, options)

@@ -291,6 +291,9 @@ class PlanOptions(MeasuredJobOptions):
     memory: str | None = option(None, "memory of a device, such as 80GiB, instead of the machine's", metavar="SIZE")
     plan: str | None = option(None, "keys that are given, as one line; with --show or --dry-run the plan to look at")
     pin: tuple[str, ...] = option((), "the same, one key at a time", metavar="KEY=VALUE")
+    learn: str | None = option(
+        None, "run directories of this machine whose measured steps correct the predictions; none: no correction (runs)", metavar="DIR"
+    )
     top: int = option(5, "how many of the best plans to show (5)", metavar="N")
     all: bool = option(False, "show the best plan of every mesh, and what does not fit")
     out: Path | None = option(None, "write the choice there, as a plan file", metavar="FILE", python=False)

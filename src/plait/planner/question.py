@@ -21,6 +21,7 @@ from plait.parallel import mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
+from plait.planner.correction import NOTHING, Learned
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
@@ -108,6 +109,8 @@ class PlanRequest:
     limits: JobLimits
     guessed: bool
     """Nothing is known of the machine's speed: figures of some processor were taken."""
+    learned: Learned = NOTHING
+    """What runs on the machine say of predictions."""
 
     @staticmethod
     def of(
