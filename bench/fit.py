@@ -1,4 +1,4 @@
-"""Fits the planner's constants to the published runs: `plait/planner/constants.py` and the errors of `plait/planner/answer.py`.
+"""Fits the planner's constants to the published runs: `plait/planner/constants.py` and the errors of `plait/planner/correction.py`.
 
     python bench/fit.py [--rounds 4] [--folds 4]
 
@@ -31,7 +31,7 @@ from planner import DATA, Planner, Prediction, kind, traits
 from published import Run, read, run_of
 
 from plait.config.plan import Plan
-from plait.planner import answer
+from plait.planner import correction
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import estimate
 
@@ -119,11 +119,11 @@ class Errors:
     routed: np.ndarray
 
     @staticmethod
-    def of(pairs: list[tuple[answer.Traits, float]]) -> "Errors":
+    def of(pairs: list[tuple[correction.Traits, float]]) -> "Errors":
         """From the traits and errors of rows."""
         known: dict[str, int] = {"": 0}
-        words = [[known.setdefault(t.labels[part], len(known)) for part in answer.PARTS] for t, _ in pairs]
-        shares = [[t.shares[part] for part in answer.SPENT] for t, _ in pairs]
+        words = [[known.setdefault(t.labels[part], len(known)) for part in correction.PARTS] for t, _ in pairs]
+        shares = [[t.shares[part] for part in correction.SPENT] for t, _ in pairs]
         return Errors(
             np.array([e for _, e in pairs]), np.array(words), np.array(shares), np.array([t.routed for t, _ in pairs])
         )
@@ -132,8 +132,8 @@ class Errors:
         """(errors that are left, standard deviations) of the rows that are not chosen, once those are measured."""
         chosen = np.array(anchored, dtype=int)
         rest = np.setdiff1d(np.arange(len(self.off)), chosen)
-        spread = np.diag(np.square([sizes[part] for part in answer.SPENT]))
-        parts = np.square([sizes[part] for part in answer.PARTS])
+        spread = np.diag(np.square([sizes[part] for part in correction.SPENT]))
+        parts = np.square([sizes[part] for part in correction.PARTS])
 
         def like(a: Any, b: Any) -> np.ndarray:
             same = (self.words[a][:, None] == self.words[b]) & (self.words[b] != 0)
@@ -156,15 +156,15 @@ def astray(errors: list[Errors], sizes: dict[str, float]) -> float:
         chosen = random.Random(f"fit {seed} {len(source.off)}").sample(range(len(source.off)), 4)
         off, deviation = source.left(sizes, chosen)
         wrong.append(100 * float(np.mean(abs(np.expm1(-off)))))
-        held += (abs(off) < answer.NINETY * deviation).tolist()
-    alone = [abs(off) < answer.NINETY * deviation for off, deviation in (one.left(sizes, []) for one in errors)]
+        held += (abs(off) < correction.NINETY * deviation).tolist()
+    alone = [abs(off) < correction.NINETY * deviation for off, deviation in (one.left(sizes, []) for one in errors)]
     shares = sum(held) / len(held), float(np.mean(np.concatenate(alone)))
     return sum(wrong) / len(wrong) + sum(40 * max(0.0, 0.88 - inside, inside - 0.93) for inside in shares)
 
 
 def errors_of(pairs: Sequence[tuple[Run, Prediction]]) -> list[Errors]:
     """Of sources that can give four rows and have others."""
-    found: dict[str, list[tuple[answer.Traits, float]]] = defaultdict(list)
+    found: dict[str, list[tuple[correction.Traits, float]]] = defaultdict(list)
     for run, got in pairs:
         assert run.rate
         found[run.source].append((traits(run, got.estimate), -log(got.estimate.seconds / got.batch * run.rate)))
@@ -216,7 +216,7 @@ def unseen(rows: Sequence[dict[str, str]], folds: int, rounds: int) -> Unseen:
 
 def summary(pairs: Sequence[tuple[Run, Prediction]]) -> tuple[float, float, float]:
     """Of sources that can give four measured rows: mean error, per cent, without them and with; per cent of the rows in their interval."""
-    sizes = answer.PARTS | answer.SPENT | {"noise": answer.NOISE, "routed": answer.ROUTED}
+    sizes = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     errors = errors_of(pairs)
     alone, four = [], []
     for source in errors:
@@ -225,7 +225,7 @@ def summary(pairs: Sequence[tuple[Run, Prediction]]) -> tuple[float, float, floa
             chosen = random.Random(f"fit {seed} {len(source.off)}").sample(range(len(source.off)), 4)
             four.append(source.left(sizes, chosen)[0])
     mean = lambda many: sum(100 * float(np.mean(abs(np.expm1(-off)))) for off in many) / len(many)  # noqa: E731
-    inside = float(np.mean(np.concatenate([abs(off) < answer.NINETY * deviation for off, deviation in alone])))
+    inside = float(np.mean(np.concatenate([abs(off) < correction.NINETY * deviation for off, deviation in alone])))
     return mean([off for off, _ in alone]), mean(four), 100 * inside
 
 
@@ -254,7 +254,7 @@ def main() -> None:
         print({source: round(error, 1) for source, error in by.items()})
         print(f"{name} unseen, mean of sources: {sum(by.values()) / len(by):.1f} %", flush=True)
     errors = errors_of(found.beliefs)
-    start = answer.PARTS | answer.SPENT | {"noise": answer.NOISE, "routed": answer.ROUTED}
+    start = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     sizes, best = descend(lambda s: astray(errors, s), start, dict.fromkeys(start, (0.01, 1.0)), 12)
     print(f"errors, {astray(errors, start):.2f} to {best:.2f}: { {name: round(size, 3) for name, size in sizes.items()} }")
 

@@ -25,8 +25,8 @@ from sites import machine_of
 from stacks import BYTES
 
 from plait.config import network
-from plait.planner.answer import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.constants import FITTED, Fitted
+from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.formulas import Software, TimeModel
 from plait.planner.from_sketch import Workload

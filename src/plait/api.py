@@ -27,6 +27,7 @@ from msgspec import convert
 
 from plait.cli import sketch as sketches
 from plait.cli.console import Console
+from plait.cli.learning import learned
 from plait.cli.plan import answered, machine_of, pinned
 from plait.cli.plan_and_job import both
 from plait.cli.run_callbacks import together
@@ -323,7 +324,8 @@ def _planned(options: PlanOptions, job: Job) -> dict[str, Any]:
     check_range(options)
     machine, tp = machine_of(options), pinned(options).get("tp") != 1
     job = dataclasses.replace(job, batch=job.batch if options.batch is None else options.batch)
-    found = answered(PlanRequest.of(job, options.job, machine, split=machine.devices > 1, tp=tp), options)
+    asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1, tp=tp)
+    found = answered(learned(asked, options), options)
     best = None if found.best is None else str(found.best.candidate.plan)
     return {"text": text(found), "facts": found.to_dict(), "best": best}
 

@@ -22,8 +22,9 @@ from plait.config.plan import Plan
 from plait.launch.detect import read_machine
 from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.planner import goals
-from plait.planner.answer import NOISE, Traits, answer, ask, correction, text, toml, why_not
+from plait.planner.answer import answer, ask, text, toml, why_not
 from plait.planner.constants import FITTED
+from plait.planner.correction import NOISE, Traits, correction
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import StageSchedule, alive, estimate, played, touched
 from plait.planner.formulas import Cores, Software, TimeModel

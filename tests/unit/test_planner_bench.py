@@ -19,8 +19,8 @@ from published import run_of  # noqa: E402
 from scores import Case, choice, memory, spearman, times  # noqa: E402
 from sites import network  # noqa: E402
 
-from plait.planner import answer  # noqa: E402
-from plait.planner.answer import Traits  # noqa: E402
+from plait.planner import correction  # noqa: E402
+from plait.planner.correction import Traits  # noqa: E402
 
 
 def case(measured: float, predicted: float, group: str = "g", **others) -> Case:
@@ -177,15 +177,15 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
     """`bench/fit.py` has the formula once more, with arrays; with and without measured runs it gives the same."""
     words = (("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", ""))
     pairs = [
-        (Traits({**dict.fromkeys(answer.PARTS, ""), "occasion": one, "model": other},
-                dict.fromkeys(answer.SPENT, 0.1 * at), at % 2 == 1), 0.3 - 0.1 * at)
+        (Traits({**dict.fromkeys(correction.PARTS, ""), "occasion": one, "model": other},
+                dict.fromkeys(correction.SPENT, 0.1 * at), at % 2 == 1), 0.3 - 0.1 * at)
         for at, (one, other) in enumerate(words)
     ]  # fmt: skip
-    sizes = answer.PARTS | answer.SPENT | {"noise": answer.NOISE, "routed": answer.ROUTED}
+    sizes = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     for chosen in ([], [0, 3], [1, 2, 4]):
         left, deviations = fit.Errors.of(pairs).left(sizes, chosen)
         rest = [at for at in range(len(pairs)) if at not in chosen]
-        said = [answer.correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
+        said = [correction.correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
         assert left == pytest.approx([pairs[at][1] - np.log(one.factor) for at, one in zip(rest, said)])
         assert deviations == pytest.approx([one.deviation for one in said])
 

@@ -903,6 +903,18 @@ def test_an_unknown_is_told_from_another_fake_tensor() -> None:
     assert not is_unknown(fakes.from_tensor(torch.ones(2))) and not is_unknown(torch.ones(2))
 
 
+@contract("torch.ops.aten._grouped_mm.default")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_tensors_of_any_format_are_multiplied_by_groups(dtype: torch.dtype) -> None:
+    with torch_private.FakeTensorMode():
+        rows, ends = torch.empty(64, 32, dtype=dtype, requires_grad=True), torch.empty(8, dtype=torch.int32)
+        matrices = torch.empty(8, 48, 32, dtype=dtype, requires_grad=True)
+        made = torch.nn.functional.grouped_mm(rows, matrices.mT, offs=ends)
+        made.square().sum().backward()
+    assert made.dtype == dtype and made.shape == (64, 48)
+    assert rows.grad is not None and rows.grad.shape == rows.shape and matrices.grad is not None and matrices.grad.shape == matrices.shape
+
+
 @contract("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")
 def test_the_mode_for_fake_tensors_comes_after_others_and_is_known() -> None:
     seen: list[Any] = []

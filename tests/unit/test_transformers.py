@@ -9,6 +9,7 @@ from torch import nn
 
 from plait.engine.engine import Engine
 from plait.model.make import call
+from plait.model.pretrained import PRODUCT, in_doubles
 
 
 def llama() -> Any:
@@ -67,3 +68,16 @@ def test_a_cache_that_was_turned_off_stays_off() -> None:
     model.config.use_cache = False
     call(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
     assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_are_alike_give_what_they_give_when_they_are_copied(transposed: bool) -> None:
+    import transformers.integrations.moe as moe
+
+    in_doubles()
+    product = getattr(moe, PRODUCT)
+    row = torch.randn(6, dtype=torch.float64)
+    alike = row.expand(4, 5, 6)
+    weight = alike.mT if transposed else alike
+    inputs, ends = torch.randn(9, weight.shape[1], dtype=torch.float64), torch.tensor([2, 2, 7, 9], dtype=torch.int32)
+    torch.testing.assert_close(product(inputs, weight, ends), product(inputs, weight.contiguous(), ends))

@@ -12,6 +12,7 @@ from math import prod
 from plait.config.command_options import PlanOptions
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
+from plait.data.loaders import with_batch
 from plait.engine.build import check_plan
 from plait.model.table import aligned, form_of, label, short, size
 from plait.parallel.mesh import Mesh
@@ -56,7 +57,7 @@ class ParametersShown:
 def run(options: PlanOptions) -> int:
     """`plait plan JOB --plan P --show parameters`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
-    found = shown(load_job(options.job, options.arguments), plan)
+    found = shown(with_batch(load_job(options.job, options.arguments), options.batch), plan)
     print(json.dumps(asdict(found)) if options.json else text(found, options.job))
     return 0
 

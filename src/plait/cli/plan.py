@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
+from plait.cli.learning import learned
 from plait.config.command_options import PlanOptions, SplitOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
@@ -68,10 +69,12 @@ def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[s
     """Print the answer to what the options ask of a job. `say` gets what is done, and no text before the answer."""
     split, tp, pins, memory = machine.devices > 1, pinned(options).get("tp") != 1, pinned(options), size(options.memory)
     asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
+    asked = learned(asked, options)
     gc.freeze()  # no collection walks through the sketch while plans are compared
 
     def again(arguments: dict[str, str]) -> PlanRequest:
-        return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=split, tp=tp)
+        job = with_batch(load_job(options.job, arguments), options.batch)
+        return replace(PlanRequest.of(job, options.job, machine, split=split, tp=tp), learned=asked.learned)
 
     if options.map:
         return mapped(asked, pins, options)

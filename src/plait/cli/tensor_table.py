@@ -22,6 +22,7 @@ from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import sampling
+from plait.data.loaders import with_batch
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.make import call
@@ -98,7 +99,7 @@ def run(options: PlanOptions) -> int:
     if plan.tp == 1:
         what = "--show tensor needs a plan that cuts layers"
         raise PlaitError(Problem("U002", what, why=f"the plan is {plan}: tp=1", fix=('--plan "tp=2"',)))
-    found = shown(load_job(options.job, options.arguments), plan)
+    found = shown(with_batch(load_job(options.job, options.arguments), options.batch), plan)
     print(json.dumps(found.to_dict()) if options.json else text(found, options.job))
     return 0
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from plait.cli import run_callbacks
+from plait.config import hugging_face
 from plait.config.command_options import RunOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -64,8 +65,8 @@ def requested(options: TrainOptions) -> "Request":
 
 
 def problems(options: TrainOptions) -> list[Problem]:
-    """U002 for values that options cannot have, alone or together. (`out_of_range` knows numbers that are too small.)"""
-    found = list[Problem]()
+    """U002 for values that options cannot have, alone or together. (`out_of_range` knows numbers that are too small.) J058."""
+    found = [*hugging_face.untrainable(options.job)]
     if options.patience is not None and not 0 < options.patience < math.inf:
         what = f"--patience {options.patience} is not a number of seconds > 0"
         found.append(Problem("U002", what, fix=("--patience 600",)))

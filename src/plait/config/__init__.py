@@ -2,6 +2,7 @@
 
 errors            an error: what, why, where, fix, and a stable code
 job               what to train
+hugging_face      a job made of a Hugging Face config alone: `hf:FOLDER`
 library           which code is of a library, and which the user's own
 phases            several losses and optimizers: the parts of a step
 keys              the keys of a plan, and which are axes of the mesh

@@ -135,7 +135,7 @@ class JobOptions(CommandOptions):
     """The job, and how results are printed."""
 
     job: str = option(
-        REQUIRED, "path/to/job.py or path/to/job.py:function; its arguments are --job.name value",
+        REQUIRED, "path/to/job.py, path/to/job.py:function, or hf:FOLDER of a Hugging Face config; its arguments are --job.name value",
         by_place=True, metavar="JOB", **SHELL,
     )  # fmt: skip
     json: bool = json_option()
@@ -259,7 +259,20 @@ class ChaosOptions(SplitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchOptions(JobOptions):
+class MeasuredJobOptions(JobOptions):
+    """The job, and the length of its sequences."""
+
+    seq: int | None = option(
+        None, "tokens of each sequence, as --job.seq (hf: what the config allows, at most 8192)", metavar="N", least=1, python=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.seq is not None:
+            object.__setattr__(self, "arguments", self.arguments | {"seq": str(self.seq)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchOptions(MeasuredJobOptions):
     """Of `plait sketch`."""
 
     batch: int = option(1, "samples to show the figures of (1)", least=1)
@@ -267,7 +280,7 @@ class SketchOptions(JobOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(JobOptions):
+class PlanOptions(MeasuredJobOptions):
     """Of `plait plan`. What Python does not take makes another answer than a table of plans."""
 
     machine: str = option(
@@ -278,6 +291,9 @@ class PlanOptions(JobOptions):
     memory: str | None = option(None, "memory of a device, such as 80GiB, instead of the machine's", metavar="SIZE")
     plan: str | None = option(None, "keys that are given, as one line; with --show or --dry-run the plan to look at")
     pin: tuple[str, ...] = option((), "the same, one key at a time", metavar="KEY=VALUE")
+    learn: str | None = option(
+        None, "run directories of this machine whose measured steps correct the predictions; none: no correction (runs)", metavar="DIR"
+    )
     top: int = option(5, "how many of the best plans to show (5)", metavar="N")
     all: bool = option(False, "show the best plan of every mesh, and what does not fit")
     out: Path | None = option(None, "write the choice there, as a plan file", metavar="FILE", python=False)

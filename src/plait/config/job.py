@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from traceback import walk_tb
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, cast, get_args, get_origin
 
+from plait.config import hugging_face
 from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
 from plait.config.library import hush_imports, is_library, is_user_module
 from plait.config.phases import JointLoss, JointOptimizer, Phase, joint
@@ -249,8 +251,11 @@ def optimized(job: Job, changed: Callable[[Make], Make]) -> Job:
 def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
     """The `Job` that a name like ``path/job.py:name`` stands for, its function called with the given arguments.
 
-    Raises `PlaitError` J001 to J005, with the user's own file and line when their code raised.
+    ``hf:FOLDER`` is a job made of a Hugging Face config. Raises `PlaitError` J001 to J005, with the user's own file and line when
+    their code raised, and those of `hugging_face.build_job_fields`.
     """
+    if name.startswith(hugging_face.PREFIX):
+        return _of_config(name, arguments or {})
     path, _, function = name.partition(":")
     function = function or "job"
     file = Path(path)
@@ -258,6 +263,8 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         there = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))
         near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
         fixes = tuple(near or there[:3]) or ("path/to/job.py",)
+        if (file / hugging_face.CONFIG).is_file():
+            fixes = (f"{hugging_face.PREFIX}{path}    a job made of its {hugging_face.CONFIG}",)
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
     module = execute(file.resolve())
     make = getattr(module, function, None)
@@ -268,6 +275,13 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
     bound = _arguments(signature, arguments or {}, path)
     return made_by(lambda: make(*bound.args, **bound.kwargs), function, path)
+
+
+def _of_config(name: str, arguments: dict[str, str]) -> Job:
+    """The `Job` of ``hf:FOLDER``, whose arguments are those of `build_job_fields`."""
+    make = partial(hugging_face.build_job_fields, name.removeprefix(hugging_face.PREFIX))
+    bound = _arguments(inspect.signature(make), arguments, name)
+    return Job(**make(*bound.args, **bound.kwargs))
 
 
 def made_by(make: Callable[[], object], function: str, where: str = "") -> Job:

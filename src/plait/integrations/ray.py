@@ -148,11 +148,14 @@ def _before(options: TrainOptions, plan: Plan) -> list[str]:
 
     Processes are forked for it, which a process that Ray runs in cannot do.
     """
+    from plait.config import hugging_face
     from plait.config.job import load_job
     from plait.launch.devices import kind_of
     from plait.planner.refusals import foresee
     from plait.proof.job import check
 
+    if wrong := [*hugging_face.untrainable(options.job)]:
+        raise PlaitError(wrong)
     job = load_job(options.job, options.arguments)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

@@ -97,7 +97,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "get_base_model")() if hasattr(model, "peft_config") else model  # noqa: B009
 
 
-ABLE = "_can_use_grouped_mm"
+ABLE, PRODUCT = "_can_use_grouped_mm", "_grouped_mm"
 
 
 CONFIGS = "configs_with_a_cache"
@@ -143,9 +143,18 @@ def in_doubles() -> None:
     able = getattr(file, ABLE, None)
     if able is None or hasattr(able, "__wrapped__"):
         return
+    product = getattr(file, PRODUCT)
 
     @wraps(able)
     def unless_double(input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> bool:
         return weight.dtype != torch.float64 and able(input, weight, *rest, **more)
 
+    @wraps(product)
+    def grouped(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        experts, rows, columns = weight.stride()
+        if experts == rows == 0:  # all experts are alike, and all rows of their matrices: nothing is to be copied for a product
+            return input.sum(1, keepdim=True) * weight[0, :1]
+        return (input @ weight[0, :, :1]).expand(-1, weight.shape[2]).contiguous() if experts == columns == 0 else product(input, weight, offs)
+
+    setattr(file, PRODUCT, grouped)
     setattr(file, ABLE, unless_double)

@@ -7,6 +7,7 @@ late              what copies and replica groups send each other, and when
 estimate          one plan
 constants         what was fitted to measurements
 search            the best of them
+correction        how far off predictions are, learned from measured runs
 answer            what `plait plan` says
 exactness         what rare synchronisation costs in exactness, and the link speed below which it pays
 late_map          which way to synchronise is fastest, by link and spread of speeds

@@ -1,24 +1,16 @@
-"""What `plait plan` says: the best plans, the classical ones, why each of the others is not chosen, how sure it is.
-
-A few measured steps tell how far off all predictions are. The logarithm of measured over predicted time is taken to be a sum of independent
-errors: one that all runs of an occasion share (a place, its software, what was measured together), one for each device, model, number
-format, layout and length of a sample, one for what a part of the step takes at this place, and noise. A measured run then tells more about
-a run that is like it than about one that is not (a slow network shows where much of a step is messages), and how sure a prediction is
-follows from the same sum (a Gaussian process over labels and shares). With no measured runs it says how wrong the model itself is.
-"""
+"""What `plait plan` says: the best plans, the classical ones, why each of the others is not chosen, how sure it is."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import exp, inf
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
-import numpy as np
-
+from plait.config.hugging_face import PREFIX
 from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
 from plait.planner import late
+from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
 from plait.planner.search import (
@@ -33,73 +25,6 @@ from plait.planner.search import (
     price,
     search,
 )
-
-PARTS = {"occasion": 0.151, "device": 0.075, "model": 0.078, "precision": 0.075, "layout": 0.102, "length": 0.033}
-"""Standard deviation of each shared error, of published sources that were predicted without any of their rows (`bench/fit.py --folds`)."""
-SPENT = {"recompute": 0.551, "bubble": 0.032, "gradients": 0.764}
-"""That of the seconds of a part of the step, which counts by the part's share of it."""
-NOISE = 0.088
-"""That of two runs that are alike in all of these."""
-ROUTED = 0.271
-"""The same for mixtures of experts: releases of one framework alone differ by 76 % there."""
-NINETY = 1.645
-"""Standard deviations that hold nine tenths of a normal distribution."""
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What a run is like."""
-
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the keys of `PARTS`, "" where nothing can be wrong."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    """What parts of the step are of it, by the names of an estimate's."""
-    routed: bool = False
-    """Its rows go to experts."""
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What to multiply a predicted time with, and how sure the product is."""
-
-    factor: float
-    deviation: float
-    """Standard deviation of the logarithm."""
-
-    @property
-    def low(self) -> float:
-        """The factor that one of twenty runs falls below."""
-        return self.factor * exp(-NINETY * self.deviation)
-
-    @property
-    def high(self) -> float:
-        """The factor that one of twenty runs exceeds."""
-        return self.factor * exp(NINETY * self.deviation)
-
-
-def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Correction:
-    """For a run like `of`, from measured ones: (traits, logarithm of measured over predicted seconds)."""
-    own = _noise(of)
-    total = _alike(of, of) + own
-    if not anchors:
-        return Correction(1.0, float(np.sqrt(total)))
-    between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors])
-    between += np.diag([_noise(a) for a, _ in anchors])
-    towards = np.array([_alike(of, a) for a, _ in anchors])
-    solved = np.linalg.solve(between, towards)
-    mean = float(solved @ np.array([error for _, error in anchors]))
-    return Correction(exp(mean), float(np.sqrt(max(total - solved @ towards, own))))
-
-
-def _alike(a: Traits, b: Traits) -> float:
-    """The covariance of two runs' errors."""
-    same = sum(size**2 for part, size in PARTS.items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
-    return same + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in SPENT.items())
-
-
-def _noise(of: Traits) -> float:
-    return (ROUTED if of.routed else NOISE) ** 2
-
 
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
 """What everybody knows: all devices on one axis."""
@@ -128,7 +53,8 @@ class PlanRow:
                 "spare_bytes": round(room - found.reserved if found.spare is None else found.spare),
                 "host_bytes": round(found.hosted), "parts": found.parts,
                 "memory": {name: round(held) for name, held in found.memory.items()},
-                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan), "warnings": self.candidate.warnings,
+                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),
+                "warnings": self.candidate.warnings,
             }  # fmt: skip
         return facts
 
@@ -187,7 +113,7 @@ class Answer:
             "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
             "took_seconds": round(self.seconds, 1), "one_device": self.one.to_dict(batch) if self.one else None,
-            "unmeasured": self.asked.sketch.unmeasured,
+            "unmeasured": self.asked.sketch.unmeasured, "learned": self.asked.learned.to_dict(),
         }  # fmt: skip
 
 
@@ -197,7 +123,7 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found = search(asked.pace, question, asked.refused(), say=asked.say)
+    found = asked.learned.corrected(search(asked.pace, question, asked.refused(), say=asked.say))
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
@@ -218,7 +144,10 @@ def answer(asked: PlanRequest, question: SearchSpace, found: Found, top: int, to
 
 
 def sureness(asked: PlanRequest, best: Candidate | None) -> Correction:
-    """How sure the time of a plan is: by the errors of published predictions; less is unknown on a machine that was measured."""
+    """How sure the time of a plan is: by the errors of published predictions; less is unknown on a machine that was measured, and after
+    runs of one's own."""
+    if asked.learned.anchors and best and best.estimate:
+        return Correction(1.0, asked.learned.of(best.estimate).deviation)
     labels = dict.fromkeys(PARTS, "this run") | ({"device": ""} if asked.machine.measured else {})
     shares = {part: best.estimate.share(part) for part in SPENT} if best and best.estimate else {}
     return correction(Traits(labels, shares, bool(asked.cuts.mixtures)))
@@ -241,7 +170,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     pace, refused = asked.pace, asked.refused()
     found = search(pace, replace(question, pins=others | alone), refused)
     if found.best:
-        return found.best[0]
+        return asked.learned.corrected(found).best[0]
     own = -(-question.batch // (question.devices if axis in ("dp", "fsdp") else 1))
     least: dict[str, Any] = {"precision": question.precisions[0], "recompute": "full", "microbatches": own}
     least |= others | alone
@@ -250,7 +179,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     if axis == "pp" and question.devices > question.stages:
         why = why or f"the model has {question.stages} units"
     priced = None if why else price(pace, plan, replace(question, memory=inf), branch_samples(plan, question))
-    return Candidate(plan, priced, 1.0, why)
+    return Candidate(plan, priced and asked.learned.applied(priced), 1.0, why)
 
 
 def why_not(candidate: Candidate, best: Candidate | None, question: SearchSpace | None = None) -> str:
@@ -369,7 +298,8 @@ def _notes(found: Answer) -> list[str]:
         f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
         f"confidence: nine of ten steps take {found.sure.low:.2f} to {found.sure.high:.2f} of what is predicted"
-        + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
+        + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it")
+        + found.asked.learned.told(),
         _next(found.asked.name, plan),
     ]
     if reason := found.asked.sketch.unmeasured:
@@ -402,6 +332,8 @@ def _bytes(candidate: Candidate | None) -> float:
 
 def _next(name: str, plan: Plan) -> str:
     """What to do with a plan, in the words in which the job was given: by its file, or as a value of Python."""
+    if name.startswith(PREFIX):
+        return f'next: plait plan {name} --plan "{plan}" --dry-run     a job file with your data trains it'
     if not name.partition(":")[0].endswith(".py"):
         return f'next: plait.train({name}, plan="{plan}")     plait.verify({name}, plan="{plan}")'
     return f'next: plait train {name} --plan "{plan}"     plait plan {name} --plan "{plan.uncompiled}" --dry-run'

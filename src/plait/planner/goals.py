@@ -262,7 +262,8 @@ def _searched(
     asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
 ) -> Found:
     fewer = asked.on(sized(asked.machine, devices))
-    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within, fewer.say)
+    within = inf if asked.learned.anchors else within  # it is of corrected times
+    return asked.learned.corrected(search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within, fewer.say))
 
 
 def tried(found: Answer, options: PlanOptions) -> Answer:

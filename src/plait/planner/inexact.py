@@ -7,6 +7,7 @@ which takes microseconds. Plans are compared by the time to the same loss, as fa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from plait.config.keys import KEYS
@@ -64,21 +65,22 @@ def with_inexact(found: Answer) -> Answer:
 
 def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Iterator[LateOffer]:
     """Plans that are predicted to take less time than `best`, and that the job can run under."""
-    pins, refused = question.pins, asked.refused()
+    pins, refused, learned = question.pins, asked.refused(), asked.learned
+    within = inf if learned.anchors else best.cost  # it is of corrected times
     formats = [pins["compress"]] if "compress" in pins else list(FORMATS)
     for how in formats if pins.get("replica_groups", 1) == 1 else ():
         if how != "none":
             alone = dict.fromkeys(UNCUT[how], 1)
             copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
-            for candidate in search(asked.pace, copies, refused, best.cost).best[:KEPT]:
+            for candidate in learned.corrected(search(asked.pace, copies, refused, within)).best[:KEPT]:
                 if candidate.plan.dp > 1:
                     yield LateOffer(candidate, candidate.seconds / progress(candidate.plan))
     for groups in counts(question, asked.machine.nodes):
         inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | _least(groups, pins))
-        for candidate in search(asked.pace, inside, refused, best.cost).best[:KEPT]:
+        for candidate in search(asked.pace, inside, refused, within).best[:KEPT]:
             for plan in rarely(candidate.plan, pins, formats):
                 if not refused(plan):
-                    priced = Candidate(plan, price(asked.pace, plan, question, candidate.samples), candidate.samples)
+                    priced = Candidate(plan, learned.applied(price(asked.pace, plan, question, candidate.samples)), candidate.samples)
                     if question.holds(priced.estimate) and priced.seconds < best.seconds:
                         yield LateOffer(priced, priced.seconds / progress(plan))
 

@@ -21,6 +21,7 @@ from plait.parallel import compiled, mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
+from plait.planner.correction import NOTHING, Learned
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
@@ -112,6 +113,8 @@ class PlanRequest:
     """The model has units that consist of modules, which torch.compile can take one by one."""
     say: Callable[[str], None] = lambda text: None
     """Gets what is begun, in words."""
+    learned: Learned = NOTHING
+    """What runs on the machine say of predictions."""
 
     @staticmethod
     def of(

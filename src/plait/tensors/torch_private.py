@@ -79,12 +79,9 @@ flash_cpu: Kernels = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)  # fmt: skip
 """An attention kernel of torch, and its backward. Forward gives (output, logarithms of the sums of the weights, …); backward takes both,
 over these keys and perhaps others. This one is for CPUs, the others for GPUs."""
-flash: Kernels = (torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_backward)  # fmt: skip
-memory_efficient: Kernels = (torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward)  # fmt: skip
-cudnn: Kernels = (torch.ops.aten._scaled_dot_product_cudnn_attention,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward)  # fmt: skip
+flash: Kernels = (torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_flash_attention_backward)
+memory_efficient: Kernels = (torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_efficient_attention_backward)
+cudnn: Kernels = (torch.ops.aten._scaled_dot_product_cudnn_attention, torch.ops.aten._scaled_dot_product_cudnn_attention_backward)
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
@@ -379,12 +376,17 @@ def end_backward(root: FSDPModule) -> None:
 class FakeTensorMode(_FakeTensorMode):
     """torch's mode for fake tensors, shared by deep copies of its tensors.
 
-    torch copies the mode with the tensor. The copy's weak references to storages are then freed twice, and the process's
-    memory is damaged: it crashes later, somewhere else.
+    torch copies the mode with the tensor. The copy's weak references to storages are freed twice, which damages the process's memory.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensorMode":
         return self
+
+    def dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """torch's rule for products of groups, as in mixtures of experts, takes bfloat16 alone; its kernels take other formats too."""
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return super().dispatch(func, types, args, kwargs)
+        return super().dispatch(func, types, (args[0].bfloat16(), args[1].bfloat16(), *args[2:]), kwargs).to(args[0].dtype)
 
 
 def fakes_around() -> _FakeTensorMode | None:
@@ -484,9 +486,7 @@ class WrapperTensor(Tensor):
     @staticmethod
     def made(cls: type[Wrapper], like: Tensor, shape: Sequence[int]) -> Wrapper:
         """A tensor of class `cls` that differs from `like` in shape."""
-        return Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
-        )
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable[..., Any], *_: Any) -> Any:  # pyrefly: ignore[bad-override]

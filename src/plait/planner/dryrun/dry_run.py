@@ -30,6 +30,7 @@ from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, whole
 from plait.data.batch_rows import Pair
+from plait.data.loaders import with_batch
 from plait.engine.analyse import analyse, setup_of
 from plait.engine.build import check_plan
 from plait.engine.engine import Engine
@@ -175,7 +176,7 @@ def _categories(held: dict[str, int]) -> list[str]:
 
 def run(options: PlanOptions, room: float | None = None) -> int:
     """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
-    found = dry_run(load_job(options.job, options.arguments), Plan.read(options.plan or "dp=1").fill(None))
+    found = dry_run(with_batch(load_job(options.job, options.arguments), options.batch), Plan.read(options.plan or "dp=1").fill(None))
     need = found.fullest.peak.total
     fits = room is None or need <= room
     facts, text = found.to_dict(), found.table()

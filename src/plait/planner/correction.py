@@ -1,0 +1,153 @@
+"""How far off predictions are, learned from measured runs.
+
+A few measured steps tell how far off all predictions are. The logarithm of measured over predicted time is taken to be a sum of independent
+errors: one that all runs of an occasion share (a place, its software, what was measured together), one for each device, model, number
+format, layout and length of a sample, one for what a part of the step takes at this place, and noise. A measured run then tells more about
+a run that is like it than about one that is not (a slow network shows where much of a step is messages), and how sure a prediction is
+follows from the same sum (a Gaussian process over labels and shares). With no measured runs it says how wrong the model itself is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp
+from typing import Any
+
+import numpy as np
+
+from plait.config.plan import Plan
+from plait.planner.estimate import Estimate
+from plait.planner.search import Found
+
+PARTS = {"occasion": 0.151, "device": 0.075, "model": 0.078, "precision": 0.075, "layout": 0.102, "length": 0.033}
+"""Standard deviation of each shared error, of published sources that were predicted without any of their rows (`bench/fit.py --folds`)."""
+OWN = {"place": 1.0, "plan": 0.2}
+"""The same of runs of one's own: what all runs on the machine share is nearly unknown before the first of them, and a plan that was run is known
+better than one that is like it."""
+SPENT = {"recompute": 0.551, "bubble": 0.032, "gradients": 0.764}
+"""That of the seconds of a part of the step, which counts by the part's share of it."""
+ON_CORES = {"slices": 4.0}
+"""The same for messages inside layers between processes of one host, each of which waits until the others are given a core: what is predicted
+of them is little, and wrong by a factor."""
+NOISE = 0.088
+"""That of two runs that are alike in all of these."""
+ROUTED = 0.271
+"""The same for mixtures of experts: releases of one framework alone differ by 76 % there."""
+NINETY = 1.645
+"""Standard deviations that hold nine tenths of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a run is like."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the keys of `PARTS`, "" where nothing can be wrong."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """What parts of the step are of it, by the names of an estimate's."""
+    routed: bool = False
+    """Its rows go to experts."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What to multiply a predicted time with, and how sure the product is."""
+
+    factor: float
+    deviation: float
+    """Standard deviation of the logarithm."""
+
+    @property
+    def low(self) -> float:
+        """The factor that one of twenty runs falls below."""
+        return self.factor * exp(-NINETY * self.deviation)
+
+    @property
+    def high(self) -> float:
+        """The factor that one of twenty runs exceeds."""
+        return self.factor * exp(NINETY * self.deviation)
+
+
+def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Correction:
+    """For a run like `of`, from measured ones: (traits, logarithm of measured over predicted seconds)."""
+    own = _noise(of)
+    total = _alike(of, of) + own
+    if not anchors:
+        return Correction(1.0, float(np.sqrt(total)))
+    between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors])
+    between += np.diag([_noise(a) for a, _ in anchors])
+    towards = np.array([_alike(of, a) for a, _ in anchors])
+    solved = np.linalg.solve(between, towards)
+    mean = float(solved @ np.array([error for _, error in anchors]))
+    return Correction(exp(mean), float(np.sqrt(max(total - solved @ towards, own))))
+
+
+def _alike(a: Traits, b: Traits) -> float:
+    """The covariance of two runs' errors."""
+    same = sum(size**2 for part, size in (PARTS | OWN).items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
+    return same + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in (SPENT | ON_CORES).items())
+
+
+def _noise(of: Traits) -> float:
+    return (ROUTED if of.routed else NOISE) ** 2
+
+
+def layout_of(plan: Plan) -> str:
+    """What is split, as a label of runs."""
+    return f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero if plan.fsdp > 1 else 0} {plan.recompute}"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What runs of this machine say of predictions: each as (traits, logarithm of measured over predicted seconds)."""
+
+    anchors: tuple[tuple[Traits, float], ...] = ()
+    model: str = ""
+    """The job whose plans are predicted."""
+    routed: bool = False
+    """It has mixtures of experts."""
+    on_cores: bool = False
+    """Devices are the cores of a host."""
+    folder: str = ""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Runs that nothing was learned from, by the reason."""
+
+    def traits(self, found: Estimate) -> Traits:
+        """What a run of this job would be like."""
+        plan = found.plan
+        labels = {"place": "here", "model": self.model, "length": self.model, "precision": plan.precision, "layout": layout_of(plan),
+                  "plan": f"{self.model} {plan}"}  # fmt: skip
+        shares = {part: found.share(part) for part in SPENT}
+        return Traits(labels, shares | ({"slices": found.share("tensor")} if self.on_cores else {}), self.routed)
+
+    def of(self, found: Estimate) -> Correction:
+        """What the runs say of one prediction."""
+        return correction(self.traits(found), self.anchors)
+
+    def applied(self, found: Estimate) -> Estimate:
+        """A prediction, corrected: the parts of its step are as much longer as all of it."""
+        factor = self.of(found).factor if self.anchors else 1.0
+        return replace(found, seconds=found.seconds * factor, parts={name: each * factor for name, each in found.parts.items()})
+
+    def corrected(self, found: Found) -> Found:
+        """What a search found, corrected and in the order of the corrected times."""
+        if not self.anchors:
+            return found
+        best = [replace(c, estimate=c.estimate and self.applied(c.estimate)) for c in found.best]
+        return replace(found, best=tuple(sorted(best, key=lambda c: (c.cost, str(c.plan)))))
+
+    def told(self) -> str:
+        """The end of the line that says how sure predictions are; nothing where there are no runs."""
+        skipped = ", ".join(f"{n} {why}" for why, n in sorted(self.skipped.items()))
+        if not self.anchors:
+            return f"; learned from no run in {self.folder}: {skipped}" if skipped else ""
+        mean = exp(sum(error for _, error in self.anchors) / len(self.anchors))
+        runs = f"{len(self.anchors)} run{'s' * (len(self.anchors) > 1)}"
+        wrong = f"{100 * abs(1 - 1 / mean):.0f} % too {'fast' if mean > 1 else 'slow'}" if mean < 2 else f"{mean:.1f} × too fast"
+        return f"; learned from {runs} in {self.folder} (predictions were {wrong})" + (f"; skipped: {skipped}" if skipped else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"runs": len(self.anchors), "folder": self.folder, "errors": [error for _, error in self.anchors], "skipped": dict(self.skipped)}
+
+
+NOTHING = Learned()
+"""Of no run."""
