@@ -128,7 +128,8 @@ class PlanRow:
                 "spare_bytes": round(room - found.reserved if found.spare is None else found.spare),
                 "host_bytes": round(found.hosted), "parts": found.parts,
                 "memory": {name: round(held) for name, held in found.memory.items()},
-                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan), "warnings": self.candidate.warnings,
+                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),
+                "warnings": self.candidate.warnings,
             }  # fmt: skip
         return facts
 
@@ -243,7 +244,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     if found.best:
         return found.best[0]
     own = -(-question.batch // (question.devices if axis in ("dp", "fsdp") else 1))
-    least: dict[str, Any] = {"precision": question.precisions[0], "recompute": "full", "microbatches": own}
+    least: dict[str, Any] = {"precision": question.of("precision")[0], "recompute": "full", "microbatches": own}
     least |= others | alone
     plan = Plan(**least)
     why = refused(plan)
