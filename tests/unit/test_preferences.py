@@ -15,8 +15,8 @@ from plait.planner.formulas import TimeModel
 from plait.planner.from_sketch import Block, Workload
 from plait.planner.search import PREFERENCES, Candidate, Found, SearchSpace, search
 
-SPACE = SearchSpace(16, 16, memory=100.0, host=100.0, precisions=("bf16",), stages=4, sliceable=True, stretchable=True, experts=(16,),
-                    offloads=("none", "optimizer", "all"), margin=5.0, compiles=(False, True))  # fmt: skip
+VALUES = {"precision": ("bf16",), "offload": ("none", "optimizer", "all"), "compile": (False, True)}
+SPACE = SearchSpace(16, 16, {}, 100.0, 100.0, VALUES, stages=4, sliceable=True, stretchable=True, experts=(16,), margin=5.0)
 MACHINE = Machine.named("h100x8x2")
 Priced = Callable[[Plan], tuple[float, float]]
 """Seconds and bytes of a plan."""

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from plait.report.map_drawing import page
 EVERY = 10**6
 BYTES = 2**20
 """Numbers without a unit from which on they are taken for bytes."""
+HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -78,7 +80,7 @@ def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[s
 
     if options.map:
         return mapped(asked, pins, options)
-    goal = goals.named(options, again)
+    goal = goal_of(options, again)
     if goal is not None:
         sizes = goal(asked, pins, memory)
         say("")
@@ -106,6 +108,43 @@ class ProgressLine:
         if task != self.shown[0] or now - self.shown[1] > 0.1:
             self.shown = task, now
             print(f"\r\x1b[K{text and f'plan  {text} …'}", end="", file=sys.stderr, flush=True)
+
+
+def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]) -> goals.Goal | None:
+    """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
+    if options.scale:
+        return lambda asked, pins, memory: goals.scale(asked, pins, memory, counts(options.scale))
+    if options.objective == "cheapest":
+        return goals.cheapest
+    if options.objective == "fewest":
+        if not options.deadline:
+            why = "the fewest devices are those that end before it"
+            raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
+        return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline))
+    if options.objective == "largest":
+        return goals.longest(options.vary, options.arguments, again) if options.vary else goals.largest
+    if options.vary:
+        fix = (f"--objective largest --vary {options.vary}",)
+        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
+    if options.deadline:
+        fix = ("--objective fewest --deadline 24h",)
+        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
+    return None
+
+
+def counts(text: str) -> list[int]:
+    """1,8,64 as numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
+        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
+    return sorted({int(n) for n in text.split(",")})
+
+
+def hours(text: str) -> float:
+    """24h, 90m or 3d as hours."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if not found or not float(found[1]):
+        raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
+    return float(found[1]) * HOURS[found[2]]
 
 
 def answered(asked: PlanRequest, options: PlanOptions) -> Answer:

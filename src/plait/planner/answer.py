@@ -172,7 +172,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     if found.best:
         return asked.learned.corrected(found).best[0]
     own = -(-question.batch // (question.devices if axis in ("dp", "fsdp") else 1))
-    least: dict[str, Any] = {"precision": question.precisions[0], "recompute": "full", "microbatches": own}
+    least: dict[str, Any] = {"precision": question.of("precision")[0], "recompute": "full", "microbatches": own}
     least |= others | alone
     plan = Plan(**least)
     why = refused(plan)

@@ -1,6 +1,5 @@
 """Other questions than "which plan is fastest here": what fewer or more devices do, the cheapest, the largest; a try."""
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import ceil, inf
@@ -17,7 +16,6 @@ from plait.planner.search import ALIKE, Found, search
 
 KEPT = ("precision", "recompute", "compile", "offload")
 """Given keys that mean the same on one device."""
-HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 
 
 @dataclass(frozen=True)
@@ -70,43 +68,6 @@ class Sizes:
 
 
 Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
-
-
-def named(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]) -> Goal | None:
-    """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
-    if options.scale:
-        return lambda asked, pins, memory: scale(asked, pins, memory, counts(options.scale))
-    if options.objective == "cheapest":
-        return cheapest
-    if options.objective == "fewest":
-        if not options.deadline:
-            why = "the fewest devices are those that end before it"
-            raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
-        return lambda asked, pins, memory: fewest(asked, pins, memory, hours(options.deadline))
-    if options.objective == "largest":
-        return longest(options.vary, options.arguments, again) if options.vary else largest
-    if options.vary:
-        fix = (f"--objective largest --vary {options.vary}",)
-        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
-    if options.deadline:
-        fix = ("--objective fewest --deadline 24h",)
-        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
-    return None
-
-
-def counts(text: str) -> list[int]:
-    """1,8,64 as numbers."""
-    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
-        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
-    return sorted({int(n) for n in text.split(",")})
-
-
-def hours(text: str) -> float:
-    """24h, 90m or 3d as hours."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
-    if not found or not float(found[1]):
-        raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
-    return float(found[1]) * HOURS[found[2]]
 
 
 def at(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int) -> Size:

@@ -179,15 +179,16 @@ class PlanRequest:
 
     def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> SearchSpace:
         """What to search, with keys that are given."""
-        peaks = self.machine.device.peak
-        formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
+        known, on_device = self.machine.device, self.accelerated
+        values: dict[str, tuple[Any, ...]] = {"sequence_parallel": (True, False)}
+        if on_device:
+            formats = ("bf16", "fp32") if known.peak.bf16 else ("fp32",)
+            values = {"precision": formats, "offload": ("none", "optimizer", "all"), "compile": (False, True)}
         sizes, each = {m.experts for m in self.cuts.mixtures}, rooms(self.machine, memory)
         return SearchSpace(
-            devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), self.beside(), formats,
-            max(1, len(self.sketch.calls)), self.sliceable, self.attends,
-            tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
-            (True,) if self.accelerated else (True, False), each, MARGIN * (memory or self.machine.device.memory),
-            (False, True) if self.accelerated else (False,),
+            devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), self.beside(), values,
+            max(1, len(self.sketch.calls)), self.sliceable, self.attends, tuple(sorted(sizes)), self.heads, each,
+            MARGIN * (memory or known.memory),
         )  # fmt: skip
 
     def refused(self) -> Callable[[Plan], str]:

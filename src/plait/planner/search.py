@@ -13,9 +13,10 @@ compared with that of its own device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import ceil, inf, prod
 from typing import Any
 
@@ -40,7 +41,8 @@ class SearchSpace:
     """Bytes of a device that a plan may take."""
     host: float = inf
     """Bytes of its host's memory that a device's rank may take."""
-    precisions: tuple[str, ...] = ("fp32",)
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Of keys, what is tried; of a key that is missing, its default. Less recomputation and less on the host come first."""
     stages: int = 1
     """The most stages the model can be cut into."""
     sliceable: bool = False
@@ -49,16 +51,14 @@ class SearchSpace:
     """Numbers of experts of the model's mixtures."""
     heads: int = 0
     """The most ranks that its attention's heads can be shared out to; 0: it has none."""
-    offloads: tuple[str, ...] = ("none",)
-    """What may be kept on the host, least first."""
-    stretches: tuple[bool, ...] = (True,)
-    """Whether what lies between slices may run on stretches of the sequence."""
     rooms: tuple[float, ...] = ()
     """Bytes that a plan may take of each device of a node, where they are unlike; `memory` is then the largest."""
     margin: float = 0.0
     """A plan that leaves fewer bytes of a device is tight."""
-    compiles: tuple[bool, ...] = (False,)
-    """Values of `compile` that are tried."""
+
+    def of(self, key: str, values: Sequence[Any] = ()) -> Sequence[Any]:
+        """The values to try of a key: the given one alone."""
+        return (self.pins[key],) if key in self.pins else values or self.values.get(key) or (getattr(Plan, key),)
 
     def room(self, rank: int) -> float:
         """Bytes that a plan may take of a rank's device."""
@@ -100,43 +100,29 @@ def branch_samples(plan: Plan, question: SearchSpace) -> float:
 
 def branches(question: SearchSpace) -> Iterator[Plan]:
     """What fixes the time of computing, in the first number format."""
-    given = question.pins
-    same: dict[str, Any] = {key: value for key, value in given.items() if key not in FREE}
-    precision = of("precision", list(question.precisions), given)[0]
+    same: dict[str, Any] = {key: value for key, value in question.pins.items() if key not in FREE}
     for tp, pp, cp in _meshes(question):
         shares, rest = divmod(question.inside, tp * pp * cp)
         if rest or not shares or shares * question.groups > question.batch:
             continue
-        experts = [e for e in divisors(shares) if all(count % e == 0 for count in question.experts)]
-        own = -(-question.batch // (shares * question.groups))
-        for ep in of("ep", experts if question.experts else [1], given):
-            for micro in of("microbatches", _splits(own), given):
-                mesh: dict[str, Any] = {"replica_groups": question.groups, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": shares}
-                for way in _ways(question, tp, cp):
-                    yield Plan(**same, **mesh, **way, microbatches=micro, precision=precision)
-
-
-def _ways(question: SearchSpace, tp: int, cp: int) -> Iterator[dict[str, Any]]:
-    """How attention sees the other sequence shards, whether tp shards what lies between its slices, and whether units are compiled.
-
-    Under cp a unit that counts positions cannot be compiled, and a sketch without cp does not know which do.
-    """
-    given = question.pins
-    contexts = ["ring"] + ["ulysses"] * (question.heads % (tp * cp) == 0)
-    for context in of("context", contexts if cp > 1 else ["ring"], given):
-        for stretched in of("sequence_parallel", list(question.stretches) if tp > 1 else [True], given):
-            for compiled in of("compile", list(question.compiles) if cp == 1 else [False], given):
-                yield {"context": context, "sequence_parallel": stretched, "compile": compiled}
+        experts = [e for e in divisors(shares) if question.experts and all(count % e == 0 for count in question.experts)]
+        mesh: dict[str, Any] = {"replica_groups": question.groups, "pp": pp, "tp": tp, "cp": cp, "dp": shares}
+        contexts = ["ring"] + ["ulysses"] * (cp > 1 and question.heads % (tp * cp) == 0)
+        # under cp a unit that counts positions cannot be compiled, and a sketch without cp does not know which do
+        splits = _splits(-(-question.batch // (shares * question.groups)))
+        free = {"ep": question.of("ep", experts), "microbatches": question.of("microbatches", splits),
+                "context": question.of("context", contexts), "sequence_parallel": question.of("sequence_parallel", () if tp > 1 else (True,)),
+                "compile": question.of("compile", () if cp == 1 else (False,))}  # fmt: skip
+        for values in product(*free.values()):
+            yield Plan(**same, **mesh, **dict(zip(free, values)), precision=question.of("precision")[0])
 
 
 def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
-    """Numbers of slices, stages and stretches."""
-    given, n = question.pins, question.inside
-    tps = [t for t in divisors(n) if t <= MOST["tp"] and (t == 1 or question.sliceable)]
-    for tp in of("tp", tps, given):
-        for pp in of("pp", [p for p in divisors(n // tp) if p <= question.stages], given):
-            stretches = [c for c in divisors(n // tp // pp) if c == 1 or question.stretchable]
-            for cp in of("cp", [c for c in stretches if c <= MOST["cp"]], given):
+    """Numbers of slices, stages and sequence shards."""
+    n = question.inside
+    for tp in question.of("tp", [t for t in divisors(n) if t <= MOST["tp"] and (t == 1 or question.sliceable)]):
+        for pp in question.of("pp", [p for p in divisors(n // tp) if p <= question.stages]):
+            for cp in question.of("cp", [c for c in divisors(n // tp // pp) if c == 1 or (question.stretchable and c <= MOST["cp"])]):
                 yield tp, pp, cp
 
 
@@ -154,11 +140,6 @@ def _splits(own: int) -> list[int]:
     return sorted({own // size for size in powers(own)} | {d for d in powers(own) if own % d == 0})
 
 
-def of(key: str, values: list[Any], given: dict[str, Any]) -> list[Any]:
-    """The values to try of a key: the given one alone."""
-    return [given[key]] if key in given else values
-
-
 def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     """Between how many devices a copy is shared out: none, all, those of one node."""
     given, shares = question.pins, branch.shares
@@ -166,7 +147,7 @@ def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     sizes = sorted({1, shares, node if 1 < node < shares and shares % node == 0 else 1})
     if "dp" in given:
         sizes = [shares // given["dp"]]
-    found = (f for f in of("fsdp", sizes, given) if f and shares % f == 0)
+    found = (f for f in question.of("fsdp", sizes) if f and shares % f == 0)
     return [f for f in found if shares // f == given.get("dp", shares // f)]
 
 
@@ -350,7 +331,7 @@ def search(
             looking.counts["slower"] += len(bounded) - k
             break
         say(f"comparing plans: {k} of {len(bounded)} branches")
-        for precision in of("precision", list(question.precisions), question.pins):
+        for precision in question.of("precision"):
             looking.branch(replace(branch, precision=precision))
     order = sorted(looking.best.values(), key=_cost)
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
@@ -381,16 +362,14 @@ class _Looking:
 
     def bounded(self) -> Iterator[tuple[float, Plan]]:
         """The branches of which something may fit, each with a lower bound of the cost of its plans."""
-        given = self.question.pins
-        first, most = (of("recompute", list(RECOMPUTES), given)[at] for at in (0, -1))
-        offload = of("offload", list(self.question.offloads), given)[-1]
+        recomputes, offload = self.question.of("recompute", RECOMPUTES), self.question.of("offload")[-1]
         for branch in branches(self.question):
-            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=most, schedule="sequential")
+            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=recomputes[-1], schedule="sequential")
             if self.least(spread) > self.question.memory:
                 self.counts["do not fit"] += 1
                 continue
-            kind = StageSchedule(SPLIT[0], branch.pp, given.get("stages_per_rank", 4))
-            yield bound(self.times(branch, first), kind, branch.microbatches) * prod(self.factors(branch).values()), branch
+            kind = StageSchedule(SPLIT[0], branch.pp, self.question.pins.get("stages_per_rank", 4))
+            yield bound(self.times(branch, recomputes[0]), kind, branch.microbatches) * prod(self.factors(branch).values()), branch
 
     def factors(self, plan: Plan) -> dict[str, float]:
         return factors(plan, self.pace.machine.devices_per_node)
@@ -447,16 +426,15 @@ class _Looking:
         Less sharding, less recomputation and less that is kept on the host take no longer, so where one fits with room to spare,
         more of it is not priced.
         """
-        given, plain = self.question.pins, prod(self.factors(branch).values())
-        recomputes = of("recompute", list(RECOMPUTES), given)
+        recomputes, plain = self.question.of("recompute", RECOMPUTES), prod(self.factors(branch).values())
         for fsdp in shardings(branch, self.question, self.pace.machine.devices_per_node):
             shards = replace(branch, fsdp=fsdp).shards
-            zeros = of("zero", [1, 2, 3], given) if shards > 1 else [branch.zero]
+            zeros = self.question.of("zero", (1, 2, 3)) if shards > 1 else [branch.zero]
             states = self.sizes(branch)[0] / branch.pp / shards * (1 - self.pace.work.frozen)
             for kind in orders(branch, self.question):
                 shape = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=kind.schedule, stages_per_rank=kind.per_rank)
                 mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
-                for offload in of("offload", list(self.question.offloads), given):
+                for offload in self.question.of("offload"):
                     update = touched(self.pace, Plan(offload=offload), states)
                     factor = plain * (PREFERENCES.offload if offload != "none" else 1.0)
                     for k, recompute in enumerate(recomputes):
