@@ -14,7 +14,7 @@ import pytest
 import torch
 from exact.test_context import _Attending
 from faulty import sees
-from rarely import sampled
+from rarely import rarely, sampled
 from run.test_resume_sharded import losses
 from saved import tensors
 
@@ -78,7 +78,7 @@ OTHERS = jobs_context.EXPERTS | {
     "adafactor": lambda: optimized_by(lambda p: torch.optim.Adafactor(p, 1e-2)), "partly_trained": partly_trained,
 }  # fmt: skip
 QUICK = (("lstm", "cp=2"), ("attending", "fsdp=2 cp=2 context=ulysses"), ("biased", "dp=2 cp=2 zero=1 microbatches=2"))
-SLOW = (*zip(MODELS, PLANS), *BESIDE[::4])
+SLOW = (("gpt", "cp=2"), ("attending", "fsdp=2 cp=2 zero=2 context=ulysses"), ("biased", "tp=2 cp=2"), ("checkpoint", "pp=2 cp=2 microbatches=2"))
 LONG = [(name, plan) for name in MODELS for plan in PLANS] + [*BESIDE]
 
 
@@ -135,7 +135,7 @@ def test_a_rank_keeps_its_part_of_a_shard_of_fsdp_times_cp(words: str, ranks: in
 def test_the_dry_run_finds_a_share_of_the_states() -> None:
     found = {}
     for words in ("cp=2", "cp=2 shard_over_cp=true", "fsdp=2 cp=2 shard_over_cp=true"):
-        peaks = [kind.peak.categories for kind in dry_run(jobs_real.gpt(), Plan.parse(words)).kinds]
+        peaks = [kind.peak.categories for kind in dry_run(attending(), Plan.parse(words)).kinds]
         found[words] = [max(peak["parameters"] for peak in peaks), max(peak["optimizer"] for peak in peaks)]
     whole, halves, quarters = found.values()
     for all_of_it, half, quarter in zip(whole, halves, quarters):
@@ -163,7 +163,7 @@ def words_of(plan: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, plans", [("gpt", CHAIN), ("llama", CHAIN[1:4])])
+@pytest.mark.parametrize("name, plans", [("attending", CHAIN[:4]), *rarely(("gpt", CHAIN), ("llama", CHAIN[1:4]))])
 def test_resumed_under_other_plans(name: str, plans: tuple[str, ...], tmp_path: Path) -> None:
     alone = [loss for _ in plans for loss in losses(MODELS[name](), "dp=1", tmp_path / "whole")]
     found = [loss for plan in plans for loss in losses(MODELS[name](), words_of(plan), tmp_path / "parts")]
