@@ -30,12 +30,9 @@ from plait.planner.correction import PARTS, SPENT, Correction, Traits, correctio
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.formulas import Software, TimeModel
 from plait.planner.from_sketch import Workload
+from plait.planner.question import CONTEXT, ROOM
 
 DATA = Path(__file__).parent / "data"
-CONTEXT = 2 << 30
-"""Bytes of a CUDA context and of NCCL's buffers, which every process has."""
-ROOM = 0.96
-"""Part of a device's memory that is really there for a process."""
 FOUR = 4.0
 """What making a 4-bit number takes, over an 8-bit one."""
 ROWS = 2.0
@@ -97,7 +94,7 @@ class Planner:
             except ValueError:  # there is no such schedule
                 continue
             reserved = got.reserved + CONTEXT
-            over = max(0.0, needed(got) / (ROOM * pace.machine.device.memory) - 1)
+            over = max(0.0, (got.allocated + CONTEXT) / (ROOM * pace.machine.device.memory) - 1)
             found.append((over, got.seconds / batch, len(found), Prediction(got, batch, reserved, samples)))
         return min(found)[-1] if found else None
 
@@ -111,11 +108,6 @@ def adapted(work: Workload) -> Workload:
         more = sum((p.rows * p.inner + 3 * p.rows * p.columns) * p.batch * p.times for p in mapped)
         blocks.append(replace(block, moved=block.moved + more, kernels=block.kernels + 4 * len(mapped)))
     return replace(work, blocks=tuple(blocks), frozen=1.0)
-
-
-def needed(found: Estimate) -> float:
-    """Bytes without which a plan runs out of memory: an allocator gives back what it has reserved beyond them before it fails."""
-    return sum(found.memory.values()) + CONTEXT
 
 
 def traits(run: Run, found: Estimate) -> Traits:
@@ -169,7 +161,7 @@ def case(run: Run, got: Prediction, known: list[tuple[Traits, float]]) -> Case:
     assert machine is not None
     fixed: Correction = correction(traits(run, found), known)
     each = found.seconds / batch
-    said = needed(found) <= ROOM * machine.device.memory
+    said = found.allocated + CONTEXT <= ROOM * machine.device.memory
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
     return Case(
         run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,

@@ -8,6 +8,7 @@ that pages show.
     python docs/generate.py matrix      matrix.md, which takes long: see matrix.py
     python docs/generate.py planner     the tables of planner.md: see judged.py
     python docs/generate.py unseen      its table of runs that the constants have not seen, which takes long
+    python docs/generate.py layouts     its table of production layouts
 
 Every technique is explained where it is implemented, at the top of its file. To change docs/techniques.md, change that.
 """
@@ -179,10 +180,10 @@ def main() -> None:
         import judged
 
         return judged.write()
-    if wanted[0] == "unseen":
+    if wanted[0] in ("unseen", "layouts"):
         import judged
 
-        return judged.write_unseen()
+        return {"unseen": judged.write_unseen, "layouts": judged.write_layouts}[wanted[0]]()
     if "techniques" in wanted:
         (DOCS / "techniques.md").write_text(techniques(), encoding="utf-8")
     if "api" in wanted:

@@ -104,6 +104,15 @@ def write_unseen() -> None:
     replaced({"unseen": lines})
 
 
+def write_layouts() -> None:
+    """Write the table of production layouts into planner.md."""
+    from layouts import LAYOUTS, line
+
+    lines = head("layout", "as a plan", "published step, s", "predicted, s", "error", "what the planner would choose", "its step, s", "search")
+    lines += [line(name, {"row_id": name, "table_or_file": "", **given}, True) for name, given in LAYOUTS.items()]
+    replaced({"layouts": lines})
+
+
 def replaced(parts: dict[str, list[str]]) -> None:
     """Put lines between the marks of planner.md."""
     page = DOCS / "planner.md"

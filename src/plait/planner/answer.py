@@ -50,7 +50,7 @@ class PlanRow:
         if found is not None:
             facts |= {
                 "seconds": found.seconds, "samples_per_s": samples / found.seconds, "bytes": round(found.reserved),
-                "spare_bytes": round(room - found.reserved if found.spare is None else found.spare),
+                "spare_bytes": round(room - found.allocated if found.spare is None else found.spare),
                 "host_bytes": round(found.hosted), "parts": found.parts,
                 "memory": {name: round(held) for name, held in found.memory.items()},
                 "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),

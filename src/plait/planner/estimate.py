@@ -41,6 +41,11 @@ class Estimate:
     spare: float | None = None
     """Where devices are unlike: bytes that the plan leaves of the one that it leaves least of."""
 
+    @property
+    def allocated(self) -> float:
+        """Bytes without which the plan runs out of memory: an allocator gives back what it has reserved beyond them before it fails."""
+        return sum(self.memory.values())
+
     def share(self, part: str) -> float:
         """A part of the step, of all of it."""
         return self.parts.get(part, 0.0) / self.seconds
@@ -64,7 +69,7 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
     found = Estimate(plan, inf, {}, memory, reserved, flops, states * away,
                      late.bill(pace, plan, sum(weights[s] for s in fullest)), states)  # fmt: skip
-    if reserved > within:
+    if found.allocated > within:
         return found
     own = [part for s in fullest for part in cut[s]]
     parts = pipeline(pace, plan, samples, cut, held)

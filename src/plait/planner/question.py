@@ -29,9 +29,9 @@ from plait.planner.search import MARGIN, SearchSpace
 from plait.tensors import opaque_code
 from plait.tensors.moving_average import averaged_in
 
-CONTEXT = 1 << 30
-"""Bytes that a process on an accelerator takes before it has a tensor."""
-ROOM = 0.95
+CONTEXT = 2 << 30
+"""Bytes that a process on an accelerator takes before it has a tensor: the device's context, and buffers of NCCL."""
+ROOM = 0.96
 """Part of a device's memory that is really there."""
 CORE = (1e11, 2e10)
 """flop/s and bytes/s of a processor's core of which nothing was measured: of a present server's."""

@@ -66,7 +66,7 @@ class SearchSpace:
 
     def spare(self, found: Estimate) -> float:
         """Bytes that a plan leaves of the device that it leaves least of."""
-        return self.memory - found.reserved if found.spare is None else found.spare
+        return self.memory - found.allocated if found.spare is None else found.spare
 
     @property
     def groups(self) -> int:
@@ -209,7 +209,7 @@ def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) ->
         key = each, min(map(machine.speed, ranks)), min(question.room(rank) for rank in ranks)
         if key not in found:
             got = estimate(pace.on(key[1]), plan, each)
-            found[key] = replace(got, spare=key[2] - got.reserved)
+            found[key] = replace(got, spare=key[2] - got.allocated)
     slowest = max(found.values(), key=lambda got: got.seconds)
     fullest = min(found.values(), key=lambda got: got.spare or 0.0)
     flops = 3 * pace.work.flops * question.batch / plan.devices
@@ -418,7 +418,7 @@ class _Looking:
         alive = 1 if plan.schedule in UNSURE else min(p, plan.microbatches)
         even = (every * each + kept) / p + (moment if p == 1 else 0.0)
         ranks = self.layer.count / p * (layer * each + own), sure * (layer * each + own * alive)
-        return max(even, max(ranks) + moment) * self.pace.fitted.slack
+        return max(even, max(ranks) + moment)
 
     def branch(self, branch: Plan) -> None:
         """The plans of a branch: what is sharded, recomputed, kept on the host, and in which order stages work.
