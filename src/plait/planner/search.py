@@ -1,15 +1,13 @@
 """All plans of a job on a machine, the best first: every valid one is priced, or a lower bound shows that it would not be shown.
 
 Plans are ordered by their *cost*: predicted seconds of a step, times the factors of `Preferences`. A branch (`branches`) fixes pp, tp, cp,
-ep, the micro-batches and compile; the search goes through what is left of a plan: its sharding, recomputation, schedule, precision and what
-is kept on the host. The time that a branch computes and sends messages inside layers, spread evenly over the stages, is a lower bound of
-every plan in it. A plan is skipped if its bound, times the factors that it is known to have, is above the cost of the best plan of its mesh
-or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried by their bound, ties in a fixed
-order: the same question has the same answer.
+ep, the micro-batches and compile; the search goes through what is left of a plan. The time that a branch computes and sends messages inside
+layers is a lower bound of every plan in it. A plan is skipped if its bound, times the factors that it is known to have, is above the cost of
+the best plan of its mesh or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried by their
+bound, ties in a fixed order: the same question has the same answer.
 
-If the devices of a machine are unlike, every share of the batch is priced on its own devices. A step ends with its slowest share. Equal
-shares are as slow as the slowest device; shares by speed (`batch_shares`) as slow as all devices are together. Each rank's memory is
-compared with that of its own device.
+If the devices of a machine are unlike, every share of the batch is priced on its own devices, and a step ends with its slowest share. Each
+rank's memory is compared with that of its own device.
 """
 
 from collections import Counter
@@ -23,7 +21,7 @@ from typing import Any
 from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
 from plait.data.shares import sizes
-from plait.parallel.shares.balance import told
+from plait.parallel.shares.balance import by_speed, members, told
 from plait.planner import formulas
 from plait.planner.estimate import Estimate, StageSchedule, estimate, touched
 from plait.planner.formulas import TimeModel
@@ -174,7 +172,7 @@ def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[
     measured under the plan."""
     if not pace.machine.unlike or plan.ranks == 1 or "batch_shares" in question.pins:
         return [plan]
-    speeds = by_speed(pace, plan)
+    speeds = by_speed(pace.machine, plan)
     if len(set(speeds)) == 1:
         return [plan]
     auto = replace(plan, batch_shares="auto")
@@ -183,26 +181,12 @@ def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[
     return [plan, auto]
 
 
-def by_speed(pace: TimeModel, plan: Plan) -> tuple[int, ...]:
-    """Of each share the speed of its slowest device, in whole numbers."""
-    found = [min(pace.machine.speed(rank) for rank in ranks) for ranks in members(plan)]
-    return tuple(max(1, round(10_000 * speed)) for speed in found)
-
-
-def members(plan: Plan) -> list[list[int]]:
-    """The ranks of each share."""
-    found: list[list[int]] = [[] for _ in range(plan.ranks)]
-    for rank in range(plan.world):
-        found[plan.share(rank)].append(rank)
-    return found
-
-
 def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> Estimate:
     """As `estimate`, whose micro-batches have so many `samples` with equal shares; here each has its own."""
     machine, batch = pace.machine, ceil(question.batch / plan.replica_groups)
     if not machine.unlike:
         return estimate(pace, plan, samples, question.memory)
-    parts = plan.parts or (by_speed(pace, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
+    parts = plan.parts or (by_speed(pace.machine, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
     found = dict[tuple[float, float, float], Estimate]()
     for held, ranks in zip(sizes(batch, parts, plan.microbatches), members(plan)):
         each = float(ceil(held / plan.microbatches))
