@@ -82,13 +82,7 @@ class SearchSpace:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def powers(limit: int) -> list[int]:
-    """1, 2, 4, … up to `limit`."""
-    return [1 << k for k in range(max(1, limit).bit_length()) if 1 << k <= limit]
 
 
 def branch_samples(plan: Plan, question: SearchSpace) -> float:
@@ -134,8 +128,9 @@ FREE = (
 
 
 def _splits(own: int) -> list[int]:
-    """Numbers of micro-batches of a share of `own` samples: those that leave no sample over, and powers of two."""
-    return sorted({own // size for size in powers(own)} | {d for d in powers(own) if own % d == 0})
+    """Numbers of micro-batches of a share of `own` samples: those of which each has a power of two, and powers of two."""
+    powers = [1 << k for k in range(own.bit_length())]
+    return sorted({own // size for size in powers} | {d for d in powers if own % d == 0})
 
 
 def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
@@ -155,8 +150,7 @@ def orders(branch: Plan, question: SearchSpace) -> list[StageSchedule]:
         return [StageSchedule(Plan().schedule, 1, 1)]
     given = question.pins
     found = [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
-    if "schedule" in given:
-        word = str(given["schedule"])
+    if word := given.get("schedule"):
         found = [pair for pair in found if pair[0] == word] or [(word, 1)]
     if "stages_per_rank" in given:
         found = [(word, given["stages_per_rank"]) for word, _ in found]
