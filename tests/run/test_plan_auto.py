@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.cli.main import main
+from plait.cli.plan import tried
 from plait.config.device import CORES, Device, Rates
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.launch import detect
-from plait.planner import goals
 from plait.planner.answer import ask
 from plait.planner.formulas import Cores
 from plait.planner.question import PlanRequest, sized
@@ -105,13 +105,13 @@ def test_failed_plans_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SimpleNamespace(tries=2, job="job.py", arguments={})
     plans = [str(row.candidate.plan) for row in found.rows]
     monkeypatch.setattr(trial, "in_turn", lambda job, plans, ranks: ["broke", 0.25])
-    got = goals.tried(found, options)
+    got = tried(found, options)
     assert got.best is not None and str(got.best.candidate.plan) == plans[1] and "250 ms measured" in got.best.why
     (row,) = (row for row in got.rows if str(row.candidate.plan) == plans[0])
     assert not row.fits and row.why == "failed: broke" and len(got.rows) == len(found.rows)
     monkeypatch.setattr(trial, "in_turn", lambda job, plans, ranks: ["broke", "too"])
     with pytest.raises(PlaitError) as error:
-        goals.tried(found, options)
+        tried(found, options)
     assert error.value.problems[0].code == "M014" and "broke" in str(error.value) and "too" in str(error.value)
 
 

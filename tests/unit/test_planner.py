@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import plait
 from plait.cli.main import main
-from plait.cli.plan import impossible, size
+from plait.cli.plan import ProgressLine, impossible, size, toml
 from plait.config.device import Matmuls
 from plait.config.errors import PlaitError
 from plait.config.job import Job
@@ -22,7 +22,7 @@ from plait.config.plan import Plan
 from plait.launch.detect import read_machine
 from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.planner import goals
-from plait.planner.answer import answer, ask, text, toml, why_not
+from plait.planner.answer import One, answer, ask, text, why_not
 from plait.planner.constants import FITTED
 from plait.planner.correction import NOISE, Traits, correction
 from plait.planner.dryrun.memory_table import memory_table
@@ -290,6 +290,49 @@ def test_nothing_that_is_left_out_would_have_been_shown(machine: str, gib: float
     found = search(pace, question, refused)
     assert [c.cost for c in found.best][:8] == pytest.approx(sorted(costs.values())[:8], rel=1e-6)
     assert gib == 80 or any("tight" in c.warnings for c in found.best)
+
+
+def test_the_words_of_an_answer(asked: PlanRequest) -> None:
+    """What a reader knows: which messages count, which count of attention, what a warning means; and no gain over one device that offloads."""
+    found = ask(asked, {"dp": 8, "compile": False})
+    said = text(found)
+    assert "pruned" in said and "exposed communication" in said and "MFU counts attention as a full square" in said
+    assert not any(word in said for word in ("sent*", "bounded", "less simple", "tight:"))
+    assert found.best is not None and found.best.candidate.warnings == []
+    row = replace(found.rows[0], candidate=replace(found.rows[0].candidate, factors={"keys": 1.0, "tight": 10.0}))
+    tight = text(replace(found, rows=(row, *found.rows[1:])))
+    assert "tight: nothing else fits" in tight and "tight: less than 5 % of a device's memory" in tight
+    away = replace(found.rows[0].candidate, plan=Plan(fsdp=8, offload="all"))
+    chosen = replace(found, rows=(replace(found.rows[0], candidate=away), *found.rows[1:]), without=Found((), (), {}))
+    assert "without offload nothing fits" in text(chosen)
+    slower = replace(away, estimate=replace(away.estimate, seconds=2 * away.seconds), factors={"tight": 10.0})
+    assert "without offload 100 % slower, tight" in text(replace(chosen, without=Found((slower,), (), {})))
+    lone = Plan(offload="all", precision="bf16")
+    one = One(Candidate(lone, estimate(asked.pace, lone, 32), 32))
+    assert one.told(found.best.candidate, 32).endswith(" samples/s, with offload=all")
+    compiled = ask(asked, {"dp": 8, "compile": True})
+    assert 'plan gpt.py --plan "dp=8' in text(compiled) and "compile=true\" --dry-run" not in text(compiled)
+    plain = replace(asked, sketch=replace(asked.sketch, calls=tuple(replace(c, work=replace(c.work, keys=0.0)) for c in asked.sketch.calls)))
+    assert "MFU counts" not in text(ask(plain, {"dp": 8}))
+
+
+def test_how_far_the_search_is_moves_and_is_taken_away(asked: PlanRequest, capsys) -> None:
+    heard, line = list[str](), ProgressLine()
+    ask(replace(asked, say=heard.append), {"precision": "bf16"})
+    steps = [text for text in heard if text.startswith("comparing plans: ")]
+    assert len(set(steps)) == len(steps) > 10
+    for said in ("comparing plans: 0 of 9", "comparing plans: 1 of 9", "reading", ""):
+        line(said)
+    assert capsys.readouterr().err.split("\r\x1b[K") == ["", "plan  comparing plans: 0 of 9 …", "plan  reading …", ""]
+
+
+def test_a_model_of_single_layers_is_compiled_only_whole(asked: PlanRequest) -> None:
+    """Ranks that exchange something need units that are compiled one by one; P018 says so in training."""
+    plain = replace(job(), model=lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)))
+    refused = PlanRequest.of(plain, "plain.py", Machine.named("h100x8")).refused()
+    assert "single layers" in refused(Plan(pp=2, compile=True)) and not refused(Plan(dp=2, compile=True))
+    assert not asked.refused()(Plan(pp=2, compile=True))
+    assert any(b.compile for b in branches(asked.question({}))) and not any(b.compile for b in branches(asked.question({"cp": 2})))
 
 
 def test_the_same_question_has_the_same_answer(asked: PlanRequest) -> None:

@@ -21,9 +21,10 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
+from plait.launch.devices import kind_of
 from plait.model.table import size as sized_up
 from plait.planner import goals
-from plait.planner.answer import Answer, ask, text, toml
+from plait.planner.answer import Answer, PlanRow, ask, duration, text
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
@@ -88,7 +89,7 @@ def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[s
         return 0
     found = answered(asked, options)
     if options.tries:
-        found = goals.tried(found, options)
+        found = tried(found, options)
     if options.out and found.best:
         write(options.out, toml(found))
     say("")
@@ -300,3 +301,56 @@ def machine_of(options: PlanOptions) -> Machine:
         fix = (f"--gpus {machine.devices}",)
         raise PlaitError(Problem("U002", f"--gpus {options.gpus} does not fill its nodes", why=why, fix=fix))
     return machine
+
+
+def tried(found: Answer, options: PlanOptions) -> Answer:
+    """The first plans run for a few steps each, and the answer in the order of what was measured.
+
+    A plan that fails is no answer; M014 when all do.
+    """
+    from plait.planner.trial import in_turn, measure
+
+    if found.asked.accelerated and kind_of("auto") == "cpu":
+        why = f"{found.asked.machine} is another machine, and plans are run on this one"
+        raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))
+    asked, fitting = found.asked, [row for row in found.rows if row.fits]
+    plans = [row.candidate.plan for row in fitting[: options.tries]]
+    if asked.accelerated:
+        took = [measure(options, plan) for plan in plans]
+    else:
+        took = in_turn(asked.job, plans, found.question.devices)
+    failed = {str(plan): why for plan, why in zip(plans, took) if isinstance(why, str)}
+    if plans and len(failed) == len(plans):
+        why = "; ".join(f"{plan}: {why}" for plan, why in failed.items())
+        fix = (f'plait train {options.job} --plan "{plans[0]}"',)
+        raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
+    times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
+    worked = [row for row in fitting if str(row.candidate.plan) not in failed]
+    order = sorted(worked, key=lambda row: times.get(str(row.candidate.plan), inf))
+
+    def told(row: PlanRow) -> PlanRow:
+        name, predicted = str(row.candidate.plan), row.candidate.estimate
+        if name in failed:
+            return replace(row, fits=False, why=f"failed: {failed[name]}")
+        if name not in times or predicted is None:
+            return row
+        words = f"{100 * (times[name] / min(times.values()) - 1):.0f} % slower"
+        words = "chosen" if row is order[0] else words
+        why = f"{words}: {1000 * times[name]:.3g} ms measured, {1000 * predicted.seconds:.3g} predicted"
+        return replace(row, why=why)
+
+    return replace(found, rows=tuple(told(row) for row in (*order, *(row for row in found.rows if row not in worked))))
+
+
+def toml(found: Answer) -> str:
+    """The choice as a plan file, with the prediction, the reason and the next best as comments."""
+    best = found.best
+    assert best is not None and best.candidate.estimate is not None
+    got = best.candidate.estimate
+    lines = [
+        f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
+        f"# predicted: {duration(got.seconds)} a step, {sized_up(got.reserved)} on the fullest rank",
+    ]
+    if len(found.rows) > 1:
+        lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
+    return "\n".join(lines) + "\n" + best.candidate.plan.to_toml()

@@ -16,7 +16,6 @@ from plait.planner.question import CONTEXT, PlanRequest
 from plait.planner.search import (
     ALIKE,
     MARGIN,
-    PREFERENCES,
     Candidate,
     Found,
     SearchSpace,
@@ -100,6 +99,8 @@ class Answer:
 
     beside: str = ""
     """What else was looked for and not found."""
+    without: Found | None = None
+    """If the choice keeps state on the host: what else could be done."""
 
     @property
     def best(self) -> PlanRow | None:
@@ -123,8 +124,11 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found = asked.learned.corrected(search(asked.pace, question, asked.refused(), say=asked.say))
-    return answer(asked, question, found, top, time.monotonic() - start)
+    found, without = asked.learned.corrected(search(asked.pace, question, asked.refused(), say=asked.say)), None
+    if found.best and found.best[0].plan.offload != pins.get("offload", "none"):
+        alone = replace(question, pins=pins | {"offload": "none"})
+        without = asked.learned.corrected(search(asked.pace, alone, asked.refused(), say=asked.say))
+    return replace(answer(asked, question, found, top, time.monotonic() - start), without=without)
 
 
 def answer(asked: PlanRequest, question: SearchSpace, found: Found, top: int, took: float) -> Answer:
@@ -220,7 +224,7 @@ def text(found: Answer) -> str:
         f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
-        f"{counts.get('slower', 0)} pruned · {counts.get('impossible', 0)} invalid · {_time(found.seconds)}",
+        f"{counts.get('slower', 0)} pruned · {counts.get('impossible', 0)} invalid · {duration(found.seconds)}",
     ]
     if found.best is not None:
         lines += [f"choice    {_headline(found)}", ""]
@@ -245,8 +249,10 @@ def _headline(found: Answer) -> str:
     if found.fewest and plan.devices < found.question.devices:
         part = f"within {100 * found.fewest:.0f} % of the fastest"
         words.append(f"the fewest devices {part}: {plan.devices} of {found.question.devices}")
-    if plan.offload != "none" and "offload" not in pinned:
-        words.append(f"offload: what fits without it would be tight, or takes {100 * (PREFERENCES.offload - 1):.0f} % longer, if anything fits")
+    if found.without is not None:
+        other = next(iter(found.without.best), None)
+        slower = other and f"{', '.join([f'{100 * (other.seconds / found.best.candidate.seconds - 1):.0f} % slower', *other.warnings])}"
+        words.append(f"without offload {slower or 'nothing fits'}")
     if "tight" in found.best.candidate.warnings:
         words.append("tight: nothing else fits")
     if plan.precision != "fp32" and "precision" not in pinned:
@@ -265,11 +271,11 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
     sent = got.share("tensor") + got.share("gradients") + got.share("sync")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
     peak = found.asked.pace.peak(row.candidate.plan.precision)
-    return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
+    return (plan, "✓", memory, duration(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.candidate.warnings), row.why)  # fmt: skip
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
@@ -337,17 +343,3 @@ def _next(name: str, plan: Plan) -> str:
     if not name.partition(":")[0].endswith(".py"):
         return f'next: plait.train({name}, plan="{plan}")     plait.verify({name}, plan="{plan}")'
     return f'next: plait train {name} --plan "{plan}"     plait plan {name} --plan "{plan.uncompiled}" --dry-run'
-
-
-def toml(found: Answer) -> str:
-    """The choice as a plan file, with the prediction, the reason and the next best as comments."""
-    best = found.best
-    assert best is not None and best.candidate.estimate is not None
-    got = best.candidate.estimate
-    lines = [
-        f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
-        f"# predicted: {_time(got.seconds)} a step, {size(got.reserved)} on the fullest rank",
-    ]
-    if len(found.rows) > 1:
-        lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
-    return "\n".join(lines) + "\n" + best.candidate.plan.to_toml()

@@ -5,10 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, inf
 from typing import Any
 
-from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.machine import Machine
-from plait.launch.devices import kind_of
 from plait.model.table import aligned, short
 from plait.planner.answer import WORDS, Answer, One, PlanRow, ask, why_not
 from plait.planner.question import PlanRequest, sized
@@ -225,42 +223,3 @@ def _searched(
     fewer = asked.on(sized(asked.machine, devices))
     within = inf if asked.learned.anchors else within  # it is of corrected times
     return asked.learned.corrected(search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within, fewer.say))
-
-
-def tried(found: Answer, options: PlanOptions) -> Answer:
-    """The first plans run for a few steps each, and the answer in the order of what was measured.
-
-    A plan that fails is no answer; M014 when all do.
-    """
-    from plait.planner.trial import in_turn, measure
-
-    if found.asked.accelerated and kind_of("auto") == "cpu":
-        why = f"{found.asked.machine} is another machine, and plans are run on this one"
-        raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))
-    asked, fitting = found.asked, [row for row in found.rows if row.fits]
-    plans = [row.candidate.plan for row in fitting[: options.tries]]
-    if asked.accelerated:
-        took = [measure(options, plan) for plan in plans]
-    else:
-        took = in_turn(asked.job, plans, found.question.devices)
-    failed = {str(plan): why for plan, why in zip(plans, took) if isinstance(why, str)}
-    if plans and len(failed) == len(plans):
-        why = "; ".join(f"{plan}: {why}" for plan, why in failed.items())
-        fix = (f'plait train {options.job} --plan "{plans[0]}"',)
-        raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
-    times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
-    worked = [row for row in fitting if str(row.candidate.plan) not in failed]
-    order = sorted(worked, key=lambda row: times.get(str(row.candidate.plan), inf))
-
-    def told(row: PlanRow) -> PlanRow:
-        name, predicted = str(row.candidate.plan), row.candidate.estimate
-        if name in failed:
-            return replace(row, fits=False, why=f"failed: {failed[name]}")
-        if name not in times or predicted is None:
-            return row
-        words = f"{100 * (times[name] / min(times.values()) - 1):.0f} % slower"
-        words = "chosen" if row is order[0] else words
-        why = f"{words}: {1000 * times[name]:.3g} ms measured, {1000 * predicted.seconds:.3g} predicted"
-        return replace(row, why=why)
-
-    return replace(found, rows=tuple(told(row) for row in (*order, *(row for row in found.rows if row not in worked))))

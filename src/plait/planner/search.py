@@ -1,15 +1,13 @@
 """All plans of a job on a machine, the best first: every valid one is priced, or a lower bound shows that it would not be shown.
 
 Plans are ordered by their *cost*: predicted seconds of a step, times the factors of `Preferences`. A branch (`branches`) fixes pp, tp, cp,
-ep, the micro-batches and compile; the search goes through what is left of a plan: its sharding, recomputation, schedule, precision and what
-is kept on the host. The time that a branch computes and sends messages inside layers, spread evenly over the stages, is a lower bound of
-every plan in it. A plan is skipped if its bound, times the factors that it is known to have, is above the cost of the best plan of its mesh
-or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried by their bound, ties in a fixed
-order: the same question has the same answer.
+ep, the micro-batches and compile; the search goes through what is left of a plan. The time that a branch computes and sends messages inside
+layers is a lower bound of every plan in it. A plan is skipped if its bound, times the factors that it is known to have, is above the cost of
+the best plan of its mesh or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried by their
+bound, ties in a fixed order: the same question has the same answer.
 
-If the devices of a machine are unlike, every share of the batch is priced on its own devices. A step ends with its slowest share. Equal
-shares are as slow as the slowest device; shares by speed (`batch_shares`) as slow as all devices are together. Each rank's memory is
-compared with that of its own device.
+If the devices of a machine are unlike, every share of the batch is priced on its own devices, and a step ends with its slowest share. Each
+rank's memory is compared with that of its own device.
 """
 
 from collections import Counter
@@ -23,7 +21,7 @@ from typing import Any
 from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
 from plait.data.shares import sizes
-from plait.parallel.shares.balance import told
+from plait.parallel.shares.balance import by_speed, members, told
 from plait.planner import formulas
 from plait.planner.estimate import Estimate, StageSchedule, estimate, touched
 from plait.planner.formulas import TimeModel
@@ -84,13 +82,7 @@ class SearchSpace:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def powers(limit: int) -> list[int]:
-    """1, 2, 4, … up to `limit`."""
-    return [1 << k for k in range(max(1, limit).bit_length()) if 1 << k <= limit]
 
 
 def branch_samples(plan: Plan, question: SearchSpace) -> float:
@@ -136,8 +128,9 @@ FREE = (
 
 
 def _splits(own: int) -> list[int]:
-    """Numbers of micro-batches of a share of `own` samples: those that leave no sample over, and powers of two."""
-    return sorted({own // size for size in powers(own)} | {d for d in powers(own) if own % d == 0})
+    """Numbers of micro-batches of a share of `own` samples: those of which each has a power of two, and powers of two."""
+    powers = [1 << k for k in range(own.bit_length())]
+    return sorted({own // size for size in powers} | {d for d in powers if own % d == 0})
 
 
 def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
@@ -157,8 +150,7 @@ def orders(branch: Plan, question: SearchSpace) -> list[StageSchedule]:
         return [StageSchedule(Plan().schedule, 1, 1)]
     given = question.pins
     found = [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
-    if "schedule" in given:
-        word = str(given["schedule"])
+    if word := given.get("schedule"):
         found = [pair for pair in found if pair[0] == word] or [(word, 1)]
     if "stages_per_rank" in given:
         found = [(word, given["stages_per_rank"]) for word, _ in found]
@@ -174,7 +166,7 @@ def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[
     measured under the plan."""
     if not pace.machine.unlike or plan.ranks == 1 or "batch_shares" in question.pins:
         return [plan]
-    speeds = by_speed(pace, plan)
+    speeds = by_speed(pace.machine, plan)
     if len(set(speeds)) == 1:
         return [plan]
     auto = replace(plan, batch_shares="auto")
@@ -183,26 +175,12 @@ def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[
     return [plan, auto]
 
 
-def by_speed(pace: TimeModel, plan: Plan) -> tuple[int, ...]:
-    """Of each share the speed of its slowest device, in whole numbers."""
-    found = [min(pace.machine.speed(rank) for rank in ranks) for ranks in members(plan)]
-    return tuple(max(1, round(10_000 * speed)) for speed in found)
-
-
-def members(plan: Plan) -> list[list[int]]:
-    """The ranks of each share."""
-    found: list[list[int]] = [[] for _ in range(plan.ranks)]
-    for rank in range(plan.world):
-        found[plan.share(rank)].append(rank)
-    return found
-
-
 def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> Estimate:
     """As `estimate`, whose micro-batches have so many `samples` with equal shares; here each has its own."""
     machine, batch = pace.machine, ceil(question.batch / plan.replica_groups)
     if not machine.unlike:
         return estimate(pace, plan, samples, question.memory)
-    parts = plan.parts or (by_speed(pace, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
+    parts = plan.parts or (by_speed(pace.machine, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
     found = dict[tuple[float, float, float], Estimate]()
     for held, ranks in zip(sizes(batch, parts, plan.microbatches), members(plan)):
         each = float(ceil(held / plan.microbatches))

@@ -15,6 +15,8 @@ from math import gcd, sqrt
 from statistics import median
 from typing import Any
 
+from plait.config.machine import Machine
+from plait.config.plan import Plan
 from plait.data.shares import Course, Parts, sizes
 
 Row = tuple[tuple[int, ...], tuple[float, ...]]
@@ -200,3 +202,17 @@ def told(parts: Sequence[int]) -> str:
     """
     common = gcd(*parts)
     return ":".join(str(n // common) for n in parts)
+
+
+def by_speed(machine: Machine, plan: Plan) -> tuple[int, ...]:
+    """Of each share the speed of its slowest device, in whole numbers."""
+    found = [min(machine.speed(rank) for rank in ranks) for ranks in members(plan)]
+    return tuple(max(1, round(10_000 * speed)) for speed in found)
+
+
+def members(plan: Plan) -> list[list[int]]:
+    """The ranks of each share."""
+    found: list[list[int]] = [[] for _ in range(plan.ranks)]
+    for rank in range(plan.world):
+        found[plan.share(rank)].append(rank)
+    return found
