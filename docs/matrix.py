@@ -43,6 +43,8 @@ processes of its own: `ep` is `{alone}`, `dp+ep` is `{copies}`, two copies of tw
 The jobs are in `tests/jobs_matrix.py`; their optimizers are element-wise. Others (LAMB, LARS, Adafactor, Muon) equal one
 device under `dp`, `pp`, `fsdp` and `tp`, and are refused under `ep` (P022).
 
+Keys that are no axis have no column. With `shard_over_cp=true` the columns `cp` and `fsdp+cp` say of every row what they say here.
+
 """
 
 Cell = tuple[str, str]

@@ -64,7 +64,7 @@ def trained(
         if resume:
             engine.resume()
         specs = engine.rank_model.table.specs
-        sliced = {n for n, spec in specs.items() if spec.expert or any(split.axis == "tp" for split in spec.splits)}
+        sliced = {n for n, spec in specs.items() if spec.expert or spec.is_split("tp")}
         alike = [p for n, p in engine.rank_model.params.items() if n not in sliced and engine.plan.tp > 1]
         for p in alike if apart else ():
             p.register_hook(lambda grad: grad * (1 + apart * place.rank))

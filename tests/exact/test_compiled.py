@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns of 
 PLANS = [
     "tp=2", *rarely(
         "fsdp=2", "cp=2", "cp=2 context=ulysses", "pp=2 microbatches=2", "recompute=full", "dp=2 tp=2", "fsdp=2 tp=2", "dp=2 cp=2",
+        "fsdp=2 cp=2 shard_over_cp=true",
         "dp=2 pp=2 microbatches=2", "tp=2 pp=2 microbatches=2", "tp=2 recompute=full", "precision=bf16", "microbatches=2", "tp=2 cp=2",
         "pp=2 schedule=interleaved stages_per_rank=2 microbatches=2",
     ),

@@ -19,7 +19,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import padded
-from plait.parallel.mesh import SAME_EXPERTS, Mesh
+from plait.parallel.mesh import SAME_EXPERTS, Mesh, of_experts
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure
 from plait.proof.verify import verify
@@ -113,7 +113,7 @@ def test_who_holds_what() -> None:
     def groups(place: Place) -> list[list[int]]:
         mesh = Mesh(Plan.parse("dp=2 fsdp=4 ep=2"), place.rank, place.connect(torch.device("cpu")))
         mesh.connect_all()
-        every = [mesh.group(*axes) for axes in (("ep",), SAME_EXPERTS, ("efsdp",), ("edp", "cp"))]
+        every = [mesh.group(*axes) for axes in (("ep",), SAME_EXPERTS, ("efsdp",), of_experts(mesh.plan.replica_axes))]
         torch.distributed.barrier()  # nobody leaves while others still connect
         return [torch.distributed.get_process_group_ranks(group) for group in every]
 

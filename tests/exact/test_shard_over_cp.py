@@ -67,7 +67,7 @@ PLANS = (
     "tp=2 cp=2", "pp=2 cp=2 microbatches=2", "cp=2 context=ulysses zero=1", "cp=3 zero=2 recompute=full",
 )  # fmt: skip
 BESIDE = (
-    ("gpt", "cp=2 offload=all microbatches=2"), ("gpt", "dp=2 cp=2 offload=optimizer"), ("gpt", "cp=2 compile=true"),
+    ("gpt", "cp=2 offload=all microbatches=2"), ("gpt", "dp=2 cp=2 offload=optimizer"),
     ("gpt", "fsdp=2 cp=2 tp=2 microbatches=2"), ("gpt", "pp=2 cp=2 microbatches=2 schedule=zb zero=2"),
     ("gpt", "replica_groups=2 cp=2 sync=diloco every=2"), ("gpt", "fsdp=2 cp=2 batch_shares=2:1"), ("gpt", "cp=2 precision=bf16"),
     ("muon", "fsdp=2 cp=2"), ("adafactor", "cp=2 tp=2"), ("partly_trained", "fsdp=2 cp=2"), ("unbalanced", "dp=2 ep=2 cp=2"),
@@ -77,8 +77,8 @@ OTHERS = jobs_context.EXPERTS | {
     "muon": lambda: optimized_by(lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], 1e-2)),
     "adafactor": lambda: optimized_by(lambda p: torch.optim.Adafactor(p, 1e-2)), "partly_trained": partly_trained,
 }  # fmt: skip
-QUICK = (("lstm", "cp=2"), ("attending", "fsdp=2 cp=2 context=ulysses"), ("biased", "dp=2 cp=2 zero=1 microbatches=2"))
-SLOW = (("gpt", "cp=2"), ("attending", "fsdp=2 cp=2 zero=2 context=ulysses"), ("biased", "tp=2 cp=2"), ("checkpoint", "pp=2 cp=2 microbatches=2"))
+QUICK = (("lstm", "cp=2"), ("attending", "fsdp=2 cp=2 context=ulysses"), ("attending", "dp=2 cp=2 zero=1 microbatches=2"))
+SLOW = (("attending", "fsdp=2 cp=2 zero=2 context=ulysses"), ("attending", "tp=2 cp=2"), ("lstm", "fsdp=2 cp=2 zero=1 microbatches=2"))
 LONG = [(name, plan) for name in MODELS for plan in PLANS] + [*BESIDE]
 
 
