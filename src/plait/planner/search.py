@@ -122,7 +122,7 @@ MOST = {"tp": 64, "cp": 64}
 """No group of tp or cp is larger, since each of its ranks waits for all others in every layer."""
 FREE = (
     *AXES, "ep", "microbatches", "precision", "zero", "recompute", "schedule", "stages_per_rank", "offload", "context",
-    "sequence_parallel", "compile",
+    "sequence_parallel", "compile", "shard_over_cp",
 )  # fmt: skip
 """Keys that the search chooses; all others are as given."""
 
@@ -229,8 +229,7 @@ class Preferences:
     """tp, or the exchanges of ep or of context=ulysses, cross nodes: every layer then waits for a network that other jobs share. Published
     layouts of Megatron-LM, Llama 3 (arXiv 2407.21783) and torchtitan keep tp inside a node."""
     offload: float = 1.15
-    """State is kept on the host: only the bandwidth of a device's link is priced, not the optimizer's work there, nor that the
-    devices of a node share the host's memory."""
+    """State is kept on the host: its processors and memory, of which predictions know least, also read the data."""
     tight: float = 10.0
     """Less than `MARGIN` of a device is left: a step that runs out of memory ends the run. In effect only if nothing else fits."""
 
@@ -342,7 +341,8 @@ class _Looking:
         """The branches of which something may fit, each with a lower bound of the cost of its plans."""
         recomputes, offload = self.question.of("recompute", RECOMPUTES), self.question.of("offload")[-1]
         for branch in branches(self.question):
-            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=recomputes[-1], schedule="sequential")
+            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=recomputes[-1], schedule="sequential",
+                             shard_over_cp=self.question.of("shard_over_cp", (branch.cp > 1,))[0])  # fmt: skip
             if self.least(spread) > self.question.memory:
                 self.counts["do not fit"] += 1
                 continue
@@ -362,7 +362,7 @@ class _Looking:
             found = [(self.pace.block(block, plan, samples), block.count) for block in self.pace.work.blocks]
             parts = [[one.forward * n, one.back_input * n, one.back_weight * n] for one, n in found]
             layer = max(sum(part) / n for part, (_, n) in zip(parts, found) if n == self.layer.count)
-            self.known[key] = *map(sum, zip(*parts)), layer, self.layer.count
+            self.known[key] = (*map(sum, zip(*parts)), layer, float(self.layer.count))
         return self.known[key]
 
     @cached_property
@@ -405,12 +405,15 @@ class _Looking:
         more of it is not priced.
         """
         recomputes, plain = self.question.of("recompute", RECOMPUTES), prod(self.factors(branch).values())
-        for fsdp in shardings(branch, self.question, self.pace.machine.devices_per_node):
-            shards = replace(branch, fsdp=fsdp).shards
+        sharded = shardings(branch, self.question, self.pace.machine.devices_per_node)
+        over = self.question.of("shard_over_cp", (False, True) if branch.cp > 1 else (False,))
+        for fsdp, over_cp in product(sharded, over):
+            shards = replace(branch, fsdp=fsdp, shard_over_cp=over_cp).shards
             zeros = self.question.of("zero", (1, 2, 3)) if shards > 1 else [branch.zero]
             states = self.sizes(branch)[0] / branch.pp / shards * (1 - self.pace.work.frozen)
             for kind in orders(branch, self.question):
-                shape = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=kind.schedule, stages_per_rank=kind.per_rank)
+                kept = {"dp": branch.shares // fsdp, "fsdp": fsdp, "shard_over_cp": over_cp}
+                shape = replace(branch, **kept, schedule=kind.schedule, stages_per_rank=kind.per_rank)
                 mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
                 for offload in self.question.of("offload"):
                     update = touched(self.pace, Plan(offload=offload), states)
