@@ -362,7 +362,7 @@ class _Looking:
             found = [(self.pace.block(block, plan, samples), block.count) for block in self.pace.work.blocks]
             parts = [[one.forward * n, one.back_input * n, one.back_weight * n] for one, n in found]
             layer = max(sum(part) / n for part, (_, n) in zip(parts, found) if n == self.layer.count)
-            self.known[key] = (*map(sum, zip(*parts)), layer, float(self.layer.count))
+            self.known[key] = (*[sum(part) for part in zip(*parts)], layer, float(self.layer.count))
         return self.known[key]
 
     @cached_property
