@@ -20,9 +20,9 @@ from plait.planner.search import ALIKE, Found
 
 PARTS = {"occasion": 0.06, "device": 0.041, "model": 0.045, "precision": 0.041, "layout": 0.068, "length": 0.04}
 """Standard deviation of each shared error, as found over all published sources together."""
-OWN = {"place": 1.0, "plan": 0.2}
-"""The same of runs of one's own: what all runs on the machine share is nearly unknown before the first of them, and a plan that was run is known
-better than one that is like it."""
+OWN = {"place": 1.0, "axes": 0.2, "plan": 0.2}
+"""The same of a user's own runs: what all runs on the machine share is nearly unknown before the first of them; a way to split, and a plan, that were
+run are known better than others."""
 SPENT = {"recompute": 0.35, "bubble": 0.44, "gradients": 1.0}
 """That of the seconds of a part of the step, which counts by the part's share of it."""
 ON_CORES = {"slices": 4.0}
@@ -115,7 +115,7 @@ class Learned:
         """What a run of this job would be like."""
         plan = found.plan
         labels = {"place": "here", "model": self.model, "length": self.model, "precision": plan.precision, "layout": layout_of(plan),
-                  "plan": f"{self.model} {plan}"}  # fmt: skip
+                  "axes": f"{plan.tp} {plan.pp} {plan.cp} {plan.ep}", "plan": f"{self.model} {plan}"}  # fmt: skip
         shares = {part: found.share(part) for part in SPENT}
         return Traits(labels, shares | ({"slices": found.share("tensor")} if self.on_cores else {}), self.routed)
 
