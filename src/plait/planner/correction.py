@@ -20,7 +20,7 @@ from plait.planner.search import ALIKE, Found
 
 PARTS = {"occasion": 0.06, "device": 0.041, "model": 0.045, "precision": 0.041, "layout": 0.068, "length": 0.04}
 """Standard deviation of each shared error, as found over all published sources together."""
-OWN = {"place": 1.0, "axes": 0.2, "plan": 0.2}
+OWN = {"place": 2.0, "axes": 0.2, "plan": 0.1}
 """The same of a user's own runs: what all runs on the machine share is nearly unknown before the first of them; a way to split, and a plan, that were
 run are known better than others."""
 SPENT = {"recompute": 0.35, "bubble": 0.44, "gradients": 1.0}
@@ -69,16 +69,27 @@ class Correction:
 
 def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Correction:
     """For a run like `of`, from measured ones: (traits, logarithm of measured over predicted seconds)."""
-    own = _noise(of)
+    scatter = _scatter(anchors)
+    own = max(_noise(of), scatter)
     total = _alike(of, of) + own
     if not anchors:
         return Correction(1.0, float(np.sqrt(total)))
     between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors])
-    between += np.diag([_noise(a) for a, _ in anchors])
+    between += np.diag([max(_noise(a), scatter) for a, _ in anchors])
     towards = np.array([_alike(of, a) for a, _ in anchors])
     solved = np.linalg.solve(between, towards)
     mean = float(solved @ np.array([error for _, error in anchors]))
     return Correction(exp(mean), float(np.sqrt(max(total - solved @ towards, own))))
+
+
+def _scatter(anchors: Sequence[tuple[Traits, float]]) -> float:
+    """The variance of runs of one plan, as on a machine that others use too; nothing where no plan was run twice."""
+    runs: dict[str, list[float]] = {}
+    for traits, error in anchors:
+        runs.setdefault(traits.labels.get("plan", ""), []).append(error)
+    again = [errors for plan, errors in runs.items() if plan and len(errors) > 1]
+    squares = sum(float(np.var(errors)) * len(errors) for errors in again)
+    return squares / max(1, sum(len(errors) - 1 for errors in again))
 
 
 def _alike(a: Traits, b: Traits) -> float:
@@ -134,8 +145,8 @@ class Learned:
             return found
         best = [replace(c, estimate=c.estimate and self.applied(c.estimate)) for c in found.best]
         order = sorted(best, key=lambda c: (c.seconds, str(c.plan)))
-        alike = [c for c in order if c.seconds <= order[0].seconds * (1 + ALIKE)]
-        simplest = min(alike, key=lambda c: (len(c.plan.changed()), c.seconds), default=None)
+        alike = [c for c in best if c.seconds <= order[0].seconds * (1 + ALIKE)]
+        simplest = min(alike, key=lambda c: len(c.plan.changed()), default=None)  # of those, what was first without runs
         return replace(found, best=tuple(sorted(order, key=lambda c: c is not simplest)))
 
     def told(self) -> str:
