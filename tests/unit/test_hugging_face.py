@@ -112,12 +112,13 @@ def test_a_table_of_positions_bounds_the_length(kind: str, most: int, tmp_path: 
 
 def test_rotary_positions_go_on_and_a_warning_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert loss_of(load_job(written(tmp_path, "llama"), {"seq": "40"}))[1].isfinite()
-    assert "seq=40 (beyond max_position_embeddings 24" in capsys.readouterr().err
+    assert "--seq is beyond max_position_embeddings 24" in capsys.readouterr().err
     assert refused(written(tmp_path, "llama"), seq="0").startswith("error[J057]")
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert "nothing is downloaded" in refused("hf:meta-llama/Llama-3.1-8B") and "hf download" in refused("hf:gpt2")
+    assert refused("hf:" + "x" * 5000).startswith("error[J055]") and refused("hf:").startswith("error[J055]")
     assert "has no config.json" in refused(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "llama",')
     text = refused(f"hf:{tmp_path}")
@@ -167,7 +168,7 @@ def test_commands_take_it_and_training_is_refused(tmp_path: Path, capsys: pytest
     name = written(tmp_path, "llama")
     assert main(["plan", name, "--machine", "h100x2", "--seq", "16", "--batch", "4", "--json"]) == 0
     out = capsys.readouterr()
-    assert json.loads(out.out)["batch"] == 4 and "seq=16" in out.err
+    assert json.loads(out.out)["batch"] == 4 and "LlamaForCausalLM on random tokens" in out.err
     assert main(["plan", name, "--plan", "fsdp=2", "--dry-run", "--seq", "8", "--batch", "4", "--json"]) == 0
     capsys.readouterr()
     assert main(["plan", name, "--plan", "tp=2", "--show", "tensor", "--seq", "8"]) == 0
@@ -198,3 +199,11 @@ def test_a_large_mixture_is_sketched_without_its_weights(tmp_path: Path) -> None
     model, sketch = sketched(load_job(written(tmp_path, "mixtral", **large), {"seq": "16"}))
     assert sum(p.numel() for p in model.parameters()) > 7e8
     assert not sketch.unmeasured
+
+
+def test_the_longest_sequence_that_fits_ends_at_the_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = written(tmp_path, "gpt2", n_positions=200)
+    assert main(["plan", name, "--machine", "h100x1", "--batch", "2", "--objective", "largest", "--vary", "seq", "--json"]) == 0
+    out = capsys.readouterr()
+    told = json.loads(out.out)["told"]
+    assert 190 <= int(told.split()[1]) <= 200 and out.err.count("random tokens") == 2  # the default's, and one for all that are tried

@@ -138,3 +138,16 @@ def test_other_machines_learn_nothing_from_here(capsys: pytest.CaptureFixture[st
 def test_a_folder_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "job.py", "--learn", "elsewhere"]) == 2
     assert "--learn elsewhere is no folder" in capsys.readouterr().err
+
+
+def test_runs_of_one_plan_that_differ_make_predictions_less_sure(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = lambda facts: log(facts["confidence"]["high"] / facts["confidence"]["low"])  # noqa: E731
+    third = seconds_of(planned(capsys=capsys))["dp=2"]
+    for _ in range(3):
+        ran("dp=2", 3 * third)
+    sure = planned(capsys=capsys)
+    ran("dp=2", 12 * third)
+    unsure = planned(capsys=capsys)
+    assert wide(unsure) > 2 * wide(sure)
+    times = [seconds_of(facts)["dp=2"] for facts in (sure, unsure)]
+    assert times[0] == pytest.approx(3 * third, rel=0.05) and 3 * third < times[1] < 6 * third

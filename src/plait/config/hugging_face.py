@@ -5,10 +5,12 @@ The model is the one that the config's `architectures` names, built by transform
 job can be planned, sketched and verified, and is not worth training.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,8 +106,7 @@ def build_job_fields(
     if length < 1 or (limit.hard and length > (limit.length or length)):
         raise PlaitError(_too_long(length, limit, name))
     samples = max(1, STEP_TOKENS // length) if batch is None else batch
-    said = f"job       {PREFIX}{name}: {task.class_of(config.model_type)} on random tokens, seq={length}{_why_length(seq, limit)}"
-    print(said, file=sys.stderr)
+    _say(f"job       {PREFIX}{name}: {task.class_of(config.model_type)} on random tokens{_describe_length(seq, limit)}")
     return {
         "model": make, "loss": cross_entropy, "batch": samples, "steps": steps,
         "data": lambda: RandomTokens(config.get_text_config().vocab_size, length, task),
@@ -137,13 +138,13 @@ def untrainable(name: str) -> Iterator[Problem]:
 def _read(name: str) -> dict[str, Any]:
     """The config, as its file has it. J055."""
     path = Path(name)
-    file = path / CONFIG if path.is_dir() else path
+    file = path / CONFIG if os.path.isdir(path) else path
     download = f"hf download NAME {CONFIG} --local-dir FOLDER    saves the config of a model on the Hub; then  {PREFIX}FOLDER"
-    if not path.exists():
+    if not os.path.exists(path):
         on_hub = bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name))
         why = f"looked in {Path.cwd()}" + "; names of the Hugging Face Hub are not looked up, and nothing is downloaded" * on_hub
-        raise PlaitError(Problem("J055", f"there is no folder or config file {name or '(empty)'}", why, fix=(download,)))
-    if not file.exists():
+        raise PlaitError(Problem("J055", f"there is no folder or config file {name[:200] or '(empty)'}", why, fix=(download,)))
+    if not os.path.exists(file):
         fix = (f"{PREFIX}path/to/{CONFIG}", download)
         raise PlaitError(Problem("J055", f"the folder {name} has no {CONFIG}", fix=fix))
     try:
@@ -276,7 +277,7 @@ def _limit(config: "PreTrainedConfig", make: "Callable[[], PreTrainedModel]") ->
             model = make()
     except Exception:  # one that computes with its weights; it is built in other ways, and errors are shown then
         return LengthLimit(length, name)
-    words = {text.vocab_size, model.get_input_embeddings().weight.shape[0]}
+    words = {text.vocab_size, *model.get_input_embeddings().state_dict()["weight"].shape[:1]}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and length <= m.num_embeddings <= length + 2]
     tables = [m for m in tables if m.num_embeddings not in words]
     buffers = [b for b in model.buffers() if b.dim() > 1 and b.shape[0] == length]
@@ -295,12 +296,20 @@ def _too_long(length: int, limit: LengthLimit, name: str) -> Problem:
     return Problem("J057", what, why, name, fix)
 
 
-def _why_length(seq: int | None, limit: LengthLimit) -> str:
-    """Why sequences have this length, in words."""
+@cache
+def _say(text: str) -> None:
+    """Print it once, however often the job is made."""
+    print(text, file=sys.stderr)
+
+
+def _describe_length(seq: int | None, limit: LengthLimit) -> str:
+    """The length that was taken by default, or that one is beyond what the config says."""
     if seq is None and limit.length is None:
-        return " (the config has no limit)"
+        return f", seq={limit.default} (the config has no limit)"
+    if seq is None and limit.default < (limit.length or 0):
+        return f", seq={limit.default} (of {limit.name} {limit.length}; --seq N for another)"
     if seq is None:
-        return f" (the config's {limit.name})" if limit.default == limit.length else f" (of {limit.name} {limit.length}; --seq N for another)"
+        return f", seq={limit.default} (the config's {limit.name})"
     if limit.length is not None and seq > limit.length:
-        return f" (beyond {limit.name} {limit.length}: it has no table of positions, so it computes, on positions it was not made for)"
+        return f"; --seq is beyond {limit.name} {limit.length}, which the model has no table for: it computes on positions that it was not made for"
     return ""

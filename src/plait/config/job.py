@@ -263,7 +263,7 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         there = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))
         near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
         fixes = tuple(near or there[:3]) or ("path/to/job.py",)
-        if (file / hugging_face.CONFIG).is_file():
+        if os.path.isfile(file / hugging_face.CONFIG):
             fixes = (f"{hugging_face.PREFIX}{path}    a job made of its {hugging_face.CONFIG}",)
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
     module = execute(file.resolve())

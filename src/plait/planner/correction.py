@@ -16,13 +16,13 @@ import numpy as np
 
 from plait.config.plan import Plan
 from plait.planner.estimate import Estimate
-from plait.planner.search import Found
+from plait.planner.search import ALIKE, Found
 
 PARTS = {"occasion": 0.151, "device": 0.075, "model": 0.078, "precision": 0.075, "layout": 0.102, "length": 0.033}
 """Standard deviation of each shared error, of published sources that were predicted without any of their rows (`bench/fit.py --folds`)."""
-OWN = {"place": 1.0, "plan": 0.2}
-"""The same of runs of one's own: what all runs on the machine share is nearly unknown before the first of them, and a plan that was run is known
-better than one that is like it."""
+OWN = {"place": 2.0, "axes": 0.2, "plan": 0.1}
+"""The same of a user's own runs: what all runs on the machine share is nearly unknown before the first of them; a way to split, and a plan, that were
+run are known better than others."""
 SPENT = {"recompute": 0.551, "bubble": 0.032, "gradients": 0.764}
 """That of the seconds of a part of the step, which counts by the part's share of it."""
 ON_CORES = {"slices": 4.0}
@@ -69,16 +69,27 @@ class Correction:
 
 def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Correction:
     """For a run like `of`, from measured ones: (traits, logarithm of measured over predicted seconds)."""
-    own = _noise(of)
+    scatter = _scatter(anchors)
+    own = max(_noise(of), scatter)
     total = _alike(of, of) + own
     if not anchors:
         return Correction(1.0, float(np.sqrt(total)))
     between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors])
-    between += np.diag([_noise(a) for a, _ in anchors])
+    between += np.diag([max(_noise(a), scatter) for a, _ in anchors])
     towards = np.array([_alike(of, a) for a, _ in anchors])
     solved = np.linalg.solve(between, towards)
     mean = float(solved @ np.array([error for _, error in anchors]))
     return Correction(exp(mean), float(np.sqrt(max(total - solved @ towards, own))))
+
+
+def _scatter(anchors: Sequence[tuple[Traits, float]]) -> float:
+    """The variance of runs of one plan, as on a machine that others use too; nothing where no plan was run twice."""
+    runs: dict[str, list[float]] = {}
+    for traits, error in anchors:
+        runs.setdefault(traits.labels.get("plan", ""), []).append(error)
+    again = [errors for plan, errors in runs.items() if plan and len(errors) > 1]
+    squares = sum(float(np.var(errors)) * len(errors) for errors in again)
+    return squares / max(1, sum(len(errors) - 1 for errors in again))
 
 
 def _alike(a: Traits, b: Traits) -> float:
@@ -115,7 +126,7 @@ class Learned:
         """What a run of this job would be like."""
         plan = found.plan
         labels = {"place": "here", "model": self.model, "length": self.model, "precision": plan.precision, "layout": layout_of(plan),
-                  "plan": f"{self.model} {plan}"}  # fmt: skip
+                  "axes": f"{plan.tp} {plan.pp} {plan.cp} {plan.ep}", "plan": f"{self.model} {plan}"}  # fmt: skip
         shares = {part: found.share(part) for part in SPENT}
         return Traits(labels, shares | ({"slices": found.share("tensor")} if self.on_cores else {}), self.routed)
 
@@ -133,7 +144,9 @@ class Learned:
         if not self.anchors:
             return found
         best = [replace(c, estimate=c.estimate and self.applied(c.estimate)) for c in found.best]
-        return replace(found, best=tuple(sorted(best, key=lambda c: (c.cost, str(c.plan)))))
+        least = min((c.cost for c in best), default=0.0)
+        first = next((c for c in best if c.cost <= least * (1 + ALIKE)), None)  # of plans as fast, what was first without runs
+        return replace(found, best=tuple(sorted(best, key=lambda c: (c is not first, c.cost, str(c.plan)))))
 
     def told(self) -> str:
         """The end of the line that says how sure predictions are; nothing where there are no runs."""

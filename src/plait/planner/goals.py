@@ -159,7 +159,15 @@ def longest(name: str, arguments: dict[str, str], again: Callable[[dict[str, str
 
     def found(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> Sizes:
         n = asked.machine.devices
-        size = lambda value: at(again(arguments | {name: str(value)}), pins, memory, n)  # noqa: E731
+
+        def size(value: int) -> Size:
+            try:
+                return at(again(arguments | {name: str(value)}), pins, memory, n)
+            except PlaitError as error:
+                if error.codes != ["J057"]:
+                    raise
+                return Size(n, why=error.problems[0].what)
+
         first = int(arguments.get(name, "0")) or 64
         low, best = most(size, first, Size(n, why=f"nothing fits with {name}={first}"))
         got = measured(asked, [best], f"largest --job.{name}")

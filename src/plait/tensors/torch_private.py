@@ -376,17 +376,17 @@ def end_backward(root: FSDPModule) -> None:
 class FakeTensorMode(_FakeTensorMode):
     """torch's mode for fake tensors, shared by deep copies of its tensors.
 
-    torch copies the mode with the tensor. The copy's weak references to storages are freed twice, which damages the process's memory.
-    """
+    torch copies the mode with the tensor. The copy's weak references to storages are freed twice, which damages the process's memory."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensorMode":
         return self
 
-    def dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def dispatch(self, func, types, args: tuple[Any, ...] = (), kwargs=None) -> Any:  # pyrefly: ignore[bad-override]
         """torch's rule for products of groups, as in mixtures of experts, takes bfloat16 alone; its kernels take other formats too."""
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-            return super().dispatch(func, types, args, kwargs)
-        return super().dispatch(func, types, (args[0].bfloat16(), args[1].bfloat16(), *args[2:]), kwargs).to(args[0].dtype)
+            return super().dispatch(func, types, args, kwargs or {})
+        shaped: Tensor = super().dispatch(func, types, (args[0].bfloat16(), args[1].bfloat16(), *args[2:]), kwargs or {})  # type: ignore[assignment]
+        return shaped.to(args[0].dtype)
 
 
 def fakes_around() -> _FakeTensorMode | None:
