@@ -485,8 +485,8 @@ def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: PlanReque
 
 def test_of_plans_alike_the_simplest_comes_first() -> None:
     tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x2"))
-    first = ask(tiny, {"precision": "fp32"}).rows[0].candidate
-    fastest = min(c.seconds for c in ask(tiny, {"precision": "fp32"}).found.best)
+    found = ask(tiny, {"precision": "fp32", "compile": False})
+    first, fastest = found.rows[0].candidate, min(c.seconds for c in found.found.best)
     assert first.seconds <= fastest * 1.02 and len(first.plan.changed()) == 1
 
 

@@ -221,7 +221,7 @@ class Preferences:
     """
 
     key: float = 1.004
-    """For every key of the plan that is not its default: each is a word more to understand, but for less sharding (`zero`). Five of them are
+    """For every key of the plan that is not its default: each is a word more to understand. Sharding is one, whatever `zero` is. Five of them are
     as much as `ALIKE`."""
     axis: float = 1.03
     """For every axis after the first: each has groups of processes and conditions of its own, and predictions err by more than that."""
@@ -248,7 +248,7 @@ def factors(plan: Plan, per_node: int) -> dict[str, float]:
     """A plan's factors by what they are for, but for that of its memory."""
     changed = plan.changed()
     axes = sum(changed.get(axis, 1) > 1 for axis in (*AXES, "ep"))
-    keys = len(changed) - axes - ("zero" in changed)
+    keys = len(changed) - axes - ("zero" in changed) + (plan.fsdp > 1)
     found = {"axes": PREFERENCES.axis ** max(0, axes - 1), "keys": PREFERENCES.key**keys}
     if crossing := crossings(plan, per_node):
         found[f"{', '.join(crossing)} between nodes"] = PREFERENCES.nodes
