@@ -7,7 +7,8 @@ What it does
     (all-to-all, as many rows as the router decided). Everything else of the model is as under `dp` and `fsdp`. `ep`
     takes no processes of its own: a group is N neighbours among the processes with different samples. Where `fsdp` is
     larger than that, processes of one `fsdp` group hold the same experts, and shard them between them as `zero` says:
-    with `fsdp=4 ep=2` each of four has half of every tensor of half of the experts.
+    with `fsdp=4 ep=2` each of four has half of every tensor of half of the experts. With `shard_over_cp=true` the processes of
+    `cp` shard them too.
     Layers are found by structure and checked in float64 before they are believed (`parallel/expert/find.py`); there are two kinds.
     *Stacked* experts are parameters [experts, …] of one module that is told where each token goes: its own forward runs
     with a process's share of the experts, on the rows that arrived. *Listed* experts are modules that a layer calls in
@@ -87,8 +88,8 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"
         yield Problem("P050", what, why=why, fix=(f'--plan "ep={plan.shares}"', f'--plan "dp={plan.ep} ep={plan.ep}"'))
     elif plan.expert_shards > 1 and not groups.is_placement_known():
-        what = f"fsdp={plan.fsdp} ep={plan.ep} needs a torch newer than 2.11"
-        why = f"{plan.expert_shards} ranks of an fsdp group would share experts, on a mesh of their own: torch 2.11 has one mesh"
+        what = f"{plan.word('shard_over_cp' if plan.shard_over_cp else 'fsdp')} ep={plan.ep} needs a torch newer than 2.11"
+        why = f"{plan.expert_shards} ranks would share experts, on a mesh of their own: torch 2.11 has one mesh"
         fix = ("pip install 'torch>=2.13'", f'--plan "dp={plan.dp * plan.fsdp} ep={plan.ep}"')
         yield Problem("H010", what, why=why, fix=fix)
 
