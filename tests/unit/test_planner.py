@@ -267,7 +267,7 @@ def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
     assert not ask(cores, {"tp": 2}).rows[0].candidate.plan.sequence_parallel
 
 
-@pytest.mark.parametrize("machine, gib, pins", [("h100x8", 80, {}), ("h100x2x4", 1.08, {}), ("h100x8", 1.08, {"compile": False})])
+@pytest.mark.parametrize("machine, gib, pins", [("h100x8", 80, {}), ("h100x2x4", 2.16, {}), ("h100x8", 2.16, {"compile": False})])
 def test_nothing_that_is_left_out_would_have_been_shown(machine: str, gib: float, pins: dict[str, Any], asked: PlanRequest) -> None:
     """Every plan of every branch priced, without bounds: the same best plan of each of the first meshes. With less memory some are tight."""
     there = asked.on(Machine.named(machine))
@@ -277,8 +277,9 @@ def test_nothing_that_is_left_out_would_have_been_shown(machine: str, gib: float
     for branch in branches(question):
         orders = [pair for pair in pipelines if branch.pp * pair[1] <= question.stages] if branch.pp > 1 else [("1f1b", 1)]
         for fsdp in shardings(branch, question, there.machine.devices_per_node):
-            shapes = [replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=s, stages_per_rank=v) for s, v in orders]
-            keys = product((1, 2, 3) if fsdp > 1 else (3,), ("none", "selective", "full"), ("none", "optimizer", "all"))
+            shapes = [replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=s, stages_per_rank=v, shard_over_cp=over)
+                      for s, v in orders for over in ((False, True) if branch.cp > 1 else (False,))]  # fmt: skip
+            keys = product((1, 2, 3) if fsdp > 1 or branch.cp > 1 else (3,), ("none", "selective", "full"), ("none", "optimizer", "all"))
             for shape, (zero, recompute, offload) in product(shapes, keys):
                 plan = replace(shape, zero=zero, recompute=recompute, offload=offload)
                 got = estimate(pace, plan, branch_samples(plan, question), question.memory)
