@@ -116,8 +116,8 @@ def conflicts() -> str:
     from plait.config.conflicts import CONFLICTS, Conflict
 
     def cell(row: Conflict) -> str:
-        conditions = [f"with {' '.join(f'`{term}`' for term in row.given)}"] * bool(row.given)
-        conditions += [f"without {' '.join(f'`{term}`' for term in row.without)}"] * bool(row.without)
+        conditions = [f"with {' and '.join(f'`{term}`' for term in row.given)}"] * bool(row.given)
+        conditions += [f"without {' and '.join(f'`{term}`' for term in row.without)}"] * bool(row.without)
         first, second = (term.replace("|", "` or `") for term in (row.first, row.second))
         more = f" ({', '.join(conditions)})" if conditions else ""
         return f"| `{first}` | `{second}`{more} | {row.code} | {row.why} |"

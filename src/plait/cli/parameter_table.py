@@ -83,8 +83,8 @@ def _row(spec: ParamSpec, table: ShardPlan, everywhere: Iterable[At]) -> Paramet
     plan = table.plan
     places = [at for at in everywhere if spec.is_here(at)]
     shapes = sorted({sizes(spec.ranges(at)) for at in places}, key=prod, reverse=True)
-    cuts = [(f"dim {split.dim} by" if split.dim is not None else "by", _among(split.axes, table)) for split in spec.splits]
-    split = [f"{how} {axes}" for how, axes in cuts if axes]
+    ways = [(f"dim {split.dim} by" if split.dim is not None else "by", _among(split.axes, table)) for split in spec.splits]
+    split = [f"{how} {axes}" for how, axes in ways if axes]
     split += [f"{axis} {', '.join(map(str, homes))}" for axis, homes in spec.homes if len(homes) < table.axis_sizes[axis]]
     sums = tuple(dict.fromkeys(told for one in spec.grad if (told := _told(one, table))))
     owners = tuple(f"rank {owner} of {_among(plan.part_axes, table)}" + (f" of stage {stage}" if plan.pp > 1 else "") for stage, owner in spec.owners)
