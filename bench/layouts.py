@@ -16,7 +16,7 @@ from sites import machine_of
 
 from plait.planner.formulas import Software, TimeModel
 from plait.planner.question import room
-from plait.planner.search import Found, SearchSpace, search
+from plait.planner.search import MARGIN, RECOMPUTES, Found, SearchSpace, search
 
 H100 = {"gpu": "H100-SXM-80GB", "gpus_per_node": "8", "precision": "bf16", "interconnect": "NVLink4; 400 Gb/s per GPU"}
 SLOW = {"gpu": "H100-96GB-HBM2e-500W", "gpus_per_node": "8", "interconnect": "NVLink4; 400 Gb/s per GPU", "fsdp_or_zero_stage": "3",
@@ -73,10 +73,12 @@ def chosen(row: dict[str, str]) -> Found:
     products = [p for block in run.work.blocks for p in block.products]
     heads = int(max((p.batch for p in products if not p.weight), default=1))
     experts = tuple(sorted({int(p.experts) for p in products if p.experts}))
+    values = {"precision": ("bf16",), "recompute": RECOMPUTES, "offload": ("none", "optimizer", "all"), "compile": (False, True),
+              "sequence_parallel": (True,)}  # fmt: skip
+    memory = machine.device.memory
     space = SearchSpace(
-        machine.devices, int(run.plans[0][2]), {}, room(machine), 2 * machine.device.memory, ("bf16",), layers, True, True, experts, heads,
-        ("none", "optimizer", "all"), margin=0.05 * machine.device.memory, compiles=(False, True),
-    )  # fmt: skip
+        machine.devices, int(run.plans[0][2]), {}, room(machine), 2.0 * memory, values, layers, True, True, experts, heads, (), MARGIN * memory
+    )
     refused = lambda plan: "" if heads % plan.tp == 0 and not (plan.compile and plan.recompute == "selective") else "uneven"  # noqa: E731
     return search(TimeModel(run.work, machine, Software()), space, refused)
 

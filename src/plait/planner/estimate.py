@@ -238,8 +238,9 @@ def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
 
 
 def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
-    """Seconds of the messages of dp and fsdp that computing does not hide. `hidden`: seconds of one micro-batch."""
-    if plan.shares * plan.shards == 1 or pace.work.frozen == 1:
+    """Seconds of the messages of dp, fsdp and cp about gradients and weights that computing does not hide. `hidden`: seconds of one micro-batch."""
+    replicas = plan.along(plan.replica_axes)
+    if replicas * plan.shards == 1 or pace.work.frozen == 1:
         return {"gradients": 0.0}
     machine, software, f = pace.machine, pace.software, plan.shards
     inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)
@@ -247,7 +248,7 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
     unit = late.TOGETHER
-    apart = machine.all_reduce(unit, plan.dp, inner * f) * elements * software.sent / f / unit if f > 1 else 0.0
+    apart = machine.all_reduce(unit, replicas, late.apart(plan, "dp")) * elements * software.sent / f / unit if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(formulas.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
         scatter = sum(machine.reduce_scatter(formulas.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)

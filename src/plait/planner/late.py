@@ -64,11 +64,11 @@ def bytes_sent(pace: TimeModel, plan: Plan, numbers: float, ranks: int, axis: st
 
 
 def buckets(pace: TimeModel, plan: Plan, numbers: float) -> tuple[float, float]:
-    """Seconds that `dp` takes to sum so many gradients bucket by bucket, and of these what the last bucket takes.
+    """Seconds that the replicas of `dp` and `cp` take to sum so many gradients bucket by bucket, and of these what the last bucket takes.
 
     The first bucket is as `bucket_bytes` says, and the others are equal.
     """
-    size, ranks, stride = numbers * pace.software.sent, plan.dp, apart(plan, "dp")
+    size, ranks, stride = numbers * pace.software.sent, plan.along(plan.replica_axes), apart(plan, "dp")
     first, other = bucket_bytes(torch.device("cpu" if pace.software.cores else "cuda"))
     later = ceil(max(0.0, size - first) / other)
     begun = pace.machine.all_reduce(min(size, first), ranks, stride)
@@ -96,9 +96,11 @@ def row(pace: TimeModel, plan: Plan, axis: str) -> float:
 
 
 def apart(plan: Plan, axis: str) -> int:
-    """How far the ranks are apart that differ along `dp` or `replica_groups` alone."""
+    """How far the nearest replicas are apart, of `dp` (or `cp`), or of `replica_groups` alone."""
     inner = plan.cp * plan.tp * plan.fsdp
-    return inner if axis == "dp" else inner * plan.dp * plan.pp
+    if axis == "dp":
+        return plan.tp if plan.cp > 1 and "cp" in plan.replica_axes else inner
+    return inner * plan.dp * plan.pp
 
 
 def compressing(pace: TimeModel, plan: Plan, numbers: float, axis: str) -> float:
