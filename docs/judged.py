@@ -23,6 +23,11 @@ def head(*names: str) -> list[str]:
     return [row(*names), "|---" * len(names) + "|"]
 
 
+def short_name(source: str) -> str:
+    """A source's name as tables have it."""
+    return source.replace("docs/source/en/", "").partition("(numbers")[0].strip()[:72]
+
+
 def sources(alone: dict[str, Any], anchored: dict[str, Any]) -> list[str]:
     """Errors by source, without and with four measured rows of it, and choices."""
     lines = head("source", "rows", "error %", "bias %", "in 90 % interval", "error % with 4 anchors", "regret", "of a random pick",
@@ -30,8 +35,7 @@ def sources(alone: dict[str, Any], anchored: dict[str, Any]) -> list[str]:
     for name, found in alone["sources"].items():
         if "mape" in found:
             after, chosen = anchored["sources"][name], found.get("choice") or {}
-            short = name.replace("docs/source/en/", "").partition("(numbers")[0].strip()[:72]
-            lines.append(row(short, found["rows"], found["mape"], found["bias"], found["inside_90"],
+            lines.append(row(short_name(name), found["rows"], found["mape"], found["bias"], found["inside_90"],
                              after.get("mape") if found["rows"] > anchored["anchors"] else None,
                              *(chosen.get(k) for k in ("regret", "regret_random", "pairs_10", "spearman"))))  # fmt: skip
     every, after, chosen = alone["overall"], anchored["overall"], alone["choice"]
@@ -95,7 +99,7 @@ def write_unseen() -> None:
     fitted = [(run, got) for row in rows if not (run := run_of(row)).why and run.rate and (got := planner(run))]
     errors = [by_source(pairs) for pairs in (fitted, found.constants, found.beliefs)]
     lines = head("source", "fitted, error %", "constants unseen", "constants and stack unseen")
-    lines += [row(name.partition("(numbers")[0].strip()[:72], *(round(by[name], 1) for by in errors)) for name in errors[0]]
+    lines += [row(short_name(name), *(round(by[name], 1) for by in errors)) for name in errors[0]]
     lines.append(row("**mean of sources**", *(round(sum(by.values()) / len(by), 1) for by in errors)))
     for name, pairs in (("constants unseen", found.constants), ("constants and stack unseen", found.beliefs)):
         alone, four, inside = summary(pairs)
