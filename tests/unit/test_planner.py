@@ -180,6 +180,21 @@ def test_a_matmul_loses_a_part_of_its_last_wave_of_tiles() -> None:
     assert lost(curve, 16384) == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_ring_of_short_pieces_is_slow() -> None:
+    """Each of its steps is a kernel with few keys, whose result is added to what is there: a long sequence gains all of cp, a short one less."""
+
+    def gained(tokens: int, cp: int) -> float:
+        heads = (PlannedProduct(tokens, 128, tokens, 32, cut="batch", weight=False, fused=True, grows="batch", causal=True),
+                 PlannedProduct(tokens, tokens, 128, 32, cut="batch", weight=False, fused=True, grows="batch", causal=True))  # fmt: skip
+        pace = TimeModel(Workload("", ()), Machine.named("h100x8"))
+        block = Block("b", products=heads, keys=2 * tokens * 128)
+        one, many = (pace.block(block, Plan(cp=n, precision="bf16"), 1).forward for n in (1, cp))
+        return one / many / cp
+
+    assert gained(131072, 8) > 0.75 > gained(8192, 8)
+    assert gained(8192, 8) < gained(8192, 2) < 1
+
+
 def test_convolutions_are_slower_than_matmuls_unless_channels_are_last() -> None:
     def seconds(precision: str, convolution: bool, **given: Any) -> float:
         pace = TimeModel(Workload("", ()), Machine.named("a100"), Software(**given))

@@ -109,6 +109,11 @@ REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
 
 
+FILLED = 1000
+"""Keys with which an attention kernel reaches half of its best rate (FlashAttention-2, arXiv 2307.08691: with a causal mask 1,024 tokens
+have about half of the rate of 16,384)."""
+MERGED = 5
+"""Elements moved to add a step of a ring to what is there, for each of attention's output: sums are in 32 bits."""
 WAVE = 128 * 256
 """Elements of a result that one multiprocessor makes at once."""
 TILE = 64
@@ -259,6 +264,9 @@ class TimeModel:
         peak = self.peak(precision)
         if product.fused:
             needed = flops / 2 if product.causal else flops
+            if plan.cp > 1 and plan.context == "ring":  # each step of the ring is a kernel of its own
+                keys = max(product.inner, product.columns)
+                needed *= (1 + plan.cp * FILLED / keys) / (1 + FILLED / keys)
             return product.times * (needed / (peak * self.attention()) + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
         apart = fitted.apart * held if product.experts else 0.0
@@ -389,7 +397,9 @@ class TimeModel:
             return self.machine.all_to_all(size, plan.cp, plan.tp)
         size = block.keys * samples / plan.cp / plan.tp * item(plan)
         hops = (plan.cp - 1) * self.machine.send(size, plan.tp)
-        return self.exposed(hops, attention)
+        made = max((p.rows * min(p.inner, p.columns) * p.batch for p in block.products if p.fused), default=0.0)
+        merging = (plan.cp - 1) / plan.cp * MERGED * made * samples / plan.tp * item(plan) / self.stream
+        return self.exposed(hops, attention) + merging
 
 
 Stage = Sequence[tuple[Block, float]]
