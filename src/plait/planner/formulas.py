@@ -2,9 +2,10 @@
 
 How long the blocks of a workload take on a machine: forward, both halves of backward, and what tp, cp and ep send.
 
-A matmul takes its operations at the rate that the device sustains, and a constant for filling and draining it; if it is
-thin, its bytes at the memory's bandwidth instead. Pointwise operators take their bytes. A block never takes less than the
-host needs to launch its operators, which is what small models spend their time on.
+A matmul takes its operations at the rate that the device sustains, half a wave of tiles more, since its last wave does not fill the device,
+and a constant for starting and ending; if it is thin, its bytes at the memory's bandwidth instead. Fused attention computes what its mask
+leaves, at the rate of its generation of kernels. Pointwise operators take their bytes, of which compiling saves a part. A block never takes
+less than the host needs to launch its operators, which is what small models spend their time on.
 
 On an accelerator, launching operators, plait's own code and copying messages go on beside the computing. A processor's core
 does one after the other. Such costs are counted in operators: the time of the forward pass of a small one
