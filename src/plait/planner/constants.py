@@ -4,7 +4,7 @@ They were fitted once, jointly, to the published runs in `bench/data` and its se
 source, model or machine. Those of collectives are in `plait.config.network.FITTED`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,5 @@ class Fitted:
 
 
 FITTED = Fitted()
+ON_CORES = replace(FITTED, plain=0.42, fused=0.55, stream=0.824, moved=0.715, scores=0.864, back=1.65)
+"""Those of processes on cores, found together with `formulas.Cores` on two idle cores."""

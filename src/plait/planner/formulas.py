@@ -273,7 +273,7 @@ class TimeModel:
         apart = fitted.apart * held if product.experts else 0.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
         rate = peak * self.reach(precision, flops)
-        if product.convolution:
+        if product.convolution and not self.software.cores:
             rate *= self.convolved(precision)
         computing = (flops + self.unfilled(inner)) / rate + self.ramp
         return product.times * (max(computing, size / self.stream) + apart)

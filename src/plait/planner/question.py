@@ -21,6 +21,7 @@ from plait.parallel import compiled, mutations, unmeasured
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
+from plait.planner.constants import FITTED, ON_CORES
 from plait.planner.correction import NOTHING, Learned
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.formulas import Cores, Software, TimeModel
@@ -170,7 +171,8 @@ class PlanRequest:
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
         table = sharding(self.job, self.sketch, self.cuts)
-        return TimeModel(workload_of(self.sketch, table, self.name, self.cuts), self.machine, made, loading=loading)
+        work, fitted = workload_of(self.sketch, table, self.name, self.cuts), FITTED if self.accelerated else ON_CORES
+        return TimeModel(work, self.machine, made, fitted, loading)
 
     def beside(self) -> float:
         """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
