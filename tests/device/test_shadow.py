@@ -494,7 +494,7 @@ def test_memory_beside_its_bill(name: str, plan: str, devices: Devices, tmp_path
     "name, size, steps, words",
     (
         ("hoarding", 12, 20, ("made in a step: 2.3 KiB in the bill, 10.0 MiB on rank", "shadow_jobs.py", "no other plan on these")),
-        ("large", 8, 4, ("made in a step: 2.9 MiB in the bill, 3.9 MiB on rank", '--plan "fsdp=2', "of 8.0 MiB, counted 1.1")),
+        ("large", 8, 4, ("made in a step: 2.9 MiB in the bill, 3.9 MiB on rank", '--plan "tp=2"    takes 2.6 MiB', "of 8.0 MiB, counted 1.1")),
     ),
 )  # fmt: skip
 def test_a_device_that_is_full(name: str, size: int, steps: int, words: tuple[str, ...], devices: Devices, tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def _looked(request: Request, row: dict[str, Any], place: Place) -> dict[str, An
     bill = memory_table(request.job, plan).categories
     wrong = max(1.0, (row["allocated"] + row["wanted"]) / max(1, sum(bill.values())))
     question = PlanRequest.of(request.job, request.name, sized(read_machine("here"), ranks), split=ranks > 1)
-    answer = ask(question, {"precision": plan.precision}, row["total"] / wrong, devices=ranks)
+    pins = {"precision": plan.precision, "compile": plan.compile}  # another of either takes as much
+    answer = ask(question, pins, row["total"] / wrong, devices=ranks)
     found: dict[str, Any] = {"bill": bill, "room": row["total"], "wrong": wrong}
     for candidate in (each.candidate for each in answer.rows if each.fits):
         if candidate.estimate is not None and str(candidate.plan) != str(plan):
