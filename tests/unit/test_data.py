@@ -1,9 +1,7 @@
 """Data sets of every kind, loaded by this process and by real loader workers: the same samples, the same numbers."""
 
 import multiprocessing
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -104,11 +102,27 @@ def test_a_worker_leaves_signals_to_its_rank_and_ends_with_what_reads_from_it() 
     assert not worker.is_alive()
 
 
-def test_a_worker_that_reads_for_long_is_not_waited_for() -> None:
-    source = batches(Plain(), 4, 7, BatchShare(), Position(), workers=1)
+class Stuck(Plain):
+    """Reads four samples, and then one for ever; `began` is there once it does. No lock of the loader is taken by then."""
+
+    def __init__(self, began: Path):
+        super().__init__()
+        self.began, self.reads = began, 0
+
+    def __getitem__(self, i: int):
+        self.reads += 1
+        if self.reads > 4:
+            self.began.touch()
+            time.sleep(600)
+        return super().__getitem__(i)
+
+
+def test_a_worker_that_reads_for_long_is_not_waited_for(tmp_path: Path) -> None:
+    source = batches(Stuck(tmp_path / "began"), 4, 7, BatchShare(), Position(), workers=1)
     next(source)
     (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid or 0, signal.SIGSTOP)
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
     began = time.monotonic()
     source.close()
     assert not worker.is_alive() and time.monotonic() - began < 4
