@@ -26,11 +26,11 @@ from stacks import BYTES
 
 from plait.config import network
 from plait.planner.constants import FITTED, Fitted
-from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction
+from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction, layout_of
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.formulas import Software, TimeModel
 from plait.planner.from_sketch import Workload
-from plait.planner.question import CONTEXT, ROOM
+from plait.planner.question import CONTEXT, room
 
 DATA = Path(__file__).parent / "data"
 FOUR = 4.0
@@ -73,10 +73,10 @@ class Planner:
         compiled = run.row.get("compile") == "yes"  # a plan of plait that compiles has no sequence parallelism
         wide = run.plans[0][0].precision in ("fp32", "tf32")
         software = Software(
-            *BYTES["wide" if wide else str(stack.held)], redone=0.5, portable=bool(stack.portable), overlapped=bool(stack.overlapped),
-            action=0.0, even=run.layered, tiled=bool(stack.tiled), once=bool(stack.once), fuses=bool(stack.fuses) or compiled,
-            launches=(stack.launches or 1.0) * (0.5 if compiled else 1.0),
-            attention="portable" if stack.attention in ("unfused", None) else stack.attention, channels_last=bool(stack.channels_last),
+            *BYTES["wide" if wide else stack.held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
+            action=0.0, even=run.layered, tiled=stack.tiled, once=stack.once, fuses=stack.fuses or compiled,
+            launches=stack.launches * (0.5 if compiled else 1.0), channels_last=stack.channels_last,
+            attention="portable" if stack.attention == "unfused" else stack.attention,
             casts=FOUR if "fp4" in run.row["precision"] else ROWS if "rowwise" in run.row["precision"] else 1.0,
         )  # fmt: skip
         key = (run.work, run.lora, software, machine)
@@ -94,7 +94,7 @@ class Planner:
             except ValueError:  # there is no such schedule
                 continue
             reserved = got.reserved + CONTEXT
-            over = max(0.0, (got.allocated + CONTEXT) / (ROOM * pace.machine.device.memory) - 1)
+            over = max(0.0, got.allocated - room(pace.machine))
             found.append((over, got.seconds / batch, len(found), Prediction(got, batch, reserved, samples)))
         return min(found)[-1] if found else None
 
@@ -112,11 +112,10 @@ def adapted(work: Workload) -> Workload:
 
 def traits(run: Run, found: Estimate) -> Traits:
     """What a run is like, for anchors."""
-    plan = found.plan
-    layout = f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero if plan.fsdp > 1 else 0} {plan.recompute}"
     labels = {
         "occasion": f"{run.source} {run.row.get('table_or_file', '')}", "device": run.row["gpu"],
-        "model": run.row.get("model", ""), "precision": run.row.get("precision", ""), "layout": layout,
+        "model": run.row.get("model", ""), "precision": run.row.get("precision", ""),
+        "layout": layout_of(found.plan),
         "length": run.row.get("seq_len", ""),
     }  # fmt: skip
     return Traits(labels, {part: found.share(part) for part in SPENT}, kind(run) == "experts")
@@ -161,7 +160,7 @@ def case(run: Run, got: Prediction, known: list[tuple[Traits, float]]) -> Case:
     assert machine is not None
     fixed: Correction = correction(traits(run, found), known)
     each = found.seconds / batch
-    said = found.allocated + CONTEXT <= ROOM * machine.device.memory
+    said = found.allocated <= room(machine)
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
     return Case(
         run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,

@@ -88,7 +88,7 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
     work = convolutional(row.get("model", ""), row.get("precision") == "fp32")
     if work is None and shape is not None:
         flash = stack.attention != "unfused" and not any(name in row["gpu"] for name in OLD)
-        work = transformer(shape, tokens, flash=flash, fused=bool(stack.fused_loss) or row.get("compile") == "yes", name=row.get("model", ""))
+        work = transformer(shape, tokens, flash=flash, fused=stack.fused_loss or row.get("compile") == "yes", name=row.get("model", ""))
     if work is None:
         return Run(row, why="sizes of the model not stated")
     plans = plans_of(row, gpus, bool(shape), stack)

@@ -6,59 +6,59 @@ are unseen leaves out the stacks of which only the sources that are predicted ha
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 Kernels = Literal["unfused", "earlier", "portable", "tuned"]
 """Of attention: none, or a generation of `formulas.Attention`."""
 BYTES = {
     "wide": (4.0, 4.0, 8.0, 4.0), "fsdp2": (4.0, 4.0, 8.0, 2.0), "megatron": (2.0, 4.0, 12.0, 2.0), "nemo": (2.0, 2.0, 12.0, 2.0),
-    "zero": (2.0, 2.0, 20.0, 2.0), "mixed": (4.0, 4.0, 8.0, 4.0), "pure": (2.0, 2.0, 4.0, 2.0), "flat": (4.0, 4.0, 8.0, 2.0),
+    "zero": (2.0, 2.0, 20.0, 2.0), "pure": (2.0, 2.0, 4.0, 2.0),
 }  # fmt: skip
-"""Bytes of an element of weights, gradients, optimizer state and messages. `wide`: 32-bit training. `fsdp2`: 16-bit weights are made while
-they are gathered. `megatron`: 16-bit weights, 32-bit sums of gradients, 32-bit weights and two moments; `nemo`: 16-bit sums. `zero`: 16-bit
-weights and gradients, and of what is sharded 32-bit weights, two moments and two buffers of gradients. `mixed`: autocast. `pure`: all in 16
-bits."""
+"""Bytes of an element of weights, gradients, optimizer state and messages.
+
+`wide`: 32-bit training, and autocast. `fsdp2`: 16-bit weights are made while they are gathered. `megatron`: 16-bit weights, 32-bit sums of
+gradients, 32-bit weights and two moments; `nemo`: 16-bit sums. `zero`: 16-bit weights and gradients, and of what is sharded 32-bit weights,
+two moments and two buffers of gradients. `pure`: all in 16 bits.
+"""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """None: not known of this stack."""
+    """What is not said of a stack is as in plain torch: DDP and FSDP overlap, SDPA is FlashAttention-2."""
 
     name: str
     words: str
     source: str
-    attention: Kernels | None = None
-    portable: bool | None = None
+    attention: Kernels = "portable"
+    portable: bool = True
     """Kernels are torch's own, not the vendor's for the device."""
-    overlapped: bool | None = None
+    overlapped: bool = True
     """Messages of gradients and weights go on while the devices compute."""
-    held: str | None = None
+    held: str = "fsdp2"
     """A key of `BYTES`."""
-    tiled: bool | None = None
+    tiled: bool = False
     """Messages of tp go tile by tile beside matmuls."""
-    once: bool | None = None
+    once: bool = False
     """Under pp, weights are gathered once a step."""
-    over_cp: bool | None = None
-    """Shards go over the ranks of cp too."""
-    fused_loss: bool | None = None
+    fused_loss: bool = False
     """The loss keeps no 32-bit logits."""
-    channels_last: bool | None = None
-    fuses: bool | None = None
+    channels_last: bool = False
+    fuses: bool = False
     """Pointwise operators are fused, compiled or by hand."""
-    launches: float | None = None
+    launches: float = 1.0
     """Seconds of the host for an operator, over those of torch's eager mode: graphs of a framework need few."""
     recompute: str | None = None
-    """Where a row does not say."""
-    allocator: bool | None = None
+    """Where a row does not say; None: what is fastest."""
+    allocator: bool = False
     """Memory that is printed is what torch's allocator took, without the device's context."""
 
 
 STACKS = (
     Stack("torchtitan", r"torchtitan|pytorch/ao|torchao", "docs of torchtitan: FSDP2 over dp x cp, SDPA, fsdp.md, composability.md",
-          attention="portable", portable=True, overlapped=True, held="fsdp2", once=True, over_cp=True, allocator=True),
+          attention="portable", portable=True, overlapped=True, held="fsdp2", once=True, allocator=True),
     Stack("Automodel", r"Automodel", "NeMo Automodel's performance page: FSDP2, Transformer Engine, DeepEP",
-          attention="tuned", portable=False, overlapped=True, held="fsdp2", once=True, over_cp=True),
+          attention="tuned", portable=False, overlapped=True, held="fsdp2", once=True),
     Stack("Megatron-Core", r"Megatron-Core|Megatron-Bridge|NeMo(?!X)|golden values|TransformerEngine|Transformer Engine|\(TE\)",
           "NVIDIA's recipes: overlap of gradients, gathers and tp, Transformer Engine's attention",
           attention="tuned", portable=False, overlapped=True, held="nemo", tiled=True, fused_loss=True, fuses=True),
@@ -67,7 +67,7 @@ STACKS = (
     Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, held="megatron",
           tiled=True, fused_loss=True, fuses=True),
     Stack("Llama 3", r"2407\.21783", "arXiv 2407.21783 section 3.3: FSDP shards, no reshard between forward and backward",
-          attention="tuned", portable=False, overlapped=True, held="fsdp2", once=True, over_cp=True, fused_loss=True, fuses=True, recompute="none"),
+          attention="tuned", portable=False, overlapped=True, held="fsdp2", once=True, fused_loss=True, fuses=True, recompute="none"),
     Stack("Megatron-DeepSpeed", r"Megatron-DeepSpeed|bigscience|vTrain", "its repository: ZeRO-1 on Megatron-LM, no overlap",
           attention="unfused", portable=True, overlapped=False, held="zero", fuses=True),
     Stack("Megatron-LM of 2023", r"MegaScale|2401\.10241|InternEvo", "--use-flash-attn since February 2023; no overlap of gradients yet",
@@ -75,13 +75,13 @@ STACKS = (
     Stack("Megatron-LM", r"Megatron|2104\.04473|2205\.05198", "before 2023: no fused attention, no overlap of gradients",
           attention="unfused", portable=False, overlapped=False, held="megatron", fuses=True),
     Stack("llm-foundry", r"llm-foundry|FULL_SHARD", "its training README: FSDP, Triton's attention of 2023, fused cross-entropy",
-          attention="earlier", portable=True, overlapped=True, held="flat", fused_loss=True),
+          attention="earlier", portable=True, overlapped=True, held="fsdp2", fused_loss=True),
     Stack("JAX", r"JAX|[Mm]ax[Tt]ext|Pax|T5X|TPU|levanter", "XLA: latency hiding, cuDNN's attention, fused pointwise operators",
           attention="tuned", portable=False, overlapped=True, held="fsdp2", fused_loss=True, channels_last=True, fuses=True, launches=0.2),
     Stack("vendor's torch", r"DeepLearningExamples|NGC PyTorch|apex", "DeepLearningExamples: apex, channels last, fused optimizers",
-          attention="unfused", portable=True, overlapped=True, held="mixed", channels_last=True),
+          attention="unfused", portable=True, overlapped=True, held="wide", channels_last=True),
     Stack("fused graphs", r"OneFlow|MXNet|TensorFlow|tf_cnn|Paddle", "static graphs with fused kernels; cuDNN, channels last",
-          attention="unfused", portable=True, overlapped=True, held="mixed", channels_last=True, fuses=True, launches=0.2),
+          attention="unfused", portable=True, overlapped=True, held="wide", channels_last=True, fuses=True, launches=0.2),
     Stack("thunder", r"thunder|litgpt", "lightning-thunder: cuDNN and Transformer Engine as executors; weights in bf16",
           attention="tuned", portable=False, overlapped=True, held="pure", fused_loss=True, fuses=True),
     Stack("torchtune", r"torchtune|axolotl|unsloth|trl\b|peft|PEFT|LLaMA-Factory|alignment", "their recipes: models loaded in bf16",
@@ -91,8 +91,7 @@ STACKS = (
     Stack("FSDP", r"FSDP|fms-fsdp|nanotron|nnscaler|Colossal", "torch's FSDP and SDPA", attention="portable", portable=True,
           overlapped=True, held="fsdp2"),
 )  # fmt: skip
-DEFAULT = Stack("torch", "", "torch: DDP and FSDP overlap, SDPA is FlashAttention-2", "portable", True, True, "fsdp2", False, False, False,
-                False, False, False, 1.0, None, False)  # fmt: skip
+DEFAULT = Stack("torch", "", "torch's documentation")
 
 
 def text_of(row: dict[str, str]) -> str:
@@ -103,6 +102,4 @@ def text_of(row: dict[str, str]) -> str:
 def stack_of(row: dict[str, str], known: frozenset[str] | None = None) -> Stack:
     """The stack of a row: the first whose words it has, of those that are `known` by name (None: all)."""
     text = text_of(row)
-    found = next((s for s in STACKS if (known is None or s.name in known) and re.search(s.words, text)), DEFAULT)
-    said = {f.name: getattr(found, f.name) for f in fields(Stack)}
-    return Stack(**{key: getattr(DEFAULT, key) if value is None else value for key, value in said.items()})
+    return next((s for s in STACKS if (known is None or s.name in known) and re.search(s.words, text)), DEFAULT)

@@ -36,7 +36,7 @@ def learned(asked: PlanRequest, options: PlanOptions) -> PlanRequest:
     if default and not (folder.is_dir() and local):
         return asked
     found = MeasuredRuns.read(folder, environment())
-    skipped = Counter(found.skipped or {})
+    skipped = Counter(found.skipped)
     if not local:
         skipped["of another machine"] += len(found.runs)
         return replace(asked, learned=Learned(folder=str(folder), skipped=dict(skipped)))

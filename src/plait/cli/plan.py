@@ -70,7 +70,8 @@ def run(options: PlanOptions) -> int:
 
 def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[str], None]) -> int:
     """Print the answer to what the options ask of a job. `say` gets what is done, and no text before the answer."""
-    split, tp, pins, memory = machine.devices > 1, pinned(options).get("tp") != 1, pinned(options), size(options.memory)
+    pins, memory, split = pinned(options), size(options.memory), machine.devices > 1
+    tp = pins.get("tp") != 1
     asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
     asked = learned(asked, options)
     gc.freeze()  # no collection walks through the sketch while plans are compared

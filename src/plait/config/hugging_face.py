@@ -255,7 +255,7 @@ class LengthLimit:
     name: str = ""
     """The key of the config."""
     hard: bool = False
-    """The model has a table of so many positions, and can compute no more."""
+    """The model has a table with this many positions, and cannot compute longer sequences."""
 
     @property
     def default(self) -> int:

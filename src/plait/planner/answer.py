@@ -22,7 +22,6 @@ from plait.planner.search import (
     branch_samples,
     gain,
     price,
-    search,
 )
 
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
@@ -124,10 +123,9 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found, without = asked.learned.corrected(search(asked.pace, question, asked.refused(), say=asked.say)), None
+    found, without = asked.searched(question), None
     if found.best and found.best[0].plan.offload != pins.get("offload", "none"):
-        alone = replace(question, pins=pins | {"offload": "none"})
-        without = asked.learned.corrected(search(asked.pace, alone, asked.refused(), say=asked.say))
+        without = asked.searched(replace(question, pins=pins | {"offload": "none"}))
     return replace(answer(asked, question, found, top, time.monotonic() - start), without=without)
 
 
@@ -172,9 +170,8 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     alone = dict.fromkeys((*AXES, "ep"), 1) | {axis: question.devices}
     others = {k: v for k, v in question.pins.items() if k not in alone and KEYS[k].table not in ("groups", "messages")}
     pace, refused = asked.pace, asked.refused()
-    found = search(pace, replace(question, pins=others | alone), refused)
-    if found.best:
-        return asked.learned.corrected(found).best[0]
+    if found := asked.searched(replace(question, pins=others | alone)).best:
+        return found[0]
     own = -(-question.batch // (question.devices if axis in ("dp", "fsdp") else 1))
     least: dict[str, Any] = {"precision": question.of("precision")[0], "recompute": "full", "microbatches": own}
     least |= others | alone
@@ -305,7 +302,7 @@ def _notes(found: Answer) -> list[str]:
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
         f"confidence: nine of ten steps take {found.sure.low:.2f} to {found.sure.high:.2f} of what is predicted"
         + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it")
-        + found.asked.learned.told(),
+        + found.asked.learned.describe(),
         _next(found.asked.name, plan),
     ]
     if reason := found.asked.sketch.unmeasured:

@@ -148,7 +148,7 @@ class Learned:
         first = next((c for c in best if c.cost <= least * (1 + ALIKE)), None)  # of plans as fast, what was first without runs
         return replace(found, best=tuple(sorted(best, key=lambda c: (c is not first, c.cost, str(c.plan)))))
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The end of the line that says how sure predictions are; nothing where there are no runs."""
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(self.skipped.items()))
         if not self.anchors:

@@ -10,7 +10,7 @@ from plait.config.machine import Machine
 from plait.model.table import aligned, short
 from plait.planner.answer import WORDS, Answer, One, PlanRow, ask, why_not
 from plait.planner.question import PlanRequest, sized
-from plait.planner.search import ALIKE, Found, search
+from plait.planner.search import ALIKE, Found
 
 KEPT = ("precision", "recompute", "compile", "offload")
 """Given keys that mean the same on one device."""
@@ -229,5 +229,4 @@ def _searched(
     asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
 ) -> Found:
     fewer = asked.on(sized(asked.machine, devices))
-    within = inf if asked.learned.anchors else within  # it is of corrected times
-    return asked.learned.corrected(search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within, fewer.say))
+    return fewer.searched(fewer.question(pins, memory, devices), within)

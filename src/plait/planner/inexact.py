@@ -72,7 +72,7 @@ def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Itera
         if how != "none":
             alone = dict.fromkeys(UNCUT[how], 1)
             copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
-            for candidate in learned.corrected(search(asked.pace, copies, refused, within)).best[:KEPT]:
+            for candidate in asked.searched(copies, best.cost).best[:KEPT]:
                 if candidate.plan.dp > 1:
                     yield LateOffer(candidate, candidate.seconds / progress(candidate.plan))
     for groups in counts(question, asked.machine.nodes):

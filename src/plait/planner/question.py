@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from math import ceil, gcd, prod
+from math import ceil, gcd, inf, prod
 from typing import Any
 
 from plait.config.device import Device, Rates
@@ -26,7 +26,7 @@ from plait.planner.correction import NOTHING, Learned
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
-from plait.planner.search import MARGIN, SearchSpace
+from plait.planner.search import MARGIN, Found, SearchSpace, search
 from plait.tensors import opaque_code
 from plait.tensors.moving_average import averaged_in
 
@@ -192,6 +192,11 @@ class PlanRequest:
             max(1, len(self.sketch.calls)), self.sliceable, self.attends, tuple(sorted(sizes)), self.heads, each,
             MARGIN * (memory or known.memory),
         )  # fmt: skip
+
+    def searched(self, question: SearchSpace, within: float = inf) -> Found:
+        """The best plans, by what runs on the machine say of predictions. Plans that cost more than `within` may be left out."""
+        within = inf if self.learned.anchors else within  # it is of corrected times
+        return self.learned.corrected(search(self.pace, question, self.refused(), within, self.say))
 
     def refused(self) -> Callable[[Plan], str]:
         """Why a plan cannot work, or nothing: what its strategies refuse, and stages that the model cannot be cut into."""

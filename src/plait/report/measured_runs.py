@@ -3,10 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from plait.config.errors import PlaitError
@@ -19,9 +20,8 @@ LEAST = 5
 """Steps without which a run's median is not used."""
 NEWEST = 32
 """Runs that are read, the newest."""
-SAME = ("plait", "torch", "platform", "cores", "cuda")
-"""Of `env.json`: what a run has in common with one that would be started now."""
-OTHERS = ("version", "version", "machine", "machine", "machine")
+SAME = MappingProxyType({"plait": "version", "torch": "version", "platform": "machine", "cores": "machine", "cuda": "machine"})
+"""Of `env.json`: what a run has in common with one that would be started now, and what is another where it differs."""
 
 
 class Unusable(Exception):
@@ -47,7 +47,7 @@ class MeasuredRuns:
     """The usable runs of a folder, the newest first, and how many of the others were skipped for each reason."""
 
     runs: tuple[MeasuredRun, ...] = ()
-    skipped: Mapping[str, int] | None = None
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path, environment: Mapping[str, Any]) -> "MeasuredRuns":
@@ -76,7 +76,7 @@ def _measured(path: Path, environment: Mapping[str, Any]) -> MeasuredRun:
     """A run that can be used. Unusable, or anything that damaged files raise."""
     before = json.loads((path / "env.json").read_text(encoding="utf-8"))
     told = json.loads((path / "job.json").read_text(encoding="utf-8"))
-    for name, other in zip(SAME, OTHERS):
+    for name, other in SAME.items():
         if before.get(name) != environment[name]:
             raise Unusable(f"of another {other}")
     plan = Plan.load(path / "plan.toml").fill(None)
