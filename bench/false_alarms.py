@@ -85,7 +85,7 @@ def _one_device(job: Job, plan: Plan, folder: Path) -> Trace:
             return {}
 
         out = reference.train(job, 1, scenario.CLIP, torch.float64, "cpu", then=then)
-        return out | verify.in_own_formats(job, plan, ones[0], out["clip"], samples=0)
+        return out | verify.in_own_formats(formats.small(job, plan, ones[0].model), plan, ones[0], out["clip"])
 
     return Trace.of_process(folder / "reference", work)
 

@@ -44,7 +44,7 @@ def test_complex_values_keep_their_format() -> None:
 
 def measured(job: Job, plan: str) -> tuple[formats.Reference, formats.MeasuredStep]:
     one = reference.OneDevice.of(job, job.data(), torch.float64, "cpu")
-    found = formats.Reference(job, Plan.parse(plan), one, 1.0)
+    found = formats.Reference(formats.small(job, Plan.parse(plan), one.model), Plan.parse(plan), one, 1.0)
     return found, found.measured()
 
 

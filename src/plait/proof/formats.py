@@ -49,7 +49,6 @@ from plait.proof.rounding import (
     limits,
     moved,
     rounding,
-    scales,
     wider,
 )  # fmt: skip
 from plait.randomness.keyed import Randomness
@@ -105,19 +104,17 @@ class MeasuredStep:
     """Gradients that one product over the batch makes in 16 bits, which are sums over parts here: an expert has the rows of several ranks."""
 
 
-def small(plan: Plan, model: torch.nn.Module) -> int:
-    """Samples of the step: one for each part of the batch, two where batch statistics want them, and one more."""
+def small(job: Job, plan: Plan, model: torch.nn.Module) -> Job:
+    """The job with the smallest batch for the step: a sample for each part, two where batch statistics want them, and one more."""
     normed = any(hasattr(module, "running_mean") for module in model.modules())
-    return plan.shares * plan.microbatches * (1 + normed) + 1
+    return dataclasses.replace(job, batch=plan.shares * plan.microbatches * (1 + normed) + 1)
 
 
 class Reference:
-    """One device in the formats of a plan. `one`: the same job in float64, which knows what the model draws. `samples`: of the batch,
-    unless the smallest will do."""
+    """One device in the formats of a plan. `one`: the same job in float64, which knows what the model draws."""
 
-    def __init__(self, job: Job, plan: Plan, one: reference.OneDevice, clip: float, samples: int = 0):
-        self.plan, self.one, self.clip = plan, one, clip
-        self.job = dataclasses.replace(job, batch=samples or small(plan, one.model))
+    def __init__(self, job: Job, plan: Plan, one: reference.OneDevice, clip: float):
+        self.job, self.plan, self.one, self.clip = job, plan, one, clip
         self.data = job.data()
         self.read = next(reference.samples(self.job, self.data))
         self.format = plan_format(plan)
@@ -144,7 +141,7 @@ class Reference:
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
         found = MeasuredStep(base, self._limits(base, whole, self.rounding, self.times))
-        noise = {n: found.limits["gradient", n] * scale for n, scale in scales(base, "gradient").items()}
+        noise = {n: found.limits["gradient", n] * scale for n, scale in base.scales["gradient"].items()}
         narrow = (name for name, t in base.gradient.items() if self.plan.ep > 1 and short(t, noise=noise[name]))
         return dataclasses.replace(self._on_parts(found) or found, one_product=frozenset(narrow))
 
@@ -169,7 +166,7 @@ class Reference:
     def _coupled(self, whole: MeasuredStep, parts: StepResult) -> bool:
         """Whether batch statistics or a loss couple samples of different parts. A scale of fp8 does so in any job: bf16 shows what else does."""
         if self.plan.precision == "fp8":
-            other = Reference(self.job, dataclasses.replace(self.plan, precision="bf16"), self.one, self.clip, self.job.batch)
+            other = Reference(self.job, dataclasses.replace(self.plan, precision="bf16"), self.one, self.clip)
             (base,), (parts,) = other.steps(self._whole()), other.steps(self.shares())
             whole = MeasuredStep(base, other._limits(base, self._whole(), other.rounding, other.times))
         return any(off > whole.limits[key] for key, off in distances(whole.base, parts).items())
@@ -383,7 +380,7 @@ def _formats(known: dict[str, Any], base: StepResult, other: StepResult, ranks: 
             if known["dtypes"].get(key, dtype) != dtype:
                 wrong.setdefault(key, f"{dtype} on rank {rank}, {known['dtypes'][key]} on one device")
     for kind in GROUPS:
-        scale = scales(base, kind)
+        scale = base.scales[kind]
         for name, tensor in getattr(other, kind).items():
             usual = getattr(base, kind).get(name)
             noise = known["limits"].get(f"{kind} {name}", 0.0) * scale.get(name, 0.0)

@@ -24,6 +24,7 @@ p is between 1e-3 and 2e-2. Distances leave out the largest elements of a tensor
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ class StepResult:
         if kind == "weight":
             return {n: _wide(t) - _wide(self.start[n]) for n, t in self.weight.items() if n in self.start}
         return getattr(self, kind)
+
+    @cached_property
+    def scales(self) -> dict[str, dict[str, float]]:
+        """By kind, the size of each tensor, or a hundredth of the largest of those like it."""
+        return {kind: _scales(getattr(self, kind)) for kind in GROUPS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +119,7 @@ def distances(base: StepResult, other: StepResult) -> dict[Key, float]:
     """How far each tensor of another run is, over its scale; of weights, how far their movements are."""
     found = {}
     for kind in GROUPS:
-        mine, others, scale = base.of(kind), other.of(kind), scales(base, kind)
+        mine, others, scale = base.of(kind), other.of(kind), base.scales[kind]
         for name in (name for name in others if name in mine):
             off = math.inf
             if mine[name].shape == others[name].shape:
@@ -122,9 +128,8 @@ def distances(base: StepResult, other: StepResult) -> dict[Key, float]:
     return found
 
 
-def scales(base: StepResult, kind: str) -> dict[str, float]:
-    """The size of each tensor of a kind, or a hundredth of the largest of those like it."""
-    sizes, largest = {name: _size(t) for name, t in getattr(base, kind).items()}, dict[str, float]()
+def _scales(tensors: dict[str, Tensor]) -> dict[str, float]:
+    sizes, largest = {name: _size(t) for name, t in tensors.items()}, dict[str, float]()
     for name, value in sizes.items():
         key = name.partition("|")[2]
         largest[key] = max(largest.get(key, 0.0), value)

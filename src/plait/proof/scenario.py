@@ -39,6 +39,8 @@ class Analysis:
     """The sketch under the plan in its own number formats."""
     messages: list[dict[str, Any]] | str = ""
     """The messages of every rank in a dry run of the first step in float64, or why there is none."""
+    own_messages: list[dict[str, Any]] | str = ""
+    """The same of the step in the plan's own number formats."""
 
 
 @dataclass(frozen=True)

@@ -184,34 +184,23 @@ class _Comparison:
         """What each rank reported of the parts that are compared."""
         self.waiting = [dict[int, dict[str, Any]]() for _ in candidate.PARTS]
         """Of each part, what ranks have reported of it."""
-        self.dry: list[dict[str, Any]] | str | None = None
 
     def run(self) -> Verdict:
-        """Train the ranks, and compare. Where there is a step in own formats, a process beside them makes a dry run of it."""
-        plan, formats_too = self.scenario.logic, bool(self.expected.facts.get("formats"))
-        listener = fork.Listener(message=self.message, names={plan.world: "the dry run"})
-        results = fork.run(self._work, plan.world + formats_too, listener, alike=plan.pp == 1)
-        if formats_too:
-            self.dry = results[plan.world]["sent"]
-            self._complete(candidate.OWN_FORMATS)
+        """Train the ranks, and compare."""
+        plan = self.scenario.logic
+        fork.run(self._work, plan.world, fork.Listener(message=self.message), alike=plan.pp == 1)
         return self.verdict
 
     def _work(self, place: Place) -> dict[str, Any]:
-        scenario, facts = self.scenario, self.expected.facts
-        world = scenario.logic.world
-        pose(None if place.rank == world else place.rank, world)
-        if place.rank < world:
-            return candidate.run(scenario, facts, dataclasses.replace(place, world=world))
-        place.beat(-1, "build")
-        job = dataclasses.replace(scenario.hard, batch=facts["formats"]["batch"])
-        return {"sent": _dry(job, scenario.plan, None, scenario.device, scenario.analysis.own_formats)}
+        pose(place.rank, self.scenario.logic.world)
+        return candidate.run(self.scenario, self.expected.facts, place)
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
-        """A rank has done a part. The step in own formats is compared when its dry run is there."""
+        """A rank has done a part."""
         if message["kind"] == candidate.PART:
             number = message["number"]
             self.waiting[number][rank] = message["value"]
-            if number != candidate.OWN_FORMATS and len(self.waiting[number]) == len(self.ranks):
+            if len(self.waiting[number]) == len(self.ranks):
                 self._complete(number)
 
     def _complete(self, number: int) -> None:
@@ -257,7 +246,7 @@ class _Comparison:
         parts = [rank["formats"]["parts"] for rank in self.ranks]
         tensors = candidate.put_together(self.scenario.folder, OWN_FORMATS, parts)
         actual = dataclasses.replace(self.actual, **tensors)
-        probes = formats.judged(self.expected, actual, self.ranks, self.dry)
+        probes = formats.judged(self.expected, actual, self.ranks, self.scenario.analysis.own_messages)
         self._add(probes, lambda: formats.cause(probes))
 
     def _add(self, probes: tuple[Probe, ...], cause: Callable[[], tuple[str, str]]) -> None:
@@ -271,16 +260,20 @@ class _Comparison:
 
 
 def _analysed(scenario: Scenario, result: fork.ForkResult[Analysis], place: Place) -> dict[str, Any]:
-    """Analyse the model as a rank does, and make the dry run of the step in float64: the work of a process while the reference trains."""
+    """Analyse the model as a rank does, and make dry runs of the first step, in float64 and in own formats: the work of a process while
+    the reference trains."""
     pose(None, scenario.logic.world)
     place.beat(-1, "build")
     clips = {"clip": 1.0, "clips": dict.fromkeys((phase.name for phase in scenario.hard.phases or ()), 1.0)}
     hard = phases.clipped(scenario.hard, clips)  # as the reference's is, only at another norm: what is sent is the same
     float64 = _sketch(hard, scenario.logic, torch.float64, scenario.device)
-    own = scenario.analysis.own_formats
-    if own is None and scenario.seconds:
-        own = _sketch(hard, scenario.plan, None, scenario.device)
-    result.put(Analysis(float64, own, _dry(hard, scenario.logic, torch.float64, scenario.device, float64)))
+    messages = _dry(hard, scenario.logic, torch.float64, scenario.device, float64)
+    own, own_messages = scenario.analysis.own_formats, scenario.analysis.own_messages
+    if scenario.seconds:
+        own = _sketch(hard, scenario.plan, None, scenario.device) if own is None else own
+        step = hard if hard.batch == scenario.job.batch else formats.small(hard, scenario.plan, make_model(hard))
+        own_messages = _dry(step, scenario.plan, None, scenario.device, own)
+    result.put(Analysis(float64, own, messages, own_messages))
     return {}
 
 
@@ -404,8 +397,8 @@ def _one_device(scenario: Scenario, place: Place) -> dict[str, Any]:
         dataclasses.replace(job, data=data), scenario.steps, scenario.clip, torch.float64, scenario.device,
         moves=lambda: place.within("forward"), then=then,
     )  # fmt: skip
-    samples = job.batch if job.batch == scenario.job.batch else 0  # a job that cannot train on fewer
-    out |= in_own_formats(job, scenario.plan, models[0], out["clip"], samples) if scenario.seconds else {}
+    small = job if job.batch == scenario.job.batch else formats.small(job, scenario.plan, models[0].model)
+    out |= in_own_formats(small, scenario.plan, models[0], out["clip"]) if scenario.seconds else {}
     out |= _carried(scenario.job, models[0], scenario.plan) if models and job.phases is None else {}
     return {**out, "seen": holder[0].seen, "names": []}
 
@@ -442,12 +435,12 @@ def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:
     return data, holder
 
 
-def in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float, samples: int) -> dict[str, Any]:
+def in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:
     """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
     if plan.compile:
         return {}
     try:
-        told, tensors = formats.facts(formats.Reference(job, plan, one, clip, samples))
+        told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return {"untried": f"{plan.precision}: {in_a_line(error)}"}
     return {"formats": told, **tensors}

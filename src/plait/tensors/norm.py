@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.tensors.torch_private import FakeTensor
 from plait.tensors.transfers import upload
 
 LONGEST = 2**12
@@ -76,8 +77,8 @@ class Rule:
 
 
 def finite(tensor: Tensor, strict: bool = True) -> bool:
-    """Whether all its numbers are finite; unless `strict`, whether none is NaN."""
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+    """Whether all its numbers are finite; unless `strict`, whether none is NaN. A tensor without numbers has no wrong one."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     values = values.float() if values.dtype.itemsize == 1 else values

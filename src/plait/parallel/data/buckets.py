@@ -64,6 +64,8 @@ def fill(specs: list[Spec], apart: Container[int] = (), size: BucketBytes = ON_C
 
 def laid(flat: Tensor, parameter: Tensor) -> Tensor:
     """A row of numbers in the shape of a parameter, and in memory in its order: autograd adds gradients up in it."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
     return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
