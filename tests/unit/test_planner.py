@@ -6,6 +6,7 @@ from itertools import product
 from math import exp, log, prod
 from typing import Any
 
+import jobs_real
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.engine.build import sketch_without_ranks
 from plait.launch.detect import read_machine
+from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.planner import goals
 from plait.planner.answer import One, answer, ask, text, why_not
@@ -27,7 +30,7 @@ from plait.planner.constants import FITTED
 from plait.planner.correction import NOISE, Traits, correction
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import StageSchedule, alive, estimate, played, touched
-from plait.planner.formulas import Cores, Software, TimeModel
+from plait.planner.formulas import Cores, Software, TimeModel, weights
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
 from plait.planner.question import PlanRequest, sized
@@ -111,6 +114,19 @@ def test_parts_add_up_and_more_work_takes_longer(asked: PlanRequest) -> None:
     shard = estimate(pace, Plan(fsdp=8), 8)
     assert shard.memory["optimizer"] == pytest.approx(plain.memory["optimizer"] / 8)
     assert shard.memory["parameters"] == pytest.approx(plain.memory["parameters"] / 8)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_beyond_the_heads_of_keys_share_them(tp: int) -> None:
+    """Of a model with two heads of keys and values each of four ranks has one. It has as many weights as in training, and sums gradients."""
+    llama = jobs_real.llama()
+    pace = PlanRequest.of(llama, "llama.py", Machine.named("h100x8")).pace
+    plan, at = Plan(tp=tp, sequence_parallel=False), {"tp": 0}
+    table = shard_plan(llama, plan, sketch_without_ranks(llama, plan, torch.device("cpu")))
+    assert 4 * sum(weights(b, plan) * b.count for b in pace.work.blocks) == pytest.approx(table.bytes(at), rel=0.005)  # 31 words
+    heads = [p for b in pace.work.blocks for p in b.products if p.head and p.columns_of(4) > p.columns / 4]
+    assert len(heads) == 2, "keys and values"
+    assert ("gradients" in estimate(pace, plan, 4).parts) and (estimate(pace, plan, 4).parts["gradients"] > 0) == (tp == 4)
 
 
 def test_shards_over_cp_have_a_price_where_they_are_given(asked: PlanRequest) -> None:

@@ -75,6 +75,7 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     parts = pipeline(pace, plan, samples, cut, held)
     hidden = sum(parts[name] for name in ("compute", "recompute", "tensor")) / plan.microbatches
     parts |= gradients(pace, plan, own, hidden)
+    parts["gradients"] += same_heads(pace, plan, own)
     parts["optimizer"] = touched(pace, plan, states)
     if plan.offload == "all":
         parts["host"] = carried(pace, plan, own, hidden)
@@ -235,6 +236,13 @@ def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank."""
     owner = ordered(kind, kind.ranks).owner if kind.schedule == "auto" else owners(*kind)
     return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind.ranks))
+
+
+def same_heads(pace: TimeModel, plan: Plan, own: Timed) -> float:
+    """Seconds in which ranks of `tp`, where they are more than a model has heads of keys, sum the gradients of the heads that they share."""
+    sharing = [(p.inner * p.head * n, p.head * plan.tp / p.columns) for b, _, n in own for p in b.products if p.head * plan.tp > p.columns]
+    elements = sum(size for size, _ in sharing) * (1 - pace.work.frozen)
+    return pace.machine.all_reduce(elements * pace.software.sent, ceil(max(ranks for _, ranks in sharing))) if elements else 0.0
 
 
 def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:

@@ -254,7 +254,7 @@ class TimeModel:
         rows, inner, columns, batch = product.rows, product.inner, product.columns, product.batch
         rows /= plan.cp if product.sequence else 1
         rows *= met(plan) / self.thin(plan) if product.experts else 1
-        columns /= plan.tp if product.cut == "columns" else 1
+        columns = product.columns_of(plan.tp) if product.cut == "columns" else columns
         inner /= plan.tp if product.cut == "inner" else 1
         batch /= plan.tp if product.cut == "batch" else 1
         rows *= samples if product.grows == "rows" else 1
@@ -409,7 +409,8 @@ Stage = Sequence[tuple[Block, float]]
 
 def weights(block: Block, plan: Plan) -> float:
     """Elements of one block's weights on one rank, before fsdp."""
-    return block.weights_cut / plan.tp + block.weights - block.weights_cut + block.experts / plan.ep
+    again = sum(p.inner * (p.columns_of(plan.tp) - p.columns / plan.tp) for p in block.products if p.head)
+    return block.weights_cut / plan.tp + again + block.weights - block.weights_cut + block.experts / plan.ep
 
 
 def sharded(block: Block, plan: Plan) -> float:

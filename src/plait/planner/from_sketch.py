@@ -8,7 +8,7 @@ divides the heads is asked when a plan is chosen. Values between slices are told
 result is as large as what the unit returns works on the unit's own width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -49,6 +49,12 @@ class PlannedProduct(MatrixProduct):
     """Its rows go to one of so many experts each; 0: it is none of an expert."""
     sequence: bool = True
     """Its rows are places of the sequence, which `cp` cuts."""
+    head: float = 0.0
+    """Columns of one attention head, if it is a weight that `tp` slices by columns: where heads are fewer than ranks, several have the same."""
+
+    def columns_of(self, tp: int) -> float:
+        """Columns of a rank, where they are what `tp` slices."""
+        return max(self.columns / tp, min(self.columns, self.head))
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,8 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, own: list[ParamSpec], itemsiz
     rows = [g.row for g in cuts.slices.groups if f"{g.row}.".startswith(f"{unit.name}.")]
     tables = [t for t in cuts.slices.vocabulary if f"{t}.".startswith(f"{unit.name}.")]
     mixed = {m.name: m for n, m in routed.items() if n in unit.parameters}.values()
-    products = tuple(_product(p, ways, routed, bool(rows)) for p in call.work.products)
+    heads = [p.inner for p in call.work.products if not p.weight and p.batch > 1][:1] if rows else []
+    products = tuple(_product(p, ways, routed, heads) for p in call.work.products)
     inner = call.work.inner if rows or tables else 0.0
     kept, out = call.saved.each / itemsize, call.output.each / itemsize
     share = inner / max(1.0, inner + call.work.wide)
@@ -218,21 +225,23 @@ def _by_axes(own: list[ParamSpec]) -> dict[str, float]:
     return found
 
 
-def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer], sliced: bool) -> PlannedProduct:
+def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer], heads: Sequence[float]) -> PlannedProduct:
+    """`heads`: the columns of a head, in a unit that `tp` slices and that has attention."""
     mixture = routed.get(product.weight)
     way = ways.get(product.weight, "")
-    if not product.weight and sliced:
+    if not product.weight and heads:
         way = "batch"  # heads of attention lie between the maps that are cut
     return PlannedProduct(
         product.rows, product.inner, product.columns, product.batch, product.times, product.fused, product.grows,
         product.causal, product.convolution, "" if mixture else way, bool(product.weight), float(mixture.experts) if mixture else 0.0,
+        head=max(heads, default=0.0) if way == "columns" else 0.0,
     )  # fmt: skip
 
 
 def _between(sketch: Sketch, own: list[ParamSpec], itemsize: int) -> Block:
     """The code between units, as one block: it runs on every stage, and is priced on the first. `own`: the parameters that it uses."""
     work: OperationCounts = sketch.work_between
-    products = tuple(_product(p, {}, {}, False) for p in work.products)
+    products = tuple(_product(p, {}, {}, ()) for p in work.products)
     return Block("between units", 1, products, moved=work.wide + work.inner, kept=sketch.saved_between.each / itemsize,
                  kernels=work.operators, **_by_axes(own))  # fmt: skip
 
