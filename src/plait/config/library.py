@@ -1,5 +1,6 @@
 """Which code is of a library and which the user's own; how imports of libraries stay quiet and cheap."""
 
+import atexit
 import functools
 import gc
 import logging
@@ -78,5 +79,6 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # what libraries made is freed at the end: nanobind reports the rest as leaked
         if enabled:
             gc.enable()
