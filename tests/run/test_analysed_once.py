@@ -12,7 +12,10 @@ from torch.nn import functional as F
 import plait
 from plait.cli.verify import proved
 from plait.config.command_options import VerifyOptions
+from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.plan import Plan
+from plait.proof.probes import Trace
+from plait.proof.verify import verify
 
 FILE = Path(__file__)
 ANALYSED, TRAINED = "analysed", "trained"
@@ -74,3 +77,17 @@ def test_a_proof_analyses_the_model_while_its_reference_trains(tmp_path: Path) -
     ranks = processes(tmp_path, TRAINED)
     assert len(ranks) >= 5
     assert len(processes(tmp_path, ANALYSED)) <= 2  # the reference and the analysis
+
+
+def test_a_reference_that_is_stopped_is_not_tried_with_a_larger_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that is too busy for the first try had a second one fail at what the first had left: P072 of a right job."""
+    tries = list[int]()
+
+    def stopped(*_: object) -> Trace:
+        tries.append(1)
+        raise PlaitError(Problem("C001", "the reference on one device has made no progress for 90 s"), FAILED)
+
+    monkeypatch.setattr(Trace, "of_process", stopped)
+    with pytest.raises(PlaitError) as raised:
+        verify(job(str(tmp_path)), Plan.parse("dp=4"), device="cpu")
+    assert raised.value.codes == ["C001"] and len(tries) == 1

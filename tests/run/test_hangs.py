@@ -169,6 +169,13 @@ def test_what_a_process_uses(code: str, busy: bool, tmp_path: Path) -> None:
         process.communicate()
 
 
+def test_a_process_that_waits_for_a_processor_does_not_sleep() -> None:
+    """One of low priority beside many others had 1.5 % of a core, and was ended as one that uses nothing."""
+    before = Activity(0.0, 0.0, 0.0, 0.0, False)
+    assert Activity(10.0, 0.15, 0.0, 0.0, False, delayed=9.0).busy_since(before)
+    assert not Activity(10.0, 0.15, 0.0, 0.0, False, delayed=3.0).busy_since(before), "it looks now and then, on a busy machine"
+
+
 def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
     board = ProgressBoard(range(2))
     board.write(1, 4, "data")

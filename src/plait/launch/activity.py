@@ -1,12 +1,16 @@
-"""What a process and its children use: processor time, disk, network. A process that uses none of them waits or sleeps."""
+"""What a process and its children use: processor time, disk, network. A process that uses none of them waits or sleeps, unless others have
+all processors."""
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 CORE = 0.03
 """Share of a core above which a process is at work; what waits in torch, gloo or a loader's queue stays below."""
+STARVED = 0.5
+"""Share of the time above which a process waits for a processor that others use; what wakes up now and then to look stays below."""
 BYTES = 64 * 1024.0
 """Bytes a second above which a process reads, writes, downloads or uploads."""
 
@@ -24,22 +28,26 @@ class Activity:
     """Bytes over the network (not loopback) while the tree is connected to another machine; 0 when it is not."""
     waits_for_disk: bool
     """A thread of it is in a system call that cannot be interrupted, which is what a read of a slow disk looks like."""
+    delayed: float = 0.0
+    """Seconds in which main threads could have computed, and had no processor (Linux)."""
 
     def busy_since(self, before: "Activity") -> bool:
         """Whether the tree did anything between two looks."""
         took = max(self.at - before.at, 1e-3)
         moved = max(self.bytes - before.bytes, self.network - before.network if before.network else 0.0)
-        return self.waits_for_disk or (self.seconds - before.seconds) / took > CORE or moved / took > BYTES
+        works = (self.seconds - before.seconds) / took > CORE or (self.delayed - before.delayed) / took > STARVED
+        return self.waits_for_disk or works or moved / took > BYTES
 
 
 def activity(pid: int) -> Activity:
     """What a process and its children have used so far. All zeros when it has ended."""
-    seconds = moved = 0.0
+    seconds = moved = delayed = 0.0
     disk = remote = False
     for process in _tree(pid):
         try:
             times = process.cpu_times()
             seconds += times.user + times.system
+            delayed += _delay(process.pid)
             disk |= process.status() == psutil.STATUS_DISK_SLEEP
             open_ = [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_ESTABLISHED]
             remote |= any(c.raddr and not c.raddr.ip.startswith(("127.", "::1")) for c in open_)
@@ -49,7 +57,15 @@ def activity(pid: int) -> Activity:
             continue
     cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     network = sum(card.bytes_recv + card.bytes_sent for card in cards)
-    return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk)
+    return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk, delayed)
+
+
+def _delay(pid: int) -> float:
+    """Seconds in which the main thread of a process waited for a processor; 0 where the kernel does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _tree(pid: int) -> list[psutil.Process]:

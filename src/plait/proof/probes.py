@@ -78,7 +78,7 @@ class Trace:
 
         def side(place: Place) -> dict[str, Any]:
             out = work(place)
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)  # of a process that failed after it: all its tensors are written again
             for group in TENSORS:
                 write(folder / f"{group}.safetensors", out.pop(group, {}))
             return out

@@ -66,6 +66,8 @@ from plait.tensors.torch_private import leaves
 REFERENCE = "the reference on one device"
 OF_JOBS = ("V005", "V006", "V013", "V014", "V015", "V018", "V021", "V029")
 """Causes that may lie in the job itself, of which the job check then says more."""
+LOST = ("C001", "C003")
+"""Codes of a process that was stopped: it hung, or somebody killed it."""
 Show = Callable[[Verdict], None]
 NEVER = 1e30
 """`CLIP` of a job that does not clip, and is held to an algorithm that clips by another norm than one device."""
@@ -320,6 +322,8 @@ def _reference(scenario: Scenario, own_size: bool) -> tuple[Scenario, Trace]:
                 trace = Trace.of_process(scenario.folder / "reference", partial(_one_device, tried), REFERENCE, analyse)
                 return dataclasses.replace(tried, hard=phases.clipped(hard, trace.facts), analysis=analysis.take()), trace
         except PlaitError as error:
+            if error.codes[0] in LOST:  # which says nothing of the batch
+                raise
             failed.append(error)
     raise _on_one_device(failed[-1], hards[-1], scenario.device) from None
 
