@@ -11,7 +11,7 @@ from plait.config.version import __version__
 from plait.engine.memory_use import MemoryUse, by_part, fullest
 from plait.report.measured_step import Span
 from plait.report.prediction import Prediction
-from plait.report.run_files import Mark, RunFiles
+from plait.report.run_files import StepMark, RunFiles
 from plait.report.split import RunFacts, StepSplit, advise, split
 from plait.report.summary import NUMBER
 from plait.report.timeline import StepBox, timeline
@@ -147,7 +147,7 @@ def thinned(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
     return [points[i] for i in sorted(keep)]
 
 
-def _some(many: Sequence[Mark], most: int = 400) -> list[Mark]:
+def _some(many: Sequence[StepMark], most: int = 400) -> list[StepMark]:
     """At most so many of them, evenly."""
     return list(many) if len(many) <= most else [many[i * (len(many) - 1) // (most - 1)] for i in range(most)]
 

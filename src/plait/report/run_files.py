@@ -24,7 +24,7 @@ TAIL = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Mark:
+class StepMark:
     """Something that happened at a step: an evaluation, a checkpoint, a restart, or a step that was skipped."""
 
     step: int
@@ -44,7 +44,7 @@ class RunFiles:
     environment: dict[str, Any]
     rows: tuple[Row, ...]
     """Of metrics, those of steps and of evaluations, by step."""
-    marks: tuple[Mark, ...]
+    marks: tuple[StepMark, ...]
     steps: tuple[Measured, ...]
     """The last steps that every rank recorded."""
     memories: dict[int, Row]
@@ -223,21 +223,21 @@ def _lines_with(file: Path, word: bytes) -> list[bytes]:
         return []
 
 
-def _marks(path: Path, rows: list[Row]) -> Iterator[Mark]:
+def _marks(path: Path, rows: list[Row]) -> Iterator[StepMark]:
     for row in rows:
         step = row.get("step")
         if not isinstance(step, int):
             continue
         if isinstance(row.get("evaluation"), dict):
             values = ((k, v) for k, v in row["evaluation"].items() if v is None or isinstance(v, NUMBER))
-            yield Mark(step, "evaluation", ", ".join(f"{k} {'not finite' if v is None else f'{v:.4g}'}" for k, v in values))
+            yield StepMark(step, "evaluation", ", ".join(f"{k} {'not finite' if v is None else f'{v:.4g}'}" for k, v in values))
         if row.get("skipped"):
-            yield Mark(step, "skipped", "the step updated nothing: its loss or gradient was not finite")
+            yield StepMark(step, "skipped", "the step updated nothing: its loss or gradient was not finite")
     for line in _lines_with(path / "events" / "rank0.jsonl", b'"restart": '):
         step, ranks = re.search(rb'"step": (\d+)', line), re.search(rb'"restart": (\d+)', line)
         if step and ranks:
-            yield Mark(int(step[1]), "restart", f"continued on {int(ranks[1])} rank{'s' * (int(ranks[1]) > 1)}")
+            yield StepMark(int(step[1]), "restart", f"continued on {int(ranks[1])} rank{'s' * (int(ranks[1]) > 1)}")
     for saved in sorted(path.glob("checkpoints/step-*")):
         number = saved.name.removeprefix("step-")
         if number.isdecimal():
-            yield Mark(int(number), "checkpoint", saved.name)
+            yield StepMark(int(number), "checkpoint", saved.name)
