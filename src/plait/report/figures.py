@@ -11,7 +11,7 @@ from plait.config.version import __version__
 from plait.engine.memory_use import MemoryUse, by_part, fullest
 from plait.report.measured_step import Span
 from plait.report.prediction import Prediction
-from plait.report.run_files import StepMark, RunFiles
+from plait.report.run_files import RunFiles, StepMark
 from plait.report.split import RunFacts, StepSplit, advise, split
 from plait.report.summary import NUMBER
 from plait.report.timeline import StepBox, timeline
@@ -38,7 +38,7 @@ def figures(runs: Sequence[RunFiles], step: int | None = None, predict: Callable
     notes += [f"{run.name}: {p.note}" if len(runs) > 1 else p.note for run, p in zip(runs, predicted) if p.note]
     if not splits[0].complete and splits[0].ranks:
         notes.append("This run did not record waits inside passes: communication that they contain counts as computing.")
-    shown = _timeline(first, step, notes)
+    shown = _timeline(first, step, predicted[0], notes)
     jobs = list(dict.fromkeys(f"{run.job} {run.arguments or ''}".strip() for run in runs))
     if len(jobs) > 1:
         notes.append(f"The runs are of {len(jobs)} different jobs ({', '.join(jobs)}): curves are overlaid, and scaling is not shown.")
@@ -169,7 +169,7 @@ def kind_of(name: str) -> str:
     return KINDS.get(sort, sort)
 
 
-def _timeline(run: RunFiles, step: int | None, notes: list[str]) -> Figures | None:
+def _timeline(run: RunFiles, step: int | None, predicted: Prediction, notes: list[str]) -> Figures | None:
     """A typical step: for each rank boxes [kind, start, seconds, name], microseconds."""
     if not run.steps and step is None:
         return None
@@ -188,9 +188,28 @@ def _timeline(run: RunFiles, step: int | None, notes: list[str]) -> Figures | No
         notes.append(f"Of {ranks} ranks, the timeline shows {', '.join(map(str, drawn))}.")
     return {
         "step": found.step, "steps": found.steps, "bubble": {name: block.bubble for name, block in found.blocks.items()},
-        "seconds": {name: block.makespan for name, block in found.blocks.items()},
-        "blocks": {name: _rows(block, drawn) for name, block in found.blocks.items()},
+        "seconds": {"predicted": predicted.seconds} | {name: block.makespan for name, block in found.blocks.items()},
+        "blocks": {name: _rows(block, drawn) for name, block in found.blocks.items()} | _planned(predicted, found.predicted is None, drawn),
     }  # fmt: skip
+
+
+def _planned(predicted: Prediction, alone: bool, drawn: Sequence[int]) -> dict[str, list[Figures]]:
+    """A step as the planner predicts it, for a plan whose table is not played: parts one after the other, the same on every rank."""
+    if not alone or not predicted.seconds:
+        return {}
+    take = predicted.parts.get
+    compute, recompute, tensor = take("compute", 0.0), take("recompute", 0.0), take("tensor", 0.0)
+    parts = [
+        ("data", take("data", 0.0), "data"), ("forward", compute / 3, "forward"), ("communication", tensor / 3, "messages inside layers"),
+        ("backward", compute * 2 / 3 + recompute, "backward"), ("communication", tensor * 2 / 3, "messages inside layers"),
+        ("communication", take("gradients", 0.0), "gradients"), ("optimizer", take("optimizer", 0.0), "optimizer"),
+    ]  # fmt: skip
+    at, boxes = 0.0, list[list[Any]]()
+    for kind, seconds, name in parts:
+        if seconds > 0:
+            boxes.append([kind, round(at * 1e6, 1), round(seconds * 1e6, 1), name])
+            at += seconds
+    return {"predicted": [{"rank": rank, "label": f"rank {rank}", "boxes": boxes} for rank in drawn]}
 
 
 def _rows(block: StepBox, drawn: Sequence[int]) -> list[Figures]:
