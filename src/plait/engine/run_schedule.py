@@ -17,7 +17,7 @@ def is_last(engine: Engine, step: int) -> bool:
 def evaluate_if_due(engine: Engine, recorder: Recorder, step: int) -> None:
     """Evaluate, and record the metrics, if an evaluation follows this step. All ranks call it."""
     if is_evaluated(engine, step):
-        with engine.spans.around("evaluation"):
+        with engine.spans.around("evaluate"):
             values = engine.evaluate()
         recorder.evaluated(step, values)
 

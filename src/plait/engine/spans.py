@@ -19,7 +19,7 @@ from plait.parallel.rank_model import RankModel
 from plait.tensors.transfers import Interval, apart, waits, waits_by_group
 
 SPANS = (
-    "checkpoint", "evaluation", "data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer",
+    "checkpoint", "evaluate", "data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer",
     "wait",
 )  # fmt: skip
 DENSE, SPARSE = 32, 16

@@ -141,8 +141,8 @@ def thinned(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
     keep = {0, len(points) - 1}
     for k in range(columns):
         part = range(len(points) * k // columns, len(points) * (k + 1) // columns)
-        finite = [i for i in part if points[i][1] is not None]
-        keep |= {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else set()
+        finite = [(value, i) for i in part if (value := points[i][1]) is not None]
+        keep |= {min(finite)[1], max(finite)[1]} if finite else set()
         keep |= {next(i for i in part if points[i][1] is None)} if len(finite) < len(part) else set()
     return [points[i] for i in sorted(keep)]
 

@@ -36,7 +36,7 @@ def follow(make: Callable[[], Figures], is_running: Callable[[], bool], say: Cal
     served.show(make())
     server = ThreadingHTTPServer(("127.0.0.1", port), _handler(served))
     server.daemon_threads = True
-    address = f"127.0.0.1:{server.server_address[1]}"
+    address = f"127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, name="report", daemon=True)
     thread.start()
     try:
@@ -58,8 +58,7 @@ def _handler(served: FollowedPage) -> type[BaseHTTPRequestHandler]:
         timeout = 10
 
         def do_GET(self) -> None:
-            port = self.server.server_address[1]
-            if self.headers.get("Host", "") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
                 self.send_error(403)
                 return
             found = {"/": ("text/html; charset=utf-8", served.text), "/version": ("text/plain", served.version.encode())}.get(self.path)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 WARM_UP, KEPT = 3, 200
 """The first steps are not typical, and the last ones tell enough."""
 COMPUTE = ("F", "B", "I", "W")
-BEFORE = ("checkpoint", "evaluation", "data")
+BEFORE = ("checkpoint", "evaluate", "data")
 """Spans that come before the first pass of a step."""
 
 

@@ -16,7 +16,7 @@ WIDTH, LEFT, RIGHT, TOP, BOTTOM = 640, 96, 16, 28, 30
 COLORS = ("#3b73d1", "#c8601a", "#1f8f6c", "#8a4fc4", "#a98408", "#0e8aa0", "#b53c86", "#6b7280", "#7a9a2e", "#8b6f5a")
 KINDS = {
     "forward": "#3b73d1", "computing": "#3b73d1", "backward": "#1f8f6c", "weights": "#7a9a2e", "communication": "#c8601a", "data": "#b53c86",
-    "optimizer": "#8a4fc4", "checkpoint": "#0e8aa0", "evaluation": "#6b7280",
+    "optimizer": "#8a4fc4", "checkpoint": "#0e8aa0", "evaluate": "#6b7280",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ A step of a rank lasts from its first span to the first span of its next step. I
     waiting           for the slowest rank: until all ranks of the group have arrived at the collective
     communication     after that, by the axes of the group: `communication tp`; messages between stages once they were sent
     bubble            of a pipeline: until the message of another stage was sent
-    data, optimizer, checkpoint, evaluation    the spans of these names
+    data, optimizer, checkpoint, evaluate    the spans of these names
     gradients         packing and unpacking what is summed
     Python            between these spans: the loop around the step, its records, callbacks
     other             time of a step that no span explains, after the last recorded one
@@ -16,7 +16,7 @@ its own seconds say why: at its data, in its passes, or between its spans.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -85,7 +85,7 @@ def split(plan: Plan, steps: Sequence[Measured]) -> StepSplit:
             _add(parts[rank], spans, b.ranks[rank][0].start, causes)
     found = [{name: seconds / len(chosen) for name, seconds in each.items()} for each in parts]
     for rank, each in enumerate(found):  # rare and long: the mean of all steps
-        for name in ("checkpoint", "evaluation"):
+        for name in ("checkpoint", "evaluate"):
             took = sum(s.end - s.start for a, _ in warm for s in a.ranks[rank] if s.name == name)
             each[name] = took / len(warm)
     ranks = (
@@ -106,7 +106,7 @@ def _add(parts: dict[str, float], spans: Sequence[Span], end: float, arrived: di
             others = max(0.0, min(s.end, arrived.get(s, s.start)) - s.start)
             parts["bubble" if sort == "receive" else "waiting for the slowest rank"] += others
             parts[f"communication {s.name.partition(' ')[2] if sort == 'wait' else 'pp'}"] += took - others
-        elif sort in ("checkpoint", "evaluation"):
+        elif sort in ("checkpoint", "evaluate"):
             continue
         else:
             parts["computing" if sort in PASSES else {"reduce": "gradients"}.get(sort, sort)] += took
@@ -170,7 +170,7 @@ class RunFacts:
     plan: Plan
     job: str
     options: str = ""
-    predicted: dict[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
     workers: int = 0
     save_every: int = 0
     better: str = ""

@@ -51,7 +51,7 @@
   for (const el of document.querySelectorAll("[data-metric]")) lines(el, f.evaluations.filter(e => e.metric === el.dataset.metric));
 
   const COLORS = {forward: "--forward", backward: "--backward", weights: "--weights", communication: "--communication", data: "--data",
-    optimizer: "--optimizer", checkpoint: "--checkpoint", evaluation: "--evaluation"};
+    optimizer: "--optimizer", checkpoint: "--checkpoint", evaluate: "--evaluation"};
   const stripes = (ctx, color) => {
     const size = 7 * devicePixelRatio, tile = Object.assign(document.createElement("canvas"), {width: size, height: size}), t = tile.getContext("2d");
     t.fillStyle = color; t.fillRect(0, 0, size, size);
