@@ -61,7 +61,7 @@ def _template() -> Any:
     from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"of": of, "percent": percent, "largest": largest, "pipelined": lambda plan: "pp=" in plan, "boxed": boxed}
+    environment.filters |= {"of": of, "percent": percent, "largest": largest, "boxed": boxed}
     source = (files("plait.report") / "assets" / "page.html").read_text(encoding="utf-8")
     for name in ("style", "uplot", "script", "data"):  # these are no text to escape
         source = source.replace(f"{{{{ {name} }}}}", f"{{{{ {name}|raw }}}}")
