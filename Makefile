@@ -6,8 +6,9 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 BIN := .venv/bin
 READY := .venv/.ready
 TRITON := .venv/.triton
+BROWSER := .venv/.browser
 
-.PHONY: demo test slow prove lint docs clean quick-1 quick-2 slow-1 slow-2 prove-1 prove-2
+.PHONY: demo test slow browser prove lint docs clean quick-1 quick-2 slow-1 slow-2 prove-1 prove-2
 
 demo: $(READY)
 	$(BIN)/plait train examples/stdlib_gpt/job.py --nproc 2
@@ -19,7 +20,7 @@ demo: $(READY)
 test: $(READY) lint
 	$(MAKE) --no-print-directory -k -j 2 quick-1 quick-2
 
-slow: $(TRITON)
+slow: $(TRITON) $(BROWSER)
 	$(MAKE) --no-print-directory -k -j 2 slow-1 slow-2
 
 # Tests run on CPU processes that this one forks, which a process that has seen a GPU cannot. Two lanes of them at once.
@@ -30,6 +31,10 @@ quick-1 quick-2: $(READY)
 SLICE ?= 1/1
 slow-1 slow-2: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "slow and not prove" --slice $(SLICE) --lane $(@:slow-%=%)/2
+
+# The page of `plait report` in a browser: needs chromium and chromedriver, such as Debian's packages chromium and chromium-driver.
+browser: $(BROWSER)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slow -rs tests/run/test_report_page.py
 
 prove: $(TRITON)
 	$(MAKE) --no-print-directory -k -j 2 prove-1 prove-2
@@ -53,6 +58,10 @@ $(READY): pyproject.toml Makefile
 # Only torch for CUDA brings Triton, in whose interpreter the kernel of dropout masks is tested. Where there is none, these tests are skipped.
 $(TRITON): $(READY)
 	$(BIN)/python -m pip install -q triton && touch $@ || echo "There is no Triton for this machine: the tests of its kernel are skipped."
+
+# Drives a browser, and looks for what people with a screen reader stumble over.
+$(BROWSER): $(READY)
+	$(BIN)/python -m pip install -q -e ".[browser]" && touch $@ || echo "There is no selenium for this machine: the tests of the page in a browser are skipped."
 
 clean:
 	rm -rf .venv .engines runs build src/plait.egg-info

@@ -102,4 +102,4 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert any("<svg" in found for cell in cells for found in shown(cell.outputs, "text/html"))
     accuracy = float(shown(cells[-3].outputs, "text/plain")[0])
     assert accuracy > 0.8 and shown(cells[-2].outputs, "text/plain")[-1].startswith("(160, ")
-    assert "<iframe" in shown(cells[-1].outputs, "text/html")[0]
+    assert "<svg" in shown(cells[-1].outputs, "text/html")[0]

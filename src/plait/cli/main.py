@@ -220,6 +220,8 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
         parser.add_argument(*option.words or (option.flag,), dest=option.name, default=argparse.SUPPRESS, **settings)
     elif option.default is REQUIRED:
         parser.add_argument(option.name, **settings)
+    elif option.many:
+        parser.add_argument(option.name, nargs="*", default=option.default, **{k: v for k, v in settings.items() if k != "action"})
     else:
         parser.add_argument(option.name, nargs="?", default=option.default, **settings)
 
@@ -300,7 +302,7 @@ COMMANDS = {
         ("compute", "data job.py"),
     ),
     "report": Command(
-        "sum up a run; draw a step of it: what each rank did, and was to do", of.ReportOptions, _in("plait.cli.report"),
+        "write a page of a run: how fast it was, where the time went, what to change", of.ReportOptions, _in("plait.cli.report"),
         ("", "--timeline", "runs/gpt-3 --timeline --json"),
     ),
     "checkpoint": Command(

@@ -1,10 +1,9 @@
-"""`plait report [RUN]`: a summary of a run; with `--timeline` the picture of a step of it, and the same as a trace; with
-`--memory` what a rank's memory was used for, beside the bill of its plan."""
+"""`plait report [RUN...]`: a page of one run, or of several laid over each other, and its head as text; `--svg` prints one picture, `--follow`
+serves the page while a run trains, `--memory` prints what a rank's memory was used for, beside the bill of its plan."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from plait.config.command_options import ReportOptions
 from plait.config.errors import PlaitError, Problem, shown
@@ -12,39 +11,88 @@ from plait.config.job import load_job
 from plait.config.plan import Plan
 from plait.engine.memory_use import fullest
 from plait.engine.run_directory import RunDirectory
-from plait.report.drawing import drawn, ms, page, percent
+from plait.report.figures import Figures, figures
+from plait.report.page import head, page, percent
+from plait.report.prediction import Prediction
+from plait.report.run_files import RunFiles
 from plait.report.summary import check_run, summary, text
-from plait.report.timeline import Timeline, timeline, trace
+from plait.report.timeline import Timeline, ms, timeline, trace
 
 
 def run(options: ReportOptions) -> int:
-    """Print the summary, or write the timeline's files and say where they are; the exit code."""
-    folder = Path(options.path)
-    if folder.is_symlink():  # runs/latest
-        folder = folder.parent / folder.readlink()
+    """Write the page and print its head, or what an option asks for; the exit code."""
+    folders = [p.parent / p.readlink() if p.is_symlink() else p for p in map(Path, options.paths)]  # runs/latest
     if options.memory:
-        return memory(folder, options.json)
-    if not options.timeline:
-        told = summary(folder)
-        print(json.dumps(told) if options.json else text(told))
-        return 0
-    found = timeline(folder, options.step)
-    picture, traced = folder / "timeline.html", folder / "trace.json"
-    for path, content in ((picture, page(found)), (traced, trace(found))):
-        try:
-            beside = path.with_name(path.name + ".tmp")
-            beside.write_text(content, encoding="utf-8")
-            os.replace(beside, path)
-        except OSError as error:
-            raise PlaitError(Problem("R005", f"{path} cannot be written", why=str(error))) from None
+        return memory(folders[0], options.json)
+    if options.follow:
+        return followed(folders, options.step)
+    runs = [RunFiles.read(folder, options.step) for folder in folders]
+    made = figures(runs, options.step)
+    if options.svg:
+        return drawn(made, options.svg)
+    file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
+    write(file, page(made))
+    facts = {"page": str(file)}
+    if options.timeline:
+        found = timeline(runs[0], options.step)
+        facts |= {"trace": str(folders[0] / "trace.json")}
+        write(Path(facts["trace"]), trace(found))
     if options.json:
-        print(json.dumps(facts(found) | {"timeline": str(picture), "trace": str(traced)}))
+        print(json.dumps((summary(folders[0], runs[0].rows) if runs[0].trained else {}) | made | facts))
     else:
-        print(shown(f"{picture} · {traced} · {line(found)}"))
+        lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
+        lines += head(made) + ([f"timeline    {line(found)}"] if options.timeline else [])
+        print(shown("\n".join([*lines, *(f"{name:<12}{path}" for name, path in facts.items())])))
     if options.open:
         import webbrowser
 
-        webbrowser.open(picture.resolve().as_uri())
+        webbrowser.open(file.resolve().as_uri())
+    return 0
+
+
+def write(path: Path, content: str) -> None:
+    """A file of a report, complete or not at all. R005."""
+    try:
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_text(content, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise PlaitError(Problem("R005", f"{path} cannot be written", why=str(error))) from None
+
+
+def drawn(made: Figures, name: str) -> int:
+    """Print one picture. R004 for runs that have nothing to draw."""
+    from plait.report.picture import picture
+
+    content = picture(made, name)
+    if not content:
+        why = "scaling needs runs of one job on two numbers of devices" if name == "scaling" else "; ".join(made["notes"]) or "nothing was recorded"
+        raise PlaitError(Problem("R004", f"{made['runs'][0]['path']} has no figures for --svg {name}", why=why, fix=("plait report RUN RUN …",)))
+    print(content, end="")
+    return 0
+
+
+def followed(folders: list[Path], step: int | None) -> int:
+    """Serve the page until no run trains any more."""
+    from plait.report.follow import follow
+
+    known = dict[str, Prediction]()
+
+    def predict(found: RunFiles, batch: int) -> Prediction:
+        """Once for each run: its files change, and its plan does not."""
+        if found.name not in known:
+            known[found.name] = Prediction.of(found, batch)
+        return known[found.name]
+
+    def is_running() -> bool:
+        return any(RunFiles.read(folder).running for folder in folders)
+
+    try:
+        follow(lambda: figures([RunFiles.read(folder) for folder in folders], step, predict), is_running, lambda at: print(at, flush=True))
+    except KeyboardInterrupt:
+        return 0
+    write(folders[0] / "report.html", page(figures([RunFiles.read(folder) for folder in folders], step, predict)))
+    print(f"the run has ended · {folders[0] / 'report.html'}")
     return 0
 
 
@@ -89,14 +137,3 @@ def line(found: Timeline) -> str:
         f"step {found.step} · bubble {percent(measured.bubble)} measured, {percent(predicted.bubble)} predicted"
         f" · {ms(measured.makespan)} measured, {ms(predicted.makespan)} predicted"
     )
-
-
-def facts(found: Timeline) -> dict[str, Any]:
-    """What `--json` prints."""
-    blocks = {"measured": found.measured, "predicted": found.predicted}
-    return {
-        "run": str(found.run), "step": found.step, "steps": found.steps, "drawn": drawn(found),
-        "bubble": {name: block and block.bubble for name, block in blocks.items()},
-        "seconds": {name: block and block.makespan for name, block in blocks.items()},
-        "times": {f"{kind}{stage}": seconds for (stage, kind), seconds in found.times.items()},
-    }  # fmt: skip

@@ -370,11 +370,13 @@ class BenchOptions(CommandOptions):
 class ReportOptions(CommandOptions):
     """Of `plait report`."""
 
-    path: str = option("runs/latest", "a run directory (runs/latest)", by_place=True, metavar="RUN")
-    timeline: bool = option(False, "write RUN/timeline.html and RUN/trace.json, for Perfetto")
+    paths: tuple[str, ...] = option(("runs/latest",), "run directories (runs/latest); of several, the first in detail", by_place=True, metavar="RUN")
+    svg: str | None = option(None, "print one picture for a paper instead", choices=("loss", "timeline", "memory", "scaling"))
+    follow: bool = option(False, "serve the page on this machine while the run trains, until it ends")
+    timeline: bool = option(False, "also write RUN/trace.json, for Perfetto")
     memory: bool = option(False, "what the fullest rank's memory was used for, beside the plan's bill")
-    step: int | None = option(None, "which step to draw (one that took the median time)", metavar="N")
-    open: bool = option(False, "open the picture in a browser")
+    step: int | None = option(None, "which step the timeline shows (one that took the median time)", metavar="N")
+    open: bool = option(False, "open the page in a browser")
     json: bool = json_option()
     verbose: bool = verbose_option()
 

@@ -3,7 +3,8 @@
 An event is something that took time on a rank: ``{"step": 12, "epoch": 0, "start": 352, "size": 32, "spans": [["data", 0.0, 0.0004], …]}``
 with starts and durations in seconds, the starts from the step's first span, which began `at` on the host's clock: one
 clock for all ranks of a host. Under `pp` the spans are those of actions: `receive F1.0`, `F1.0`, `send F1.0`. `start` and
-`size` say which samples of the epoch's order the step used: together with the seed they are the ledger of samples.
+`size` say which samples of the epoch's order the step used: together with the seed they are the ledger of samples. The first event after
+a restart has the number of ranks on which the run continues: `restart`.
 """
 
 import json
@@ -67,6 +68,8 @@ class Recorder:
         self.followers = followers if rank == 0 else ()
         for follower in self.followers:
             follower.start(run.path, engine.position.step, note)
+        self.began: dict[str, int] = {"restart": self.world} if engine.position.step else {}
+        """Of the first event after a restart: on how many ranks the run continues."""
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
         self.waits: deque[tuple[list[float], float]] = deque(maxlen=50)
         """Seconds that each rank waited for samples; those that rank 0 waited in its sums for the slowest rank."""
@@ -168,7 +171,8 @@ class Recorder:
         spans = [[name, round(start - origin, 6), round(took, 6)] for name, start, took in step.spans]
         at = batch.position
         row = {"step": step.step, "epoch": at.epoch, "start": at.start, "size": batch.size, "at": round(origin, 6)}
-        self.events.write(json.dumps(row | {"spans": spans}) + "\n")
+        self.events.write(json.dumps(row | self.began | {"spans": spans}) + "\n")
+        self.began = {}
 
     def _status(self, step: Step) -> dict[str, Any]:
         total = sum(r[0] for r in self.recent)

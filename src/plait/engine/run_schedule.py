@@ -17,7 +17,9 @@ def is_last(engine: Engine, step: int) -> bool:
 def evaluate_if_due(engine: Engine, recorder: Recorder, step: int) -> None:
     """Evaluate, and record the metrics, if an evaluation follows this step. All ranks call it."""
     if is_evaluated(engine, step):
-        recorder.evaluated(step, engine.evaluate())
+        with engine.spans.around("evaluate"):
+            values = engine.evaluate()
+        recorder.evaluated(step, values)
 
 
 def is_evaluated(engine: Engine, step: int) -> bool:

@@ -12,12 +12,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from plait.config.plan import Plan
 from plait.parallel.rank_model import RankModel
-from plait.tensors.transfers import Interval, apart, waits
+from plait.tensors.transfers import Interval, apart, waits, waits_by_group
 
-SPANS = ("data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
+SPANS = (
+    "checkpoint", "evaluate", "data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer",
+    "wait",
+)  # fmt: skip
+DENSE, SPARSE = 32, 16
+"""Waits for messages are recorded in the first steps and in every n-th one that follows: recording costs less than 1 % of a step."""
 
 Mark = Any
 """A moment: seconds of `time.perf_counter`, or a `torch.cuda.Event`."""
@@ -29,7 +35,7 @@ _PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
 def sort_of(name: str) -> str:
-    """Which of `SPANS` a span counts as: F1.3 is forward, B, I and W are backward, `receive F1.3` is receive."""
+    """Which of `SPANS` a span counts as: F1.3 is forward, B, I and W are backward, `receive F1.3` is receive, `wait tp` is wait."""
     return _SORTS.get(name[0]) or name.partition(" ")[0]
 
 
@@ -93,6 +99,31 @@ class Spans:
             if self.open[i][0] == name and self.open[i][2] is None:
                 self.open[i] = (name, self.open[i][1], now)
                 return
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        """A span of what happens between two steps: it is recorded with the step that follows."""
+        self.open.append((name, self.now(), None))
+        try:
+            yield
+        finally:
+            self.end(name)
+
+    @contextmanager
+    def waits_of(self, step: int, axes: Callable[[dist.ProcessGroup], str]) -> Iterator[None]:
+        """Around a step: if its waits for messages are recorded, each is a span, such as `wait tp`. `axes`: names a group's axes.
+
+        When all ranks of a group have begun a wait, the slowest one has arrived: what follows is the message itself.
+        """
+        if step > DENSE and step % SPARSE:
+            yield
+            return
+
+        def note(group: dist.ProcessGroup | None, begin: Mark, end: Mark) -> None:
+            self.open.append((f"wait {axes(group) if group is not None else 'others'}", begin, end))
+
+        with waits_by_group(note, self.now):
+            yield
 
     def taken(self) -> Callable[[], list[Span]]:
         """The spans of the step, which is over: a function that gives them, to be called once, when the device is through with them."""

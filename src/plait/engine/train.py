@@ -95,7 +95,9 @@ def _make_steps(
             recorder.step(batch, step)
 
             # Every few steps, as often as it costs 2 % of a step.
-            _keep_snapshot(keeper, recorder, notes)
+            if keeper is not None:
+                with engine.spans.around("checkpoint"):
+                    _keep_snapshot(keeper, recorder, notes)
 
             notes.report_uncompiled(engine)
             notes.report_nonfinite_checkpoints(engine)
@@ -110,10 +112,8 @@ def _make_steps(
     return saved
 
 
-def _keep_snapshot(keeper: Keeper | None, recorder: Recorder, notes: RunNotes) -> None:
+def _keep_snapshot(keeper: Keeper, recorder: Recorder, notes: RunNotes) -> None:
     """After a step: copy the state to memory, if it is time for that."""
-    if keeper is None:
-        return
     if keeper.due:
         # A snapshot must be of a step that is known to be finite, and the record must reach as far as it does.
         keeper.engine.settle()
@@ -146,7 +146,8 @@ def _save_and_evaluate(engine: Engine, options: RankOptions, recorder: Recorder,
         engine.settle()
         recorder.flush()
         last = is_last(engine, step)  # the step's numbers, which `settle` read, may ask to stop
-        saved = engine.save(options.keep, wait=last)
+        with engine.spans.around("checkpoint"):
+            saved = engine.save(options.keep, wait=last)
 
     # The last checkpoint comes before the last evaluation: a run that ends in between evaluates when it is resumed.
     evaluate_if_due(engine, recorder, step)

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait.data.batch import Batch
@@ -38,6 +39,7 @@ from plait.engine import batch_weights
 from plait.engine.spans import Spans, SpeedMeter
 from plait.engine.stats_reader import PendingStats, ReadTraining, StatsReader
 from plait.engine.step import Step, merged, tokens
+from plait.engine.traffic import named
 from plait.engine.trained import TrainedParameters
 from plait.engine.turns import Turns
 from plait.model.optimizers import momentum_begins_at_zero
@@ -133,6 +135,8 @@ class TrainStep:
         """Updates are queued before their numbers are read."""
         self.reads_at_once = not told_late(rank_model)
         """What goes by a step's numbers is done in the step."""
+        self.axes = dict[str, str]()
+        """Of process groups that were met, by their name."""
         self.has_state = False
         """The optimizer has made its state."""
         self.in_step = False
@@ -143,10 +147,18 @@ class TrainStep:
     def run(self, batch: Batch) -> Step:
         """Make a step; in a job with phases, one for each phase that is due."""
         each = []
-        for phase in self.training.turns.of(batch.after.step):  # the model, reducer and optimizer are this phase's meanwhile
-            step_row = self.backward(batch)
-            each.append((phase, self.update(batch, step_row)))
+        with self.spans.waits_of(batch.after.step, self._axes_of):
+            for phase in self.training.turns.of(batch.after.step):  # the model, reducer and optimizer are this phase's meanwhile
+                step_row = self.backward(batch)
+                each.append((phase, self.update(batch, step_row)))
         return merged(each)
+
+    def _axes_of(self, group: dist.ProcessGroup) -> str:
+        """The axes along which the ranks of a group differ."""
+        name = group.group_name
+        if name not in self.axes:
+            self.axes[name] = named(self.rank_model.plan, tuple(dist.get_process_group_ranks(group)))
+        return self.axes[name]
 
     def backward(self, batch: Batch) -> Tensor:
         """Forward, backward, reduce: leaves the gradient of the global batch in every `.grad`. Returns the summed row of the step."""

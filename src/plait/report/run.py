@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
-from plait.report import curve_drawing, drawing
+from plait.report.figures import figures, thinned
+from plait.report.page import page
+from plait.report.picture import Series, lines, picture
+from plait.report.prediction import Prediction
+from plait.report.run_files import RunFiles
 from plait.report.summary import check_run, metrics, summary, text
 from plait.report.timeline import Timeline, timeline
 
@@ -94,7 +98,7 @@ class Run:
 
     def timeline(self, step: int | None = None) -> "TimelinePicture":
         """What each rank did in a step, by default in one that took the median time."""
-        return TimelinePicture(timeline(self.path, step))
+        return TimelinePicture(timeline(RunFiles.read(self.path, step), step))
 
     def _rows(self) -> list[dict[str, Any]]:
         return metrics(self.path / "metrics.jsonl")
@@ -111,11 +115,11 @@ class Run:
         if not self.losses:
             return f"<pre>{escape(repr(self))}</pre>"
         losses = [(row["step"], row["loss"]) for row in self._rows() if isinstance(row.get("loss"), float)]
-        curves = [curve_drawing.drawn("loss", losses)]
+        curves = [_curve("loss", losses)]
         found = self.evaluations
         for name in (name for name in dict.fromkeys(key for row in found for key in row) if name != "step"):
             points = [(row["step"], row[name]) for row in found if isinstance(row.get(name), (int, float))]
-            curves += [curve_drawing.drawn(f"evaluation: {name}", points)] * (len(points) > 1)
+            curves += [_curve(f"evaluation: {name}", points)] * (len(points) > 1)
         return f"<pre>{escape(self.report())}</pre>{''.join(curves)}"
 
 
@@ -126,16 +130,24 @@ class TimelinePicture:
     timeline: Timeline
 
     def __repr__(self) -> str:
-        return f"step {self.timeline.step} of {self.timeline.run}: a notebook draws it; `page` is the picture as HTML"
+        return f"step {self.timeline.step} of {self.timeline.run}: a notebook draws it; `page` is the report of the run as HTML"
 
     @property
     def page(self) -> str:
-        """The picture as an HTML page."""
-        return drawing.page(self.timeline)
+        """The page of `plait report`, without predictions of the planner."""
+        return page(self._figures())
+
+    def _figures(self) -> dict[str, Any]:
+        return figures([RunFiles.read(self.timeline.run, self.timeline.step)], self.timeline.step, lambda run, batch: Prediction())
 
     def _repr_html_(self) -> str:
-        high = 320 + 2 * drawing.ROW * len(self.timeline.blocks) * (len(self.timeline.measured.rows) + 1)
-        return f'<iframe srcdoc="{escape(self.page)}" width="100%" height="{high}" frameborder="0"></iframe>'
+        return picture(self._figures(), "timeline")
+
+
+def _curve(name: str, points: list[tuple[int, float]]) -> str:
+    """One number by step."""
+    few = thinned(points)
+    return lines(name, [Series(name, [step for step, _ in few], [value for _, value in few])])
 
 
 def _flat(row: dict[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:

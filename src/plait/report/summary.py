@@ -1,11 +1,11 @@
 """A run in a few lines of text: how far it came, its loss as a curve, how fast it was, evaluations and checkpoints.
 
-The rows of a run's files, `metrics.jsonl` and `events/`, each looked at before it is used: a disk or a hand may have changed them.
+The rows of `metrics.jsonl`, each looked at before it is used: a disk or a hand may have changed them.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,37 +20,21 @@ NUMBER = (int, float)
 
 def metrics(file: Path) -> list[Row]:
     """Of `metrics.jsonl`. R009 for a row of a step or an evaluation that is none."""
-    return list(_checked(file, enumerate(_lines(file), 1), _wrong_in_metrics))
-
-
-def events(file: Path, step: int | None, most: int) -> dict[int, Row]:
-    """The last rows of an events file, and that of `step`, by step. R009 for one that is none."""
-    lines = _lines(file)
-    begins = b'{"step": %d,' % (-1 if step is None else step)
-    wanted = [(n, line) for n, line in enumerate(lines, 1) if n > len(lines) - most or line.startswith(begins)]
-    return {row["step"]: row for row in _checked(file, wanted, _wrong_in_events) if "step" in row}
-
-
-def _lines(file: Path) -> list[bytes]:
-    return file.read_bytes().splitlines() if file.exists() else []
-
-
-def _checked(file: Path, lines: Iterable[tuple[int, bytes]], wrong: Callable[[Row], str]) -> Iterator[Row]:
-    """The objects on numbered lines; one torn by a kill is left out."""
-    for n, line in lines:
+    found = list[Row]()
+    for n, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], 1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # torn by a kill
             continue
-        if not isinstance(row, dict):
-            continue
-        if why := wrong(row):
+        if isinstance(row, dict) and (why := wrong_in_metrics(row)):
             fix = ("delete the line: checkpoints do not depend on it",)
             raise PlaitError(Problem("R009", f"{file} is damaged", why=why, where=f"{file}:{n}", fix=fix))
-        yield row
+        found += [row] * isinstance(row, dict)
+    return found
 
 
-def _wrong_in_metrics(row: Row) -> str:
+def wrong_in_metrics(row: Row) -> str:
+    """What of a row of a step or an evaluation cannot be; empty if nothing."""
     if "loss" in row:
         numbers = {key: row.get(key) for key in ("step", "samples", "seconds", "samples_per_s")}
         loss = {} if row["loss"] is None else {"loss": row["loss"]}
@@ -59,17 +43,6 @@ def _wrong_in_metrics(row: Row) -> str:
         why = "" if isinstance(row["evaluation"], dict) else f"its `evaluation` is {_shown(row['evaluation'])}"
         return _no_number({"step": row.get("step")}) or why
     return ""
-
-
-def _wrong_in_events(row: Row) -> str:
-    if "step" not in row:
-        return ""
-    if why := _no_number({key: row.get(key) for key in ("step", "at", "size")}):
-        return why
-    spans = row.get("spans")
-    rows = spans if isinstance(spans, list) else [None]
-    fine = all(isinstance(span, list) and len(span) == 3 and all(map(_number, span[1:])) for span in rows)
-    return "" if fine else f"its `spans` are {_shown(spans)}"
 
 
 def _no_number(values: Row) -> str:
@@ -99,10 +72,11 @@ def check_run(folder: Path, command: str) -> None:
         raise PlaitError(Problem("R003", f"there is no run in {folder}", fix=fix))
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """What a run's files say. R003 when there is no run, R004 when it has made no step, R009 for rows that are damaged."""
+def summary(folder: Path, rows: Sequence[Row] | None = None) -> dict[str, Any]:
+    """What a run's files say. `rows`: of its metrics, if they were read. R003 when there is no run, R004 when it has made no step, R009 for rows
+    that are damaged."""
     check_run(folder, "plait report {}")
-    rows = metrics(folder / "metrics.jsonl")
+    rows = metrics(folder / "metrics.jsonl") if rows is None else rows
     steps = [row for row in rows if "loss" in row]
     if not steps:
         what, fix = f"{folder} has no metrics", ("train for a step or more",)
@@ -146,7 +120,6 @@ def text(run: dict[str, Any]) -> str:
         values = ", ".join(f"{k} {'not finite' if v is None else f'{v:.4g}'}" for k, v in row.items() if k != "step")
         lines.append(f"evaluation  step {row['step']}: {values}")
     lines.append(f"saved       {', '.join(run['checkpoints'][-3:]) or 'nothing'}")
-    lines.append(f"picture     plait report {run['run']} --timeline    a step on every rank")
     return "\n".join(lines)
 
 

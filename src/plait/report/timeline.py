@@ -6,114 +6,21 @@ two is neither a slow stage nor a slow link but what no table shows: times that 
 
 A *bubble* is counted in both in one way: the share of time × ranks, from the first action's start to the last one's end,
 in which no action computes.
-
-The events of a run, read and put on one clock: which steps there are, and which one to show.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
-from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import Played, hops, simulate, table
 from plait.parallel.pipeline.schedules import Table
-from plait.report.summary import check_run, events
-
-WARM_UP, KEPT = 3, 200
-"""The first steps are not typical, and the last ones tell enough."""
-COMPUTE = ("F", "B", "I", "W")
-
-
-class Span(NamedTuple):
-    """An interval of a rank's time, from `start` to `end` in seconds. Its name is one of `plait.engine.passes.SPANS` or an action."""
-
-    name: str
-    start: float
-    end: float
-
-    @property
-    def sort(self) -> str:
-        """F, B, I or W for an action; else the name without what it is about: receive, send, data, reduce, …."""
-        return self.name[0] if self.name[0] in COMPUTE else self.name.partition(" ")[0]
-
-    @property
-    def about(self) -> tuple[str, int, int] | None:
-        """(kind, stage, micro-batch) of the action it is, or is for; None for a span of a whole step."""
-        match = re.fullmatch(r"(?:\w+ )?([FBIW])(\d+)\.(\d+)", self.name)
-        return (match[1], int(match[2]), int(match[3])) if match else None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One step on all ranks: each rank's spans in order, on one clock."""
-
-    step: int
-    size: int
-    ranks: tuple[tuple[Span, ...], ...]
-
-    @property
-    def seconds(self) -> float:
-        """From the first span's start to the last one's end, waiting for data left out: how long the step took."""
-        spans = [s for of_rank in self.ranks for s in of_rank if s.name != "data"]
-        return max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
-
-    @property
-    def microbatches(self) -> int:
-        """Micro-batches that went through the pipeline; 0 without one."""
-        return len({s.about[2] for spans in self.ranks for s in spans if s.about})
-
-
-def read(run: RunDirectory, step: int | None) -> tuple[Plan, list[Measured], Measured]:
-    """(the run's plan, typical steps, the one to show). R003 when there is no run, R004 when it has no such events."""
-    check_run(run.path, "plait report {} --timeline")
-    plan = Plan.load(run.path / "plan.toml").fill(None)
-    rows = [events(run.events(rank), step, KEPT) for rank in range(plan.world)]
-    common = sorted(set(rows[0]).intersection(*rows[1:]))
-    if step is not None and step not in common:
-        have = f"steps {common[0]} to {common[-1]} are there" if common else "no step was recorded by every rank"
-        raise PlaitError(Problem("R004", f"{run.path} has no events of step {step}", why=have))
-    if not common:
-        why = f"no step was recorded by every one of the {plan.world} ranks in {run.path / 'events'}"
-        raise PlaitError(Problem("R004", f"{run.path} has no events", why=why, fix=("train for a step or more",)))
-    steps = {n: _measured(n, [row[n] for row in rows]) for n in common}
-    warm = [steps[n] for n in common if n > WARM_UP] or list(steps.values())
-    largest = max(m.size for m in warm)
-    typical = [m for m in warm if m.size == largest][-KEPT:]
-    middle = median_low(m.seconds for m in typical)
-    shown = next(m for m in typical if m.seconds == middle) if step is None else steps[step]
-    return plan, [m for m in typical if m.microbatches == shown.microbatches] or [shown], shown
-
-
-def _measured(step: int, rows: list[dict[str, Any]]) -> Measured:
-    """One step of all ranks. Hosts have clocks of their own: there all ranks end the step's last sum together."""
-    ranks = [[Span(n, r["at"] + start, r["at"] + start + took) for n, start, took in r["spans"]] for r in rows]
-    ends = [max((s.end for s in spans if s.name == "reduce"), default=None) for spans in ranks]
-    longest = max(spans[-1].end - spans[0].start for spans in ranks if spans)
-    known = [end for end in ends if end is not None]
-    clocks_differ = len(known) == len(ranks) and max(known) - min(known) > longest
-    shifts = known if clocks_differ else [0.0] * len(ranks)
-    shifted = ([Span(s.name, s.start - by, s.end - by) for s in spans] for spans, by in zip(ranks, shifts))
-    return Measured(step, rows[0]["size"], tuple(tuple(flat(spans)) for spans in shifted))
-
-
-def flat(spans: list[Span]) -> list[Span]:
-    """Spans that do not overlap: one that lies inside another is cut out of it."""
-    apart: list[Span] = []
-    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        outer = apart[-1] if apart else None
-        apart.append(span)
-        if outer is not None and span.start < outer.end:
-            apart[-2] = Span(outer.name, outer.start, span.start)
-            if outer.end > span.end:
-                apart.append(Span(outer.name, span.end, outer.end))
-    return apart
-
+from plait.report.measured_step import COMPUTE, Measured, Span
+from plait.report.run_files import RunFiles
 
 SPANS = 100_000
 """About how many the medians are of, at most."""
@@ -170,26 +77,43 @@ def beside(plan: Plan) -> int:
     return plan.devices // plan.pp
 
 
-def timeline(path: Path, step: int | None = None) -> Timeline:
-    """The timeline of a run's typical step, or of `step`. R003 and R004 as `read` says."""
-    plan, typical, shown = read(RunDirectory(path), step)
+def timeline(run: RunFiles, step: int | None = None) -> Timeline:
+    """The timeline of a run's typical step, or of `step`. R004 if it has no such events."""
+    path, plan, shown = run.path, run.plan, _shown(run, step)
+    typical = [m for m in run.typical_steps if m.microbatches == shown.microbatches] or [shown]
     labels = [f"rank {r}" for r in range(len(shown.ranks))]
     if not shown.microbatches:
         start = min(s.start for spans in shown.ranks for s in spans)
         block = _block(labels, shown.ranks, start)
         return Timeline(path, plan, shown.step, len(typical), block, None, {})
     planned = table(plan.schedule, plan.pp, shown.microbatches, plan.stages_per_rank) if plan.pp > 1 else None
-    if planned is None or not _ran(planned, plan, shown):
+    if planned is None or not ran(planned, plan, shown):
         note = "This step was run under another plan than the run's last, so nothing is predicted for it."
         return Timeline(path, plan, shown.step, 1, _block(labels, shown.ranks), None, {}, note)
     typical = typical[-max(5, SPANS // max(1, sum(map(len, shown.ranks)))) :]
     times, link, send = medians(planned, plan, typical)
     labels = [label(r, planned, beside(plan)) for r in range(plan.world)]
-    waits = _arrivals(planned, plan, shown)
+    waits = arrivals(planned, plan, shown)
     measured = _block(labels, [_received(spans, waits) for spans in shown.ranks])
     predicted = predict(planned, times, link, send)
     note = "" if beside(plan) == 1 else f"The {beside(plan)} pipelines beside each other are predicted as one."
     return Timeline(path, plan, shown.step, len(typical), measured, predicted, times, note)
+
+
+def _shown(run: RunFiles, step: int | None) -> Measured:
+    """The step that took the median time, or `step`."""
+    have = [m.step for m in run.steps]
+    if not have:
+        why = f"no step was recorded by every one of the {run.plan.world} ranks in {run.path / 'events'}"
+        raise PlaitError(Problem("R004", f"{run.path} has no events", why=why, fix=("train for a step or more",)))
+    if step is not None and step not in have:
+        why = f"steps {have[0]} to {have[-1]} are there"
+        raise PlaitError(Problem("R004", f"{run.path} has no events of step {step}", why=why))
+    if step is not None:
+        return run.steps[have.index(step)]
+    typical = run.typical_steps
+    middle = median_low(m.seconds for m in typical)
+    return next(m for m in typical if m.seconds == middle)
 
 
 def label(rank: int, planned: Table, shares: int = 1) -> str:
@@ -216,7 +140,7 @@ def medians(
     links: list[list[float]] = [[] for _ in range(planned.stages - 1)]
     sends: list[float] = []
     for measured in steps:
-        arrivals = _arrivals(planned, plan, measured)
+        sent = arrivals(planned, plan, measured)
         for spans in measured.ranks:
             for s in spans:
                 if s.about is None:
@@ -226,8 +150,8 @@ def medians(
                     took.setdefault((stage, kind), []).append(s.end - s.start)
                 elif s.sort == "send":
                     sends.append(s.end - s.start)
-                elif s in arrivals:
-                    links[stage - 1 if kind == "F" else stage].append(s.end - arrivals[s])
+                elif s in sent:
+                    links[stage - 1 if kind == "F" else stage].append(s.end - sent[s])
     return (
         {key: median(seconds) for key, seconds in sorted(took.items())},
         [median(seconds) if seconds else 0.0 for seconds in links],
@@ -235,7 +159,7 @@ def medians(
     )
 
 
-def _ran(planned: Table, plan: Plan, measured: Measured) -> bool:
+def ran(planned: Table, plan: Plan, measured: Measured) -> bool:
     """Whether these are the actions of the table."""
     if len(measured.ranks) != plan.world:
         return False
@@ -243,7 +167,7 @@ def _ran(planned: Table, plan: Plan, measured: Measured) -> bool:
     return all(row == [str(a) for a in planned.rows[r // beside(plan)]] for r, row in enumerate(rows))
 
 
-def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
+def arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
     """For each receive span, when its message had been sent and the rank was there to take it."""
     sent: dict[tuple[int, Link], Span] = {}
     for rank, spans in enumerate(measured.ranks):
@@ -252,15 +176,15 @@ def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, floa
                 kind, stage, micro = s.about
                 to = stage + 1 if kind == "F" else stage - 1
                 sent[rank % beside(plan), ("F" if kind == "F" else "B", to, micro)] = s
-    arrivals: dict[Span, float] = {}
+    found: dict[Span, float] = {}
     for rank, spans in enumerate(measured.ranks):
         for s in spans:
             if s.sort == "receive" and s.about:
                 kind, stage, micro = s.about
                 message = sent.get((rank % beside(plan), ("F" if kind == "F" else "B", stage, micro)))
                 if message is not None:
-                    arrivals[s] = min(s.end, max(s.start, message.end))
-    return arrivals
+                    found[s] = min(s.end, max(s.start, message.end))
+    return found
 
 
 def _received(spans: tuple[Span, ...], arrivals: dict[Span, float]) -> list[Span]:
@@ -293,7 +217,7 @@ def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
 
 def _block(labels: list[str], rows: Sequence[Sequence[Span]], zero: float | None = None) -> StepBox:
     computing = [s for spans in rows for s in spans if s.sort in COMPUTE]
-    start = min(s.start for s in computing) if zero is None else zero
+    start = min((s.start for s in computing), default=0.0) if zero is None else zero
     makespan = max(s.end for s in computing) - start if computing else 0.0
     shifted = [tuple(Span(s.name, s.start - start, s.end - start) for s in spans) for spans in rows]
     busy = sum(s.end - s.start for s in computing)
@@ -335,3 +259,11 @@ def _boxes(block: StepBox, thread: int, zero: float) -> list[dict[str, Any]]:
                 event["args"] = {"stage": box.about[1], "micro-batch": box.about[2]}
             events.append(event)
     return events
+
+
+def ms(seconds: float) -> str:
+    """A time as text, in milliseconds or, from 10 on, seconds."""
+    if abs(seconds) >= 10:
+        return f"{seconds:.3g} s"
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if abs(value) >= 100 or value == round(value) else f"{value:.3g} ms"

@@ -7,7 +7,7 @@ been made. On a CPU there is nothing to wait for.
 How long a rank waits for messages of others is noted too, so that the time it computes can be told from the time it waits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter
@@ -76,21 +76,51 @@ Interval = tuple[float, float]
 @contextmanager
 def waits(found: list[Interval]) -> Iterator[None]:
     """Inside, `found` gets every wait of this thread for a message, from which on a processor control returns when it is there."""
-    plain, thread = dist.Work.wait, get_ident()
+    with waits_by_group(lambda group, begin, end: found.append((begin, end)), perf_counter):
+        yield
 
-    def timed(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        began = perf_counter()
+
+ISSUING = ("all", "reduce", "broadcast", "scatter", "gather", "send", "recv", "end_coalescing")
+"""How the methods of a process group begin that return a `dist.Work`."""
+
+
+@contextmanager
+def waits_by_group(note: Callable[[dist.ProcessGroup | None, Any, Any], None], now: Callable[[], Any]) -> Iterator[None]:
+    """Inside, `note(group, begin, end)` is called after every wait of this thread for a message, with begin and end by the clock `now`.
+
+    The group is None if torch returned a `dist.Work` that no method of a group has returned.
+    """
+    thread, issued = get_ident(), dict[int, tuple[dist.Work, dist.ProcessGroup | None]]()
+    names = [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING) and not n.startswith("__")]
+    plain = {n: getattr(dist.ProcessGroup, n) for n in names}
+    plain_wait = dist.Work.wait
+
+    def issue(name: str) -> Callable[..., Any]:
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            work = plain[name](group, *args, **kwargs)
+            issued[id(work)] = work, group  # kept until it is waited for: another would get its id
+            return work
+
+        return call
+
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        began = now()
         try:
-            return plain(work, *args, **kwargs)
+            return plain_wait(work, *args, **kwargs)
         finally:
             if get_ident() == thread:
-                found.append((began, perf_counter()))
+                note(issued.pop(id(work), (work, None))[1], began, now())
 
-    dist.Work.wait = timed
+    usual = {n: vars(dist.ProcessGroup)[n] for n in names}, vars(dist.Work)["wait"]
+    for name in names:
+        setattr(dist.ProcessGroup, name, issue(name))
+    dist.Work.wait = wait
     try:
         yield
     finally:
-        dist.Work.wait = plain
+        dist.Work.wait = usual[1]
+        for name, method in usual[0].items():
+            setattr(dist.ProcessGroup, name, method)
 
 
 def apart(spans: list[Interval], waited: list[Interval]) -> float:

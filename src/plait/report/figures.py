@@ -1,0 +1,264 @@
+"""All figures of the page, as JSON values: what `plait report --json` prints and the page, the terminal and `--svg` show."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from plait.config.errors import PlaitError
+from plait.config.version import __version__
+from plait.engine.memory_use import MemoryUse, by_part, fullest
+from plait.report.measured_step import Span
+from plait.report.prediction import Prediction
+from plait.report.run_files import RunFiles, StepMark
+from plait.report.split import RunFacts, StepSplit, advise, split
+from plait.report.summary import NUMBER
+from plait.report.timeline import StepBox, timeline
+
+COLUMNS = 1000
+"""Pixel columns of a curve: of more points, the lowest and the highest in each are shown."""
+RANKS, BOXES = 16, 6000
+"""Rows and boxes of a timeline that are drawn, at most."""
+CURVES = {"loss": "loss", "lr": "learning rate", "norm": "gradient norm"}
+KINDS = {
+    "F": "forward", "B": "backward", "I": "backward", "W": "weights", "loss": "forward",
+    **dict.fromkeys(("receive", "send", "wait", "reduce", "replicate", "collect"), "communication"),
+}  # fmt: skip
+"""How the spans of a timeline are drawn that are not drawn by their own name."""
+Figures = dict[str, Any]
+
+
+def figures(runs: Sequence[RunFiles], step: int | None = None, predict: Callable[[RunFiles, int], Prediction] = Prediction.of) -> Figures:
+    """Those of some runs; the details are of the first. `step`: the one of the timeline, a typical one if it is None."""
+    splits = [split(run.plan, run.steps) for run in runs]
+    predicted = [predict(run, _batch(run)) if run.trained else Prediction() for run in runs]
+    facts = [_run(*each) for each in zip(runs, splits, predicted)]
+    first, notes = runs[0], [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    notes += [f"{run.name}: {p.note}" if len(runs) > 1 else p.note for run, p in zip(runs, predicted) if p.note]
+    if not splits[0].complete and splits[0].ranks:
+        notes.append("This run did not record waits inside passes: communication that they contain counts as computing.")
+    shown = _timeline(first, step, predicted[0], notes)
+    jobs = list(dict.fromkeys(f"{run.job} {run.arguments or ''}".strip() for run in runs))
+    if len(jobs) > 1:
+        notes.append(f"The runs are of {len(jobs)} different jobs ({', '.join(jobs)}): curves are overlaid, and scaling is not shown.")
+    return {
+        "plait": __version__, "runs": facts, "head": _head(facts[0]), "notes": list(dict.fromkeys(notes)),
+        "advice": [vars(a) for a in advise(splits[0], _facts(first, predicted[0]))],
+        "curves": {name: [_curve(run, name) for run in runs] for name in CURVES},
+        "marks": [{"run": i, **vars(mark)} for i, run in enumerate(runs) for mark in _some(run.marks)],
+        "evaluations": _evaluations(runs), "timeline": shown, "memory": _memory(first, predicted[0]),
+        "scaling": _scaling(facts) if len(jobs) == 1 else [],
+    }  # fmt: skip
+
+
+def _batch(run: RunFiles) -> int:
+    sizes = [b["samples"] - a["samples"] for a, b in pairwise(run.trained) if b["step"] == a["step"] + 1]
+    return int(median(sizes)) if sizes else int(run.trained[0]["samples"] / max(1, run.trained[0]["step"]))
+
+
+def _run(run: RunFiles, found: StepSplit, predicted: Prediction) -> Figures:
+    """What ran, how far and how fast."""
+    steps, typical = run.trained, run.typical
+    rate = "tokens_per_s" if typical and typical[-1].get("tokens_per_s") else "samples_per_s"
+    seconds = median(row["seconds"] for row in typical) if typical else None
+    rates = [row[rate] for row in typical if isinstance(row.get(rate), NUMBER)]
+    speed = median(rates) if rates else None
+    losses = [row["loss"] for row in steps if row["loss"] is not None]
+    return {
+        "name": run.name, "path": str(run.path), "job": run.job, "arguments": run.arguments, "plan": str(run.plan), "devices": run.plan.devices,
+        "steps": steps[-1]["step"] if steps else 0, "samples": steps[-1]["samples"] if steps else 0,
+        "state": "running" if run.running else "complete" if run.ends else "ended early: no end was recorded", "command": " ".join(run.command),
+        "seconds": seconds, "speed": speed, "unit": rate.replace("_per_s", "/s"), "took": sum(row["seconds"] for row in steps),
+        "loss": {"first": losses[0], "last": losses[-1], "lowest": min(losses)} if losses else None,
+        "skipped": sum(bool(row.get("skipped")) for row in steps), "environment": run.environment,
+        "predicted": {
+            "seconds": predicted.seconds or None, "parts": dict(predicted.parts),
+            "speed": speed * seconds / predicted.seconds if speed and seconds and predicted.seconds else None,
+        },
+        "split": {
+            "steps": found.steps, "mean": found.mean,
+            "ranks": [{"rank": r.rank, "seconds": r.seconds, "late": r.late, "parts": r.parts} for r in found.ranks],
+        },
+        "memory": _fullest(run, predicted),
+    }  # fmt: skip
+
+
+def _fullest(run: RunFiles, predicted: Prediction) -> Figures | None:
+    """Bytes that the fullest rank needed: on a device at the fullest moment, on processors between two steps, where more is not known."""
+    found = fullest(run.memories, "end") or fullest(run.memories, "first")
+    if found is None:
+        return None
+    rank, use = found
+    between = {name: n for name, n in by_part(predicted.memory).items() if name in use.by_category()} if predicted.memory else {}
+    billed = sum(between.values()) or None
+    return {"rank": rank, "bytes": sum(use.by_category().values()), "predicted": billed, "what": "fullest moment" if use.total else "between steps"}
+
+
+def _head(run: Figures) -> list[Figures]:
+    """Three figures, each with its prediction: a step, the speed, and memory."""
+    memory = run["memory"] or {"bytes": None, "predicted": None, "what": "not recorded"}
+    return [
+        {"name": "median step", "unit": "s", "measured": run["seconds"], "predicted": run["predicted"]["seconds"]},
+        {"name": "speed", "unit": run["unit"], "measured": run["speed"], "predicted": run["predicted"]["speed"]},
+        {"name": f"memory of a rank, {memory['what']}", "unit": "bytes", "measured": memory["bytes"], "predicted": memory["predicted"]},
+    ]
+
+
+def _facts(run: RunFiles, predicted: Prediction) -> RunFacts:
+    """What advice needs to know of a run: the options of its command that a pasted one repeats."""
+    words, kept, numbers = list(run.command), list[str](), {"--workers": 0, "--save-every": 0}
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        value = value or (words[i + 1] if i + 1 < len(words) else "")
+        if name in numbers and value.isdecimal():
+            numbers[name] = int(value)
+        if name in ("--batch", "--steps", "--device") or name.startswith("--job."):
+            kept.append(f"{name}={value}")
+    return RunFacts(
+        run.plan, run.job, " ".join(kept), predicted.parts, numbers["--workers"], numbers["--save-every"], predicted.better, predicted.gain,
+    )  # fmt: skip
+
+
+def _curve(run: RunFiles, name: str) -> Figures:
+    """One number of each step, thinned: [steps], [values]. None for one that is not finite."""
+    points = [(row["step"], row[name]) for row in run.trained if name in row and (row[name] is None or isinstance(row[name], NUMBER))]
+    points = thinned(points)
+    return {"run": run.name, "steps": [step for step, _ in points], "values": [value for _, value in points]}
+
+
+Point = tuple[int, float | None]
+
+
+def thinned(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
+    """The lowest and the highest point of each column, and the first and the last one. Those without a value are kept, one in a column.
+
+    >>> thinned([(1, 2.0), (2, 5.0), (3, 1.0), (4, 3.0)], 1)
+    [(1, 2.0), (2, 5.0), (3, 1.0), (4, 3.0)]
+    """
+    if len(points) <= 2 * columns:
+        return list(points)
+    keep = {0, len(points) - 1}
+    for k in range(columns):
+        part = range(len(points) * k // columns, len(points) * (k + 1) // columns)
+        finite = [(value, i) for i in part if (value := points[i][1]) is not None]
+        keep |= {min(finite)[1], max(finite)[1]} if finite else set()
+        keep |= {next(i for i in part if points[i][1] is None)} if len(finite) < len(part) else set()
+    return [points[i] for i in sorted(keep)]
+
+
+def _some(many: Sequence[StepMark], most: int = 400) -> list[StepMark]:
+    """At most so many of them, evenly."""
+    return list(many) if len(many) <= most else [many[i * (len(many) - 1) // (most - 1)] for i in range(most)]
+
+
+def _evaluations(runs: Sequence[RunFiles]) -> list[Figures]:
+    """Each metric of each run as a curve."""
+    found = list[Figures]()
+    for run in runs:
+        rows = [row for row in run.rows if "evaluation" in row]
+        for name in dict.fromkeys(key for row in rows for key in row["evaluation"]):
+            points = thinned([(r["step"], v) for r in rows if isinstance(v := r["evaluation"].get(name), NUMBER) and math.isfinite(v)])
+            found.append({"run": run.name, "metric": name, "steps": [s for s, _ in points], "values": [v for _, v in points]})
+    return found
+
+
+def kind_of(name: str) -> str:
+    """How a box of a timeline is drawn."""
+    sort = Span(name, 0.0, 0.0).sort
+    return KINDS.get(sort, sort)
+
+
+def _timeline(run: RunFiles, step: int | None, predicted: Prediction, notes: list[str]) -> Figures | None:
+    """A typical step: for each rank boxes [kind, start, seconds, name], microseconds."""
+    if not run.steps and step is None:
+        return None
+    try:
+        found = timeline(run, step)
+    except PlaitError as error:
+        if step is not None:
+            raise
+        notes.append(f"The timeline cannot be shown: {error.problems[0].what}.")
+        return None
+    if found.note:
+        notes.append(found.note)
+    ranks = len(found.measured.rows)
+    drawn = sorted({round(i * (ranks - 1) / max(1, min(RANKS, ranks) - 1)) for i in range(min(RANKS, ranks))})
+    if len(drawn) < ranks:
+        notes.append(f"Of {ranks} ranks, the timeline shows {', '.join(map(str, drawn))}.")
+    return {
+        "step": found.step, "steps": found.steps, "bubble": {name: block.bubble for name, block in found.blocks.items()},
+        "seconds": {"predicted": predicted.seconds} | {name: block.makespan for name, block in found.blocks.items()},
+        "blocks": {name: _rows(block, drawn) for name, block in found.blocks.items()} | _planned(predicted, found.predicted is None, drawn),
+    }  # fmt: skip
+
+
+def _planned(predicted: Prediction, alone: bool, drawn: Sequence[int]) -> dict[str, list[Figures]]:
+    """A step as the planner predicts it, for a plan whose table is not played: parts one after the other, the same on every rank."""
+    if not alone or not predicted.seconds:
+        return {}
+    take = predicted.parts.get
+    compute, recompute, tensor = take("compute", 0.0), take("recompute", 0.0), take("tensor", 0.0)
+    parts = [
+        ("data", take("data", 0.0), "data"), ("forward", compute / 3, "forward"), ("communication", tensor / 3, "messages inside layers"),
+        ("backward", compute * 2 / 3 + recompute, "backward"), ("communication", tensor * 2 / 3, "messages inside layers"),
+        ("communication", take("gradients", 0.0), "gradients"), ("optimizer", take("optimizer", 0.0), "optimizer"),
+    ]  # fmt: skip
+    at, boxes = 0.0, list[list[Any]]()
+    for kind, seconds, name in parts:
+        if seconds > 0:
+            boxes.append([kind, round(at * 1e6, 1), round(seconds * 1e6, 1), name])
+            at += seconds
+    return {"predicted": [{"rank": rank, "label": f"rank {rank}", "boxes": boxes} for rank in drawn]}
+
+
+def _rows(block: StepBox, drawn: Sequence[int]) -> list[Figures]:
+    rows = [row for row in block.rows if row.rank in drawn]
+    most = BOXES // max(1, len(rows))
+    return [
+        {
+            "rank": row.rank, "label": row.label,
+            "boxes": [[kind_of(b.name), round(b.start * 1e6, 1), round((b.end - b.start) * 1e6, 1), b.name] for b in _longest(row.boxes, most)],
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def _longest(boxes: Sequence[Any], most: int) -> Iterable[Any]:
+    """At most so many boxes of a row, the longest ones."""
+    if len(boxes) <= most:
+        return boxes
+    least = sorted((b.end - b.start for b in boxes), reverse=True)[most - 1]
+    return [b for b in boxes if b.end - b.start >= least][:most]
+
+
+def _memory(run: RunFiles, predicted: Prediction) -> Figures:
+    """Bytes by category of each rank, and of the plan's bill."""
+    ranks = []
+    for rank, row in run.memories.items():
+        use = MemoryUse.of(row.get("end") or row.get("first") or {"device": ""})
+        parts = use.by_category() | {f"{name}, on the host": n for name, n in use.host.items() if n}
+        parts |= {"kept free by the allocator": use.fragmented} if use.total and use.fragmented else {}
+        parts |= {"context and others": use.beside} if use.beside else {}
+        ranks.append({"rank": rank, "parts": parts, "resident": use.resident_peak, "device": use.total})
+    return {"ranks": ranks, "predicted": by_part(predicted.memory) if predicted.memory else {}, "bill": dict(predicted.memory)}
+
+
+def _scaling(runs: Sequence[Figures]) -> list[Figures]:
+    """Speed by number of devices: the fastest run of each, the ideal from the fewest devices, the prediction, and what takes the rest."""
+    best = dict[int, Figures]()
+    for run in runs:
+        if run["speed"] and (run["devices"] not in best or run["speed"] > best[run["devices"]]["speed"]):
+            best[run["devices"]] = run
+    if len(best) < 2:
+        return []
+    least = min(best)
+    found = list[Figures]()
+    for devices, run in sorted(best.items()):
+        ideal, total = best[least]["speed"] * devices / least, sum(run["split"]["mean"].values())
+        rest = {n: s / total for n, s in run["split"]["mean"].items() if n != "computing"} if total else {}
+        found.append({
+            "devices": devices, "run": run["name"], "plan": run["plan"], "speed": run["speed"], "unit": run["unit"], "ideal": ideal,
+            "predicted": run["predicted"]["speed"], "efficiency": run["speed"] / ideal, "rest": rest,
+        })  # fmt: skip
+    return found
