@@ -113,7 +113,7 @@ class Answer:
             "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
             "took_seconds": round(self.seconds, 1), "one_device": self.one.to_dict(batch) if self.one else None,
-            "unmeasured": self.asked.sketch.unmeasured, "learned": self.asked.learned.to_dict(),
+            "unmeasured": self.asked.sketch.unmeasured, "sketch_age_seconds": self.asked.age, "learned": self.asked.learned.to_dict(),
         }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def text(found: Answer) -> str:
         source = "nothing is known of its speed: run `plait bench`"
     counts = found.found.counts
     lines = [
-        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}",
+        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}{_kept(asked.age)}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} pruned · {counts.get('impossible', 0)} invalid · {duration(found.seconds)}",
@@ -270,6 +270,13 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
     peak = found.asked.pace.peak(row.candidate.plan.precision)
     return (plan, "✓", memory, duration(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.candidate.warnings), row.why)  # fmt: skip
+
+
+def _kept(age: float | None) -> str:
+    if age is None:
+        return ""
+    ago = f"{age / 3600:.0f} h" if age > 7200 else f"{age / 60:.0f} min" if age > 120 else f"{age:.0f} s"
+    return f" · sketch of {ago} ago (--fresh makes a new one)"
 
 
 def duration(seconds: float) -> str:

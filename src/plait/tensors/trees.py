@@ -188,7 +188,8 @@ class Slot:
 class Template:
     """A call's output: its tree, and a `Slot` or the constant itself for every leaf."""
 
-    spec: TreeSpec | None
+    spec: Any
+    """A `TreeSpec`; None if it is not known."""
     leaves: tuple[Any, ...]
     varies: bool = False
     """Something in it that is no tensor depends on the number of samples."""

@@ -23,6 +23,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch_rows import Pair
+from plait.launch.kept import unnoted
 from plait.model.make import BuiltModel
 from plait.model.meter import OUTPUT
 from plait.model.sketch import PROBES, Sketch
@@ -165,7 +166,9 @@ def slices_of(
 
 def room_to_follow(plan: Plan) -> float:
     """Bytes of this machine's memory that a rank may take to find slices: half of what is free, shared with the others."""
-    return max(FOLLOWED, psutil.virtual_memory().available / 2 / plan.world)
+    with unnoted():  # a search that ends for lack of memory is not kept
+        free = psutil.virtual_memory().available
+    return max(FOLLOWED, free / 2 / plan.world)
 
 
 def _owed(found: Slices, sketch: Sketch, model: nn.Module, plan: Plan, crossing: Set[str]) -> Iterator[str]:
