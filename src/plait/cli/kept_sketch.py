@@ -5,6 +5,7 @@ them. So whatever needs more than was kept works, and takes the time of a first 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from operator import attrgetter
@@ -126,7 +127,7 @@ def _written(value: object) -> str:
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def _read(kind: type, value: Any) -> Any:
+def _read(kind: type, value: object) -> object:
     found = getattr(torch, value, None) if kind is torch.dtype and isinstance(value, str) else value
     if not isinstance(found, kind):
         raise ValueError(f"{value} is no {kind.__name__}")
@@ -140,19 +141,15 @@ def request(options: PlanOptions, machine: Machine, *, split: bool, tp: bool, sa
         return PlanRequest.of(_made(loaded, options), options.job, machine, split=split, tp=tp, say=say)
     key = kept.key_of("sketch", options.job, sorted(options.arguments.items()), split, tp, torch.__version__, cuda_names())
     if not options.fresh and (found := kept.load(key)) is not None:
-        try:
+        with suppress(DecodeError, ValueError):  # of another version that has the same files
             return _restored(Findings.unpacked(found.content), found.age, loaded, options, machine)
-        except (DecodeError, ValueError):  # of another version that has the same files
-            pass
     with kept.FileWatch() as watch:
         asked = PlanRequest.of(_made(loaded, options), options.job, machine, split=split, tp=tp, say=say)
         findings = None if watch.reason else Findings.of(replace(asked, job=loaded()))
     states = {} if findings is None else watch.states()
     if findings is not None and not watch.reason:
-        try:
+        with suppress(TypeError):  # a number format that is no value, for example
             kept.save(key, findings.packed(), watch, states)
-        except TypeError:  # a unit that returns an object of its own class, for example
-            pass
     return asked
 
 

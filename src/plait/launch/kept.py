@@ -66,7 +66,7 @@ class FileWatch:
         os.stat, os.access = self._asks
 
     def _noting(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def asked(path: object, *args: object, **kwargs: object) -> object:
             self._add(path)
             return ask(path, *args, **kwargs)
 

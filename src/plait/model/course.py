@@ -35,7 +35,7 @@ class Course:
         self.alive.clear()
         return value
 
-    def _of(self, item: Any, names: Mapping[int, str]) -> object:
+    def _of(self, item: object, names: Mapping[int, str]) -> object:
         if isinstance(item, Tensor):
             if item.layout is not torch.strided or item.is_nested:
                 self.alive.append(item)

@@ -188,7 +188,7 @@ class Slot:
 class Template:
     """A call's output: its tree, and a `Slot` or the constant itself for every leaf."""
 
-    spec: Any
+    spec: object
     """A `TreeSpec`; None if it is not known."""
     leaves: tuple[Any, ...]
     varies: bool = False
@@ -196,7 +196,7 @@ class Template:
 
     def fill(self, tensors: Iterator[Tensor]) -> Any:
         """The tree with these tensors in its slots."""
-        if self.spec is None:
+        if not isinstance(self.spec, TreeSpec):
             raise ValueError("what this call returns is not known")
         return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in self.leaves], self.spec)
 

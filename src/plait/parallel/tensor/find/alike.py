@@ -9,7 +9,6 @@ the model is followed with all of its layers.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -47,7 +46,7 @@ def _form(module: nn.Module) -> tuple[object, ...]:
     return tuple(rows)
 
 
-def _value(value: Any) -> object:
+def _value(value: object) -> object:
     """What two attributes have in common that hold the same: of what is no plain value, that they are one object."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_value, value))
