@@ -16,6 +16,7 @@ from msgspec import DecodeError, Struct, msgpack
 
 from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError
+from plait.config.hugging_face import PREFIX
 from plait.config.job import EMA, Evaluate, Job, TokenBudget, load_job
 from plait.config.library import uncollected
 from plait.config.machine import Machine
@@ -137,7 +138,7 @@ def _read(kind: type, value: object) -> object:
 def request(options: PlanOptions, machine: Machine, *, split: bool, tp: bool, say: Callable[[str], None]) -> PlanRequest:
     """The request of a job on a machine: with the kept sketch, or a new one, which is kept."""
     loaded = cache(lambda: load_job(options.job, options.arguments))
-    if options.tries:  # the job runs
+    if options.tries or options.job.startswith(PREFIX):  # the job runs; loading it says what was taken of a config
         return PlanRequest.of(_made(loaded, options), options.job, machine, split=split, tp=tp, say=say)
     key = kept.key_of("sketch", options.job, sorted(options.arguments.items()), split, tp, torch.__version__, cuda_names())
     if not options.fresh and (found := kept.load(key)) is not None:
