@@ -217,8 +217,9 @@ def text(found: Answer) -> str:
     if asked.guessed:
         source = "nothing is known of its speed: run `plait bench`"
     counts = found.found.counts
+    kept = "" if asked.age is None else f" · sketch of {duration(asked.age)} ago (--fresh makes a new one)"
     lines = [
-        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}{_kept(asked.age)}",
+        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}{kept}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} pruned · {counts.get('impossible', 0)} invalid · {duration(found.seconds)}",
@@ -270,13 +271,6 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
     peak = found.asked.pace.peak(row.candidate.plan.precision)
     return (plan, "✓", memory, duration(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.candidate.warnings), row.why)  # fmt: skip
-
-
-def _kept(age: float | None) -> str:
-    if age is None:
-        return ""
-    ago = f"{age / 3600:.0f} h" if age > 7200 else f"{age / 60:.0f} min" if age > 120 else f"{age:.0f} s"
-    return f" · sketch of {ago} ago (--fresh makes a new one)"
 
 
 def duration(seconds: float) -> str:

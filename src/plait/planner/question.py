@@ -52,7 +52,6 @@ class JobLimits:
     sketch: Sketch
     cuts: Cuts
     kind: optimizer_check.OptimizerKind | None = None
-    """Of its optimizer, if that is known."""
     tried: dict[str, optimizer_check.OptimizerMismatch | None] = field(default_factory=dict)
     """By axis, what trials of the optimizer showed."""
 
