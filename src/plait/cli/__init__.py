@@ -12,6 +12,7 @@ other_plans       plans for fewer ranks, found while training goes on
 request           what plait train was asked for
 console           what a person sees while a run goes on
 plan              plait plan
+kept_sketch       plait plan: the sketch of an earlier one
 learning          what plait plan learns from earlier runs
 tensor_table      plait plan --show tensor
 parameter_table   plait plan --show parameters

@@ -10,13 +10,13 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
+from plait.cli import kept_sketch
 from plait.cli.learning import learned
 from plait.config.command_options import PlanOptions, SplitOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
-from plait.config.library import uncollected
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.data.loaders import with_batch
@@ -59,20 +59,18 @@ def run(options: PlanOptions) -> int:
         from plait.launch import fork
 
         fork.stay_forkable()
-    with uncollected():  # a job imports what its model needs
-        job = with_batch(load_job(options.job, options.arguments), options.batch)
     say = ProgressLine() if sys.stderr.isatty() and not options.json else lambda text: None
     try:
-        return explained(options, job, machine, say)
+        return explained(options, machine, say)
     finally:
         say("")
 
 
-def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[str], None]) -> int:
-    """Print the answer to what the options ask of a job. `say` gets what is done, and no text before the answer."""
+def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]) -> int:
+    """Print the answer to what the options ask of their job. `say` gets what is done, and no text before the answer."""
     pins, memory, split = pinned(options), size(options.memory), machine.devices > 1
     tp = pins.get("tp") != 1
-    asked = PlanRequest.of(job, options.job, machine, split=split or bool(options.scale), tp=tp, say=say)
+    asked = kept_sketch.request(options, machine, split=split or bool(options.scale), tp=tp, say=say)
     asked = learned(asked, options)
     gc.freeze()  # no collection walks through the sketch while plans are compared
 

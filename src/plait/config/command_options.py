@@ -294,6 +294,7 @@ class PlanOptions(MeasuredJobOptions):
     learn: str | None = option(
         None, "run directories of this machine whose measured steps correct the predictions; none: no correction (runs)", metavar="DIR"
     )
+    fresh: bool = option(False, "sketch the job again, although an earlier plan's sketch is kept and the files it read are the same", python=False)
     top: int = option(5, "how many of the best plans to show (5)", metavar="N")
     all: bool = option(False, "show the best plan of every mesh, and what does not fit")
     out: Path | None = option(None, "write the choice there, as a plan file", metavar="FILE", python=False)

@@ -27,5 +27,6 @@ child             the life of a process that is forked
 fresh             a fresh process that starts ranks where this one cannot be forked
 companion         a process that a rank starts, which neither delays nor ends it
 devices           which accelerators there are, without a CUDA call
+kept              what the user's code showed, on disk for the next command
 detect            this machine as a `Machine`
 """

@@ -10,6 +10,7 @@ deferred_init     initial weights drawn whole and kept in parts
 units             the grain: which submodules are not split further
 trace             one watched run: what draws, normalises, changes buffers
 meter             what a run costs: flops, bytes kept, what depends on what
+course            what a call computes, as one number
 operations        matrix products, element-wise work and flops of a call
 mutations         what a forward pass writes into the model
 sketch            all that is known of a model

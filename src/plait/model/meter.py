@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.model.course import Course
 from plait.model.operations import Effort
 from plait.tensors.torch_private import OpOverload, is_view, leaves, storage_key, tree_map, version
 from plait.tensors.trees import TensorForm, carried, flat, learn, nodes_behind, taken, tensors, tensors_in
@@ -61,6 +62,8 @@ class MeteredCall:
     aside: set[int] = field(default_factory=set)
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
     """The structure of its output: `taken` of `tensors/trees.py`."""
+    course: int = 0
+    """What it computes (`model/course.py`)."""
 
 
 @dataclass
@@ -106,6 +109,7 @@ class Meter:
         self.looking = False
         """The meter itself asks tensors for their sizes: not the model's code."""
         self.running: nn.Module | None = None
+        self.course = Course("")
         self.depth = 0
         self.versions: list[tuple[Tensor, int]] = []
         self.arguments: Arguments = (), {}
@@ -139,7 +143,7 @@ class Meter:
             needs = self.sources(tensors)
             self.metered.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
             self._given(tensors)
-            self.running, self.depth = module, 0
+            self.running, self.depth, self.course = module, 0, Course(unit, tensors)
             self.versions, self.arguments = [(t, version(t)) for t in tensors], given
 
     def _given(self, tensors: list[Tensor]) -> None:
@@ -190,7 +194,7 @@ class Meter:
         if hidden:
             call.leaks.add(BETWEEN)
             call.aside.add(BETWEEN)
-        call.returned = taken(output)
+        call.returned, call.course = taken(output), self.course.end(returned)
         call.grad_fns = tuple(None if is_view(t) else t.grad_fn for t in returned if t.requires_grad)
         same = {id(t) for t, _ in self.versions}
         if {id(t) for t in tensors_in(self.arguments)} & {id(t) for t in returned if id(t) not in same}:
@@ -343,6 +347,8 @@ class Meter:
             homes = self.parameters.get(id(tensor))
             if homes is not None:
                 self._used(homes)
+        if self.running is not None:
+            self.course.add(func, args, kwargs, result, self.constants)
         record = self.metered if self.running is None else self.metered.calls[-1]
         record.flops += record.effort.add(func, args, kwargs, result, self.constants)
 

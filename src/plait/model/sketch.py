@@ -120,6 +120,8 @@ class Sketch:
     calls: tuple[UnitCall, ...] = ()
     needs: tuple[int, ...] = ()
     """Calls whose outputs the model's output depends on."""
+    alike: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
+    """Rows of units each of which computes the same as the one before it, of what that returned."""
     rest: tuple[str, ...] = ()
     """Parameters that belong to no unit: the model's own, used by the code between units."""
     flops_between: Figure = ZERO
@@ -313,9 +315,12 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTr
     alike = units.same_calls(small, large)
     others = large.calls if alike else [None] * len(small.calls)
     inside = {name for unit in listed for name in unit.parameters}
+    calls = tuple(_call(a, b) for a, b in zip(small.calls, others))
+    courses = [(a.course, b.course) if b else () for a, b in zip(small.calls, others)]
     return {
         "units": tuple(listed),
-        "calls": tuple(_call(a, b) for a, b in zip(small.calls, others)),
+        "calls": calls,
+        "alike": units.alike(calls, courses, set(called) - open_) if alike else (),
         "needs": small.needs,
         "differentiates": any(run.differentiates for run in everything),
         "rest": tuple(name for name in names.values() if name not in inside),

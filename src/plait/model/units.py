@@ -11,11 +11,13 @@ units, and a parameter that only such code uses belongs to the rest.
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
 from torch import nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import Metered, homes
+from plait.model.operations import OperationCounts, UnitCall
 from plait.tensors.opaque_code import is_scripted
 from plait.tensors.torch_private import storage_key
 
@@ -23,6 +25,8 @@ SMALL = 8
 """A module of more than 1/8 of the weights is opened if it can be."""
 NEAR = 1.5
 """Sizes of sister blocks differ by less: one of them may hold a table of positions for all."""
+ROW = 4
+"""Units in a row of alike ones, of which the others are worth looking for."""
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 KNOWN_SHOWN = 12
 
@@ -176,3 +180,23 @@ def in_order(runs: Iterable[list[str]]) -> list[str]:
 def same_calls(small: Metered, large: Metered) -> bool:
     """Whether both runs called the same units in the same order, each on the outputs of the same calls."""
     return [(c.unit, c.needs) for c in small.calls] == [(c.unit, c.needs) for c in large.calls]
+
+
+def alike(calls: Sequence[UnitCall], courses: Sequence[tuple[int, ...]], closed: Set[str]) -> tuple[tuple[str, ...], ...]:
+    """Units of which each computes the same as the one before it, on what that returned: their names, in rows of at least `ROW`. `courses`: what
+    each call computes in each run; `closed`: units of which nothing else has a parameter."""
+    times = Counter(call.unit for call in calls)
+    rows: list[list[str]] = [[]]
+    for i, call in enumerate(calls):
+        alone = times[call.unit] == 1 and call.unit in closed and i - 1 in call.needs
+        plain = alone and not (call.leaks or call.aside or call.writes or call.back is not None)
+        same = plain and rows[-1] and courses[i] == courses[i - 1] and _costs(call, i) == _costs(calls[i - 1], i - 1)
+        if not same:
+            rows.append([])
+        if plain:
+            rows[-1].append(call.unit)
+    return tuple(tuple(row) for row in rows if len(row) >= ROW)
+
+
+def _costs(call: UnitCall, i: int) -> UnitCall:
+    return replace(call, unit="", needs=tuple(n for n in call.needs if n != i - 1), work=OperationCounts())

@@ -113,7 +113,7 @@ class Answer:
             "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
             "took_seconds": round(self.seconds, 1), "one_device": self.one.to_dict(batch) if self.one else None,
-            "unmeasured": self.asked.sketch.unmeasured, "learned": self.asked.learned.to_dict(),
+            "unmeasured": self.asked.sketch.unmeasured, "sketch_age_seconds": self.asked.age, "learned": self.asked.learned.to_dict(),
         }  # fmt: skip
 
 
@@ -217,8 +217,9 @@ def text(found: Answer) -> str:
     if asked.guessed:
         source = "nothing is known of its speed: run `plait bench`"
     counts = found.found.counts
+    kept = "" if asked.age is None else f" · sketch of {duration(asked.age)} ago (--fresh makes a new one)"
     lines = [
-        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}",
+        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}{kept}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} pruned · {counts.get('impossible', 0)} invalid · {duration(found.seconds)}",

@@ -1,7 +1,7 @@
 """From a job and a machine to what the search needs: the workload of the model, its numbers, and what may be split."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import ceil, gcd, inf, prod
 from typing import Any
@@ -51,29 +51,31 @@ class JobLimits:
     job: Job
     sketch: Sketch
     cuts: Cuts
+    kind: optimizer_check.OptimizerKind | None = None
+    tried: dict[str, optimizer_check.OptimizerMismatch | None] = field(default_factory=dict)
+    """By axis, what trials of the optimizer showed."""
 
     def unlike(self, plan: Plan) -> Problem | None:
         """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
-        kind = self._optimizer
+        kind = self.optimizer
         if refused := optimizer_check.without_eval_mode(kind, plan) or optimizer_check.without_whole_weights(kind, plan):
             return refused
         for axis in optimizer_check.axes_of(plan):
-            key = axis, plan.ep > 1
-            if key not in self._tried:
-                lots = optimizer_check.lots_of(sharding(self.job, self.sketch, self.cuts, 2 if plan.ep > 1 else 1), axis)
-                self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots, kind)
-            found = self._tried[key]
+            found = self.mismatch(axis, plan.ep > 1)
             if found and not (found.whole_helps and optimizer_check.can_be_whole(plan, axis)):
                 return optimizer_check.problem(found, axis, plan)
         return None
 
-    @cached_property
-    def _optimizer(self) -> optimizer_check.OptimizerKind:
-        return optimizer_check.kind_of(self.job, self.sketch)
+    def mismatch(self, axis: str, ep: bool) -> optimizer_check.OptimizerMismatch | None:
+        """What the optimizer does otherwise with what ranks have along an axis; `ep`: experts are shared out too."""
+        if (key := f"{axis} ep" if ep else axis) not in self.tried:
+            lots = optimizer_check.lots_of(sharding(self.job, self.sketch, self.cuts, 2 if ep else 1), axis)
+            self.tried[key] = optimizer_check.tried(self.job, self.sketch, lots, self.optimizer)
+        return self.tried[key]
 
     @cached_property
-    def _tried(self) -> dict[tuple[str, bool], optimizer_check.OptimizerMismatch | None]:
-        return {}
+    def optimizer(self) -> optimizer_check.OptimizerKind:
+        return self.kind or optimizer_check.kind_of(self.job, self.sketch)
 
     @cached_property
     def uneven(self) -> Callable[[int], str]:
@@ -116,6 +118,8 @@ class PlanRequest:
     """Gets what is begun, in words."""
     learned: Learned = NOTHING
     """What runs on the machine say of predictions."""
+    age: float | None = None
+    """Seconds since the job was sketched, if an earlier plan did."""
 
     @staticmethod
     def of(

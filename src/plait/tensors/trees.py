@@ -188,14 +188,15 @@ class Slot:
 class Template:
     """A call's output: its tree, and a `Slot` or the constant itself for every leaf."""
 
-    spec: TreeSpec | None
+    spec: object
+    """A `TreeSpec`; None if it is not known."""
     leaves: tuple[Any, ...]
     varies: bool = False
     """Something in it that is no tensor depends on the number of samples."""
 
     def fill(self, tensors: Iterator[Tensor]) -> Any:
         """The tree with these tensors in its slots."""
-        if self.spec is None:
+        if not isinstance(self.spec, TreeSpec):
             raise ValueError("what this call returns is not known")
         return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in self.leaves], self.spec)
 

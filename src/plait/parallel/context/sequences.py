@@ -24,7 +24,7 @@ from plait.tensors.rows import Rows, dense
 from plait.tensors.shaped import lengthened
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.sharded_views import Elsewhere
-from plait.tensors.torch_private import checkpoint_frame, named_leaves, tree_map_only, tree_unflatten, version
+from plait.tensors.torch_private import TreeSpec, checkpoint_frame, named_leaves, tree_map_only, tree_unflatten, version
 from plait.tensors.trees import Slot
 
 SAMPLES = 3
@@ -143,7 +143,7 @@ def as_held(sketch: Sketch, sizes: Sequence[int]) -> Sketch:
 
 def _held(call: UnitCall, made: UnitPlan, sizes: Sequence[int]) -> UnitCall:
     form = call.template
-    if not made.stretched or form.spec is None:
+    if not made.stretched or not isinstance(form.spec, TreeSpec):
         return call
     paths = [path for path, _ in named_leaves(tree_unflatten([object() for _ in form.leaves], form.spec))[0]]
     slots = []

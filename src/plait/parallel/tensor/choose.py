@@ -23,6 +23,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch_rows import Pair
+from plait.launch.kept import unnoted
 from plait.model.make import BuiltModel
 from plait.model.meter import OUTPUT
 from plait.model.sketch import PROBES, Sketch
@@ -30,6 +31,7 @@ from plait.model.slices import ColumnRowPair, RegionBorder, Slices
 from plait.model.trace import Call, trace_run
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor.find import alike
 from plait.parallel.tensor.find.finder import FOLLOWED, find
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.parallel.tensor.vocabulary import heads
@@ -143,8 +145,14 @@ def slices_of(
 ) -> Slices:
     """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage; `most`: bytes that
     looking for them may take (P034)."""
-    calls_of_units = tuple((c.unit, c.given) for c in sketch.calls)
-    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=calls_of_units, most=most)
+    rows, units = alike.rows_of(model, sketch.alike), _rowwise(sketch, plan)
+
+    def followed(left_out: Set[str] = frozenset()) -> Slices:
+        given = tuple((c.unit, c.given) for c in sketch.calls if c.unit not in left_out)
+        return find(model, inputs, call, plan.tp, job.tensor, units, given=given, most=most)
+
+    out = {name for row in rows for name in row[2:-1]}
+    found = (None if units else alike.found_of(model, rows, lambda: followed(out))) or followed()
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     routed = _routed(sketch, model, inputs, call)
@@ -165,7 +173,9 @@ def slices_of(
 
 def room_to_follow(plan: Plan) -> float:
     """Bytes of this machine's memory that a rank may take to find slices: half of what is free, shared with the others."""
-    return max(FOLLOWED, psutil.virtual_memory().available / 2 / plan.world)
+    with unnoted():  # a search that ends for lack of memory is not kept
+        free = psutil.virtual_memory().available
+    return max(FOLLOWED, free / 2 / plan.world)
 
 
 def _owed(found: Slices, sketch: Sketch, model: nn.Module, plan: Plan, crossing: Set[str]) -> Iterator[str]:

@@ -118,7 +118,8 @@ def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
     return ""
 
 
-_COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
+COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
+"""Names of attributes that count layers."""
 
 
 def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> tuple[object, ...]:
@@ -127,7 +128,7 @@ def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> tup
     modules = []
     for name, module in first.module.named_modules():
         plain = tuple(
-            (k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not _COUNTS.search(k)
+            (k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not COUNTS.search(k)
         )
         shapes = tuple((k, tuple(p.shape), p.requires_grad) for k, p in module.named_parameters(recurse=False))
         modules.append((name, type(module), plain, shapes))

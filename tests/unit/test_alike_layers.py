@@ -1,0 +1,126 @@
+"""Layers that compute the same are looked at once; layers that only look alike are not taken for each other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.model.make import call
+from plait.model.sketch import sketch
+from plait.model.slices import Slices
+from plait.parallel.tensor import choose
+from plait.parallel.tensor.find import alike
+
+LAYERS, WIDTH = 8, 12
+
+
+class Layer(nn.Module):
+    """A block. `kind` says what it does otherwise, by its number."""
+
+    def __init__(self, number: int, kind: str):
+        super().__init__()
+        self.layer_idx, self.kind, self.heads = number, kind, 4
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = 0.5 if kind == "value" and number == 5 else 1.0
+        if kind == "wide" and number == 5:
+            self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-3) if self.kind == "window" and self.layer_idx % 3 == 2 else None
+        if self.kind == "swapped" and self.layer_idx == 5:
+            q, k = k, q
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        up = self.up(x)
+        if self.kind == "nonlinear" and self.layer_idx == 5:
+            up = up * up.mean(-1, keepdim=True)
+        return x + self.scale * self.down(F.gelu(up))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.embed, self.head = kind, nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64)
+        self.layers = nn.ModuleList(Layer(i, kind) for i in range(LAYERS))
+        if kind == "tied":
+            self.layers[5].up = self.layers[4].up
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x if self.kind != "skip" or i != 5 else x + kept)
+            kept = x if i == 2 else kept
+        if self.kind == "numbered":
+            x = self.layers[LAYERS - 3].norm(x)
+        if self.kind == "indexed":
+            x = x + sum(self.layers[i].scale for i in range(LAYERS))
+        return self.head(x)
+
+
+def rows(samples: int) -> Tensor:
+    return torch.arange(6).repeat(samples, 1)
+
+
+def row_of(kind: str) -> tuple[tuple[str, ...], ...]:
+    return sketch(Model(kind), rows, call).alike
+
+
+EVERY = tuple(f"layers.{i}" for i in range(LAYERS))
+
+
+def test_alike_layers_are_one_row() -> None:
+    assert row_of("plain") == row_of("indexed") == (EVERY,)
+
+
+@pytest.mark.parametrize("kind", ["window", "wide", "swapped", "nonlinear", "tied", "skip", "value", "numbered"])
+def test_a_layer_that_computes_something_else_is_in_no_row_with_others(kind: str) -> None:
+    assert EVERY not in row_of(kind)
+
+
+def found(kind: str, monkeypatch: pytest.MonkeyPatch, large: int) -> Slices:
+    monkeypatch.setattr(alike, "LARGE_MODEL", large)
+    torch.manual_seed(0)
+    model = Model(kind)
+    job = Job(model=lambda: model, loss=F.mse_loss, data=list, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=8, steps=1)
+    return choose.slices_of(sketch(model, rows, call), model, rows, call, job, Plan(tp=2, sequence_parallel=False))
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "wide", "swapped", "nonlinear", "tied", "skip", "value", "numbered", "indexed"])
+def test_slices_are_those_of_all_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, full = found(kind, monkeypatch, 0), found(kind, monkeypatch, 1 << 40)
+    assert short == full and len(full.groups) >= LAYERS
+
+
+def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("plain")
+    before = [name for name, _ in model.named_modules()]
+    followed: list[list[str]] = []
+
+    def find() -> Slices:
+        followed.append([name for name, _ in model.layers.named_children()])
+        raise ValueError("something else")
+
+    monkeypatch.setattr(alike, "LARGE_MODEL", 0)
+    assert alike.found_of(model, alike.rows_of(model, (EVERY,)), find) is None
+    assert followed == [["0", "1", "7"]] and [name for name, _ in model.named_modules()] == before
+    assert model(rows(2)).shape == (2, 6, 64)
+
+
+@pytest.mark.parametrize("change", [
+    lambda layer: setattr(layer, "heads", 2), lambda layer: setattr(layer, "forward", layer.forward), lambda layer: layer.eval(),
+    lambda layer: layer.register_forward_hook(lambda *_: None), lambda layer: layer.norm.weight.requires_grad_(False),
+    lambda layer: layer.register_buffer("table", torch.zeros(1)), lambda layer: setattr(layer, "sizes", [1]),
+])  # fmt: skip
+def test_layers_of_another_form_are_followed(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "LARGE_MODEL", 0)
+    model = Model("plain")
+    assert alike.rows_of(model, (EVERY,)) == (EVERY,)
+    change(model.layers[4])
+    assert alike.rows_of(model, (EVERY,)) == ()
