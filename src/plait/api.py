@@ -325,7 +325,7 @@ def _planned(options: PlanOptions, job: Job) -> dict[str, Any]:
     machine, tp = machine_of(options), pinned(options).get("tp") != 1
     job = dataclasses.replace(job, batch=job.batch if options.batch is None else options.batch)
     asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1, tp=tp)
-    found = answered(learned(asked, options), options)
+    found = answered(learned(asked, options, options.learn), options)
     best = None if found.best is None else str(found.best.candidate.plan)
     return {"text": text(found), "facts": found.to_dict(), "best": best}
 

@@ -53,6 +53,13 @@ def test_auto_trains_what_it_chose(on_two: None, tmp_path: Path, capfd: pytest.C
     assert len((tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()) >= 3
 
 
+def test_auto_learns_from_the_runs_before(on_two: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Which `plait plan` did, and `plait train --plan auto` did not."""
+    command = ["train", JOB, "--plan", "auto", "--nproc", "2", "--steps", "9", "--device", "cpu", "--batch", "2"]
+    assert main(command) == 0 and "corrected by" not in capfd.readouterr().err
+    assert main(command) == 0 and "predicted and corrected by 1 earlier run" in capfd.readouterr().err
+
+
 def test_auto_says_when_nothing_fits(on_two: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = replace(TWO, device=replace(TWO.device, memory=64))
     (tmp_path / "machine.toml").write_text(small.to_toml())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from plait.config.command_options import PlanOptions
+from plait.config.command_options import JobOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import load_job
 from plait.config.machine import Machine
@@ -24,10 +24,10 @@ VARIANTS = 3
 """Jobs of the same file with other arguments that are looked at, at most: each takes seconds."""
 
 
-def learned(asked: PlanRequest, options: PlanOptions) -> PlanRequest:
-    """The request with what runs of its job on this machine say of predictions. U002 for a folder of --learn that does not exist."""
-    folder, default = Path(options.learn or RUNS), options.learn is None
-    if options.learn == "none":
+def learned(asked: PlanRequest, options: JobOptions, given: str | None = None) -> PlanRequest:
+    """The request with what runs of its job on this machine say of predictions. `given`: the value of --learn, whose folder has to exist (U002)."""
+    folder, default = Path(given or RUNS), given is None
+    if given == "none":
         return asked
     if not default and not folder.is_dir():
         what, fix = f"--learn {folder} is no folder", ("--learn runs", "--learn none    predictions alone")
@@ -66,7 +66,7 @@ def _named(job: str, arguments: dict[str, str]) -> str:
     return f"{Path(path).resolve()}:{function or 'job'} {sorted(arguments.items())}"
 
 
-def _jobs(asked: PlanRequest, options: PlanOptions) -> Callable[[MeasuredRun], PlanRequest]:
+def _jobs(asked: PlanRequest, options: JobOptions) -> Callable[[MeasuredRun], PlanRequest]:
     """What each run's job needs of a machine: this job's, or that of the same file with other arguments. Unusable for others."""
     own = _named(options.job, {})
     known: dict[str, PlanRequest | None] = {_named(options.job, options.arguments): asked}

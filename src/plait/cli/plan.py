@@ -71,7 +71,7 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
     pins, memory, split = pinned(options), size(options.memory), machine.devices > 1
     tp = pins.get("tp") != 1
     asked = kept_sketch.request(options, machine, split=split or bool(options.scale), tp=tp, say=say)
-    asked = learned(asked, options)
+    asked = learned(asked, options, options.learn)
     gc.freeze()  # no collection walks through the sketch while plans are compared
 
     def again(arguments: dict[str, str]) -> PlanRequest:
@@ -245,7 +245,7 @@ def chosen(job: Job, options: SplitOptions) -> Plan:
 
     def search(place: Place) -> dict[str, Any]:
         place.beat(-1, "build")
-        return _best(PlanRequest.of(job, options.job, sized(machine, ranks), split=ranks > 1), ranks)
+        return _best(learned(PlanRequest.of(job, options.job, sized(machine, ranks), split=ranks > 1), options), ranks)
 
     best = search(Place()) if joining() else fork.run(search, 1)[0]
     print(f"plan      {best['plan']}, chosen of {best['of']}: {best['why']}", file=sys.stderr)
@@ -261,7 +261,9 @@ def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     best = found.best.candidate
     second = next((row for row in found.rows[1:] if row.fits), None)
     rest = f"; next best {second.candidate.plan}: {second.why}" if second else ""
-    why = f"{1000 * best.seconds:.3g} ms a step predicted{rest}"
+    runs = len(asked.learned.anchors)
+    by = f" and corrected by {runs} earlier run{'s' * (runs > 1)}" if runs else ""
+    why = f"{1000 * best.seconds:.3g} ms a step predicted{by}{rest}"
     return {"plan": str(best.plan), "of": found.found.counts.get("priced", 0), "why": why}
 
 
