@@ -13,7 +13,7 @@ from typing import Any
 from images import convolutional
 from shapes import Shape, known, transformer, usual
 from sites import machine_of
-from stacks import DEFAULT, Stack, stack_of
+from stacks import DEFAULT, Stack, stack_of, text_of
 
 from plait.config.plan import Plan
 from plait.planner.from_sketch import Workload
@@ -81,11 +81,12 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
         return Run(row, why="its layout was found by a search and is not printed")
     stack = stack_of(row, known)
     shape = shape_of(row)
-    old = stack.attention == "unfused" and row.get("precision") in ("fp16", "")
+    decoder = shape is not None and shape.causal and shape.predicted == 1
+    old = decoder and stack.attention == "unfused" and row.get("precision") in ("fp16", "")
     tokens = int(number(row, "seq_len") or (shape.length if shape and not old else 1024))
     if tokens == 512 and re.search(r"(PyTorch|Paddle\w*)/LanguageModeling/BERT", row.get("table_or_file", "")):
         tokens = BINNED
-    work = convolutional(row.get("model", ""), row.get("precision") == "fp32")
+    work = convolutional(row.get("model", ""), row.get("precision") == "fp32", text_of(row))
     if work is None and shape is not None:
         flash = stack.attention != "unfused" and not any(name in row["gpu"] for name in OLD)
         work = transformer(shape, tokens, flash=flash, fused=stack.fused_loss or row.get("compile") == "yes", name=row.get("model", ""))
@@ -114,7 +115,7 @@ def recipe(row: dict[str, str]) -> bool:
 
 def shape_of(row: dict[str, str]) -> Shape | None:
     """Printed sizes, else those of a model that is known by its name."""
-    public = known(row.get("model", ""))
+    public = known(row.get("model", ""), text_of(row))
     layers, hidden = int(number(row, "layers")), int(number(row, "hidden"))
     billions = number(row, "params_b")
     if not layers or not hidden:
