@@ -25,13 +25,13 @@ class Fitted:
     """Seconds that every matmul loses to starting and ending."""
     waves: float = 0.268
     """Waves of tiles that a matmul loses, since its last wave does not fill the device."""
-    fused: float = 0.4
-    """Part of the peak of an A100 that FlashAttention-2 reaches on what a causal mask leaves (arXiv 2307.08691), forward and backward."""
-    portable: float = 0.65
+    fused: float = 0.6
+    """Part of the peak of an A100 that FlashAttention-2 reaches on what a mask leaves of many keys (arXiv 2307.08691), forward and backward."""
+    portable: float = 0.55
     """How it falls behind on devices faster than that one, as a power of the ratio of their peaks."""
     earlier: float = 0.7
     """What the kernels before it reach of its pace: FlashAttention-1, Triton's of 2023."""
-    tuned: float = 0.38
+    tuned: float = 0.55
     """Part of the peak that kernels made for a newer device reach (FlashAttention-3, cuDNN, Transformer Engine)."""
     stream: float = 0.736
     """Part of the memory's bandwidth that pointwise operators reach."""

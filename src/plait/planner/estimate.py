@@ -240,7 +240,7 @@ def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
 def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
     """Seconds of the messages of dp, fsdp and cp about gradients and weights that computing does not hide. `hidden`: seconds of one micro-batch."""
     replicas = plan.along(plan.replica_axes)
-    if replicas * plan.shards == 1 or pace.work.frozen == 1:
+    if replicas * plan.shards == 1 or (pace.work.frozen == 1 and (plan.shards == 1 or plan.zero < 3)):
         return {"gradients": 0.0}
     machine, software, f = pace.machine, pace.software, plan.shards
     inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)

@@ -108,11 +108,14 @@ class Cores:
 
 REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
-
-
+MOST = 0.85
+"""Part of its peak that attention reaches on a slower device: 78 of 111 Tflop/s of an RTX A5000 with heads of 64 (gpu-mode/ring-attention, issue 10)."""
 FILLED = 1000
-"""Keys with which an attention kernel reaches half of its best rate (FlashAttention-2, arXiv 2307.08691: with a causal mask 1,024 tokens
-have about half of the rate of 16,384)."""
+"""Keys with which an attention kernel reaches half of its best rate under a causal mask (FlashAttention-2, arXiv 2307.08691), and a quarter of
+them without (Dao-AILab/flash-attention, pull request 2688: of 310 Tflop/s on an H100 204 with 512 keys, 252 with 1,024)."""
+HEAD = 32
+"""Width of a head at which its kernel reaches half of its best rate: softmax takes as long for narrow heads (FlashAttention-2 and 3: heads of
+64 reach 0.8 to 0.9 of the rate of 128)."""
 MERGED = 5
 """Elements moved to add a step of a ring to what is there, for each of attention's output: sums are in 32 bits."""
 WAVE = 128 * 256
@@ -144,6 +147,8 @@ class Software:
     """The generation of its kernels: FlashAttention-1 and Triton's of 2023, FlashAttention-2, or those made for each device."""
     overlapped: bool = True
     """Gradients are reduced while backward goes on."""
+    hidden: bool = False
+    """Rows travel to experts and back while those of another micro-batch compute."""
     once: bool = False
     """Under pp, weights that are sharded are gathered once a step, not once a micro-batch."""
     fuses: bool = False
@@ -230,7 +235,8 @@ class TimeModel:
         inputs = sum(t if p.weight else 2 * t for p, t in times)
         point = self.pointwise(block, plan, samples)
         launch = block.kernels * self.fitted.host * self.software.launches * (0.5 if plan.compile else 1.0)
-        sent = self.sums(block, plan, samples) + self.exchanged(block, plan, samples)
+        sent, exchanged = self.sums(block, plan, samples), self.exchanged(block, plan, samples)
+        sent += self.exposed(exchanged, sum(t for _, t in times)) if self.software.hidden else exchanged
         attention = sum(t for p, t in times if not p.weight)
         sent += self.rotated(block, plan, samples, attention) + self.gauged(block, plan)
         forward, back = sum(t for _, t in times) + point, inputs + point * self.fitted.back + weight
@@ -265,10 +271,7 @@ class TimeModel:
         peak = self.peak(precision)
         if product.fused:
             needed = flops / 2 if product.causal else flops
-            if plan.cp > 1 and plan.context == "ring":  # each step of the ring is a kernel of its own
-                keys = max(product.inner, product.columns)
-                needed *= (1 + plan.cp * FILLED / keys) / (1 + FILLED / keys)
-            return product.times * (needed / (peak * self.attention()) + 2 * fitted.ramp)
+            return product.times * (needed / (peak * self.attention(product, plan)) + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
         apart = fitted.apart * held if product.experts else 0.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
@@ -301,12 +304,18 @@ class TimeModel:
         """Whether pointwise operators are fused."""
         return plan.compile or self.software.fuses
 
-    def attention(self) -> float:
-        """The part of the peak that kernels of attention reach on what a mask leaves, by their generation."""
-        fitted, newer = self.fitted, min(1.0, REFERENCE / self.peak("bf16"))
-        if self.software.attention == "tuned":
-            return fitted.tuned if newer < 1 else fitted.fused
-        return fitted.fused * newer**fitted.portable * (fitted.earlier if self.software.attention == "earlier" else 1.0)
+    def attention(self, product: PlannedProduct, plan: Plan) -> float:
+        """The part of the peak that kernels of attention reach on what a mask leaves: by their generation, keys and width of a head."""
+        fitted, ratio = self.fitted, REFERENCE / self.peak("bf16")
+        if self.software.cores:
+            return fitted.fused
+        keys, head = max(product.inner, product.columns), min(product.inner, product.columns)
+        keys /= plan.cp if plan.context == "ring" else 1  # each step of the ring is a kernel of its own
+        filled = (1 + HEAD / 128) / (1 + HEAD / head) / (1 + FILLED / (1 if product.causal else 4) / keys)
+        if self.software.attention == "tuned" and ratio < 1:
+            return fitted.tuned * filled
+        best = min(MOST, fitted.fused * ratio**fitted.portable)
+        return filled * best * (fitted.earlier if self.software.attention == "earlier" else 1.0)
 
     def convolved(self, precision: str) -> float:
         """The part of a matmul's rate that convolutions reach."""
