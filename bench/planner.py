@@ -85,7 +85,7 @@ class Planner:
             *BYTES["wide" if wide else "four" if run.quantized else stack.held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
             action=0.0, even=run.layered, tiled=stack.tiled, once=stack.once, fuses=stack.fuses or compiled,
             launches=stack.launches * (0.5 if compiled else 1.0), channels_last=stack.channels_last,
-            hidden=stack.hidden, attention="portable" if stack.attention == "unfused" else stack.attention,
+            hidden=stack.hidden, adds=stack.adds, attention="portable" if stack.attention == "unfused" else stack.attention,
             casts=FOUR if "fp4" in run.row["precision"] else ROWS if "rowwise" in run.row["precision"] else 1.0,
         )  # fmt: skip
         work = adapted(run.work, run.plans[0][1] if run.quantized else 0.0) if run.lora else run.work

@@ -37,6 +37,8 @@ class Stack:
     """Messages of gradients and weights go on while the devices compute."""
     held: str = "fsdp2"
     """A key of `BYTES`."""
+    adds: bool = True
+    """An operator of its own adds the gradients of micro-batches up: not so with Megatron-LM's --gradient-accumulation-fusion."""
     tiled: bool = False
     """Messages of tp go tile by tile beside matmuls."""
     once: bool = True
@@ -60,26 +62,26 @@ class Stack:
 
 STACKS = (
     Stack("DeepSeek", r"DualPipe|2412\.19437", "arXiv 2412.19437 section 3: DualPipe hides the exchange, kernels of its own in 8 bits",
-          attention="tuned", portable=False, overlapped=True, held="nemo", fused_loss=True, fuses=True, hidden=True),
+          attention="tuned", portable=False, overlapped=True, adds=False, held="nemo", fused_loss=True, fuses=True, hidden=True),
     Stack("torchtitan", r"torchtitan|pytorch/ao|torchao", "docs of torchtitan: FSDP2 over dp x cp, SDPA, fsdp.md, composability.md",
           attention="portable", portable=True, overlapped=True, held="fsdp2", over_cp=True, allocator=True),
     Stack("Automodel", r"Automodel", "NeMo Automodel's performance page: FSDP2, Transformer Engine, DeepEP",
           attention="tuned", portable=False, overlapped=True, held="fsdp2"),
     Stack("Megatron-Core", r"Megatron-Core|Megatron-Bridge|NeMo(?!X)|golden values|TransformerEngine|Transformer Engine|\(TE\)",
           "NVIDIA's recipes: overlap of gradients, gathers and tp, Transformer Engine's attention",
-          attention="tuned", portable=False, overlapped=True, held="nemo", tiled=True, fused_loss=True, fuses=True),
+          attention="tuned", portable=False, overlapped=True, adds=False, held="nemo", tiled=True, fused_loss=True, fuses=True),
     Stack("Primus", r"Primus|ROCm|AMD", "Primus: Megatron-LM and torchtitan on Transformer Engine for ROCm, with AITER's attention",
-          attention="tuned", portable=False, overlapped=True, held="megatron", fuses=True),
-    Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, held="megatron",
+          attention="tuned", portable=False, overlapped=True, adds=False, held="megatron", fuses=True),
+    Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, adds=False, held="megatron",
           tiled=True, fused_loss=True, fuses=True),
     Stack("Llama 3", r"2407\.21783", "arXiv 2407.21783 section 3.3: FSDP shards, no reshard between forward and backward",
           attention="tuned", portable=False, overlapped=True, held="fsdp2", fused_loss=True, fuses=True, recompute="none"),
     Stack("Megatron-DeepSpeed", r"Megatron-DeepSpeed|bigscience|vTrain", "its repository: ZeRO-1 on Megatron-LM, no overlap",
           attention="unfused", portable=True, overlapped=False, held="zero", fuses=True),
     Stack("Megatron-LM of 2023", r"MegaScale|2401\.10241|InternEvo", "--use-flash-attn since February 2023; no overlap of gradients yet",
-          attention="portable", portable=False, overlapped=False, held="megatron", fuses=True),
+          attention="portable", portable=False, overlapped=False, adds=False, held="megatron", fuses=True),
     Stack("Megatron-LM", r"Megatron|2104\.04473|2205\.05198", "before 2023: no fused attention, no overlap of gradients",
-          attention="unfused", portable=False, overlapped=False, held="megatron", fuses=True),
+          attention="unfused", portable=False, overlapped=False, adds=False, held="megatron", fuses=True),
     Stack("llm-foundry", r"llm-foundry|FULL_SHARD", "its training README: FSDP, Triton's attention of 2023, fused cross-entropy",
           attention="earlier", portable=True, overlapped=True, held="fsdp2", fused_loss=True),
     Stack("JAX", r"JAX|[Mm]ax[Tt]ext|Pax|T5X|TPU|levanter", "XLA: latency hiding, cuDNN's attention, fused pointwise operators",

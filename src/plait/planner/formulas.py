@@ -151,6 +151,8 @@ class Software:
     """Rows travel to experts and back while those of another micro-batch compute."""
     once: bool = False
     """Under pp, weights that are sharded are gathered once a step, not once a micro-batch."""
+    adds: bool = True
+    """An operator of its own adds the gradients of micro-batches up, not the matmul that makes them."""
     fuses: bool = False
     """Pointwise operators are few large kernels, as a compiled model's are."""
     launches: float = 1.0
@@ -223,7 +225,7 @@ class TimeModel:
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
         shares, cuts = plan.shares if block.statistics else 1, (plan.tp, plan.cp, plan.ep)
-        ways = (plan.stretched, plan.context, plan.token_dispatcher, plan.recompute, plan.precision, plan.compile)
+        ways = (plan.stretched, plan.context, plan.token_dispatcher, plan.recompute, plan.precision, plan.compile, plan.microbatches > 1, plan.zero)
         key = (id(block), samples, shares, cuts, ways)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
@@ -250,7 +252,7 @@ class TimeModel:
             again = forward
         elif plan.recompute == "selective":
             again = self.software.redone * weight + point if any(p.fused for p in block.products) else attention
-        back_weight = weight * (1 - self.work.frozen)
+        back_weight = (weight + self.added(block, plan)) * (1 - self.work.frozen)
         both = 2 * sent + (sent if plan.recompute == "full" else 0.0)
         return BlockTime(forward + sent, back - weight + again + both - sent, back_weight, again, both)
 
@@ -365,6 +367,13 @@ class TimeModel:
             cast = fitted.narrow if self.fuses(plan) else fitted.cast
             elements += cast * self.software.casts * made / plan.tp
         return elements / plan.cp * samples * item(plan) / self.stream
+
+    def added(self, block: Block, plan: Plan) -> float:
+        """Seconds to add a micro-batch's gradients to those before: of a processor's core, a part of its other costs."""
+        if plan.microbatches == 1 or self.software.cores or not self.software.adds:
+            return 0.0
+        elements = sharded(block, plan) if plan.zero == 3 else weights(block, plan)
+        return elements * (2 * self.software.gradients + item(plan)) / self.stream
 
     def sums(self, block: Block, plan: Plan, samples: float) -> float:
         """Seconds of the sums over tp in a forward; with sequence parallelism two halves of the same length."""
