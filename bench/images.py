@@ -161,6 +161,8 @@ def inverted(stages: tuple[tuple[int, ...], ...], width: float = 1.0, depth: flo
             side //= 1 if unit else step
             more = {"moved": 12.0, "kernels": 9} if squeezed else APART
             yield square(wider * inside, wider * inside, window, side, 1 if unit else step, groups=wider * inside, **more)
+            if squeezed:  # each channel is scaled by what two small matrices make of their means
+                yield from (square(wider * inside, inside // 4, 1, 1), square(inside // 4, wider * inside, 1, 1))
             yield square(wider * inside, out, 1, side, moved=6.0)
             inside = out
     yield square(inside, int(1280 * max(1.0, width)), 1, side, moved=6.0)
