@@ -217,7 +217,7 @@ SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def sharded(row: dict[str, str], shares: int, stack: Stack, pp: int) -> list[tuple[int, int]]:
-    """(zero, devices that share a copy) of the row; both whole copies and a shared optimizer state when it does not say, and with torch's FSDP all."""
+    """(zero, devices that share a copy) of the row; when it does not say, whole copies, a shared optimizer state and, with torch's FSDP, all."""
     zero = int(number(row, "fsdp_or_zero_stage"))
     if not row.get("fsdp_or_zero_stage") and (found := re.search(r"(FSDP|FULL_SHARD|fully_shard)|ZeRO[- ]?([123])", row.get("note", ""))):
         zero = 3 if found[1] else int(found[2])

@@ -145,15 +145,19 @@ SHAPES = {
     **{f"roberta{size}": Shape(n, h, 4 * h, a, a, 50265, predicted=0.15, causal=False, length=512) for size, n, h, a in (
         ("base", 12, 768, 12), ("large", 24, 1024, 16))},
     "distilbertbase": Shape(6, 768, 3072, 12, 12, 30528, predicted=0.15, causal=False, length=512),
-    "pixartalpha": Shape(28, 1152, 4608, 16, 16, 32, causal=False, length=1024), "pixartsigma": Shape(28, 1152, 4608, 16, 16, 32, causal=False, length=4096),
+    "pixartalpha": Shape(28, 1152, 4608, 16, 16, 32, causal=False, length=1024),
+    "pixartsigma": Shape(28, 1152, 4608, 16, 16, 32, causal=False, length=4096),
     **dict.fromkeys(("flux", "flux.1"), Shape(57, 3072, 12288, 24, 24, 64, causal=False, length=4608, more=5.4)),
-    **dict.fromkeys(("sd3medium", "sd3", "stablediffusion3", "stablediffusion3medium"), Shape(24, 1536, 6144, 24, 24, 64, causal=False, length=4250, more=1.3)),
+    **dict.fromkeys(("sd3medium", "sd3", "stablediffusion3", "stablediffusion3medium"),
+        Shape(24, 1536, 6144, 24, 24, 64, causal=False, length=4250, more=1.3)),
     **dict.fromkeys(("sd3.5large", "stablediffusion3.5large"), Shape(38, 2432, 9728, 38, 38, 64, causal=False, length=4250, more=5.3)),
     "wan2.114b": Shape(40, 5120, 13824, 40, 40, 64, causal=False, length=32760, more=4.3),
     "wan2.11.3b": Shape(30, 1536, 8960, 12, 12, 64, causal=False, length=32760, more=0.3),
     "hunyuanvideo": Shape(60, 3072, 12288, 24, 24, 64, causal=False, length=32760, more=6.0),
-    "cogvideox5b": Shape(42, 3072, 12288, 48, 48, 64, causal=False, length=17776), "cogvideox2b": Shape(30, 1920, 7680, 30, 30, 64, causal=False, length=17776),
-    "dbrx": Shape(40, 6144, 10752, 48, 8, 100352, True, 128, 16, 4, 10752, tied=False), "grok1": Shape(64, 6144, 32768, 48, 8, 131072, True, 128, 8, 2, 32768),
+    "cogvideox5b": Shape(42, 3072, 12288, 48, 48, 64, causal=False, length=17776),
+    "cogvideox2b": Shape(30, 1920, 7680, 30, 30, 64, causal=False, length=17776),
+    "dbrx": Shape(40, 6144, 10752, 48, 8, 100352, True, 128, 16, 4, 10752, tied=False),
+    "grok1": Shape(64, 6144, 32768, 48, 8, 131072, True, 128, 8, 2, 32768),
     "moonlight16ba3b": Shape(27, 2048, 11264, 16, 16, 163840, True, 192, 64, 6, 1408, 2816, 1, (2048, 512), tied=False, length=4096),
     "qwen1.5moea2.7b": Shape(24, 2048, 5632, 16, 16, 151936, True, 128, 60, 4, 1408, 5632, tied=False, length=4096),
     "qwen257ba14b": Shape(28, 3584, 18944, 28, 4, 151936, True, 128, 64, 8, 2560, 20480, tied=False, length=4096),
@@ -161,14 +165,16 @@ SHAPES = {
     "qwen3coder30ba3b": Shape(48, 2048, 6144, 32, 4, 151936, True, 128, 128, 8, 768, tied=False, length=4096),
     "glm4.5air": Shape(46, 4096, 10944, 96, 8, 151552, True, 128, 128, 8, 1408, 1408, 1, tied=False, length=4096),
     "glm4.5": Shape(92, 5120, 12288, 96, 8, 151552, True, 128, 160, 8, 1536, 1536, 3, tied=False, length=4096),
-    "glm49b": Shape(40, 4096, 13696, 32, 2, 151552, True, tied=False, length=8192), "chatglm36b": Shape(28, 4096, 13696, 32, 2, 65024, True, tied=False),
+    "glm49b": Shape(40, 4096, 13696, 32, 2, 151552, True, tied=False, length=8192),
+    "chatglm36b": Shape(28, 4096, 13696, 32, 2, 65024, True, tied=False),
     "phi3.5moe": Shape(32, 4096, 6400, 32, 8, 32064, True, 128, 16, 2, 6400, tied=False, length=4096),
     "deepseekmoe16b": Shape(28, 2048, 10944, 16, 16, 102400, True, 128, 64, 6, 1408, 2816, 1, tied=False, length=4096),
     "deepseekr1": DEEPSEEK, "minimaxm2": Shape(62, 3072, 1536, 48, 8, 200064, True, 128, 256, 8, 1536, tied=False, length=4096),
     "baichuan27b": Shape(32, 4096, 11008, 32, 32, 125696, True, tied=False, length=4096),
     "baichuan213b": Shape(40, 5120, 13696, 40, 40, 125696, True, tied=False, length=4096),
     "internlm27b": Shape(32, 4096, 14336, 32, 8, 92544, True, tied=False, length=4096),
-    "qwen2.57bvl": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False, length=4096), "qwen2.5vl7b": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False),
+    "qwen2.57bvl": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False, length=4096),
+    "qwen2.5vl7b": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False),
     "qwen2vl7b": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False), "llava1.57b": Shape(32, 4096, 11008, 32, 32, 32000, True, tied=False),
     **{f"mpt{size}": Shape(n, h, 4 * h, a, a, 50432) for size, n, h, a in (
         ("125m", 12, 768, 12), ("350m", 24, 1024, 16), ("760m", 24, 1536, 12), ("1b", 24, 2048, 16), ("3b", 32, 2560, 20), ("7b", 32, 4096, 32),
@@ -176,7 +182,8 @@ SHAPES = {
     **{f"t5{size}": Shape(n, h, f, a, a, 32128, head=64 if h < 1024 else 128 if a > 16 else 64, length=512) for size, n, h, f, a in (
         ("small", 14, 512, 2048, 8), ("base", 28, 768, 3072, 12), ("large", 56, 1024, 4096, 16), ("3b", 52, 1024, 16384, 32),
         ("11b", 50, 1024, 65536, 128))},
-    **{f"nanogpt{size}": Shape(n, h, 4 * h, a, a, 50304, length=1024) for size, n, h, a in (("", 12, 768, 12), ("124m", 12, 768, 12), ("350m", 24, 1024, 16))},
+    **{f"nanogpt{size}": Shape(n, h, 4 * h, a, a, 50304, length=1024)
+        for size, n, h, a in (("", 12, 768, 12), ("124m", 12, 768, 12), ("350m", 24, 1024, 16))},
 }  # fmt: skip
 
 VITS = {
@@ -213,7 +220,8 @@ def visual(model: str, text: str = "") -> Shape | None:
 
 def known(model: str, text: str = "") -> Shape | None:
     """The public shape of a model, by its name without what is said of the run; `text`: what else a row says."""
-    name = re.sub(r"\(.*?\)|\b(q?[dr]?s?lora|sft|dpo|grpo|cpt|pretrain\w*|pre-training|instruct|chat|hf|v0\.\d|dev|schnell|fine-?tun\w*|full|4-?bit|bnb)\b|(?<=\d[bB])-it\b",
+    name = re.sub(r"\(.*?\)|\b(q?[dr]?s?lora|sft|dpo|grpo|cpt"
+                  r"|pretrain\w*|pre-training|instruct|chat|hf|v0\.\d|dev|schnell|fine-?tun\w*|full|4-?bit|bnb)\b|(?<=\d[bB])-it\b",
                   "", model.lower())  # fmt: skip
     plain = re.sub(r"[^a-z0-9.]", "", re.sub(r"^[\w.-]+/(?=[a-z])", "", name.strip()))
     if plain in SHAPES:

@@ -11,8 +11,9 @@ from plait.config.network import Level, Link
 ALIASES = (
     ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"), ("H20", "h20"),
     ("H100-96GB", "h100-96gb"), ("H100[- ](PCIe|NVL)", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
-    ("A100.*[^0-9]40", "a100-40gb"), ("A100[- ]PCIe", "a100-pcie"), ("A100", "a100"), ("A10G", "a10g"), ("A10", "a10"), ("A30", "a30"), ("A40", "a40"),
-    ("TPU ?v4", "tpu-v4"), ("TPU ?v5(e|[- ]?lite)", "tpu-v5e"), ("TPU ?v5p", "tpu-v5p"), ("TPU ?v6e|Trillium", "tpu-v6e"), ("TPU ?v3", "tpu-v3"),
+    ("A100.*[^0-9]40", "a100-40gb"), ("A100[- ]PCIe", "a100-pcie"), ("A100", "a100"), ("A10G", "a10g"), ("A10", "a10"), ("A30", "a30"),
+    ("A40", "a40"), ("TPU ?v4", "tpu-v4"), ("TPU ?v5(e|[- ]?lite)", "tpu-v5e"),
+    ("TPU ?v5p", "tpu-v5p"), ("TPU ?v6e|Trillium", "tpu-v6e"), ("TPU ?v3", "tpu-v3"),
     ("V100-SXM3", "v100-dgx2"), ("V100.*[^0-9]16", "v100-16gb"), ("V100", "v100"), ("P100", "p100"), ("P40", "p40"), ("K80", "k80"),
     ("TITAN RTX", "titan-rtx"), ("MI300X", "mi300x"), ("MI325X", "mi325x"), ("MI355X", "mi355x"), ("MI350X", "mi350x"), ("MI250X?", "mi250x"),
     ("MI210", "mi210"), ("Gaudi[- ]?2", "gaudi2"), ("Gaudi[- ]?3", "gaudi3"), ("(RTX )?PRO 6000", "rtx-pro-6000"),

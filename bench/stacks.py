@@ -72,7 +72,8 @@ STACKS = (
           attention="tuned", portable=False, overlapped=True, adds=False, held="nemo", tiled=True, fused_loss=True, fuses=True),
     Stack("Primus", r"Primus|ROCm|AMD", "Primus: Megatron-LM and torchtitan on Transformer Engine for ROCm, with AITER's attention",
           attention="tuned", portable=False, overlapped=True, adds=False, held="megatron", fuses=True),
-    Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, adds=False, held="megatron",
+    Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, adds=False,
+          held="megatron",
           tiled=True, fused_loss=True, fuses=True),
     Stack("Llama 3", r"2407\.21783", "arXiv 2407.21783 section 3.3: FSDP shards, no reshard between forward and backward",
           attention="tuned", portable=False, overlapped=True, held="fsdp2", fused_loss=True, fuses=True, recompute="none"),
@@ -113,7 +114,8 @@ SAID: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"(?i)flash-?attention-?3|\bFA3\b|cudnn (fused )?attention", {"attention": "tuned"}),
     (r"(?i)(without|no) flash|eager attention", {"attention": "unfused"}),
     (r"(?i)liger|fused (linear )?cross.?entropy", {"fused_loss": True}),
-    (r"(?i)(overlap\w*[- _](moe|ep|a2a|all-?to-?all|expert)|(moe|ep|a2a|all-?to-?all|expert)[- _](parallel[- _])?(comm\w*[- _])?overlap)", {"hidden": True}),
+    (r"(?i)overlap\w*[- _](moe|ep|a2a|all-?to-?all|expert)|(moe|ep|a2a|all-?to-?all|expert)[- _](parallel[- _])?(comm\w*[- _])?overlap",
+     {"hidden": True}),
 )  # fmt: skip
 """What a row itself says of what its software does."""
 

@@ -510,13 +510,14 @@ def test_attention_takes_its_time_with_few_keys_and_narrow_heads() -> None:
     """Half of the rate with a thousand keys of a causal mask, more without one; heads of 64 reach five sixths of the rate of 128."""
     pace = TimeModel(Workload("", ()), Machine.named("a100"))
 
-    def rate(keys: int, head: int = 128, causal: bool = True, plan: Plan = Plan(precision="bf16")) -> float:
-        return pace.attention(PlannedProduct(keys, head, keys, 32, weight=False, fused=True, causal=causal), plan)
+    def rate(keys: int, head: int = 128, causal: bool = True, **keywords: Any) -> float:
+        product = PlannedProduct(keys, head, keys, 32, weight=False, fused=True, causal=causal)
+        return pace.attention(product, Plan(precision="bf16", **keywords))
 
     assert rate(1000) == pytest.approx(rate(10**9) / 2, rel=1e-3) and rate(1000, causal=False) == pytest.approx(rate(10**9) * 0.8, rel=1e-3)
     assert rate(8192, 64) == pytest.approx(rate(8192) * 5 / 6) and rate(8192, 256) > rate(8192)
-    assert rate(8192, plan=Plan(cp=8, precision="bf16")) == pytest.approx(rate(1024)), "a step of the ring is a kernel of its own"
-    assert rate(8192, plan=Plan(cp=8, context="ulysses", precision="bf16")) == rate(8192)
+    assert rate(8192, cp=8) == pytest.approx(rate(1024)), "a step of the ring is a kernel of its own"
+    assert rate(8192, cp=8, context="ulysses") == rate(8192)
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:

@@ -1,11 +1,9 @@
 """How far off predictions are, learned from measured runs.
 
-A few measured steps tell how far off all predictions are. The logarithm of measured over predicted time is taken to be a sum of independent
-errors: one that all runs of an occasion share (a place, what was measured together), one for each software, device, model, number format
-and layout, one for how much a device computes at a time and one for how many devices there are, which runs of like size share in part, one for
-what messages of gradients take at this place, and noise. A measured run then tells more about a run that is like it than about one that is
-not (a slow network shows where much of a step is messages), and how sure a prediction is follows from the same sum (a Gaussian process over
-labels, sizes and shares). With no measured runs it says how wrong the model itself is.
+The logarithm of measured over predicted time is taken to be a sum of independent errors: one that all runs of an occasion share, one for each
+software, device, model, number format and layout, two that runs of like size share in part, one for what messages of gradients take at this
+place, and noise. So a run that is like a measured one is known better than one that is not, and how sure a prediction is follows from the same
+sum (a Gaussian process over labels, sizes and shares). With no measured runs it says how wrong the model itself is.
 """
 
 from collections.abc import Mapping, Sequence

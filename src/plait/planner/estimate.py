@@ -179,13 +179,9 @@ def pipeline(
         size = max(b.out for b, _, _ in part) * samples / plan.cp * item(plan)
         inner = plan.along(SAME_LOSS)
         link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
-        times = (_rounded(forward), _rounded(inputs), _rounded(weight))
+        times = (tuple(round(t, 7) for t in forward), tuple(round(t, 7) for t in inputs), tuple(round(t, 7) for t in weight))
         total = played(StageSchedule.of(plan), m, times, round(link, 7))
     return {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
-
-
-def _rounded(times: list[float]) -> tuple[float, ...]:
-    return tuple(round(t, 7) for t in times)
 
 
 class StageSchedule(NamedTuple):

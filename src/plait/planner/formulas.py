@@ -1,7 +1,5 @@
 """What a plan takes, in closed forms over a workload: `TimeModel` for seconds, `weights` and what follows it for bytes.
 
-How long the blocks of a workload take on a machine: forward, both halves of backward, and what tp, cp and ep send.
-
 A matmul takes its operations at the rate that the device sustains, half a wave of tiles more, since its last wave does not fill the device,
 and a constant for starting and ending; if it is thin, its bytes at the memory's bandwidth instead. Fused attention computes what its mask
 leaves, at the rate of its generation of kernels. Pointwise operators take their bytes, of which compiling saves a part. A block never takes
@@ -9,16 +7,10 @@ less than the host needs to launch its operators, which is what small models spe
 
 On an accelerator, launching operators, plait's own code and copying messages go on beside the computing. A processor's core
 does one after the other. Such costs are counted in operators: the time of the forward pass of a small one
-(`Machine.operator`, measured by `plait bench compute`). They were measured on two idle cores with the plans of
-`bench/choice.py`.
+(`Machine.operator`). They were measured on two idle cores with the plans of `bench/choice.py`.
 
-How much memory the fullest rank of a plan needs, by category. What a plan really allocates is found by running it on
-fake tensors (`plait plan --dry-run`); this takes microseconds.
-
-A search prices tens of thousands of plans, and what tp cuts is not found for each number of ranks, so there is no table (`parallel/spec.py`)
-of each plan. Which axes split which parameter is the same for all of them: a workload has it from one table (`from_sketch.sharding`), and
-`weights` and `sharded` divide by the numbers of ranks, here alone. The ranks of a plan's table have as much on average
-(`tests/unit/test_planner_memory.py`), and where the ranks do not divide a tensor, some have a row more.
+Which axes split which parameter a workload has from one table (`from_sketch.sharding`), and `weights` and `sharded` divide by the numbers of
+ranks, here alone: as much as the ranks of a plan's table have on average (`tests/unit/test_planner_memory.py`).
 """
 
 from collections.abc import Sequence
@@ -91,10 +83,7 @@ class Cores:
         return each, each
 
     def reduced(self, units: float, kernels: float, size: float, stream: float, plan: Plan) -> float:
-        """Seconds of a step that dp and fsdp take apart from their messages: for units, operators and `size` bytes of weights.
-
-        `stream`: bytes/s of memory.
-        """
+        """Seconds of a step that dp and fsdp take besides messages, for `size` bytes of weights; `stream`: bytes/s of memory."""
         late = self.staged * self.operator if plan.pp > 1 and plan.shares > 1 else 0.0
         if plan.shards > 1:
             again, passes = (plan.microbatches, 3) if plan.zero == 3 else (1, 2)
@@ -109,7 +98,7 @@ class Cores:
 REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
 MOST = 0.85
-"""Part of its peak that attention reaches on a slower device: 78 of 111 Tflop/s of an RTX A5000 with heads of 64 (gpu-mode/ring-attention, issue 10)."""
+"""Part of its peak that attention reaches on a slower device: of 111 Tflop/s of an RTX A5000 78, with heads of 64 (gpu-mode/ring-attention, 10)."""
 FILLED = 1000
 """Keys with which an attention kernel reaches half of its best rate under a causal mask (FlashAttention-2, arXiv 2307.08691), and a quarter of
 them without (Dao-AILab/flash-attention, pull request 2688: of 310 Tflop/s on an H100 204 with 512 keys, 252 with 1,024)."""
@@ -125,8 +114,6 @@ TILE = 64
 multiplication calls it tile quantization)."""
 STATISTICS = 4096
 """Bytes of a batch norm's statistics, about: what their sum takes is a matter of latency."""
-
-
 Attention = Literal["earlier", "portable", "tuned"]
 
 
@@ -184,7 +171,6 @@ def item(plan: Plan) -> float:
 @dataclass(frozen=True)
 class BlockTime:
     """Seconds of one block for one micro-batch on one rank."""
-
     forward: float
     back_input: float
     """The half of backward that the stage before waits for, with what is computed again."""
@@ -218,8 +204,7 @@ class TimeModel:
             memory = (machine.device.memory_bandwidth or 1e12) * speed
             device = replace(machine.device, peak=Rates(**peaks), memory_bandwidth=memory)
             software = replace(self.software, cores=cores and replace(cores, operator=cores.operator / speed))
-            slow = replace(self, machine=replace(machine, device=device), software=software, known={}, slower={})
-            self.slower[speed] = slow
+            self.slower[speed] = replace(self, machine=replace(machine, device=device), software=software, known={}, slower={})
         return self.slower[speed]
 
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
@@ -272,16 +257,15 @@ class TimeModel:
         precision = "bf16" if plan.precision == "fp8" and not product.weight else plan.precision
         peak = self.peak(precision)
         if product.fused:
-            needed = flops / 2 if product.causal else flops
-            return product.times * (needed / (peak * self.attention(product, plan)) + 2 * fitted.ramp)
+            needed = flops / (2 if product.causal else 1) / (peak * self.attention(product, plan))
+            return product.times * (needed + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
         apart = fitted.apart * held if product.experts else 0.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
         rate = peak * self.reach(precision, flops)
         if product.convolution and not self.software.cores:
             rate *= self.convolved(precision)
-        computing = (flops + self.unfilled(inner)) / rate + self.ramp
-        return product.times * (max(computing, size / self.stream) + apart)
+        return product.times * (max((flops + self.unfilled(inner)) / rate + self.ramp, size / self.stream) + apart)
 
     def peak(self, precision: str) -> float:
         """flop/s of the data sheet; of the nearest wider format, where it has none for this one."""
@@ -401,9 +385,7 @@ class TimeModel:
             size *= plan.ep / choices
             return self.machine.all_gather(size, plan.ep, stride) + self.machine.reduce_scatter(size, plan.ep, stride)
         nodes = -(-plan.ep * stride // self.machine.devices_per_node)
-        if (
-            nodes > 1 and not self.software.portable
-        ):  # a row goes to a node once, whatever number of its experts are there
+        if nodes > 1 and not self.software.portable:  # a row goes to a node once, whatever number of its experts are there
             size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
         return 2 * self.machine.all_to_all(size, plan.ep, stride)
 
@@ -463,11 +445,8 @@ def depth(plan: Plan) -> int:
 def memory(
     ranks: Sequence[Sequence[Stage]], plan: Plan, samples: float, live: Sequence[int], software: Software, frozen: float
 ) -> dict[str, float]:
-    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of
-    stages that each holds at once.
-
-    `frozen` is the share of the weights that is not trained.
-    """
+    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of stages that each holds at once; `frozen`: the
+    share of the weights that is not trained."""
     trained = replace(software, gradients=software.gradients * (1 - frozen))
     unlike: dict[object, tuple[Sequence[Stage], int]] = {}
     for k, stages in enumerate(ranks):  # most of them have as many blocks of each kind, and hold as much at once
