@@ -230,8 +230,7 @@ class TimeModel:
         if self.software.cores is None:
             forward, back = max(forward, launch), max(back, launch * 1.5)
         else:
-            ahead, behind = self.software.cores.passes(block.kernels, plan)
-            forward, back = forward + ahead, back + behind
+            forward, back = (t + more for t, more in zip((forward, back), self.software.cores.passes(block.kernels, plan)))
         again = 0.0
         if plan.recompute == "full":
             again = forward
@@ -277,14 +276,12 @@ class TimeModel:
 
     def reach(self, precision: str, flops: float) -> float:
         """The part of the peak that a matmul of so many operations sustains."""
-        measured = any(m.precision == precision for m in self.machine.matmuls)
-        if measured:
+        if any(m.precision == precision for m in self.machine.matmuls):
             return self.machine.matmul_fraction(precision, flops) or 1.0
         if precision == "fp32":
             return self.fitted.plain * (self.machine.device.achievable.fp32 or 1.0)
         best = self.machine.device.achievable
-        known = best.of(precision) or best.bf16 or 0.8
-        return known * self.fitted.top
+        return (best.of(precision) or best.bf16 or 0.8) * self.fitted.top
 
     def fuses(self, plan: Plan) -> bool:
         """Whether pointwise operators are fused."""
