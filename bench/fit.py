@@ -37,7 +37,7 @@ from plait.planner.estimate import estimate
 
 BOUNDS = {
     "top": (0.6, 1.0), "plain": (0.5, 1.0), "windows32": (0.2, 1.0), "windows": (0.1, 1.0), "windows_tuned": (0.3, 1.0),
-    "ramp": (1e-6, 3e-5), "waves": (0.2, 1.0), "fused": (0.4, 0.6), "portable": (0.35, 0.65), "earlier": (0.4, 0.7), "tuned": (0.38, 0.55),
+    "ramp": (1e-6, 3e-5), "waves": (0.2, 1.0), "fused": (0.4, 0.65), "portable": (0.45, 0.75), "earlier": (0.4, 0.7), "tuned": (0.38, 0.62),
     "stream": (0.7, 0.92), "moved": (0.8, 1.5), "joined": (0.3, 0.7), "scores": (0.3, 1.2), "cast": (1.0, 6.0), "narrow": (0.5, 2.0),
     "back": (1.5, 2.2), "host": (1e-5, 4e-5), "sums": (0.8, 1.2), "tiled": (0.05, 0.6), "apart": (1e-6, 5e-5), "overlap": (0.6, 1.0),
     "contention": (0.05, 0.35), "fixed": (1e-3, 0.02),
@@ -116,6 +116,8 @@ class Errors:
     """[rows, labels], 0 where nothing can be wrong."""
     shares: np.ndarray
     """[rows, parts of a step]."""
+    sizes: np.ndarray
+    """[rows, sizes]."""
     routed: np.ndarray
 
     @staticmethod
@@ -124,24 +126,25 @@ class Errors:
         known: dict[str, int] = {"": 0}
         words = [[known.setdefault(t.labels[part], len(known)) for part in correction.PARTS] for t, _ in pairs]
         shares = [[t.shares[part] for part in correction.SPENT] for t, _ in pairs]
-        return Errors(
-            np.array([e for _, e in pairs]), np.array(words), np.array(shares), np.array([t.routed for t, _ in pairs])
-        )
+        near = [[t.sizes[part] for part in correction.NEAR] for t, _ in pairs]
+        routed = np.array([t.routed for t, _ in pairs])
+        return Errors(np.array([e for _, e in pairs]), np.array(words), np.array(shares), np.array(near), routed)
 
     def left(self, sizes: dict[str, float], anchored: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(errors that are left, standard deviations) of the rows that are not chosen, once those are measured."""
         chosen = np.array(anchored, dtype=int)
         rest = np.setdiff1d(np.arange(len(self.off)), chosen)
         spread = np.diag(np.square([sizes[part] for part in correction.SPENT]))
-        parts = np.square([sizes[part] for part in correction.PARTS])
+        parts, near = (np.square([sizes[part] for part in named]) for named in (correction.PARTS, correction.NEAR))
 
         def like(a: Any, b: Any) -> np.ndarray:
             same = (self.words[a][:, None] == self.words[b]) & (self.words[b] != 0)
-            return same @ parts + self.shares[a] @ spread @ self.shares[b].T
+            apart = np.exp(-abs(self.sizes[a][:, None] - self.sizes[b]))
+            return same @ parts + apart @ near + self.shares[a] @ spread @ self.shares[b].T
 
         noise = np.where(self.routed, sizes["routed"], sizes["noise"]) ** 2
         solved = np.linalg.solve(like(chosen, chosen) + np.diag(noise[chosen]), like(chosen, rest)).T
-        own = ((self.words[rest] != 0) @ parts) + np.einsum("ij,jk,ik->i", self.shares[rest], spread, self.shares[rest])
+        own = ((self.words[rest] != 0) @ parts) + near.sum() + np.einsum("ij,jk,ik->i", self.shares[rest], spread, self.shares[rest])
         variance = np.maximum(own - (solved * like(rest, chosen)).sum(1), 0) + noise[rest]
         return self.off[rest] - solved @ self.off[chosen], np.sqrt(variance)
 
@@ -216,7 +219,7 @@ def unseen(rows: Sequence[dict[str, str]], folds: int, rounds: int) -> Unseen:
 
 def summary(pairs: Sequence[tuple[Run, Prediction]]) -> tuple[float, float, float]:
     """Of sources that can give four measured rows: mean error, per cent, without them and with; per cent of the rows in their interval."""
-    sizes = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
+    sizes = correction.PARTS | correction.NEAR | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     errors = errors_of(pairs)
     alone, four = [], []
     for source in errors:
@@ -254,7 +257,7 @@ def main() -> None:
         print({source: round(error, 1) for source, error in by.items()})
         print(f"{name} unseen, mean of sources: {sum(by.values()) / len(by):.1f} %", flush=True)
     errors = errors_of(found.beliefs)
-    start = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
+    start = correction.PARTS | correction.NEAR | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     sizes, best = descend(lambda s: astray(errors, s), start, dict.fromkeys(start, (0.01, 1.0)), 12)
     print(f"errors, {astray(errors, start):.2f} to {best:.2f}: { {name: round(size, 3) for name, size in sizes.items()} }")
 

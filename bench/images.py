@@ -8,8 +8,10 @@ squares of four pixels: Lavin and Gray, arXiv 1509.09308).
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 
-from shapes import Shape, attention, dense, join
+from shapes import Shape, attention, dense, join, known, pixels, transformer
 
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 
@@ -26,14 +28,21 @@ class Layer:
     moved: float = 5.0
     """What pointwise operators read and write of an element of its result: statistics, norm and ReLU."""
     kernels: int = 3
+    groups: int = 1
+    """Parts of the channels that see each other; with as many as channels, its weights' gradient and input are read once more each."""
+    linear: bool = False
+    """A matmul over channels that lie together."""
 
-    def block(self, filters: bool) -> Block:
-        """As a block: what its backward needs is its input and its result before the norm. `filters`: minimal ones are used."""
+    def block(self, filters: bool, scale: float = 1.0) -> Block:
+        """As a block: what its backward needs is its input and its result before the norm. `filters`: minimal ones are used; `scale`: of its
+        side."""
         high, wide = self.window
-        minimal = filters and high == wide and high in (3, 5) and self.step == 1
+        minimal = filters and high == wide and high in (3, 5) and self.step == 1 and self.groups == 1
         fast = (4 * high / (high + 3)) ** 2 if minimal else 1.0
-        elements, weights = self.side**2 * self.out, high * wide * self.inside * self.out
-        product = PlannedProduct(self.side**2, high * wide * self.inside / fast, self.out, sequence=False, convolution=self.side > 1)
+        side = ceil(self.side * scale) if self.side > 1 else 1
+        inner = high * wide * self.inside / self.groups
+        elements, weights = side**2 * self.out, inner * self.out
+        product = PlannedProduct(side**2, inner / fast, self.out, sequence=False, convolution=self.side > 1 and not self.linear)
         return Block("layer", 1, (product,), weights, moved=self.moved * elements, kept=2.0 * elements, given=elements,
                      out=elements, kernels=self.kernels)  # fmt: skip
 
@@ -47,8 +56,25 @@ PLAIN = {"moved": 4.0, "kernels": 2}
 """Without a norm: a bias and ReLU."""
 
 
-def residual(*depths: int) -> Iterator[Layer]:
-    """ResNet of bottlenecks (He et al., arXiv 1512.03385)."""
+def basic(*depths: int) -> Iterator[Layer]:
+    """ResNet of pairs of convolutions (He et al., arXiv 1512.03385)."""
+    yield square(3, 64, 7, 112, 2, moved=7.0)
+    inside, side = 64, 56
+    for stage, depth in enumerate(depths):
+        width = 64 << stage
+        for unit in range(depth):
+            step = 2 if stage and not unit else 1
+            side //= step
+            if step == 2:
+                yield square(inside, width, 1, side, step, moved=3.0, kernels=1)
+            yield square(inside, width, 3, side, step)
+            yield square(width, width, 3, side, moved=8.0, kernels=4)
+            inside = width
+    yield square(inside, 1000, 1, 1)
+
+
+def residual(*depths: int, wide: int = 1, groups: int = 1) -> Iterator[Layer]:
+    """ResNet of bottlenecks (the same); wider (Zagoruyko and Komodakis, arXiv 1605.07146), and in groups (Xie et al., arXiv 1611.05431)."""
     yield square(3, 64, 7, 112, 2, moved=7.0)  # and a pool
     inside, side = 64, 56
     for stage, depth in enumerate(depths):
@@ -58,9 +84,9 @@ def residual(*depths: int) -> Iterator[Layer]:
             side //= step
             if not unit:
                 yield square(inside, 4 * width, 1, side, step, moved=3.0, kernels=1)
-            yield square(inside, width, 1, side, step)
-            yield square(width, width, 3, side)
-            yield square(width, 4 * width, 1, side, moved=8.0, kernels=4)  # and a sum
+            yield square(inside, width * wide, 1, side, step)
+            yield square(width * wide, width * wide, 3, side, groups=groups)
+            yield square(width * wide, 4 * width, 1, side, moved=8.0, kernels=4)  # and a sum
             inside = 4 * width
     yield square(inside, 1000, 1, 1)
 
@@ -113,6 +139,78 @@ def chains(inside: int, side: int, *rows: str) -> Iterator[Layer]:
             at = 2 * side + 1 if "*" in one else side
             yield Layer(before, int(out), window, at, step, 7.0 if one is last else 5.0)
             before = int(out)
+
+
+MOBILE = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 32, 3, 2, 3), (6, 64, 4, 2, 3), (6, 96, 3, 1, 3), (6, 160, 3, 2, 3), (6, 320, 1, 1, 3))
+"""Of MobileNetV2 (Sandler et al., arXiv 1801.04381): how much wider inside, channels, repeats, step, window."""
+EFFICIENT = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3), (6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3))
+"""The same of EfficientNet-B0 (Tan and Le, arXiv 1905.11946)."""
+APART = {"moved": 9.0, "kernels": 4}
+"""Of a convolution of each channel alone, which reads its input and weights' gradient once more."""
+
+
+def inverted(stages: tuple[tuple[int, ...], ...], width: float = 1.0, depth: float = 1.0, squeezed: bool = False) -> Iterator[Layer]:
+    """Inverted bottlenecks around convolutions of each channel alone."""
+    inside, side = 8 * round(32 * width / 8), 112
+    yield square(3, inside, 3, side, 2)
+    for wider, channels, repeats, step, window in stages:
+        out = 8 * round(channels * width / 8)
+        for unit in range(ceil(repeats * depth)):
+            if wider > 1:
+                yield square(inside, wider * inside, 1, side, moved=6.0)
+            side //= 1 if unit else step
+            more = {"moved": 12.0, "kernels": 9} if squeezed else APART
+            yield square(wider * inside, wider * inside, window, side, 1 if unit else step, groups=wider * inside, **more)
+            if squeezed:  # each channel is scaled by what two small matrices make of their means
+                yield from (square(wider * inside, inside // 4, 1, 1), square(inside // 4, wider * inside, 1, 1))
+            yield square(wider * inside, out, 1, side, moved=6.0)
+            inside = out
+    yield square(inside, int(1280 * max(1.0, width)), 1, side, moved=6.0)
+    yield square(int(1280 * max(1.0, width)), 1000, 1, 1)
+
+
+def chained(*depths: int) -> Iterator[Layer]:
+    """DenseNet with 32 more channels each layer (Huang et al., arXiv 1608.06993): norms read all channels before."""
+    yield square(3, 64, 7, 112, 2, moved=7.0)
+    inside, side = 64, 56
+    for stage, depth in enumerate(depths):
+        for _ in range(depth):
+            yield square(inside, 128, 1, side, moved=5.0 + 6.0 * inside / 128, kernels=6)
+            yield square(128, 32, 3, side, moved=5.0)
+            inside += 32
+        if stage + 1 < len(depths):
+            yield square(inside, inside // 2, 1, side, moved=8.0)
+            inside, side = inside // 2, side // 2
+    yield square(inside, 1000, 1, 1)
+
+
+def modern(width: int, *depths: int) -> Iterator[Layer]:
+    """ConvNeXt (Liu et al., arXiv 2201.03545)."""
+    yield square(3, width, 4, 56, 4, linear=True)
+    side = 56
+    for stage, depth in enumerate(depths):
+        wide = width << stage
+        if stage:
+            side //= 2
+            yield square(wide // 2, wide, 2, side, 2)
+        for _ in range(depth):
+            yield square(wide, wide, 7, side, groups=wide, **APART)
+            yield square(wide, 4 * wide, 1, side, moved=3.0, kernels=2, linear=True)
+            yield square(4 * wide, wide, 1, side, moved=8.0, kernels=4, linear=True)
+    yield square(width << 3, 1000, 1, 1)
+
+
+def shifted(width: int, *depths: int) -> Iterator[Layer | Block]:
+    """Swin (Liu et al., arXiv 2103.14030): attention among windows of 7 x 7, with what rolls and parts them, and without a fused kernel."""
+    yield square(3, width, 4, 56, 4, linear=True)
+    for stage, depth in enumerate(depths):
+        wide, tokens = width << stage, (56 >> stage) ** 2
+        if stage:
+            yield square(2 * wide, wide, 1, 56 >> stage, linear=True)
+        shape = Shape(1, wide, 4 * wide, wide // 32, wide // 32, head=32, window=49 / tokens, causal=False)
+        rolled = Block("rolled", moved=8.0 * tokens * wide, kept=0.0, given=tokens * wide, out=tokens * wide, kernels=8)
+        yield join("windows", depth, attention(shape, tokens, False), rolled, dense(shape, tokens, shape.ffn, True))
+    yield square(width << 3, 1000, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -170,23 +268,71 @@ class Denoiser:
             yield join("attention", depth, attention(shape, tokens, True), text, dense(shape, tokens, shape.ffn, True))
 
 
-NETS: dict[str, Callable[[], Iterator[Layer]]] = {
+Layers = Iterator[Layer] | Iterator[Layer | Block]
+NETS: dict[str, Callable[[], Layers]] = {
+    "resnet18": lambda: basic(2, 2, 2, 2), "resnet34": lambda: basic(3, 4, 6, 3),
     "resnet50": lambda: residual(3, 4, 6, 3), "resnet101": lambda: residual(3, 4, 23, 3),
     "resnet152": lambda: residual(3, 8, 36, 3), "inceptionv3": branched, "vgg16": stacked, "alexnet": first,
+    "wideresnet50": lambda: residual(3, 4, 6, 3, wide=2), "wideresnet101": lambda: residual(3, 4, 23, 3, wide=2),
+    "resnext50": lambda: residual(3, 4, 6, 3, wide=2, groups=32), "resnext10132x8": lambda: residual(3, 4, 23, 3, wide=4, groups=32),
+    "resnext101": lambda: residual(3, 4, 23, 3, wide=2, groups=32), "mobilenetv2": lambda: inverted(MOBILE),
+    "densenet121": lambda: chained(6, 12, 24, 16), "densenet169": lambda: chained(6, 12, 32, 32), "densenet201": lambda: chained(6, 12, 48, 32),
+    **{f"efficientnetb{i}": partial(inverted, EFFICIENT, w, d, True) for i, (w, d) in enumerate((
+        (1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8), (1.6, 2.2), (1.8, 2.6), (2.0, 3.1)))},
+    **{f"convnext{size}": partial(modern, w, 3, 3, deep, 3) for size, w, deep in (
+        ("t", 96, 9), ("s", 96, 27), ("b", 128, 27), ("l", 192, 27), ("xl", 256, 27))},
+    **{f"swin{size}": partial(shifted, w, 2, 2, deep, 2) for size, w, deep in (("t", 96, 6), ("s", 96, 18), ("b", 128, 18), ("l", 192, 18))},
 }  # fmt: skip
+PRINTED = {"efficientnetb1": 240, "efficientnetb2": 260, "efficientnetb3": 300, "efficientnetb4": 380, "efficientnetb5": 456, "efficientnetb6": 528,
+           "efficientnetb7": 600}  # fmt: skip
+"""Pixels of a side that their paper trains on, where it is not 224."""
 DENOISERS = (
     (r"sdxl|stablediffusionxl", Denoiser((320, 640, 1280), (0, 2, 10), 128, 2048)),
     (r"(stablediffusion|^sd)v?2.*768", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 96, 1024)),
     (r"(stablediffusion|^sd)v?2", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 64, 1024)),
-    (r"(stablediffusion|^sd)(v?1|$)|latentdiffusion", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 64, 768, 40)),
+    (r"(stablediffusion|^sd)(v?1|$)|latentdiffusion|^stablediffusion(?!3|v3|v?35)", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 64, 768, 40)),
 )
+AHEAD = r"latents? (are )?(pre|cache)|pre-?(comput|encod|cach)|cached|unet only|U-Net only|MLPerf|NeMo"
+"""A row whose images are encoded before training."""
 
 
-def convolutional(model: str, filters: bool) -> Workload | None:
-    """The workload of an image network; None when it is not a known one. One sample is an image."""
+def encoder(side: int) -> Iterator[Block]:
+    """Of images of so many latent pixels (Rombach et al., arXiv 2112.10752), forward alone: a third of what training takes."""
+    inside = 128
+    for width, scale in ((128, 8), (256, 4), (512, 2), (512, 1)):
+        for _ in range(2):
+            for a in (inside, width):
+                block = square(a, width, 3, side * scale, moved=7.0, kernels=5).block(False)
+                yield replace(block, weights=0.0, moved=block.moved / 3, kept=0.0, products=tuple(replace(p, times=1 / 3) for p in block.products))
+            inside = width
+
+
+def towers(model: str, text: str) -> Workload | None:
+    """CLIP (Radford et al., arXiv 2103.00020): an image's tokens through one transformer, 77 words through another."""
+    image = known(model, text)
+    if image is None:
+        return None
+    wide = {192: 256, 384: 384, 768: 512, 1024: 768}.get(image.hidden, 1024)
+    words = Shape(24 if wide == 1024 else 12, wide, 4 * wide, wide // 64, vocab=49408, predicted=1 / 77, causal=False)
+    pairs = [transformer(shape, length, flash=True).blocks for shape, length in ((image, image.length), (words, 77))]
+    return Workload(model, tuple(block for blocks in pairs for block in blocks))
+
+
+def convolutional(model: str, filters: bool, text: str = "") -> Workload | None:
+    """The workload of an image network; None when it is not a known one. One sample is an image; `text`: what else is said of it."""
     plain = re.sub(r"[^a-z0-9]", "", re.sub(r" v\d+(\.\d+)?$", "", model.lower()))  # "ResNet-50 v1.5"
     whole = re.sub(r"[^a-z0-9]", "", model.lower())
-    if found := NETS.get(plain) or NETS.get(whole):
-        return Workload(model, tuple(layer.block(filters) for layer in found()))
+    short = re.sub(r"(tiny|small|base|large)(?=$|patch|window|22|38|in)", lambda found: found[0][0], whole)
+    names = [name for name in NETS if plain.startswith(name) or short.startswith(name)]
+    if names:
+        name = max(names, key=len)
+        scale = pixels(f"{model} {text}", PRINTED.get(name, 224)) / 224
+        return Workload(model, tuple(one.block(filters, scale) if isinstance(one, Layer) else one for one in NETS[name]()))
+    if "clip" in whole:
+        return towers(model, text)
     denoiser = next((one for words, one in DENOISERS if re.search(words, whole)), None)
-    return Workload(model, tuple(denoiser.blocks())) if denoiser else None
+    if denoiser is None:
+        return None
+    denoiser = replace(denoiser, side=pixels(f"{model} {text}", 8 * denoiser.side) // 8)
+    ahead = () if re.search(AHEAD, text) else encoder(denoiser.side)
+    return Workload(model, (*ahead, *denoiser.blocks()))

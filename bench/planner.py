@@ -11,11 +11,14 @@ to sources: what is fitted stands in `plait/planner/constants.py` and `plait.con
 import argparse
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from math import log
+from operator import mul
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from baselines import SEVEN, constant, seven
@@ -26,7 +29,7 @@ from stacks import BYTES
 
 from plait.config import network
 from plait.planner.constants import FITTED, Fitted
-from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction, layout_of
+from plait.planner.correction import NEAR, PARTS, SPENT, Correction, Traits, correction, layout_of, sizes_of
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.formulas import Software, TimeModel
 from plait.planner.from_sketch import Workload
@@ -52,6 +55,12 @@ class Prediction(NamedTuple):
     reserved: float
     """Bytes."""
     samples: float
+    full: float
+    """How likely it is to run out of memory, where what decides is not printed."""
+
+
+UNSURE = NormalDist(sigma=0.2)
+"""Of the logarithm of measured over predicted memory."""
 
 
 @dataclass
@@ -73,15 +82,15 @@ class Planner:
         compiled = run.row.get("compile") == "yes"  # a plan of plait that compiles has no sequence parallelism
         wide = run.plans[0][0].precision in ("fp32", "tf32")
         software = Software(
-            *BYTES["wide" if wide else stack.held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
+            *BYTES["wide" if wide else "four" if run.quantized else stack.held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
             action=0.0, even=run.layered, tiled=stack.tiled, once=stack.once, fuses=stack.fuses or compiled,
             launches=stack.launches * (0.5 if compiled else 1.0), channels_last=stack.channels_last,
-            attention="portable" if stack.attention == "unfused" else stack.attention,
+            hidden=stack.hidden, adds=stack.adds, attention="portable" if stack.attention == "unfused" else stack.attention,
             casts=FOUR if "fp4" in run.row["precision"] else ROWS if "rowwise" in run.row["precision"] else 1.0,
         )  # fmt: skip
-        key = (run.work, run.lora, software, machine)
+        work = adapted(run.work, run.plans[0][1] if run.quantized else 0.0) if run.lora else run.work
+        key = (work, software, machine)
         if key not in self.paces:
-            work = adapted(run.work) if run.lora else run.work
             self.paces[key] = TimeModel(work, machine, software, self.fitted)
         return self.paces[key]
 
@@ -95,18 +104,26 @@ class Planner:
                 continue
             reserved = got.reserved + CONTEXT
             over = max(0.0, got.allocated - room(pace.machine))
-            found.append((over, got.seconds / batch, len(found), Prediction(got, batch, reserved, samples)))
-        return min(found)[-1] if found else None
+            found.append((over, got.seconds / batch, len(found), Prediction(got, batch, reserved, samples, 0.0)))
+        if not found:
+            return None
+        best: Prediction = min(found)[-1]
+        like = [one.estimate for *_, one in found if one.samples == best.samples]
+        weights = [2.0 if one.plan.recompute == "none" else 1.0 for one in like]  # it is what software does unless it is told
+        full = [UNSURE.cdf(log(one.allocated / room(pace.machine))) for one in like]
+        return best._replace(full=sum(map(mul, weights, full)) / sum(weights))
 
 
-def adapted(work: Workload) -> Workload:
+def adapted(work: Workload, samples: float = 0.0) -> Workload:
     """With adapters of low rank: weights are frozen, and each product with one has four more operators, which read its input and add to its
-    result (arXiv 2106.09685)."""
+    result (arXiv 2106.09685). Weights in 4 bits are read, written in 16 bits and read again in every forward, of so many `samples`, and backward
+    (arXiv 2305.14314)."""
     blocks = []
     for block in work.blocks:
         mapped = [p for p in block.products if p.weight]
         more = sum((p.rows * p.inner + 3 * p.rows * p.columns) * p.batch * p.times for p in mapped)
-        blocks.append(replace(block, moved=block.moved + more, kernels=block.kernels + 4 * len(mapped)))
+        made = 1.3 * (block.weights + block.experts) / samples if samples and block.count > 1 else 0.0
+        blocks.append(replace(block, moved=block.moved + more + made, kernels=block.kernels + (5 if samples else 4) * len(mapped)))
     return replace(work, blocks=tuple(blocks), frozen=1.0)
 
 
@@ -115,10 +132,9 @@ def traits(run: Run, found: Estimate) -> Traits:
     labels = {
         "occasion": f"{run.source} {run.row.get('table_or_file', '')}", "device": run.row["gpu"],
         "model": run.row.get("model", ""), "precision": run.row.get("precision", ""),
-        "layout": layout_of(found.plan),
-        "length": run.row.get("seq_len", ""),
+        "layout": layout_of(found.plan), "software": re.sub(r"[\d.]+", "#", run.row.get("note", "")) + run.row.get("compile", ""),
     }  # fmt: skip
-    return Traits(labels, {part: found.share(part) for part in SPENT}, kind(run) == "experts")
+    return Traits(labels, {part: found.share(part) for part in SPENT}, sizes_of(found), kind(run) == "experts")
 
 
 def kind(run: Run) -> str:
@@ -155,12 +171,10 @@ def cases(
 
 def case(run: Run, got: Prediction, known: list[tuple[Traits, float]]) -> Case:
     """One prediction, corrected by what is known of the source."""
-    found, batch, reserved, _ = got
-    machine = machine_of(run.row)
-    assert machine is not None
+    found, batch, reserved = got.estimate, got.batch, got.reserved
     fixed: Correction = correction(traits(run, found), known)
     each = found.seconds / batch
-    said = found.allocated <= room(machine)
+    said = got.full <= 0.5
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
     return Case(
         run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,
@@ -193,7 +207,7 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
     found = {
         "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
         "expressed_percent": percent([not run.why for run in runs]),
-        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + len(SPENT) + 2, "choices": 6},
+        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + len(NEAR) + len(SPENT) + 2, "choices": 6},
         "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
         "choice": choice(done), "memory": memory(done),
         "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},

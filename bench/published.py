@@ -13,7 +13,7 @@ from typing import Any
 from images import convolutional
 from shapes import Shape, known, transformer, usual
 from sites import machine_of
-from stacks import DEFAULT, Stack, stack_of
+from stacks import DEFAULT, Stack, stack_of, text_of
 
 from plait.config.plan import Plan
 from plait.planner.from_sketch import Workload
@@ -39,6 +39,8 @@ class Run:
     fits: bool | None = None
     why: str = ""
     lora: bool = False
+    quantized: bool = False
+    """Frozen weights are in 4 bits."""
     stack: Stack = DEFAULT
     layered: bool = True
     """A chain of alike layers, which stages share out by number; other chains are balanced by time."""
@@ -81,11 +83,12 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
         return Run(row, why="its layout was found by a search and is not printed")
     stack = stack_of(row, known)
     shape = shape_of(row)
-    old = stack.attention == "unfused" and row.get("precision") in ("fp16", "")
+    decoder = shape is not None and shape.causal and shape.predicted == 1
+    old = decoder and stack.attention == "unfused" and row.get("precision") in ("fp16", "")
     tokens = int(number(row, "seq_len") or (shape.length if shape and not old else 1024))
     if tokens == 512 and re.search(r"(PyTorch|Paddle\w*)/LanguageModeling/BERT", row.get("table_or_file", "")):
         tokens = BINNED
-    work = convolutional(row.get("model", ""), row.get("precision") == "fp32")
+    work = convolutional(row.get("model", ""), row.get("precision") == "fp32", text_of(row))
     if work is None and shape is not None:
         flash = stack.attention != "unfused" and not any(name in row["gpu"] for name in OLD)
         work = transformer(shape, tokens, flash=flash, fused=stack.fused_loss or row.get("compile") == "yes", name=row.get("model", ""))
@@ -103,8 +106,10 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
     if not row.get("micro_batch") and not row.get("global_batch"):
         memory = 0.0  # of a batch that nobody knows
     fits = {"yes": False, "no": True}.get(row.get("oom", ""), True if rate else None)
-    lora = "lora" in (row.get("model", "") + row.get("note", "")).lower()
-    return Run(row, work, plans, rate, memory or None, fits, "", lora, stack, bool(shape))
+    said = f"{row.get('model', '')} {row.get('note', '')} {row.get('precision', '')}"
+    lora = bool(re.search(r"(?i)lora\b", said))
+    quantized = lora and bool(re.search(r"(?i)qlora|nf4|\bint4|4-?bit|\bbnb", said))
+    return Run(row, work, plans, rate, memory or None, fits, "", lora, quantized, stack, bool(shape))
 
 
 def recipe(row: dict[str, str]) -> bool:
@@ -114,7 +119,7 @@ def recipe(row: dict[str, str]) -> bool:
 
 def shape_of(row: dict[str, str]) -> Shape | None:
     """Printed sizes, else those of a model that is known by its name."""
-    public = known(row.get("model", ""))
+    public = known(row.get("model", ""), text_of(row))
     layers, hidden = int(number(row, "layers")), int(number(row, "hidden"))
     billions = number(row, "params_b")
     if not layers or not hidden:
@@ -166,13 +171,16 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack) -> tup
     away = "none"
     if re.search(r"offload(?! N)|Offload", note):
         away = "all" if re.search(r"ZeRO-3 (with CPU )?offload|ZeRO-Infinity|param\w* offload(?! N)", note) else "optimizer"
+    ways: dict[str, Any] = {"context": "ulysses"} if cp > 1 and re.search(r"(?i)ulysses|a2a cp|cp a2a", note) else {}
     found = []
-    for zero, fsdp in sharded(row, shares):
+    for zero, fsdp in sharded(row, shares, stack, pp):
+        if stack.over_cp and cp > 1 and zero == 3:
+            ways["shard_over_cp"] = True
         plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, ep=min(ep, gpus), zero=zero or 3,
                     precision=precision_of(row), sequence_parallel=tp > 1 and stretched, offload=away)  # fmt: skip
         for each in sizes:
             micro = max(1, round(batch / shares / each)) if batch else deep
-            order = schedule_of(row, pp, micro)
+            order = schedule_of(row, pp, micro) | ways
             for word in again:
                 total = batch or each * shares * micro
                 found.append(
@@ -208,15 +216,21 @@ def schedule_of(row: dict[str, str], pp: int, micro: int) -> dict[str, Any]:
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
-def sharded(row: dict[str, str], shares: int) -> list[tuple[int, int]]:
-    """(zero, devices that share a copy) of the row; both whole copies and a shared optimizer state when it does not say."""
+def sharded(row: dict[str, str], shares: int, stack: Stack, pp: int) -> list[tuple[int, int]]:
+    """(zero, devices that share a copy) of the row; when it does not say, whole copies, a shared optimizer state and, with torch's FSDP, all."""
     zero = int(number(row, "fsdp_or_zero_stage"))
+    if not row.get("fsdp_or_zero_stage") and (found := re.search(r"(FSDP|FULL_SHARD|fully_shard)|ZeRO[- ]?([123])", row.get("note", ""))):
+        zero = 3 if found[1] else int(found[2])
     if zero:
         group = re.search(r"group(?: size)? (\d+)", row.get("note", ""))
         return [(zero, min(shares, int(group[1])) if group else shares)]
     if row.get("fsdp_or_zero_stage") or shares == 1 or row.get("precision") in ("fp32", "tf32", "amp_fp16"):
         return [(0, 1)]
-    return [(0, 1), (1, shares)]
+    if re.search(r"data_parallel|\bDDP\b|DistributedDataParallel", row.get("note", "")):
+        return [(0, 1)]
+    if recipe(row):  # all of them have the distributed optimizer
+        return [(1, shares)]
+    return [(0, 1), (1, shares)] + [(3, shares)] * (stack.held in ("fsdp2", "pure") and pp == 1)
 
 
 def rate_of(row: dict[str, str], shape: Shape | None, work: Workload, tokens: int, gpus: int) -> float | None:

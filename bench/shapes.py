@@ -145,21 +145,89 @@ SHAPES = {
     **{f"roberta{size}": Shape(n, h, 4 * h, a, a, 50265, predicted=0.15, causal=False, length=512) for size, n, h, a in (
         ("base", 12, 768, 12), ("large", 24, 1024, 16))},
     "distilbertbase": Shape(6, 768, 3072, 12, 12, 30528, predicted=0.15, causal=False, length=512),
-    **{name: Shape(n, h, f, a, a, 1000, predicted=1 / t, causal=False, length=t) for name, n, h, f, a, t in (
-        ("vits16", 12, 384, 1536, 6, 197), ("vitb16", 12, 768, 3072, 12, 197), ("vitb32", 12, 768, 3072, 12, 50), ("vitl16", 24, 1024, 4096, 16, 197),
-        ("vitl14", 24, 1024, 4096, 16, 257), ("vith14", 32, 1280, 5120, 16, 257), ("vitg14", 40, 1408, 6144, 16, 257),
-        ("deits", 12, 384, 1536, 6, 197), ("deitb", 12, 768, 3072, 12, 197), ("dits2", 12, 384, 1536, 6, 256), ("ditb2", 12, 768, 3072, 12, 256),
-        ("ditl2", 24, 1024, 4096, 16, 256), ("ditxl2", 28, 1152, 4608, 16, 256), ("pixartalpha", 28, 1152, 4608, 16, 1024))},
-    "flux": Shape(57, 3072, 12288, 24, 24, 64, predicted=1.0, causal=False, length=4608, more=5.4),
-    "sd3medium": Shape(24, 1536, 6144, 24, 24, 64, causal=False, length=4250, more=1.3),
+    "pixartalpha": Shape(28, 1152, 4608, 16, 16, 32, causal=False, length=1024),
+    "pixartsigma": Shape(28, 1152, 4608, 16, 16, 32, causal=False, length=4096),
+    **dict.fromkeys(("flux", "flux.1"), Shape(57, 3072, 12288, 24, 24, 64, causal=False, length=4608, more=5.4)),
+    **dict.fromkeys(("sd3medium", "sd3", "stablediffusion3", "stablediffusion3medium"),
+        Shape(24, 1536, 6144, 24, 24, 64, causal=False, length=4250, more=1.3)),
+    **dict.fromkeys(("sd3.5large", "stablediffusion3.5large"), Shape(38, 2432, 9728, 38, 38, 64, causal=False, length=4250, more=5.3)),
+    "wan2.114b": Shape(40, 5120, 13824, 40, 40, 64, causal=False, length=32760, more=4.3),
+    "wan2.11.3b": Shape(30, 1536, 8960, 12, 12, 64, causal=False, length=32760, more=0.3),
+    "hunyuanvideo": Shape(60, 3072, 12288, 24, 24, 64, causal=False, length=32760, more=6.0),
+    "cogvideox5b": Shape(42, 3072, 12288, 48, 48, 64, causal=False, length=17776),
+    "cogvideox2b": Shape(30, 1920, 7680, 30, 30, 64, causal=False, length=17776),
+    "dbrx": Shape(40, 6144, 10752, 48, 8, 100352, True, 128, 16, 4, 10752, tied=False),
+    "grok1": Shape(64, 6144, 32768, 48, 8, 131072, True, 128, 8, 2, 32768),
+    "moonlight16ba3b": Shape(27, 2048, 11264, 16, 16, 163840, True, 192, 64, 6, 1408, 2816, 1, (2048, 512), tied=False, length=4096),
+    "qwen1.5moea2.7b": Shape(24, 2048, 5632, 16, 16, 151936, True, 128, 60, 4, 1408, 5632, tied=False, length=4096),
+    "qwen257ba14b": Shape(28, 3584, 18944, 28, 4, 151936, True, 128, 64, 8, 2560, 20480, tied=False, length=4096),
+    "qwen3next80ba3b": Shape(48, 2048, 5120, 16, 2, 151936, True, 256, 512, 10, 512, 512, tied=False, length=4096),
+    "qwen3coder30ba3b": Shape(48, 2048, 6144, 32, 4, 151936, True, 128, 128, 8, 768, tied=False, length=4096),
+    "glm4.5air": Shape(46, 4096, 10944, 96, 8, 151552, True, 128, 128, 8, 1408, 1408, 1, tied=False, length=4096),
+    "glm4.5": Shape(92, 5120, 12288, 96, 8, 151552, True, 128, 160, 8, 1536, 1536, 3, tied=False, length=4096),
+    "glm49b": Shape(40, 4096, 13696, 32, 2, 151552, True, tied=False, length=8192),
+    "chatglm36b": Shape(28, 4096, 13696, 32, 2, 65024, True, tied=False),
+    "phi3.5moe": Shape(32, 4096, 6400, 32, 8, 32064, True, 128, 16, 2, 6400, tied=False, length=4096),
+    "deepseekmoe16b": Shape(28, 2048, 10944, 16, 16, 102400, True, 128, 64, 6, 1408, 2816, 1, tied=False, length=4096),
+    "deepseekr1": DEEPSEEK, "minimaxm2": Shape(62, 3072, 1536, 48, 8, 200064, True, 128, 256, 8, 1536, tied=False, length=4096),
+    "baichuan27b": Shape(32, 4096, 11008, 32, 32, 125696, True, tied=False, length=4096),
+    "baichuan213b": Shape(40, 5120, 13696, 40, 40, 125696, True, tied=False, length=4096),
+    "internlm27b": Shape(32, 4096, 14336, 32, 8, 92544, True, tied=False, length=4096),
+    "qwen2.57bvl": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False, length=4096),
+    "qwen2.5vl7b": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False),
+    "qwen2vl7b": Shape(28, 3584, 18944, 28, 4, 152064, True, tied=False), "llava1.57b": Shape(32, 4096, 11008, 32, 32, 32000, True, tied=False),
+    **{f"mpt{size}": Shape(n, h, 4 * h, a, a, 50432) for size, n, h, a in (
+        ("125m", 12, 768, 12), ("350m", 24, 1024, 16), ("760m", 24, 1536, 12), ("1b", 24, 2048, 16), ("3b", 32, 2560, 20), ("7b", 32, 4096, 32),
+        ("13b", 40, 5120, 40), ("30b", 48, 7168, 56), ("70b", 64, 10240, 80))},
+    **{f"t5{size}": Shape(n, h, f, a, a, 32128, head=64 if h < 1024 else 128 if a > 16 else 64, length=512) for size, n, h, f, a in (
+        ("small", 14, 512, 2048, 8), ("base", 28, 768, 3072, 12), ("large", 56, 1024, 4096, 16), ("3b", 52, 1024, 16384, 32),
+        ("11b", 50, 1024, 65536, 128))},
+    **{f"nanogpt{size}": Shape(n, h, 4 * h, a, a, 50304, length=1024)
+        for size, n, h, a in (("", 12, 768, 12), ("124m", 12, 768, 12), ("350m", 24, 1024, 16))},
 }  # fmt: skip
 
-def known(model: str) -> Shape | None:
-    """The public shape of a model, by its name without what is said of the run."""
-    name = re.sub(r"\(.*?\)|\b(q?lora|sft|dpo|pretrain\w*|pre-training|instruct|chat|hf|v0\.\d|dev|schnell)\b", "", model.lower())
-    plain = re.sub(r"[^a-z0-9.]", "", name.replace("meta-llama/", ""))
+VITS = {
+    "ti": (12, 192, 768, 3), "s": (12, 384, 1536, 6), "b": (12, 768, 3072, 12), "l": (24, 1024, 4096, 16), "so": (27, 1152, 4304, 16),
+    "h": (32, 1280, 5120, 16), "g": (40, 1408, 6144, 16), "G": (48, 1664, 8192, 16), "22b": (48, 6144, 24576, 48),
+}  # fmt: skip
+"""Layers, width, inner width and heads of vision transformers (arXiv 2010.11929, 2106.04560, 2302.05442)."""
+DITS = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}
+"""Layers, width and heads of DiT and SiT (arXiv 2212.09748)."""
+
+
+def pixels(text: str, usual: int) -> int:
+    """Pixels of an image's side, where a text says them: `512x512`, `256px`, `_384`."""
+    found = re.search(r"\b(\d{3,4}) ?[x×] ?\1\b|(?<![\d.])(\d{3,4}) ?(?:px|p\b|pixels|² ?px|\^2)|_(224|256|288|320|384|448|512)\b", text)
+    return int(found[1] or found[2] or found[3]) if found else usual
+
+
+def visual(model: str, text: str = "") -> Shape | None:
+    """The shape of a vision transformer, or of one that diffuses latent images, by its size and patch."""
+    said = f"{model} {text}"
+    if found := re.search(r"(?i)\b[ds]it[-_ ]*(xl|s|b|l)\b[-_/ ]*([248])?", model):
+        layers, wide, heads = DITS[found[1].lower()]
+        tokens = (pixels(said, 256) // 8 // int(found[2] or 2)) ** 2
+        return Shape(layers, wide, 4 * wide, heads, heads, 32, causal=False, length=tokens, more=6 * wide**2 * layers / 1e9)
+    sizes = "tiny|ti|small|base|large|huge|giant|gigantic|bigg|so400m|22b|s|b|l|h|g"
+    if found := re.search(rf"(?i)(?:vit|deit|beit|mae|dino\w*)[-_ ]*({sizes})(?![a-z])[-_/ ]*(?:patch)?(\d\d)?(?![\d])", model):
+        size = found[1].lower()
+        key = {"tiny": "ti", "gigantic": "G", "bigg": "G", "so400m": "so", "22b": "22b"}.get(size, size[:2] if size == "ti" else size[0])
+        layers, wide, inner, heads = VITS[key]
+        tokens = (pixels(said, 224) // int(found[2] or 16)) ** 2 + 1
+        return Shape(layers, wide, inner, heads, heads, 1000, predicted=1 / tokens, causal=False, length=tokens)
+    return None
+
+
+def known(model: str, text: str = "") -> Shape | None:
+    """The public shape of a model, by its name without what is said of the run; `text`: what else a row says."""
+    name = re.sub(r"\(.*?\)|\b(q?[dr]?s?lora|sft|dpo|grpo|cpt"
+                  r"|pretrain\w*|pre-training|instruct|chat|hf|v0\.\d|dev|schnell|fine-?tun\w*|full|4-?bit|bnb)\b|(?<=\d[bB])-it\b",
+                  "", model.lower())  # fmt: skip
+    plain = re.sub(r"[^a-z0-9.]", "", re.sub(r"^[\w.-]+/(?=[a-z])", "", name.strip()))
     if plain in SHAPES:
         return SHAPES[plain]
+    if found := visual(model, text):
+        return found
     starts = [key for key in SHAPES if plain.startswith(key) and not plain[len(key) :][:1].isdigit() and plain[len(key) :][:1] not in ("b", "m", ".")]
     return SHAPES[max(starts, key=len)] if starts else None
 
@@ -200,7 +268,7 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, 
     rows = s * shape.predicted
     head = PlannedProduct(rows, h, v, cut="columns")
     own = (0 if shape.tied else v * h) + shape.more * 1e9
-    logits, copies = rows * v, 1.0 if fused else 2.5
+    logits, copies = rows * v, 1.0 if fused else 4.0  # as printed, in 32 bits, and their gradient
     blocks.append(
         Block("head", products=(head,), weights=own, weights_cut=own, moved=8 * logits + 6 * s * h, moved_cut=8 * logits,
               kept=copies * logits + 2 * s * h, kept_cut=copies * logits, given=s * h, out=s * h, kernels=14, handovers=1)
@@ -237,7 +305,7 @@ def attention(shape: Shape, s: int, flash: bool) -> Block:
     keys, causal = s * shape.window, shape.causal and shape.predicted == 1
     scores = (PlannedProduct(s, d, keys, a, cut="batch", weight=False, fused=flash, grows="batch", causal=causal),
               PlannedProduct(s, keys, value, a, cut="batch", weight=False, fused=flash, grows="batch", causal=causal))  # fmt: skip
-    square = 0 if flash else a * s * s
+    square = 0 if flash else a * s * keys
     cut = s * (2 * wide + a * value)
     kept = s * (wide + a * value) + 2.5 * square
     return Block("attention", products=(*maps, *scores, out), weights=weights + 2 * h, weights_cut=weights,

@@ -9,13 +9,18 @@ from plait.config.machine import Machine
 from plait.config.network import Level, Link
 
 ALIASES = (
-    ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"),
-    ("H100-96GB", "h100-96gb"), ("H100-PCIe", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
-    ("A100-SXM-40GB", "a100-40gb"), ("A100-40", "a100-40gb"), ("A100-PCIe", "a100-pcie"), ("A100", "a100"),
-    ("TPU v4", "tpu-v4"), ("TPU v5e", "tpu-v5e"), ("TPU v5p", "tpu-v5p"), ("V100-SXM3", "v100-dgx2"),
-    ("V100-SXM2-16GB", "v100-16gb"), ("V100-16", "v100-16gb"), ("V100", "v100"), ("P100", "p100"), ("P40", "p40"),
-    ("K80", "k80"), ("TITAN RTX", "titan-rtx"), ("MI300X", "mi300x"), ("MI325X", "mi325x"), ("MI355X", "mi355x"),
-    ("RTX 3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("L40S", "l40s"), ("A10G", "a10g"), ("T4", "t4"), ("L4", "l4"),
+    ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"), ("H20", "h20"),
+    ("H100-96GB", "h100-96gb"), ("H100[- ](PCIe|NVL)", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
+    ("A100.*[^0-9]40", "a100-40gb"), ("A100[- ]PCIe", "a100-pcie"), ("A100", "a100"), ("A10G", "a10g"), ("A10", "a10"), ("A30", "a30"),
+    ("A40", "a40"), ("TPU ?v4", "tpu-v4"), ("TPU ?v5(e|[- ]?lite)", "tpu-v5e"),
+    ("TPU ?v5p", "tpu-v5p"), ("TPU ?v6e|Trillium", "tpu-v6e"), ("TPU ?v3", "tpu-v3"),
+    ("V100-SXM3", "v100-dgx2"), ("V100.*[^0-9]16", "v100-16gb"), ("V100", "v100"), ("P100", "p100"), ("P40", "p40"), ("K80", "k80"),
+    ("TITAN RTX", "titan-rtx"), ("MI300X", "mi300x"), ("MI325X", "mi325x"), ("MI355X", "mi355x"), ("MI350X", "mi350x"), ("MI250X?", "mi250x"),
+    ("MI210", "mi210"), ("Gaudi[- ]?2", "gaudi2"), ("Gaudi[- ]?3", "gaudi3"), ("(RTX )?PRO 6000", "rtx-pro-6000"),
+    ("RTX 6000.*(Ada|48)|6000 Ada", "rtx-6000-ada"), ("RTX 8000", "quadro-rtx-8000"), ("RTX 6000", "quadro-rtx-6000"), ("(RTX )?A6000", "rtx-a6000"),
+    ("(RTX )?A5000", "rtx-a5000"), ("(RTX )?5090", "rtx-5090"), ("(RTX )?5080", "rtx-5080"), ("(RTX )?4090", "rtx-4090"),
+    ("(RTX )?4080", "rtx-4080"), ("(RTX )?3090", "rtx-3090"), ("(RTX )?3080", "rtx-3080"), ("(RTX )?2080 ?Ti", "rtx-2080-ti"),
+    ("(GTX )?1080 ?Ti", "gtx-1080-ti"), ("L40S", "l40s"), ("L40", "l40"), ("T4", "t4"), ("L4", "l4"),
 )  # fmt: skip
 """What is in a row's name of a device, and its data sheet; the first that fits."""
 
@@ -34,7 +39,7 @@ class OneCard(Machine):
 @cache
 def site(gpu: str, per_node: int, nodes: int, interconnect: str, one_card: bool) -> Machine | None:
     """The machine of a row; None when no data sheet is known."""
-    sheet = next((name for word, name in ALIASES if word.lower() in gpu.lower()), None)
+    sheet = next((name for words, name in ALIASES if re.search(rf"(?i)(?<![a-z0-9])({words.replace(' ', '[ _-]?')})(?![0-9])", gpu)), None)
     if sheet is None or sheet not in known():
         return None
     if sheet == "v100" and per_node == 4 and "NVLink" in interconnect:

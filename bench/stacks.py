@@ -6,20 +6,20 @@ are unseen leaves out the stacks of which only the sources that are predicted ha
 """
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 Kernels = Literal["unfused", "earlier", "portable", "tuned"]
 """Of attention: none, or a generation of `formulas.Attention`."""
 BYTES = {
     "wide": (4.0, 4.0, 8.0, 4.0), "fsdp2": (4.0, 4.0, 8.0, 2.0), "megatron": (2.0, 4.0, 12.0, 2.0), "nemo": (2.0, 2.0, 12.0, 2.0),
-    "zero": (2.0, 2.0, 20.0, 2.0), "pure": (2.0, 2.0, 4.0, 2.0),
+    "zero": (2.0, 2.0, 20.0, 2.0), "pure": (2.0, 2.0, 4.0, 2.0), "four": (0.55, 2.0, 4.0, 2.0),
 }  # fmt: skip
 """Bytes of an element of weights, gradients, optimizer state and messages.
 
 `wide`: 32-bit training, and autocast. `fsdp2`: 16-bit weights are made while they are gathered. `megatron`: 16-bit weights, 32-bit sums of
 gradients, 32-bit weights and two moments; `nemo`: 16-bit sums. `zero`: 16-bit weights and gradients, and of what is sharded 32-bit weights,
-two moments and two buffers of gradients. `pure`: all in 16 bits.
+two moments and two buffers of gradients. `pure`: all in 16 bits. `four`: frozen weights in 4 bits, with scales of blocks (QLoRA, arXiv 2305.14314).
 """
 
 
@@ -37,10 +37,12 @@ class Stack:
     """Messages of gradients and weights go on while the devices compute."""
     held: str = "fsdp2"
     """A key of `BYTES`."""
+    adds: bool = True
+    """An operator of its own adds the gradients of micro-batches up: not so with Megatron-LM's --gradient-accumulation-fusion."""
     tiled: bool = False
     """Messages of tp go tile by tile beside matmuls."""
-    once: bool = False
-    """Under pp, weights are gathered once a step."""
+    once: bool = True
+    """Under pp, weights are gathered once a step (torchtitan's docs/fsdp.md)."""
     fused_loss: bool = False
     """The loss keeps no 32-bit logits."""
     channels_last: bool = False
@@ -50,48 +52,72 @@ class Stack:
     """Seconds of the host for an operator, over those of torch's eager mode: graphs of a framework need few."""
     recompute: str | None = None
     """Where a row does not say; None: what is fastest."""
+    over_cp: bool = False
+    """Shards go over the ranks of cp, too."""
+    hidden: bool = False
+    """Rows travel to experts and back while others compute."""
     allocator: bool = False
     """Memory that is printed is what torch's allocator took, without the device's context."""
 
 
 STACKS = (
+    Stack("DeepSeek", r"DualPipe|2412\.19437", "arXiv 2412.19437 section 3: DualPipe hides the exchange, kernels of its own in 8 bits",
+          attention="tuned", portable=False, overlapped=True, adds=False, held="nemo", fused_loss=True, fuses=True, hidden=True),
     Stack("torchtitan", r"torchtitan|pytorch/ao|torchao", "docs of torchtitan: FSDP2 over dp x cp, SDPA, fsdp.md, composability.md",
-          attention="portable", portable=True, overlapped=True, held="fsdp2", once=True, allocator=True),
+          attention="portable", portable=True, overlapped=True, held="fsdp2", over_cp=True, allocator=True),
     Stack("Automodel", r"Automodel", "NeMo Automodel's performance page: FSDP2, Transformer Engine, DeepEP",
-          attention="tuned", portable=False, overlapped=True, held="fsdp2", once=True),
+          attention="tuned", portable=False, overlapped=True, held="fsdp2"),
     Stack("Megatron-Core", r"Megatron-Core|Megatron-Bridge|NeMo(?!X)|golden values|TransformerEngine|Transformer Engine|\(TE\)",
           "NVIDIA's recipes: overlap of gradients, gathers and tp, Transformer Engine's attention",
-          attention="tuned", portable=False, overlapped=True, held="nemo", tiled=True, fused_loss=True, fuses=True),
+          attention="tuned", portable=False, overlapped=True, adds=False, held="nemo", tiled=True, fused_loss=True, fuses=True),
     Stack("Primus", r"Primus|ROCm|AMD", "Primus: Megatron-LM and torchtitan on Transformer Engine for ROCm, with AITER's attention",
-          attention="tuned", portable=False, overlapped=True, held="megatron", fuses=True),
-    Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, held="megatron",
+          attention="tuned", portable=False, overlapped=True, adds=False, held="megatron", fuses=True),
+    Stack("MegaScale", r"MegaScale;", "arXiv 2402.15627 section 3", attention="portable", portable=False, overlapped=True, adds=False,
+          held="megatron",
           tiled=True, fused_loss=True, fuses=True),
     Stack("Llama 3", r"2407\.21783", "arXiv 2407.21783 section 3.3: FSDP shards, no reshard between forward and backward",
-          attention="tuned", portable=False, overlapped=True, held="fsdp2", once=True, fused_loss=True, fuses=True, recompute="none"),
+          attention="tuned", portable=False, overlapped=True, held="fsdp2", fused_loss=True, fuses=True, recompute="none"),
     Stack("Megatron-DeepSpeed", r"Megatron-DeepSpeed|bigscience|vTrain", "its repository: ZeRO-1 on Megatron-LM, no overlap",
           attention="unfused", portable=True, overlapped=False, held="zero", fuses=True),
     Stack("Megatron-LM of 2023", r"MegaScale|2401\.10241|InternEvo", "--use-flash-attn since February 2023; no overlap of gradients yet",
-          attention="portable", portable=False, overlapped=False, held="megatron", fuses=True),
+          attention="portable", portable=False, overlapped=False, adds=False, held="megatron", fuses=True),
     Stack("Megatron-LM", r"Megatron|2104\.04473|2205\.05198", "before 2023: no fused attention, no overlap of gradients",
-          attention="unfused", portable=False, overlapped=False, held="megatron", fuses=True),
+          attention="unfused", portable=False, overlapped=False, adds=False, held="megatron", fuses=True),
     Stack("llm-foundry", r"llm-foundry|FULL_SHARD", "its training README: FSDP, Triton's attention of 2023, fused cross-entropy",
           attention="earlier", portable=True, overlapped=True, held="fsdp2", fused_loss=True),
     Stack("JAX", r"JAX|[Mm]ax[Tt]ext|Pax|T5X|TPU|levanter", "XLA: latency hiding, cuDNN's attention, fused pointwise operators",
           attention="tuned", portable=False, overlapped=True, held="fsdp2", fused_loss=True, channels_last=True, fuses=True, launches=0.2),
     Stack("vendor's torch", r"DeepLearningExamples|NGC PyTorch|apex", "DeepLearningExamples: apex, channels last, fused optimizers",
           attention="unfused", portable=True, overlapped=True, held="wide", channels_last=True),
-    Stack("fused graphs", r"OneFlow|MXNet|TensorFlow|tf_cnn|Paddle", "static graphs with fused kernels; cuDNN, channels last",
+    Stack("graphs", r"TensorFlow 1[^;]*x;|Paddle", "static graphs whose pointwise operators are kernels of their own unless XLA compiles them",
+          attention="unfused", portable=True, overlapped=True, held="wide", channels_last=True, launches=0.2),
+    Stack("fused graphs", r"OneFlow|MXNet|TensorFlow|tf_cnn", "static graphs with fused kernels; cuDNN, channels last",
           attention="unfused", portable=True, overlapped=True, held="wide", channels_last=True, fuses=True, launches=0.2),
     Stack("thunder", r"thunder|litgpt", "lightning-thunder: cuDNN and Transformer Engine as executors; weights in bf16",
           attention="tuned", portable=False, overlapped=True, held="pure", fused_loss=True, fuses=True),
-    Stack("torchtune", r"torchtune|axolotl|unsloth|trl\b|peft|PEFT|LLaMA-Factory|alignment", "their recipes: models loaded in bf16",
+    Stack("unsloth", r"(?i)unsloth", "its documentation: Triton kernels with backward by hand, fused cross-entropy, checkpoints of layers",
+          attention="portable", portable=True, overlapped=True, held="pure", fused_loss=True, fuses=True, recompute="full"),
+    Stack("torchtune", r"torchtune|axolotl|trl\b|peft|PEFT|LLaMA-Factory|alignment", "their recipes: models loaded in bf16",
           attention="portable", portable=True, overlapped=True, held="pure"),
+    Stack("timm", r"timm|pytorch-image-models", "its benchmark.py: autocast, channels last where it says so"),
     Stack("DeepSpeed", r"DeepSpeed|ZeRO", "DeepSpeed: gradients and gathers overlap (`overlap_comm`)", attention="portable", portable=True,
           overlapped=True, held="zero"),
     Stack("FSDP", r"FSDP|fms-fsdp|nanotron|nnscaler|Colossal", "torch's FSDP and SDPA", attention="portable", portable=True,
           overlapped=True, held="fsdp2"),
 )  # fmt: skip
 DEFAULT = Stack("torch", "", "torch's documentation")
+
+
+SAID: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"(?i)channels[-_ ]last|nhwc", {"channels_last": True}),
+    (r"(?i)torch\.compile\b|inductor", {"fuses": True}),
+    (r"(?i)flash-?attention-?3|\bFA3\b|cudnn (fused )?attention", {"attention": "tuned"}),
+    (r"(?i)(without|no) flash|eager attention", {"attention": "unfused"}),
+    (r"(?i)liger|fused (linear )?cross.?entropy", {"fused_loss": True}),
+    (r"(?i)overlap\w*[- _](moe|ep|a2a|all-?to-?all|expert)|(moe|ep|a2a|all-?to-?all|expert)[- _](parallel[- _])?(comm\w*[- _])?overlap",
+     {"hidden": True}),
+)  # fmt: skip
+"""What a row itself says of what its software does."""
 
 
 def text_of(row: dict[str, str]) -> str:
@@ -102,4 +128,8 @@ def text_of(row: dict[str, str]) -> str:
 def stack_of(row: dict[str, str], known: frozenset[str] | None = None) -> Stack:
     """The stack of a row: the first whose words it has, of those that are `known` by name (None: all)."""
     text = text_of(row)
-    return next((s for s in STACKS if (known is None or s.name in known) and re.search(s.words, text)), DEFAULT)
+    found = next((s for s in STACKS if (known is None or s.name in known) and re.search(s.words, text)), DEFAULT)
+    for words, change in SAID:
+        if re.search(words, text):
+            found = replace(found, **change)
+    return found

@@ -175,7 +175,7 @@ def test_attention_goes_by_its_mask_and_the_generation_of_its_kernels() -> None:
         needed = product.flops / (2 if causal else 1)
         return needed / pace.product(product, Plan(precision="bf16"), 1) / pace.peak("bf16")
 
-    assert part("a100", causal=False) == pytest.approx(part("a100"), rel=1e-3)
+    assert part("a100", causal=False) == pytest.approx(part("a100"), rel=0.02)
     assert part("a100", attention="earlier") < part("a100") == part("a100", attention="portable")
     assert part("h100") < 0.75 * part("a100") and part("b200") < part("h100")
     assert part("h100", attention="tuned") == pytest.approx(part("b200", attention="tuned"), rel=1e-2)
@@ -520,6 +520,47 @@ def test_of_plans_alike_the_simplest_comes_first() -> None:
     found = ask(tiny, {"precision": "fp32", "compile": False})
     first, fastest = found.rows[0].candidate, min(c.seconds for c in found.found.best)
     assert first.seconds <= fastest * 1.02 and len(first.plan.changed()) == 1
+
+
+def test_attention_takes_its_time_with_few_keys_and_narrow_heads() -> None:
+    """Half of the rate with a thousand keys of a causal mask, more without one; heads of 64 reach five sixths of the rate of 128."""
+    pace = TimeModel(Workload("", ()), Machine.named("a100"))
+
+    def rate(keys: int, head: int = 128, causal: bool = True, **keywords: Any) -> float:
+        product = PlannedProduct(keys, head, keys, 32, weight=False, fused=True, causal=causal)
+        return pace.attention(product, Plan(precision="bf16", **keywords))
+
+    assert rate(1000) == pytest.approx(rate(10**9) / 2, rel=1e-3) and rate(1000, causal=False) == pytest.approx(rate(10**9) * 0.8, rel=1e-3)
+    assert rate(8192, 64) == pytest.approx(rate(8192) * 5 / 6) and rate(8192, 256) > rate(8192)
+    assert rate(8192, cp=8) == pytest.approx(rate(1024)), "a step of the ring is a kernel of its own"
+    assert rate(8192, cp=8, context="ulysses") == rate(8192)
+
+
+def test_gradients_of_micro_batches_are_added_up() -> None:
+    """By an operator that reads and writes the sums; of one micro-batch nothing is added, and of frozen weights nothing."""
+    block = Block("layer", 1, (PlannedProduct(4096, 4096, 4096),), 4096.0**2, given=1.0, out=1.0, kernels=1)
+    work = Workload("", (block,))
+    times = [TimeModel(each, Machine.named("h100"), software).block(block, Plan(microbatches=n, precision="bf16"), 1).back_weight
+             for each, software, n in ((work, Software(), 1), (work, Software(), 2), (work, Software(adds=False), 2),
+                                       (replace(work, frozen=1.0), Software(), 2))]  # fmt: skip
+    stream = TimeModel(work, Machine.named("h100")).stream
+    assert times[1] - times[0] == pytest.approx(4096**2 * 10 / stream) and times[2] == times[0] and times[3] == 0
+
+
+def test_rows_that_travel_while_others_compute_are_hidden() -> None:
+    routed = Block("experts", 1, (PlannedProduct(65536, 4096, 4096, experts=8),), 0.0, experts=8 * 4096.0**2, given=1.0, out=1.0, kernels=1,
+                   routed=8192.0 * 4096)  # fmt: skip
+    paces = [TimeModel(Workload("", (routed,)), Machine.named("h100x8"), Software(hidden=hidden)) for hidden in (False, True)]
+    shown, hidden = (pace.block(routed, Plan(ep=8, dp=8, precision="bf16"), 1).sent for pace in paces)
+    assert 0 < hidden < shown
+
+
+def test_frozen_weights_that_are_sharded_are_gathered() -> None:
+    """Adapters' gradients are nothing to send; what they adapt is gathered all the same."""
+    block = Block("layer", 4, (PlannedProduct(64, 4096, 4096),), 4096.0**2, given=1.0, out=1.0, kernels=1)
+    pace = TimeModel(Workload("", (block,), frozen=1.0), Machine.named("h100x8"))
+    waits = [estimate(pace, Plan(fsdp=8, zero=zero, precision="bf16"), 1).parts["gradients"] for zero in (3, 1)]
+    assert waits[0] > 0 == waits[1]
 
 
 def test_measured_runs_correct_what_is_like_them() -> None:

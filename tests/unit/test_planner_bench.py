@@ -17,8 +17,9 @@ import shapes  # noqa: E402
 from images import convolutional  # noqa: E402
 from published import run_of  # noqa: E402
 from scores import Case, choice, memory, spearman, times  # noqa: E402
-from sites import network  # noqa: E402
+from sites import machine_of, network  # noqa: E402
 
+from plait.config.machine import Machine  # noqa: E402
 from plait.planner import correction  # noqa: E402
 from plait.planner.correction import Traits  # noqa: E402
 
@@ -178,16 +179,49 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
     words = (("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", ""))
     pairs = [
         (Traits({**dict.fromkeys(correction.PARTS, ""), "occasion": one, "model": other},
-                dict.fromkeys(correction.SPENT, 0.1 * at), at % 2 == 1), 0.3 - 0.1 * at)
+                dict.fromkeys(correction.SPENT, 0.1 * at), dict.fromkeys(correction.NEAR, 0.7 * at), at % 2 == 1), 0.3 - 0.1 * at)
         for at, (one, other) in enumerate(words)
     ]  # fmt: skip
-    sizes = correction.PARTS | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
+    sizes = correction.PARTS | correction.NEAR | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
     for chosen in ([], [0, 3], [1, 2, 4]):
         left, deviations = fit.Errors.of(pairs).left(sizes, chosen)
         rest = [at for at in range(len(pairs)) if at not in chosen]
         said = [correction.correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
         assert left == pytest.approx([pairs[at][1] - np.log(one.factor) for at, one in zip(rest, said)])
         assert deviations == pytest.approx([one.deviation for one in said])
+
+
+@pytest.mark.parametrize(
+    ("said", "sheet"),
+    [("A100-SXM4-40GB", "a100-40gb"), ("A100 80GB PCIe", "a100"), ("A40", "a40"), ("A4000", None), ("RTX A6000", "rtx-a6000"), ("H20", "h20"),
+     ("RTX 6000 Ada", "rtx-6000-ada"), ("RTX 6000", "quadro-rtx-6000"), ("RTX PRO 6000 Blackwell", "rtx-pro-6000"), ("RTX4090", "rtx-4090"),
+     ("GeForce RTX 5090", "rtx-5090"), ("L40S", "l40s"), ("L4", "l4"), ("MI250X", "mi250x"), ("H200-SXM-141GB", "h200")],
+)  # fmt: skip
+def test_a_device_has_its_own_data_sheet(said: str, sheet: str | None) -> None:
+    found = machine_of({"gpu": said, "gpus": "1"})
+    assert (found and found.device.name) == (sheet and Machine.named(sheet).device.name)
+
+
+@pytest.mark.parametrize(
+    ("model", "flops", "millions"),
+    [("resnet18", 3.6e9, 11.7), ("wide_resnet50_2", 22.8e9, 68.9), ("resnext101_32x8d", 32.8e9, 88.8), ("efficientnet_b0", 0.78e9, 5.3),
+     ("convnext_base", 30.8e9, 88.6), ("swin_base_patch4_window7_224", 30.8e9, 87.8), ("vit_large_patch16_384", 382e9, 304.7),
+     ("densenet121", 5.7e9, 8.0), ("mobilenet_v2", 0.6e9, 3.5)],
+)  # fmt: skip
+def test_vision_models_have_their_published_size(model: str, flops: float, millions: float) -> None:
+    """Operations (two of each multiply-add) and weights of torchvision's and timm's tables."""
+    work = run_of({"model": model, "gpu": "A100", "gpus": "1", "micro_batch": "1", "source": "", "note": "", "precision": "bf16"}).work
+    assert work is not None and work.flops == pytest.approx(flops, rel=0.15)
+    assert sum(b.weights * b.count for b in work.blocks) / 1e6 == pytest.approx(millions, rel=0.12)
+
+
+def test_what_a_row_says_of_its_software() -> None:
+    row = {"model": "Llama 2 7B", "gpu": "RTX 4090", "gpus": "8", "micro_batch": "1", "seq_len": "2048", "source": "", "precision": "bf16"}
+    plain, lora, four = (run_of(row | {"note": note}) for note in ("DDP", "FSDP, LoRA", "QLoRA nf4, channels last"))
+    assert (plain.lora, lora.lora, lora.quantized, four.quantized) == (False, True, False, True) and four.stack.channels_last
+    assert [plan.dp for plan, *_ in plain.plans] == [8] * len(plain.plans) and {plan.fsdp for plan, *_ in lora.plans} == {8}
+    ring, heads = (run_of(row | {"note": note, "cp": "8"}).plans[0][0].context for note in ("", "Ulysses"))
+    assert (ring, heads) == ("ring", "ulysses")
 
 
 @pytest.mark.prove

@@ -10,7 +10,7 @@ from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
 from plait.planner import late
-from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction
+from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction, sizes_of
 from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
 from plait.planner.search import (
@@ -151,8 +151,9 @@ def sureness(asked: PlanRequest, best: Candidate | None) -> Correction:
     if asked.learned.anchors and best and best.estimate:
         return Correction(1.0, asked.learned.of(best.estimate).deviation)
     labels = dict.fromkeys(PARTS, "this run") | ({"device": ""} if asked.machine.measured else {})
-    shares = {part: best.estimate.share(part) for part in SPENT} if best and best.estimate else {}
-    return correction(Traits(labels, shares, bool(asked.cuts.mixtures)))
+    found = best.estimate if best else None
+    shares, sizes = ({part: found.share(part) for part in SPENT}, sizes_of(found)) if found else ({}, {})
+    return correction(Traits(labels, shares, sizes, bool(asked.cuts.mixtures)))
 
 
 def classical(asked: PlanRequest, question: SearchSpace, found: Found) -> list[Candidate]:

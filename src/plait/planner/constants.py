@@ -1,7 +1,6 @@
 """The constants that the planner fitted to measurements, all of them. What a data sheet states is in `machines/`.
 
-They were fitted once, jointly, to the published runs in `bench/data` and its set of single-node layouts; none belongs to one
-source, model or machine. Those of collectives are in `plait.config.network.FITTED`.
+They were fitted jointly to all published runs in `bench/data`. Those of collectives are in `plait.config.network.FITTED`.
 """
 
 from dataclasses import dataclass, replace
@@ -21,13 +20,13 @@ class Fitted:
     """with tensor cores,"""
     windows_tuned: float = 0.606
     """and with channels last, as the vendor's frameworks lay them out."""
-    ramp: float = 3e-05
+    ramp: float = 2.14e-05
     """Seconds that every matmul loses to starting and ending."""
     waves: float = 0.268
     """Waves of tiles that a matmul loses, since its last wave does not fill the device."""
-    fused: float = 0.4
-    """Part of the peak of an A100 that FlashAttention-2 reaches on what a causal mask leaves (arXiv 2307.08691), forward and backward."""
-    portable: float = 0.65
+    fused: float = 0.446
+    """Part of the peak of an A100 that FlashAttention-2 reaches on what a mask leaves of many keys (arXiv 2307.08691), forward and backward."""
+    portable: float = 0.75
     """How it falls behind on devices faster than that one, as a power of the ratio of their peaks."""
     earlier: float = 0.7
     """What the kernels before it reach of its pace: FlashAttention-1, Triton's of 2023."""
@@ -37,7 +36,7 @@ class Fitted:
     """Part of the memory's bandwidth that pointwise operators reach."""
     moved: float = 0.8
     """What they really move, over the elements that are counted, one operator after the other;"""
-    joined: float = 0.665
+    joined: float = 0.7
     """part of it where they are fused: compiled, or by hand."""
     scores: float = 0.413
     """The same for the scores of attention without a fused kernel, which caches hold in part."""
@@ -55,7 +54,7 @@ class Fitted:
     """The same where they go tile by tile beside the matmuls that make or take them."""
     apart: float = 4.95e-05
     """Seconds that the matmul of each expert on a device loses of its own."""
-    overlap: float = 1.0
+    overlap: float = 0.712
     """Part of the time of computing in which messages of dp and fsdp go on at no cost."""
     contention: float = 0.35
     """Part of the time of hidden messages by which they slow computing down: they take multiprocessors and memory's bandwidth."""

@@ -1,15 +1,14 @@
 """How far off predictions are, learned from measured runs.
 
-A few measured steps tell how far off all predictions are. The logarithm of measured over predicted time is taken to be a sum of independent
-errors: one that all runs of an occasion share (a place, its software, what was measured together), one for each device, model, number
-format, layout and length of a sample, one for what a part of the step takes at this place, and noise. A measured run then tells more about
-a run that is like it than about one that is not (a slow network shows where much of a step is messages), and how sure a prediction is
-follows from the same sum (a Gaussian process over labels and shares). With no measured runs it says how wrong the model itself is.
+The logarithm of measured over predicted time is taken to be a sum of independent errors: one that all runs of an occasion share, one for each
+software, device, model, number format and layout, two that runs of like size share in part, one for what messages of gradients take at this
+place, and noise. So a run that is like a measured one is known better than one that is not, and how sure a prediction is follows from the same
+sum (a Gaussian process over labels, sizes and shares). With no measured runs it says how wrong the model itself is.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, log
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,21 @@ from plait.config.plan import Plan
 from plait.planner.estimate import Estimate
 from plait.planner.search import ALIKE, Found
 
-PARTS = {"occasion": 0.151, "device": 0.075, "model": 0.078, "precision": 0.075, "layout": 0.102, "length": 0.033}
+PARTS = {"occasion": 0.143, "software": 0.151, "device": 0.07, "model": 0.052, "precision": 0.09, "layout": 0.062}
 """Standard deviation of each shared error, of published sources that were predicted without any of their rows (`bench/fit.py --folds`)."""
+NEAR = {"work": 0.142, "devices": 0.072}
+"""The same of errors that change with a size: those of runs that are `e` times as large correlate by 1/e."""
 OWN = {"place": 2.0, "axes": 0.2, "plan": 0.1}
 """The same of a user's own runs: what all runs on the machine share is nearly unknown before the first of them; a way to split, and a plan, that were
 run are known better than others."""
-SPENT = {"recompute": 0.551, "bubble": 0.032, "gradients": 0.764}
+SPENT = {"gradients": 0.655}
 """That of the seconds of a part of the step, which counts by the part's share of it."""
 ON_CORES = {"slices": 4.0}
 """The same for messages inside layers between processes of one host, each of which waits until the others are given a core: what is predicted
 of them is little, and wrong by a factor."""
-NOISE = 0.088
+NOISE = 0.076
 """That of two runs that are alike in all of these."""
-ROUTED = 0.271
+ROUTED = 0.325
 """The same for mixtures of experts: releases of one framework alone differ by 76 % there."""
 NINETY = 1.645
 """Standard deviations that hold nine tenths of a normal distribution."""
@@ -44,6 +45,8 @@ class Traits:
     """Of the keys of `PARTS`, "" where nothing can be wrong."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """What parts of the step are of it, by the names of an estimate's."""
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    """Logarithms, of the keys of `NEAR`."""
     routed: bool = False
     """Its rows go to experts."""
 
@@ -95,11 +98,17 @@ def _scatter(anchors: Sequence[tuple[Traits, float]]) -> float:
 def _alike(a: Traits, b: Traits) -> float:
     """The covariance of two runs' errors."""
     same = sum(size**2 for part, size in (PARTS | OWN).items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
-    return same + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in (SPENT | ON_CORES).items())
+    near = sum(size**2 * exp(-abs(a.sizes[part] - b.sizes[part])) for part, size in NEAR.items() if part in a.sizes and part in b.sizes)
+    return same + near + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in (SPENT | ON_CORES).items())
 
 
 def _noise(of: Traits) -> float:
     return (ROUTED if of.routed else NOISE) ** 2
+
+
+def sizes_of(found: Estimate) -> dict[str, float]:
+    """How large a run is: operations of a micro-batch on one device, and devices."""
+    return {"work": log(found.flops / found.plan.microbatches), "devices": log(found.plan.devices)}
 
 
 def layout_of(plan: Plan) -> str:
@@ -125,10 +134,10 @@ class Learned:
     def traits(self, found: Estimate) -> Traits:
         """What a run of this job would be like."""
         plan = found.plan
-        labels = {"place": "here", "model": self.model, "length": self.model, "precision": plan.precision, "layout": layout_of(plan),
+        labels = {"place": "here", "model": self.model, "precision": plan.precision, "layout": layout_of(plan),
                   "axes": f"{plan.tp} {plan.pp} {plan.cp} {plan.ep}", "plan": f"{self.model} {plan}"}  # fmt: skip
         shares = {part: found.share(part) for part in SPENT}
-        return Traits(labels, shares | ({"slices": found.share("tensor")} if self.on_cores else {}), self.routed)
+        return Traits(labels, shares | ({"slices": found.share("tensor")} if self.on_cores else {}), sizes_of(found), self.routed)
 
     def of(self, found: Estimate) -> Correction:
         """What the runs say of one prediction."""

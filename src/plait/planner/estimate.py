@@ -180,13 +180,9 @@ def pipeline(
         size = max(b.out for b, _, _ in part) * samples / plan.cp * item(plan)
         inner = plan.along(SAME_LOSS)
         link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
-        times = (_rounded(forward), _rounded(inputs), _rounded(weight))
+        times = (tuple(round(t, 7) for t in forward), tuple(round(t, 7) for t in inputs), tuple(round(t, 7) for t in weight))
         total = played(StageSchedule.of(plan), m, times, round(link, 7))
     return {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
-
-
-def _rounded(times: list[float]) -> tuple[float, ...]:
-    return tuple(round(t, 7) for t in times)
 
 
 class StageSchedule(NamedTuple):
@@ -248,7 +244,7 @@ def same_heads(pace: TimeModel, plan: Plan, own: Timed) -> float:
 def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
     """Seconds of the messages of dp, fsdp and cp about gradients and weights that computing does not hide. `hidden`: seconds of one micro-batch."""
     replicas = plan.along(plan.replica_axes)
-    if replicas * plan.shards == 1 or pace.work.frozen == 1:
+    if replicas * plan.shards == 1 or (pace.work.frozen == 1 and (plan.shards == 1 or plan.zero < 3)):
         return {"gradients": 0.0}
     machine, software, f = pace.machine, pace.software, plan.shards
     inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)

@@ -1,7 +1,5 @@
 """What a plan takes, in closed forms over a workload: `TimeModel` for seconds, `weights` and what follows it for bytes.
 
-How long the blocks of a workload take on a machine: forward, both halves of backward, and what tp, cp and ep send.
-
 A matmul takes its operations at the rate that the device sustains, half a wave of tiles more, since its last wave does not fill the device,
 and a constant for starting and ending; if it is thin, its bytes at the memory's bandwidth instead. Fused attention computes what its mask
 leaves, at the rate of its generation of kernels. Pointwise operators take their bytes, of which compiling saves a part. A block never takes
@@ -9,16 +7,10 @@ less than the host needs to launch its operators, which is what small models spe
 
 On an accelerator, launching operators, plait's own code and copying messages go on beside the computing. A processor's core
 does one after the other. Such costs are counted in operators: the time of the forward pass of a small one
-(`Machine.operator`, measured by `plait bench compute`). They were measured on two idle cores with the plans of
-`bench/choice.py`.
+(`Machine.operator`). They were measured on two idle cores with the plans of `bench/choice.py`.
 
-How much memory the fullest rank of a plan needs, by category. What a plan really allocates is found by running it on
-fake tensors (`plait plan --dry-run`); this takes microseconds.
-
-A search prices tens of thousands of plans, and what tp cuts is not found for each number of ranks, so there is no table (`parallel/spec.py`)
-of each plan. Which axes split which parameter is the same for all of them: a workload has it from one table (`from_sketch.sharding`), and
-`weights` and `sharded` divide by the numbers of ranks, here alone. The ranks of a plan's table have as much on average
-(`tests/unit/test_planner_memory.py`), and where the ranks do not divide a tensor, some have a row more.
+Which axes split which parameter a workload has from one table (`from_sketch.sharding`), and `weights` and `sharded` divide by the numbers of
+ranks, here alone: as much as the ranks of a plan's table have on average (`tests/unit/test_planner_memory.py`).
 """
 
 from collections.abc import Sequence
@@ -91,10 +83,7 @@ class Cores:
         return each, each
 
     def reduced(self, units: float, kernels: float, size: float, stream: float, plan: Plan) -> float:
-        """Seconds of a step that dp and fsdp take apart from their messages: for units, operators and `size` bytes of weights.
-
-        `stream`: bytes/s of memory.
-        """
+        """Seconds of a step that dp and fsdp take besides messages, for `size` bytes of weights; `stream`: bytes/s of memory."""
         late = self.staged * self.operator if plan.pp > 1 and plan.shares > 1 else 0.0
         if plan.shards > 1:
             again, passes = (plan.microbatches, 3) if plan.zero == 3 else (1, 2)
@@ -108,11 +97,14 @@ class Cores:
 
 REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
-
-
+MOST = 0.85
+"""Part of its peak that attention reaches on a slower device: of 111 Tflop/s of an RTX A5000 78, with heads of 64 (gpu-mode/ring-attention, 10)."""
 FILLED = 1000
-"""Keys with which an attention kernel reaches half of its best rate (FlashAttention-2, arXiv 2307.08691: with a causal mask 1,024 tokens
-have about half of the rate of 16,384)."""
+"""Keys with which an attention kernel reaches half of its best rate under a causal mask (FlashAttention-2, arXiv 2307.08691), and a quarter of
+them without (Dao-AILab/flash-attention, pull request 2688: of 310 Tflop/s on an H100 204 with 512 keys, 252 with 1,024)."""
+HEAD = 32
+"""Width of a head at which its kernel reaches half of its best rate: softmax takes as long for narrow heads (FlashAttention-2 and 3: heads of
+64 reach 0.8 to 0.9 of the rate of 128)."""
 MERGED = 5
 """Elements moved to add a step of a ring to what is there, for each of attention's output: sums are in 32 bits."""
 WAVE = 128 * 256
@@ -122,8 +114,6 @@ TILE = 64
 multiplication calls it tile quantization)."""
 STATISTICS = 4096
 """Bytes of a batch norm's statistics, about: what their sum takes is a matter of latency."""
-
-
 Attention = Literal["earlier", "portable", "tuned"]
 
 
@@ -144,8 +134,12 @@ class Software:
     """The generation of its kernels: FlashAttention-1 and Triton's of 2023, FlashAttention-2, or those made for each device."""
     overlapped: bool = True
     """Gradients are reduced while backward goes on."""
+    hidden: bool = False
+    """Rows travel to experts and back while those of another micro-batch compute."""
     once: bool = False
     """Under pp, weights that are sharded are gathered once a step, not once a micro-batch."""
+    adds: bool = True
+    """An operator of its own adds the gradients of micro-batches up, not the matmul that makes them."""
     fuses: bool = False
     """Pointwise operators are few large kernels, as a compiled model's are."""
     launches: float = 1.0
@@ -177,7 +171,6 @@ def item(plan: Plan) -> float:
 @dataclass(frozen=True)
 class BlockTime:
     """Seconds of one block for one micro-batch on one rank."""
-
     forward: float
     back_input: float
     """The half of backward that the stage before waits for, with what is computed again."""
@@ -211,14 +204,13 @@ class TimeModel:
             memory = (machine.device.memory_bandwidth or 1e12) * speed
             device = replace(machine.device, peak=Rates(**peaks), memory_bandwidth=memory)
             software = replace(self.software, cores=cores and replace(cores, operator=cores.operator / speed))
-            slow = replace(self, machine=replace(machine, device=device), software=software, known={}, slower={})
-            self.slower[speed] = slow
+            self.slower[speed] = replace(self, machine=replace(machine, device=device), software=software, known={}, slower={})
         return self.slower[speed]
 
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
         shares, cuts = plan.shares if block.statistics else 1, (plan.tp, plan.cp, plan.ep)
-        ways = (plan.stretched, plan.context, plan.token_dispatcher, plan.recompute, plan.precision, plan.compile)
+        ways = (plan.stretched, plan.context, plan.token_dispatcher, plan.recompute, plan.precision, plan.compile, plan.microbatches > 1, plan.zero)
         key = (id(block), samples, shares, cuts, ways)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
@@ -230,21 +222,21 @@ class TimeModel:
         inputs = sum(t if p.weight else 2 * t for p, t in times)
         point = self.pointwise(block, plan, samples)
         launch = block.kernels * self.fitted.host * self.software.launches * (0.5 if plan.compile else 1.0)
-        sent = self.sums(block, plan, samples) + self.exchanged(block, plan, samples)
+        sent, exchanged = self.sums(block, plan, samples), self.exchanged(block, plan, samples)
+        sent += self.exposed(exchanged, sum(t for _, t in times)) if self.software.hidden else exchanged
         attention = sum(t for p, t in times if not p.weight)
         sent += self.rotated(block, plan, samples, attention) + self.gauged(block, plan)
         forward, back = sum(t for _, t in times) + point, inputs + point * self.fitted.back + weight
         if self.software.cores is None:
             forward, back = max(forward, launch), max(back, launch * 1.5)
         else:
-            ahead, behind = self.software.cores.passes(block.kernels, plan)
-            forward, back = forward + ahead, back + behind
+            forward, back = (t + more for t, more in zip((forward, back), self.software.cores.passes(block.kernels, plan)))
         again = 0.0
         if plan.recompute == "full":
             again = forward
         elif plan.recompute == "selective":
             again = self.software.redone * weight + point if any(p.fused for p in block.products) else attention
-        back_weight = weight * (1 - self.work.frozen)
+        back_weight = (weight + self.added(block, plan)) * (1 - self.work.frozen)
         both = 2 * sent + (sent if plan.recompute == "full" else 0.0)
         return BlockTime(forward + sent, back - weight + again + both - sent, back_weight, again, both)
 
@@ -264,19 +256,15 @@ class TimeModel:
         precision = "bf16" if plan.precision == "fp8" and not product.weight else plan.precision
         peak = self.peak(precision)
         if product.fused:
-            needed = flops / 2 if product.causal else flops
-            if plan.cp > 1 and plan.context == "ring":  # each step of the ring is a kernel of its own
-                keys = max(product.inner, product.columns)
-                needed *= (1 + plan.cp * FILLED / keys) / (1 + FILLED / keys)
-            return product.times * (needed / (peak * self.attention()) + 2 * fitted.ramp)
+            needed = flops / (2 if product.causal else 1) / (peak * self.attention(product, plan))
+            return product.times * (needed + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
         apart = fitted.apart * held if product.experts else 0.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
         rate = peak * self.reach(precision, flops)
         if product.convolution and not self.software.cores:
             rate *= self.convolved(precision)
-        computing = (flops + self.unfilled(inner)) / rate + self.ramp
-        return product.times * (max(computing, size / self.stream) + apart)
+        return product.times * (max((flops + self.unfilled(inner)) / rate + self.ramp, size / self.stream) + apart)
 
     def peak(self, precision: str) -> float:
         """flop/s of the data sheet; of the nearest wider format, where it has none for this one."""
@@ -288,25 +276,29 @@ class TimeModel:
 
     def reach(self, precision: str, flops: float) -> float:
         """The part of the peak that a matmul of so many operations sustains."""
-        measured = any(m.precision == precision for m in self.machine.matmuls)
-        if measured:
+        if any(m.precision == precision for m in self.machine.matmuls):
             return self.machine.matmul_fraction(precision, flops) or 1.0
         if precision == "fp32":
             return self.fitted.plain * (self.machine.device.achievable.fp32 or 1.0)
         best = self.machine.device.achievable
-        known = best.of(precision) or best.bf16 or 0.8
-        return known * self.fitted.top
+        return (best.of(precision) or best.bf16 or 0.8) * self.fitted.top
 
     def fuses(self, plan: Plan) -> bool:
         """Whether pointwise operators are fused."""
         return plan.compile or self.software.fuses
 
-    def attention(self) -> float:
-        """The part of the peak that kernels of attention reach on what a mask leaves, by their generation."""
-        fitted, newer = self.fitted, min(1.0, REFERENCE / self.peak("bf16"))
-        if self.software.attention == "tuned":
-            return fitted.tuned if newer < 1 else fitted.fused
-        return fitted.fused * newer**fitted.portable * (fitted.earlier if self.software.attention == "earlier" else 1.0)
+    def attention(self, product: PlannedProduct, plan: Plan) -> float:
+        """The part of the peak that kernels of attention reach on what a mask leaves: by their generation, keys and width of a head."""
+        fitted, ratio = self.fitted, REFERENCE / self.peak("bf16")
+        if self.software.cores:
+            return fitted.fused
+        keys, head = max(product.inner, product.columns), min(product.inner, product.columns)
+        keys /= plan.cp if plan.context == "ring" else 1  # each step of the ring is a kernel of its own
+        filled = (1 + HEAD / 128) / (1 + HEAD / head) / (1 + FILLED / (1 if product.causal else 4) / keys)
+        if self.software.attention == "tuned" and ratio < 1:
+            return fitted.tuned * filled
+        best = min(MOST, fitted.fused * ratio**fitted.portable)
+        return filled * best * (fitted.earlier if self.software.attention == "earlier" else 1.0)
 
     def convolved(self, precision: str) -> float:
         """The part of a matmul's rate that convolutions reach."""
@@ -357,6 +349,13 @@ class TimeModel:
             elements += cast * self.software.casts * made / plan.tp
         return elements / plan.cp * samples * item(plan) / self.stream
 
+    def added(self, block: Block, plan: Plan) -> float:
+        """Seconds to add a micro-batch's gradients to those before: of a processor's core, a part of its other costs."""
+        if plan.microbatches == 1 or self.software.cores or not self.software.adds:
+            return 0.0
+        elements = sharded(block, plan) if plan.zero == 3 else weights(block, plan)
+        return elements * (2 * self.software.gradients + item(plan)) / self.stream
+
     def sums(self, block: Block, plan: Plan, samples: float) -> float:
         """Seconds of the sums over tp in a forward; with sequence parallelism two halves of the same length."""
         if plan.tp == 1 or not block.handovers:
@@ -383,9 +382,7 @@ class TimeModel:
             size *= plan.ep / choices
             return self.machine.all_gather(size, plan.ep, stride) + self.machine.reduce_scatter(size, plan.ep, stride)
         nodes = -(-plan.ep * stride // self.machine.devices_per_node)
-        if (
-            nodes > 1 and not self.software.portable
-        ):  # a row goes to a node once, whatever number of its experts are there
+        if nodes > 1 and not self.software.portable:  # a row goes to a node once, whatever number of its experts are there
             size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
         return 2 * self.machine.all_to_all(size, plan.ep, stride)
 
@@ -446,11 +443,8 @@ def depth(plan: Plan) -> int:
 def memory(
     ranks: Sequence[Sequence[Stage]], plan: Plan, samples: float, live: Sequence[int], software: Software, frozen: float
 ) -> dict[str, float]:
-    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of
-    stages that each holds at once.
-
-    `frozen` is the share of the weights that is not trained.
-    """
+    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of stages that each holds at once; `frozen`: the
+    share of the weights that is not trained."""
     trained = replace(software, gradients=software.gradients * (1 - frozen))
     unlike: dict[object, tuple[Sequence[Stage], int]] = {}
     for k, stages in enumerate(ranks):  # most of them have as many blocks of each kind, and hold as much at once
