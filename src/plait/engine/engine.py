@@ -35,19 +35,17 @@ from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
 from plait.data.shares import ahead
-from plait.engine.batch_weights import run_here, weights_of
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
 from plait.engine.nonfinite import Guard
-from plait.engine.passes import Passes
+from plait.engine.passes import Passes, Turns, run_here, weights_of
 from plait.engine.spans import Spans, SpeedMeter, room_of_share
 from plait.engine.stats_reader import PendingStats
 from plait.engine.step import Step
 from plait.engine.train_step import TrainStep
 from plait.engine.trained import TrainedParameters
-from plait.engine.turns import Turns
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch

@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 
 from plait.data.batch import Batch
-from plait.engine import batch_weights
+from plait.engine.passes import SharesBatch, Turns, run_here, total_weight, weights_of
 from plait.engine.spans import Spans, SpeedMeter
 from plait.engine.stats_reader import PendingStats, ReadTraining, StatsReader
 from plait.engine.step import Step, merged, tokens
 from plait.engine.trained import TrainedParameters
-from plait.engine.turns import Turns
 from plait.model.optimizers import momentum_begins_at_zero
 from plait.parallel.rank_model import Hooks, RankModel
 from plait.parallel.step_stats import RunSignals, StepStats
@@ -101,7 +100,7 @@ def step(optimizer: torch.optim.Optimizer, hooks: Hooks, finite: Tensor | None =
         finish()
 
 
-class SteppedTraining(ReadTraining, batch_weights.SharesBatch, Protocol):
+class SteppedTraining(ReadTraining, SharesBatch, Protocol):
     """A training whose steps are made here."""
 
     turns: Turns
@@ -155,9 +154,9 @@ class TrainStep:
 
         # Each micro-batch's loss counts with its weight over that of the global batch. So the gradients add up to that of the batch's
         # weighted mean loss, however the batch is split into ranks and micro-batches.
-        weights = batch_weights.weights_of(training.job, batch)
-        total = batch_weights.total_weight(training, batch, weights)
-        runs = {i: weights[i] / (total or 1.0) for i in batch_weights.run_here(training.share, batch, weights)}
+        weights = weights_of(training.job, batch)
+        total = total_weight(training, batch, weights)
+        runs = {i: weights[i] / (total or 1.0) for i in run_here(training.share, batch, weights)}
 
         # Forward passes write buffers such as statistics. What they held is kept, because a step that is not finite is undone: of this
         # step, and of the previous one while the host does not know whether that was finite.

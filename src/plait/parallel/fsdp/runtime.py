@@ -134,7 +134,7 @@ class FsdpRuntime:
             self.used.add(name)
 
     def trains(self, has: Callable[[str], bool]) -> None:
-        """From now on only the parameters of which `has` is true get gradients (see `engine/turns.py`)."""
+        """From now on only the parameters of which `has` is true get gradients (see `engine/passes.py`)."""
         named = {id(p): n for n, p in self.sharded.items()}
         held = {m: [named[id(p)] for p, _ in sharded_here(m) if id(p) in named] for m in self.modules}
         self.silent = {m for m, names in held.items() if not any(map(has, names))}
