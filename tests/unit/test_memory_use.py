@@ -15,8 +15,8 @@ from plait.cli.train import _memory as line_of
 from plait.config.plan import Plan
 from plait.engine.memory import measured
 from plait.engine.memory_use import MADE, MemoryUse, by_part, fullest, grown, size
-from plait.engine.rank_failures import asked
 from plait.engine.run_directory import RunDirectory
+from plait.engine.train import asked
 from plait.launch import allocator
 from plait.planner.dryrun.memory_table import memory_table
 from plait.tensors import torch_private

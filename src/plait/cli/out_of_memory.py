@@ -1,6 +1,6 @@
 """A device that is full: what its memory was used for, what the plan's bill had said, and which plan would fit.
 
-The rank reports what its allocator counted (`engine/rank_failures.py`). The launcher then has a process look at the job as a dry run
+The rank reports what its allocator counted (`engine/train.py`). The launcher then has a process look at the job as a dry run
 does, and search for a plan with as much less room as the bill was wrong (`explained`).
 """
 

@@ -41,11 +41,9 @@ from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes, Turns, run_here, weights_of
-from plait.engine.spans import Spans, SpeedMeter, room_of_share
 from plait.engine.stats_reader import PendingStats
-from plait.engine.step import Step
-from plait.engine.train_step import TrainStep
-from plait.engine.trained import TrainedParameters
+from plait.engine.step import Spans, SpeedMeter, Step, room_of_share
+from plait.engine.train_step import TrainedParameters, TrainStep
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch

@@ -28,7 +28,7 @@ from plait.config.phases import Phase, PhaseOptimizers
 from plait.data.batch import Batch, BatchShare, weigh
 from plait.engine.build import check_loss
 from plait.engine.logged import StepLog, recording, refused_in_threads
-from plait.engine.spans import Spans
+from plait.engine.step import Spans
 from plait.losses.global_batch import zero_loss
 from plait.model.make import call
 from plait.parallel.gradient_reducer import GradientReducer
