@@ -24,7 +24,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import loading, sampling
-from plait.data.device_copies import DeviceCopies
+from plait.data.loading import DeviceCopies
 from plait.engine.evaluate import WHERE, try_metrics, unchanged
 from plait.launch.place import Place
 from plait.losses import transformers

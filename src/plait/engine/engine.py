@@ -29,12 +29,11 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.keys import WITHIN
 from plait.config.plan import Plan
-from plait.data.batch import Batch, BatchShare, Position, is_map, opened, whole
+from plait.data.batch import Batch, BatchShare, Position, ahead, is_map, opened, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
-from plait.data.shares import ahead
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate

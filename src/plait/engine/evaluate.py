@@ -51,9 +51,8 @@ from plait.data.batch import (
     part,
 )
 from plait.data.batch_rows import Pair
-from plait.data.iterables import agree, digest
+from plait.data.iterables import agree, digest, naming_samples
 from plait.data.padding import Padding
-from plait.data.sample_errors import naming_samples
 from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
 from plait.model.trace import fakes_of

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import PlaitError, Problem
+from plait.config.hardware import KINDS, NOT_YET
 from plait.launch import forkable
 from plait.launch.failures import unforkable
 

@@ -1,7 +1,7 @@
 """The constants that the planner fitted to measurements, all of them. What a data sheet states is in `machines/`.
 
 They were fitted once, jointly, to the published runs in `bench/data` and its set of single-node layouts; none belongs to one
-source, model or machine. Those of collectives are in `plait.config.network.FITTED`.
+source, model or machine. Those of collectives are in `plait.config.hardware.FITTED`.
 """
 
 from dataclasses import dataclass, replace

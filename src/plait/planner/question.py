@@ -6,11 +6,10 @@ from functools import cache, cached_property, partial
 from math import ceil, gcd, inf, prod
 from typing import Any
 
-from plait.config.device import Device, Rates
 from plait.config.errors import PlaitError, Problem
+from plait.config.hardware import Device, Link, Rates
 from plait.config.job import Job
 from plait.config.machine import Machine
-from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import sampling

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plait.data.batch import Data, MapStyle, is_map
-from plait.data.sample_errors import naming_samples
+from plait.data.iterables import naming_samples
 from plait.engine.engine import Engine
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.gradient_reducer import late_sums
