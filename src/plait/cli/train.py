@@ -26,7 +26,7 @@ from plait.engine.run_directory import RunDirectory
 from plait.engine.train import train
 from plait.launch import attempts, fork, nccl
 from plait.launch.devices import called, check, cuda_names, kind_of, unused
-from plait.launch.launchers.launcher import Membership
+from plait.launch.launchers import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
 from plait.launch.rendezvous import Round

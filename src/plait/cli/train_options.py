@@ -143,7 +143,7 @@ def run(options: TrainOptions) -> int:
 
 
 def _train(options: TrainOptions) -> int:
-    from plait.launch.launchers.find import say
+    from plait.launch.find_launcher import say
 
     say(options.nnodes, options.node_rank, options.master)
     asked = requested(options)

@@ -27,7 +27,7 @@ from plait.data import loading, sampling
 from plait.data.loading import DeviceCopies
 from plait.engine.evaluate import WHERE, try_metrics, unchanged
 from plait.launch.place import Place
-from plait.losses import transformers
+from plait.losses.global_batch import adapt_balance_losses
 from plait.model.make import BuiltModel, call, judged
 from plait.model.mutations import OutsideWrites
 from plait.model.sketch import Sketch, sketch
@@ -150,7 +150,7 @@ def setup_of(job: Job, plan: Plan, place: Place, device: torch.device, cast: tor
         fp8_layers=fp8.layers_of(model, plan.tp) if plan.precision == "fp8" else (),
         shares=made.shares,
     )  # fmt: skip
-    transformers.adapt(model)
+    adapt_balance_losses(model)
     return found
 
 

@@ -19,7 +19,7 @@ from plait.config.hardware import CORES, HOPS, REACHED, Device, Link
 from plait.config.machine import Machine
 from plait.config.machine_file import CATALOGUE
 from plait.launch import devices
-from plait.launch.launchers.find import find
+from plait.launch.find_launcher import find
 from plait.launch.place import cores
 
 FILE = Path("machine.toml")

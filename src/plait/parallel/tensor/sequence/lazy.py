@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from plait.randomness.distributions import dropout_call
 from plait.tensors import collectives
 from plait.tensors.rows import Rows
-from plait.tensors.shaped import Shaped, lengthened
+from plait.tensors.sharded_tensor import Shaped, lengthened
 from plait.tensors.torch_private import WrapperTensor, tree_leaves, tree_map, version
 
 
