@@ -35,7 +35,7 @@ from plait.engine.train import train
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
-from plait.parallel.fsdp.collectives import DeviceScatter
+from plait.parallel.fsdp.runtime import DeviceScatter
 from plait.planner import question
 from plait.planner.dryrun.memory_table import memory_table
 from plait.proof import own_batch, verify

@@ -28,7 +28,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel import spec
 from plait.parallel.fsdp import strategy as fsdp
-from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.fsdp.runtime import Scatter
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import Mesh
 from plait.parallel.order import shard_plan

@@ -16,6 +16,7 @@ from rarely import sampled
 from plait.data.batch import BatchShare, Position
 from plait.data.loading import batches
 from plait.launch import hangs
+from plait.launch.activity import Activity, activity
 from plait.launch.failures import hung
 from plait.launch.hangs import (
     AWAITED,
@@ -33,7 +34,7 @@ from plait.launch.hangs import (
     parse,
     told,
 )
-from plait.launch.progress import Activity, Progress, ProgressBoard, activity
+from plait.launch.progress import Progress, ProgressBoard
 
 JOB = str(Path(__file__).parents[1] / "jobs_hanging.py")
 SEND = StackFrame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")

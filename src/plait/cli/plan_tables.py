@@ -41,7 +41,7 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.spec import At, ParamSpec, Reduce, ShardPlan, sizes
-from plait.parallel.tensor import choose, vocabulary
+from plait.parallel.tensor import choose, wiring
 from plait.planner.dryrun.dry_run import known
 from plait.tensors.rows import Rows
 
@@ -132,7 +132,7 @@ def summary(model: nn.Module, found: Slices, ranks: int) -> TensorShown:
     """The slices of a model as a few lines."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    cuts = {cut.parameter: cut for cut in vocabulary.cuts(model, found, ranks)}
+    cuts = {cut.parameter: cut for cut in wiring.vocabulary_cuts(model, found, ranks)}
     total = sum(sizes.values())
     parts = [{n: prod(cut.shape(shapes[n], rank)) for n, cut in cuts.items()} for rank in range(ranks)]
     held = max(sum((sizes | own).values()) for own in parts)

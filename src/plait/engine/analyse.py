@@ -31,7 +31,7 @@ from plait.losses.global_batch import adapt_balance_losses
 from plait.model.make import BuiltModel, call, judged
 from plait.model.mutations import OutsideWrites
 from plait.model.sketch import Sketch, sketch
-from plait.parallel import fp8, gradient_hooks, mutations, unmeasured
+from plait.parallel import fp8, gradient_hooks, mutations
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
 from plait.parallel.expert import strategy as expert
@@ -176,7 +176,7 @@ def analyse(setup: RankSetup, made: BuiltModel, seen: Sketch | None = None) -> S
 def _analyse(setup: RankSetup, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan = setup.job, setup.plan
     found = _sketched(setup, made) if seen is None else seen
-    if problem := opaque_code.refused(plan, found.scripted, found.counting) or unmeasured.refused(plan, found):
+    if problem := opaque_code.refused(plan, found.scripted, found.counting) or mutations.refused_unmeasured(plan, found):
         raise PlaitError(problem)
     found = with_open_head(found, job)
     if expert.wanted(plan):

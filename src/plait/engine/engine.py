@@ -47,7 +47,7 @@ from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
-from plait.parallel.step_stats import RunSignals, StepStats
+from plait.parallel.gradient_reducer import RunSignals, StepStats
 from plait.tensors.norm import Rule
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import HostCopy
@@ -233,7 +233,7 @@ class Engine:
         self.callbacks.logged[name] = float(value)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/step_stats.py`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/gradient_reducer.py`)."""
         return self.steps.backward(batch)
 
     def again(self, batch: Batch) -> None:

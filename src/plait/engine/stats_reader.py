@@ -36,7 +36,7 @@ from plait.engine.logged import Logged
 from plait.engine.nonfinite import Guard, Repeatable
 from plait.engine.step import Span, StepNumbers, slowest_of_share
 from plait.parallel.average import in_eval_mode
-from plait.parallel.step_stats import StepStats
+from plait.parallel.gradient_reducer import StepStats
 from plait.tensors.transfers import HostCopy
 
 

@@ -45,8 +45,8 @@ from plait.engine.passes import SharesBatch, Turns, run_here, total_weight, weig
 from plait.engine.stats_reader import PendingStats, ReadTraining, StatsReader
 from plait.engine.step import Spans, SpeedMeter, Step, merged, tokens
 from plait.model.optimizers import momentum_begins_at_zero
+from plait.parallel.gradient_reducer import RunSignals, StepStats
 from plait.parallel.rank_model import Hooks, RankModel
-from plait.parallel.step_stats import RunSignals, StepStats
 from plait.tensors.parameters import ParameterHooks
 from plait.tensors.torch_private import gradient_hooks, scale_, sharded_here, takes_found_inf
 from plait.tensors.transfers import HostCopy

@@ -5,7 +5,8 @@ forkable          whether a fork of this process could compute
 supervise         the launcher's loop
 failures          which rank is guilty
 hangs             which rank hangs, and since when
-progress          a row of progress per rank in shared memory; processor time, disk and network of a process
+activity          processor time, disk and network of a process
+progress          a row of progress per rank in shared memory
 limits            what the operating system must grant
 place             rank, world, and the process group
 launchers         how a launcher is described (the names of its variables); torchrun, Slurm, MPI, Kubernetes, clouds

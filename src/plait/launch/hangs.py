@@ -42,7 +42,8 @@ from pathlib import Path
 from types import FrameType
 
 from plait.config.library import PLAIT, STANDARD, is_library
-from plait.launch.progress import BETWEEN, READING, Activity, Progress, ProgressBoard, activity, stopped
+from plait.launch.activity import Activity, activity, stopped
+from plait.launch.progress import BETWEEN, READING, Progress, ProgressBoard
 
 _STANDING = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _RUNNING = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1

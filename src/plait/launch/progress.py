@@ -1,84 +1,13 @@
-"""What a rank is seen to do: its row of progress in shared memory, and the processor time, disk and network of its processes.
-
-[Note: Row of progress]
-A row of progress for each rank in memory that the launcher and all ranks share: step, phase, and when it last moved.
+"""A row of progress for each rank in memory that the launcher and all ranks share: step, phase, and when it last moved.
 
 Writing a row costs a microsecond and needs no one to listen. Rows tell the launcher who is holding everyone up; a flag
 beside them is how it asks all ranks to stop. Loader processes share the memory too: what they read counts as their rank's.
-
-[Note: Activity]
-What a process and its children use: processor time, disk, network. A process that uses none of them waits or sleeps.
 """
 
 import mmap
 import struct
 import time
 from dataclasses import dataclass
-
-import psutil
-
-CORE = 0.03
-"""Share of a core above which a process is at work; what waits in torch, gloo or a loader's queue stays below."""
-BYTES = 64 * 1024.0
-"""Bytes a second above which a process reads, writes, downloads or uploads."""
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What a process tree has used up to a moment."""
-
-    at: float
-    seconds: float
-    """Of processor time."""
-    bytes: float
-    """Read and written, by files and pipes."""
-    network: float
-    """Bytes over the network (not loopback) while the tree is connected to another machine; 0 when it is not."""
-    waits_for_disk: bool
-    """A thread of it is in a system call that cannot be interrupted, which is what a read of a slow disk looks like."""
-
-    def busy_since(self, before: "Activity") -> bool:
-        """Whether the tree did anything between two looks."""
-        took = max(self.at - before.at, 1e-3)
-        moved = max(self.bytes - before.bytes, self.network - before.network if before.network else 0.0)
-        return self.waits_for_disk or (self.seconds - before.seconds) / took > CORE or moved / took > BYTES
-
-
-def activity(pid: int) -> Activity:
-    """What a process and its children have used so far. All zeros when it has ended."""
-    seconds = moved = 0.0
-    disk = remote = False
-    for process in _tree(pid):
-        try:
-            times = process.cpu_times()
-            seconds += times.user + times.system
-            disk |= process.status() == psutil.STATUS_DISK_SLEEP
-            open_ = [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_ESTABLISHED]
-            remote |= any(c.raddr and not c.raddr.ip.startswith(("127.", "::1")) for c in open_)
-            io = process.io_counters()
-            moved += io.read_bytes + io.write_bytes + getattr(io, "read_chars", 0) + getattr(io, "write_chars", 0)
-        except (psutil.Error, AttributeError, OSError):
-            continue
-    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    network = sum(card.bytes_recv + card.bytes_sent for card in cards)
-    return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk)
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    try:
-        first = psutil.Process(pid)
-        return [first, *first.children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
-def stopped(pid: int) -> bool:
-    """Whether a process is in the stopped state (SIGSTOP, a debugger)."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False
-
 
 PHASES = (
     "start", "build", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "evaluation data", "checkpoint",

@@ -16,7 +16,7 @@ from plait.data import sampling
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
-from plait.parallel import compiled, mutations, unmeasured
+from plait.parallel import compiled, mutations
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
@@ -208,7 +208,7 @@ class PlanRequest:
                 check_plan(self.job, plan, device)
             except PlaitError as error:
                 return error.problems[0].what
-            if problem := unmeasured.refused(plan, self.sketch):
+            if problem := mutations.refused_unmeasured(plan, self.sketch):
                 return problem.what
             if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
                 return self.cuts.unfollowed or "no layer of the model can be cut"

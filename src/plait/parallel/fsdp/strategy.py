@@ -54,7 +54,6 @@ from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm
-from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import (
     begins_once,
     check_formats,
@@ -63,7 +62,15 @@ from plait.parallel.fsdp.groups import (
     expert_shard_groups,
     groups,
 )
-from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments, without_views
+from plait.parallel.fsdp.runtime import (
+    DeviceScatter,
+    FsdpRuntime,
+    Gather,
+    Scatter,
+    ShardGroup,
+    keep_arguments,
+    without_views,
+)
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.parallel.rank_model import SplitModel
