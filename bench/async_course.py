@@ -17,8 +17,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
 from plait.engine.server.dealing import Clocks, Dealer, Ticket
-from plait.engine.server.group import ServerUpdate, Trainer, UsedGradient
-from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.group import Doors, ServerSetting, ServerUpdate, Trainer, UsedGradient
 from plait.engine.server.state import Server
 from plait.launch.place import Place
 

@@ -1,4 +1,4 @@
-"""Times of collectives as `plait.config.network` predicts them, beside times that others measured.
+"""Times of collectives as `plait.config.hardware` predicts them, beside times that others measured.
 
     python bench/collectives.py FILE.csv [--all] [--fit]
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
-from plait.config import network
+from plait.config import hardware
 from plait.config.machine import Machine
 
 DEVICES = {"A100-SXM": "a100", "V100-SXM2": "v100-16gb", "V100-SXM2-16GB": "v100-16gb", "V100-SXM2-32GB": "v100",
@@ -28,7 +28,7 @@ def machine_of(row: dict[str, str]) -> Machine:
     machine = Machine.named(f"{DEVICES[row['gpu']]}x8x{row['nodes']}")
     if "EFA" not in row["interconnect"]:
         return machine
-    efa = (replace(x, kind="efa", latency=network.HOPS["efa"][0]) if x.between_nodes else x for x in machine.links)
+    efa = (replace(x, kind="efa", latency=hardware.HOPS["efa"][0]) if x.between_nodes else x for x in machine.links)
     return replace(machine, links=tuple(efa))
 
 
@@ -50,19 +50,19 @@ def fit(rows: list[dict[str, str]]) -> None:
     """Change one constant at a time while the mean error falls."""
 
     def score() -> float:
-        network.HOPS["efa"] = (network.FITTED["efa hop"],) * 3
+        hardware.HOPS["efa"] = (hardware.FITTED["efa hop"],) * 3
         return mape([case for cases in errors(rows).values() for case in cases])
 
     best = score()
     for _ in range(4):
-        for name in network.FITTED:
+        for name in hardware.FITTED:
             for factor in FACTORS:
-                before = network.FITTED[name]
-                network.FITTED[name] = min(before * factor, 1.0) if name in ("link", "network") else before * factor
+                before = hardware.FITTED[name]
+                hardware.FITTED[name] = min(before * factor, 1.0) if name in ("link", "network") else before * factor
                 now = score()
-                best, network.FITTED[name] = (now, network.FITTED[name]) if now < best else (best, before)
+                best, hardware.FITTED[name] = (now, hardware.FITTED[name]) if now < best else (best, before)
     score()
-    print("fitted:", ", ".join(f"{name} {value:.4g}" for name, value in network.FITTED.items()))
+    print("fitted:", ", ".join(f"{name} {value:.4g}" for name, value in hardware.FITTED.items()))
 
 
 def main() -> None:
@@ -92,13 +92,13 @@ def main() -> None:
         link.name
         for row in rows
         for link in machine_of(row).links
-        if link.reached not in (network.REACHED, *network.FITTED.values())
+        if link.reached not in (hardware.REACHED, *hardware.FITTED.values())
     }
     large = [c for c in every if float(c[0]["payload_bytes"]) >= 2**23]
     print(
         f"mean absolute error {mape(every):.1%} of {len(every)} rows, median {median(abs(p / m - 1) for _, p, m in every):.1%}"
         f" · without the {len(every) - len(settled)} rows of connections being made {mape(settled):.1%}"
-        f" · from 8 MiB {mape(large):.1%} · {len(network.FITTED) + len(links) + 1} constants fitted · {len(said) - len(rows)} rows state no time"
+        f" · from 8 MiB {mape(large):.1%} · {len(hardware.FITTED) + len(links) + 1} constants fitted · {len(said) - len(rows)} rows state no time"
     )
 
 

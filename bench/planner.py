@@ -5,7 +5,7 @@
 A row of FILE.csv is one run, with the columns of `bench/data/published_runs.csv`; empty cells are unknown. Without
 --anchors nothing of a source is seen before it is predicted. With --anchors K, K rows of every source (drawn with --seed)
 are measured steps that the others' predictions may use; they are left out of the score. Nothing is fitted here, to rows or
-to sources: what is fitted stands in `plait/planner/constants.py` and `plait.config.network`, and its number is part of the output.
+to sources: what is fitted stands in `plait/planner/constants.py` and `plait.config.hardware`, and its number is part of the output.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from scores import Case, choice, memory, percent, times
 from sites import machine_of
 from stacks import BYTES
 
-from plait.config import network
+from plait.config import hardware
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.correction import NEAR, PARTS, SPENT, Correction, Traits, correction, layout_of, sizes_of
 from plait.planner.estimate import Estimate, estimate
@@ -207,7 +207,7 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
     found = {
         "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
         "expressed_percent": percent([not run.why for run in runs]),
-        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + len(NEAR) + len(SPENT) + 2, "choices": 6},
+        "fitted": {"planner": len(fields(Fitted)), "network": len(hardware.FITTED), "errors": len(PARTS) + len(NEAR) + len(SPENT) + 2, "choices": 6},
         "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
         "choice": choice(done), "memory": memory(done),
         "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},

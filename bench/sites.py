@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import cache
 from math import ceil
 
+from plait.config.hardware import Level, Link
 from plait.config.machine import Machine
-from plait.config.network import Level, Link
 
 ALIASES = (
     ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"), ("H20", "h20"),

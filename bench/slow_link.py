@@ -37,8 +37,8 @@ from torch.nn.functional import cross_entropy
 from virtual_clock import Played, Recorded, Trace, Wire, replay
 
 from plait.config.errors import PlaitError
+from plait.config.hardware import Link
 from plait.config.job import Evaluate, Job, load_job
-from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
 from plait.engine.engine import Engine

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from plait.launch.companion import EndOfWork
+from plait.launch.child import EndOfWork
 
 
 def main(end: EndOfWork, say: Callable[[str], None], *words: str) -> None:

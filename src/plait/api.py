@@ -30,9 +30,8 @@ from plait.cli.console import Console
 from plait.cli.learning import learned
 from plait.cli.plan import answered, machine_of, pinned
 from plait.cli.plan_and_job import both
-from plait.cli.run_callbacks import together
 from plait.cli.train import launch
-from plait.cli.train_options import requested
+from plait.cli.train_options import requested, together
 from plait.cli.verify import proved, too_few
 from plait.config.command_options import (
     CommandOptions,

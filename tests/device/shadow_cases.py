@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 import plait
 from device import attention_kernels, nccl, shadow, shadow_jobs
-from plait.cli import out_of_memory
+from plait.cli import other_plans
 from plait.cli import train as launcher
 from plait.cli.request import Request
 from plait.config.errors import PlaitError
@@ -35,7 +35,7 @@ from plait.engine.train import train
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
-from plait.parallel.fsdp.collectives import DeviceScatter
+from plait.parallel.fsdp.runtime import DeviceScatter
 from plait.planner import question
 from plait.planner.dryrun.memory_table import memory_table
 from plait.proof import own_batch, verify
@@ -176,7 +176,7 @@ def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3)
         shadow.LENT[0].blocks_size(index, size or 1 << 36, 1 << 20)
     try:
         context = 1 << 20 if size else question.CONTEXT
-        with mock.patch.object(out_of_memory, "read_machine", lambda text: machine), mock.patch.object(question, "CONTEXT", context):
+        with mock.patch.object(other_plans, "read_machine", lambda text: machine), mock.patch.object(question, "CONTEXT", context):
             code, error = launcher.launch(request, said)[0], ""
     except PlaitError as failure:
         code, error = failure.exit_code, str(failure)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import plait
 from device import ring_probes, shadow
-from plait.data.device_copies import DeviceCopies
+from plait.data.loading import DeviceCopies
 from plait.engine.build import pick_device
 from plait.engine.engine import Engine
 from plait.launch import devices

@@ -109,7 +109,7 @@ BUDGET = {
 """What may make the host of a rank wait in one step: for the row of the step, and where that is more, what is still to be mended, or
 not plait's: with `offload=all` FSDP2 waits when backward ends for each gradient on its way to the host.
 Updates of the fused jobs are queued before that row is read."""
-SILENT = ("data/", "engine/build.py", "parallel/data/batch_norm.py", "parallel/pipeline/", "parallel/expert/dispatch.py", "losses/")
+SILENT = ("data/", "engine/build.py", "parallel/data/batch_norm.py", "parallel/pipeline/", "parallel/expert/layers.py", "losses/")
 """Files of which no line makes the host wait in a step."""
 ONCE = ("parallel/offload.py",)
 """Files that make it wait once."""

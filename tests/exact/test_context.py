@@ -24,7 +24,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.parallel.context import attention, find, ulysses
+from plait.parallel.context import attention, find
 from plait.proof.verify import verify
 from plait.randomness import distributions
 from plait.tensors.rows import Rows
@@ -189,7 +189,7 @@ def exchanged(place: Place) -> dict[str, Any]:
         return real(*args, **given)
 
     torch.distributed.all_to_all_single = counted
-    way, found, counts = ulysses.Exchange(group, Rows.zigzag(6, 2)), [], []
+    way, found, counts = attention.Exchange(group, Rows.zigzag(6, 2)), [], []
     for widths in ((4, 4, 4), (4, 4, 2)):
         torch.manual_seed(place.rank)
         given = [torch.randn(3, 4, 3, width, dtype=torch.float64, requires_grad=True) for width in widths]

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from plait.launch.fork import run
 from plait.losses.global_batch import BatchPeers
 from plait.model.experts import MoELayer, cut_stacked
-from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.find import find
-from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
+from plait.parallel.expert.layers import ExpertPlacement, ListedExperts, StackedExperts, travelling
 
 LOADS = {2: ([5, 3], [4, 0], [0, 1]), 3: ([2, 0, 5], [1, 1, 1])}
 

@@ -17,8 +17,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.fsdp.collectives import Scatter
-from plait.parallel.fsdp.runtime import padded
+from plait.parallel.fsdp.runtime import Scatter, padded
 from plait.parallel.mesh import SAME_EXPERTS, Mesh, of_experts
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as dist
 
 from plait.data import batch as data
 from plait.data import loading, sampling
-from plait.engine import batch_weights, engine, passes
+from plait.engine import engine, passes, train_step
 from plait.engine.train_step import TrainStep
 from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import BucketSums
@@ -23,23 +23,23 @@ from plait.randomness import keyed
 
 def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """1: each rank averages over its own tokens."""
-    real = batch_weights.total_weight
+    real = passes.total_weight
     own = lambda training, batch, weights: real(training, batch, weights) * 0 + sum(weights) * training.plan.dp  # noqa: E731
-    monkeypatch.setattr(batch_weights, "total_weight", own)
+    monkeypatch.setattr(train_step, "total_weight", own)
     sees(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
 
 
 def test_micro_batches_of_unequal_size_averaged_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """2: accumulation divides by the number of micro-batches."""
-    monkeypatch.setattr(batch_weights, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
-    monkeypatch.setattr(batch_weights, "total_weight", lambda training, batch, weights: 6.0)
+    monkeypatch.setattr(passes, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
+    monkeypatch.setattr(train_step, "total_weight", lambda training, batch, weights: 6.0)
     sees(jobs.groups(), "dp=2 microbatches=3", "G", "0.weight", "V014")
 
 
 def test_sum_instead_of_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """5: invisible to Adam, and to any loss curve."""
     real = data.weigh
-    monkeypatch.setattr(batch_weights, "weigh", lambda weight, micro: 2 * real(weight, micro))
+    monkeypatch.setattr(passes, "weigh", lambda weight, micro: 2 * real(weight, micro))
     sees(jobs.groups(), "dp=2", "G", "0.weight", "V002")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.engine.engine import Engine
 from plait.losses import global_batch
 from plait.losses.global_batch import BatchPeers
-from plait.parallel.expert import dispatch, layers
+from plait.parallel.expert import layers
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.spec import ShardPlan
 from plait.tensors.collectives import linear
@@ -61,13 +61,13 @@ def test_experts_counted_by_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_row_lost_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """11: the last row of each message arrives empty."""
-    real = dispatch.moved
+    real = layers.moved
 
     def moved(rows: Tensor, given: list[int], taken: list[int], group: Any) -> Tensor:
         received = real(rows, given, taken, group)
         return torch.cat([received[:-1], received[-1:] * 0.0])
 
-    monkeypatch.setattr(dispatch, "moved", moved)
+    monkeypatch.setattr(layers, "moved", moved)
     sees(plain(), "ep=2", "G", "", "V015")
 
 
@@ -75,9 +75,9 @@ def test_a_row_lost_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of tokens stay where their experts are: the experts' own are right, those before them are not."""
     monkeypatch.setattr(
-        dispatch._Travel,
+        layers._Travel,
         "backward",
-        staticmethod(lambda ctx, grad: (dispatch.moved(grad * 0.0, *_back(ctx)), *[None] * 4)),
+        staticmethod(lambda ctx, grad: (layers.moved(grad * 0.0, *_back(ctx)), *[None] * 4)),
     )
     sees(plain(), "ep=2", "G", "", "V018")
 

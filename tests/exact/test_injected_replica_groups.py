@@ -20,7 +20,7 @@ import plait
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare
-from plait.engine import batch_weights
+from plait.engine import passes, train_step
 from plait.engine.engine import Engine
 from plait.parallel.replica_groups import synchronise
 from plait.parallel.replica_groups.synchronise import GroupMessage, RareSynchroniser
@@ -129,9 +129,9 @@ def no_nesterov(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's loss is its own mean, whatever part of the batch it has."""
-    real = batch_weights.total_weight
+    real = passes.total_weight
     least = lambda training, batch, weights: min(real(training, batch, weights), sum(weights) or 0.0)  # noqa: E731
-    monkeypatch.setattr(batch_weights, "total_weight", least)
+    monkeypatch.setattr(train_step, "total_weight", least)
 
 
 def same_part(monkeypatch: pytest.MonkeyPatch) -> None:

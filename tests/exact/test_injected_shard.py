@@ -14,10 +14,9 @@ from plait.config.plan import Plan
 from plait.engine import passes
 from plait.parallel import offload, recompute
 from plait.parallel.data import batch_norm
-from plait.parallel.fsdp import collectives
+from plait.parallel.fsdp import runtime
 from plait.parallel.fsdp import strategy as fsdp
-from plait.parallel.fsdp.collectives import Scatter
-from plait.parallel.fsdp.runtime import FsdpRuntime
+from plait.parallel.fsdp.runtime import FsdpRuntime, Scatter
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.proof.verify import verify
 from plait.randomness.keyed import Randomness
@@ -166,14 +165,14 @@ def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """46: two parts of equal shape change places."""
-    real = collectives.Gather.__call__
+    real = runtime.Gather.__call__
 
     def gather(self: Any, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         work = real(self, output_tensor, input_tensor, group, False)
         output_tensor.copy_(output_tensor.view(group.size(), -1).flip(0).reshape(-1))
         return work
 
-    monkeypatch.setattr(collectives.Gather, "__call__", gather)
+    monkeypatch.setattr(runtime.Gather, "__call__", gather)
     verdict = verify(jobs.groups(), Plan.parse("fsdp=2"))
     assert verdict.exit_code == DIFFERENT and verdict.parameter == "0.weight"
 

@@ -14,7 +14,7 @@ from plait.config.plan import Plan
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.spec import ShardPlan
 from plait.parallel.tensor import strategy as tensor
-from plait.parallel.tensor import vocabulary, wiring
+from plait.parallel.tensor import wiring
 from plait.proof.verify import verify
 from plait.tensors import collectives
 
@@ -156,8 +156,8 @@ def test_the_same_mask_for_every_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank takes the row before."""
-    real = vocabulary._Embedding.forward
-    monkeypatch.setattr(vocabulary._Embedding, "forward", lambda self, x: real(self, (x + 1) % 17))
+    real = wiring._Embedding.forward
+    monkeypatch.setattr(wiring._Embedding, "forward", lambda self, x: real(self, (x + 1) % 17))
     sees(job(), "tp=2", "G", "embed.weight")
 
 

@@ -11,8 +11,7 @@ from torch.nn.functional import dropout
 
 from plait.launch.fork import run
 from plait.model.slices import Slices
-from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum, plain
-from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
+from plait.parallel.tensor.sequence.runtime import LazyGather, PartialSum, SequenceParallelUnits, plain
 
 SHAPE = 2, 5, 3
 CASES: dict[str, Any] = {

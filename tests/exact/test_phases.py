@@ -13,8 +13,7 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.engine.passes import Passes
-from plait.engine.turns import Turns
+from plait.engine.passes import Passes, Turns
 from plait.proof.verify import verify
 
 PLANS = ("dp=2", "fsdp=2", "tp=2", "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero=1 microbatches=2", "fsdp=2 tp=2",

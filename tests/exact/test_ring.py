@@ -13,7 +13,7 @@ from plait.config.plan import Plan
 from plait.engine.traffic import Traffic
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.context import ring, ulysses
+from plait.parallel.context import attention, ring
 from plait.tensors.rows import Rows
 
 CASES = (
@@ -89,8 +89,8 @@ def split(case: str, place: Place) -> dict[str, Any]:
         if name == "ulysses":
             if case == "dropout" or tensors[0].shape[1] % ranks:
                 continue
-            exchange = ulysses.Exchange(group, cut)
-            q, k, v = local[0], *(ulysses.repeated(t, local[0].shape[1], ranks) for t in local[1:])
+            exchange = attention.Exchange(group, cut)
+            q, k, v = local[0], *(attention.repeated(t, local[0].shape[1], ranks) for t in local[1:])
             q, k, v = (exchange.heads(t) for t in (q, k, v))
             m = mask if mask is None or mask.dim() < 4 else exchange.mine(mask)
             out = exchange.rows(plain(q, k, v, {**how, "mask": m}))

@@ -17,7 +17,7 @@ from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.model.slices import Slices
 from plait.parallel.tensor import choose
-from plait.parallel.tensor.sequence import lazy as partial_sum
+from plait.parallel.tensor.sequence import runtime as partial_sum
 from plait.planner.dryrun.dry_run import first_step, known
 from plait.proof.verify import verify
 from plait.randomness.sub_block import HeldRows

@@ -12,9 +12,8 @@ from rarely import rarely
 import plait
 from plait.config.plan import Plan
 from plait.data.batch import Position
-from plait.engine.server.dealing import Dealer, Update
+from plait.engine.server.dealing import Dealer, LedgerRow, Update
 from plait.engine.server.group import ServerUpdate, Trainer, UsedGradient
-from plait.engine.server.ledger import LedgerRow
 from plait.engine.server.state import Server
 from plait.proof.verdict import Verdict, table
 from plait.proof.verify import verify

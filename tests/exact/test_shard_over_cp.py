@@ -18,7 +18,7 @@ from rarely import rarely, sampled
 from run.test_resume_sharded import losses
 from saved import tensors
 
-from plait.cli.parameter_table import shown
+from plait.cli.plan_tables import parameters_shown
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -28,7 +28,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel import spec
 from plait.parallel.fsdp import strategy as fsdp
-from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.fsdp.runtime import Scatter
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import Mesh
 from plait.parallel.order import shard_plan
@@ -140,11 +140,11 @@ def test_the_dry_run_finds_a_share_of_the_states() -> None:
 
 
 def test_the_table_names_the_axes() -> None:
-    rows = shown(jobs_real.gpt(), over_cp("fsdp=2 cp=2")).rows
+    rows = parameters_shown(jobs_real.gpt(), over_cp("fsdp=2 cp=2")).rows
     assert {row.split for row in rows} == {("dim 0 by fsdp × cp",)}
     assert {row.gradient for row in rows} == {("scatter over fsdp × cp",)}
     assert all(prod(row.on_ranks[0]) <= prod(row.shape) / 4 + prod(row.shape[1:]) for row in rows)
-    (row, *_) = shown(jobs_real.gpt(), over_cp("dp=2 cp=2")).rows
+    (row, *_) = parameters_shown(jobs_real.gpt(), over_cp("dp=2 cp=2")).rows
     assert row.split == ("dim 0 by cp",) and row.gradient == ("scatter over cp", "sum over dp")
 
 

@@ -12,7 +12,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
-from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.fsdp.runtime import Scatter
 
 
 def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:

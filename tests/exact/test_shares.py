@@ -15,7 +15,7 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data import loading
 from plait.data.batch import BatchShare, Micro
-from plait.engine import batch_weights
+from plait.engine import train_step
 from plait.proof.verify import verify
 
 DATA = (
@@ -99,7 +99,7 @@ def different(job: Job, plan: str, probe: str) -> None:
 
 def test_weights_of_unequal_shares_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank's mean counts the same, whatever its share."""
-    monkeypatch.setattr(batch_weights, "total_weight", lambda training, batch, weights: sum(weights) * training.plan.ranks)
+    monkeypatch.setattr(train_step, "total_weight", lambda training, batch, weights: sum(weights) * training.plan.ranks)
     different(jobs.mlp(), "dp=2 batch_shares=3:1", "G")
 
 

@@ -6,7 +6,7 @@ import pytest
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.model.fake_model import sketch_of
-from plait.parallel import unmeasured
+from plait.parallel import mutations
 from plait.planner.refusals import foresee
 from plait.proof.verify import verify
 
@@ -30,7 +30,7 @@ def test_the_sketch_names_the_line_that_cannot_be_measured(kind: str) -> None:
     assert found.by_values and not found.units and "jobs_unfollowed.py" in found.unmeasured_at
     assert found.places == {"drop#1#1": 0, "drop#2#1": 0} and not found.unkeyed
     for plan in NEED_NO_UNITS:
-        assert unmeasured.refused(Plan.parse(plan), found) is None
+        assert mutations.refused_unmeasured(Plan.parse(plan), found) is None
 
 
 @pytest.mark.slow

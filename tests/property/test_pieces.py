@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait import PlaitError
-from plait.checkpoint import chunks
-from plait.checkpoint.chunks import HeldChunk, Rect, assign, overlap, without, wrong_tiling
+from plait.checkpoint import safetensors_file
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import NAMES
+from plait.checkpoint.safetensors_file import NAMES, HeldChunk, Rect, assign, overlap, without, wrong_tiling
 from plait.checkpoint.saving import publish, write_part
 from plait.tensors.rows import Part, within
 
@@ -100,7 +99,7 @@ def test_any_layout_is_read_into_any_other(data: st.DataObject, whole: dict[str,
     saved = data.draw(layouts(shapes, overlapping=True))
     wanted = data.draw(layouts(shapes, overlapping=True))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CUT", limit)
+        patch.setattr(safetensors_file, "CUT", limit)
         path, building = Path(folder) / "step-000001", Path(folder) / "building"
         lists = held(saved, whole)
         plan = assign(lists)

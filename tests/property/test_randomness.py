@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.config.errors import PlaitError
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.randomness import in_graphs
+from plait.randomness import distributions
 from plait.randomness.distributions import key
 from plait.randomness.keyed import Randomness, seed_host
 from plait.randomness.philox import bits
@@ -272,7 +272,7 @@ def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
 def test_a_mask_that_nobody_can_place_is_refused() -> None:
     """It is drawn in a graph, outside of any unit's forward."""
     layer = nn.Dropout(0.5)
-    in_graphs.draw_inside(layer, "drop", {}, torch.zeros(4, dtype=torch.int64))
+    distributions.draw_inside(layer, "drop", {}, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(PlaitError) as caught:
         layer(torch.ones(3))
     assert caught.value.codes == ["J014"]

@@ -13,8 +13,7 @@ import pytest
 
 from plait.data.batch import Position
 from plait.data.sampling import Sampling
-from plait.engine.server.dealing import Clocks, Dealer, Portion, Rules, Ticket, Update
-from plait.engine.server.ledger import Death, LedgerRow, problems
+from plait.engine.server.dealing import Clocks, Dealer, Death, LedgerRow, Portion, Rules, Ticket, Update, problems
 
 
 @dataclass

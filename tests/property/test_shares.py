@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.batch import BatchShare, Position
+from plait.data.batch import BatchShare, Course, InTurn, Position, ahead, sizes
 from plait.data.loading import batches
-from plait.data.shares import Course, InTurn, ahead, sizes
 from plait.parallel.shares.balance import MOST, Balance, Cost, balanced, slowest
 from plait.tensors.rows import split
 from property.test_data import Ids, Iterates, Stateful

@@ -9,7 +9,7 @@ from launched import Command, rows
 from plait.cli.rounds import Losses
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.plan import Plan
-from plait.data.sample_errors import naming_samples
+from plait.data.iterables import naming_samples
 from plait.proof.verify import verify
 
 JOB = str(Path(__file__).parents[1] / "jobs_bad_samples.py")

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from launched import TEST_JOB, Command, alive
 
-from plait.chaos import matrix, table
-from plait.chaos.fault import KEPT, NOT_RUN, SHORT, Fault
-from plait.chaos.scene import CannotPose, Outcome, Scene, Setting
+from plait.chaos import matrix
+from plait.chaos.scene import KEPT, NOT_RUN, SHORT, CannotPose, Fault, Outcome, Scene, Setting
 from plait.chaos.watched import adopt
 from plait.config.command_options import TrainOptions
 from plait.config.job import Job, load_job
@@ -88,7 +87,7 @@ def _judged(pose: Callable[[Scene], Outcome], main: Callable[[list[str], Job], i
     if pid == 0:
         adopt()
         row = matrix._tried(setting, Fault("posed", "something", "all", pose), folder / "posed")
-        os.write(writing, json.dumps([row.verdict, row.why, table.line(row)]).encode())
+        os.write(writing, json.dumps([row.verdict, row.why, matrix.line(row)]).encode())
         os._exit(0)
     os.waitpid(pid, 0)
     verdict, why, line = json.loads(os.read(reading, 1 << 16))

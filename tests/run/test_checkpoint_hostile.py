@@ -11,10 +11,9 @@ import pytest
 from unit.test_hostile_files import KINDS
 
 from plait import Engine, PlaitError
-from plait.checkpoint.chunks import wrong_tiling
 from plait.checkpoint.manifest import MANIFEST, parse, seal, unseal
 from plait.checkpoint.opening import INDEX, open_weights
-from plait.checkpoint.safetensors_file import Damaged, ShardFile
+from plait.checkpoint.safetensors_file import Damaged, ShardFile, wrong_tiling
 from plait.cli.main import main
 from run.test_checkpoint_damage import train_and_save
 

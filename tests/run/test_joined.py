@@ -16,7 +16,7 @@ from launched import Command, free_port
 from plait.config.errors import PlaitError, Problem
 from plait.engine import joined_ranks
 from plait.engine.run_directory import RunDirectory
-from plait.launch import fork, said_once
+from plait.launch import attempts, fork
 from plait.launch.place import Place
 
 JOB = hostile.__file__
@@ -93,10 +93,10 @@ def test_what_every_rank_would_say_is_said_once() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert [said_once.says("a wrong option", environment) for _ in range(3)] == [True, False, False]
-    assert said_once.says("rank 1 has another", environment)
-    assert said_once.says("a wrong option", environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert said_once.says("a wrong option", {}) and said_once.says("a wrong option", {})
+    assert [attempts.says("a wrong option", environment) for _ in range(3)] == [True, False, False]
+    assert attempts.says("rank 1 has another", environment)
+    assert attempts.says("a wrong option", environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert attempts.says("a wrong option", {}) and attempts.says("a wrong option", {})
     assert store.num_keys() >= 3
 
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from plait.cli.main import main
 from plait.cli.plan import tried
-from plait.config.device import CORES, Device, Rates
 from plait.config.errors import PlaitError
+from plait.config.hardware import CORES, Device, Link, Rates
 from plait.config.machine import Machine
-from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.launch import detect
 from plait.planner.answer import ask

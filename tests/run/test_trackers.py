@@ -16,7 +16,7 @@ from tracked import Told, read_back
 
 from plait.config.errors import PlaitError
 from plait.integrations.trackers import follow, packages
-from plait.launch.companion import Companion
+from plait.launch.child import Companion
 
 (
     pytest.importorskip("tensorboard"),

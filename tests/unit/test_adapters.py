@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import plait
-from plait.integrations.adapters import loaders, loop, optimizers
+from plait.integrations.adapters import loaders, loop
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,7 +52,7 @@ def test_groups_are_found_again_by_place() -> None:
         [{"params": biases, "lr": 0.3, "weight_decay": 0.0}, {"params": weights}], lr=0.1, betas=(0.8, 0.9)
     )
     other = list(model().parameters())
-    made = optimizers.made_again(given, net, "J038")(other)
+    made = loop.optimizer_made_again(given, net, "J038")(other)
     assert [[p.ndim for p in g["params"]] for g in made.param_groups] == [[1, 1], [2, 2]]
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in made.param_groups] == [
         (0.3, 0.0, (0.8, 0.9)),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait import Evaluate, Job
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.data.device_copies import DeviceCopies
+from plait.data.loading import DeviceCopies
 from plait.engine.evaluate import evaluate
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers

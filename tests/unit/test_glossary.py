@@ -8,7 +8,7 @@ import pytest
 
 import plait
 from plait.config.keys import KEYS
-from plait.engine.spans import SPANS
+from plait.engine.step import SPANS
 from plait.parallel.order import ORDER
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,9 @@ from plait.cli.plan_and_job import both
 from plait.config.command_options import CheckOptions
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.launch.launchers import find as finder
-from plait.launch.launchers.find import LAUNCHERS, find
-from plait.launch.launchers.known import first_host, unused
-from plait.launch.launchers.launcher import Launcher, Membership
+from plait.launch import find_launcher as finder
+from plait.launch.find_launcher import LAUNCHERS, find
+from plait.launch.launchers import Launcher, Membership, first_host, unused
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.config.device import Collectives, Loader, Matmuls, Rates, between, seconds_at
 from plait.config.errors import PlaitError
+from plait.config.hardware import FITTED, REACHED, Collectives, Loader, Matmuls, Rates, between, seconds_at
 from plait.config.machine import Machine
 from plait.config.machine_file import CATALOGUE, KEYS, catalogue
-from plait.config.network import FITTED, REACHED
 from plait.launch.detect import read_machine
 
 FILES = sorted(CATALOGUE.glob("*.toml"))

@@ -15,9 +15,9 @@ from plait.cli.train import _memory as line_of
 from plait.config.plan import Plan
 from plait.engine.memory import measured
 from plait.engine.memory_use import MADE, MemoryUse, by_part, fullest, grown, size
-from plait.engine.rank_failures import asked
 from plait.engine.run_directory import RunDirectory
-from plait.launch import allocator
+from plait.engine.train import asked
+from plait.launch import devices
 from plait.planner.dryrun.memory_table import memory_table
 from plait.tensors import torch_private
 
@@ -109,30 +109,30 @@ def test_a_run_leaves_it_and_a_report_shows_it(tmp_path: Path, capsys: pytest.Ca
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(torch_private, "set_allocator", found.append)
-    for name in allocator.NAMES:
+    for name in devices.ALLOCATOR_NAMES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     return found
 
 
 def test_segments_grow(told: list[str]) -> None:
-    allocator.settle()
-    assert told == [allocator.CHOSEN] == [os.environ["PYTORCH_ALLOC_CONF"]]
-    allocator.settle()
+    devices.settle_allocator()
+    assert told == [devices.ALLOCATOR] == [os.environ["PYTORCH_ALLOC_CONF"]]
+    devices.settle_allocator()
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("name", allocator.NAMES)
+@pytest.mark.parametrize("name", devices.ALLOCATOR_NAMES)
 def test_the_users_own_allocator_stays(name: str, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    allocator.settle()
-    assert not told and [os.environ.get(n) for n in allocator.NAMES].count(None) == 2
+    devices.settle_allocator()
+    assert not told and [os.environ.get(n) for n in devices.ALLOCATOR_NAMES].count(None) == 2
 
 
 def test_segments_do_not_grow_on_rocm(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    allocator.settle()
-    assert not told and not any(name in os.environ for name in allocator.NAMES)
+    devices.settle_allocator()
+    assert not told and not any(name in os.environ for name in devices.ALLOCATOR_NAMES)
 
 
 def test_a_rank_sets_it_before_it_has_a_device(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_rank_sets_it_before_it_has_a_device(told: list[str], monkeypatch: pyt
     monkeypatch.setattr("plait.launch.devices.cuda_names", lambda: ["one"])
 
     def set_device(device: Any) -> None:
-        assert told == [allocator.CHOSEN]
+        assert told == [devices.ALLOCATOR]
         raise StopIteration
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)

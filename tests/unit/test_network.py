@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.config import network
-from plait.config.network import FITTED, HOPS, PROTOCOLS, Link, levels
+from plait.config import hardware
+from plait.config.hardware import FITTED, HOPS, PROTOCOLS, Link, levels
 
 NVLINK = Link("nvlink", 8, 100e9, HOPS["nvlink"][0])
 NETWORK = Link("network", None, 10e9, HOPS["network"][0], "network")
@@ -19,63 +19,63 @@ RATE, SLOW = 100e9, 10e9
 
 def test_a_ring_in_one_node() -> None:
     group = levels(NODES, 8)
-    assert network.all_reduce(LARGE, group) == pytest.approx(2 * 7 / 8 * LARGE / RATE, rel=2e-3)
-    assert network.all_gather(LARGE, group) == pytest.approx(7 / 8 * LARGE / RATE, rel=2e-3)
-    assert network.reduce_scatter(LARGE, group) == network.all_gather(LARGE, group)
+    assert hardware.all_reduce(LARGE, group) == pytest.approx(2 * 7 / 8 * LARGE / RATE, rel=2e-3)
+    assert hardware.all_gather(LARGE, group) == pytest.approx(7 / 8 * LARGE / RATE, rel=2e-3)
+    assert hardware.reduce_scatter(LARGE, group) == hardware.all_gather(LARGE, group)
 
 
 def test_a_ring_over_nodes_shares_the_network() -> None:
     """Of a ring's bytes each of the 8 devices of a node sends an eighth over its share of the network."""
     n = 32
-    assert network.all_reduce(LARGE, levels(NODES, n)) == pytest.approx(2 * (n - 1) / n * LARGE / 8 / SLOW, rel=2e-3)
-    assert network.all_gather(LARGE, levels(NODES, n)) == pytest.approx((n - 1) / n * LARGE / 8 / SLOW, rel=2e-3)
+    assert hardware.all_reduce(LARGE, levels(NODES, n)) == pytest.approx(2 * (n - 1) / n * LARGE / 8 / SLOW, rel=2e-3)
+    assert hardware.all_gather(LARGE, levels(NODES, n)) == pytest.approx((n - 1) / n * LARGE / 8 / SLOW, rel=2e-3)
     across = levels(NODES, 4, 8)
-    assert network.all_reduce(LARGE, across) == pytest.approx(2 * 3 / 4 * LARGE / SLOW, rel=2e-3)
+    assert hardware.all_reduce(LARGE, across) == pytest.approx(2 * 3 / 4 * LARGE / SLOW, rel=2e-3)
 
 
 def test_two_nodes_use_a_tree() -> None:
     """Each of two nodes sends the bytes once: half of what a ring sends, where the node itself is not slower."""
     fast = (Link("nvlink", 8, 1e12, HOPS["nvlink"][0]), NETWORK)
-    assert network.all_reduce(LARGE, levels(fast, 16)) == pytest.approx(LARGE / 8 / SLOW, rel=2e-3)
+    assert hardware.all_reduce(LARGE, levels(fast, 16)) == pytest.approx(LARGE / 8 / SLOW, rel=2e-3)
 
 
 def test_small_messages_cost_hops() -> None:
     """Nothing to send: the call and 2 (n-1) hops of the fastest protocol; over many nodes a tree has fewer."""
     low = PROTOCOLS[2].call + FITTED["call"]
-    assert network.all_reduce(0, levels(NODES, 8)) == pytest.approx(low + 14 * HOPS["nvlink"][2])
+    assert hardware.all_reduce(0, levels(NODES, 8)) == pytest.approx(low + 14 * HOPS["nvlink"][2])
     many = low + 2 * (7 * HOPS["nvlink"][2] + log2(64) * HOPS["network"][2])
-    assert network.all_reduce(0, levels(NODES, 512)) == pytest.approx(many)
-    assert network.all_gather(0, levels(NODES, 512)) == pytest.approx(
+    assert hardware.all_reduce(0, levels(NODES, 512)) == pytest.approx(many)
+    assert hardware.all_gather(0, levels(NODES, 512)) == pytest.approx(
         low + 448 * HOPS["nvlink"][2] + 63 * HOPS["network"][2]
     )
-    assert network.all_reduce(1e9, ()) == network.send(1e9, ()) == network.all_to_all(1e9, ()) == 0
+    assert hardware.all_reduce(1e9, ()) == hardware.send(1e9, ()) == hardware.all_to_all(1e9, ()) == 0
 
 
 def test_all_to_all_and_send() -> None:
     """Of 16 parts 7 go to devices of the node and 8 over the network, at the same time."""
-    assert network.all_to_all(LARGE, levels(NODES, 8)) == pytest.approx(7 / 8 * LARGE / RATE, rel=2e-3)
-    assert network.all_to_all(LARGE, levels(NODES, 16)) == pytest.approx(8 / 16 * LARGE / SLOW, rel=2e-3)
-    assert network.send(LARGE, levels(NODES, 2)) == pytest.approx(LARGE / RATE, rel=2e-3)
-    assert network.send(LARGE, levels(NODES, 2, 8)) == pytest.approx(LARGE / SLOW, rel=2e-3)
+    assert hardware.all_to_all(LARGE, levels(NODES, 8)) == pytest.approx(7 / 8 * LARGE / RATE, rel=2e-3)
+    assert hardware.all_to_all(LARGE, levels(NODES, 16)) == pytest.approx(8 / 16 * LARGE / SLOW, rel=2e-3)
+    assert hardware.send(LARGE, levels(NODES, 2)) == pytest.approx(LARGE / RATE, rel=2e-3)
+    assert hardware.send(LARGE, levels(NODES, 2, 8)) == pytest.approx(LARGE / SLOW, rel=2e-3)
 
 
 def test_a_switch_that_adds_up() -> None:
     """A device sends (1 + 1/n) of the bytes instead of 2 (n-1)/n: for eight, not for two; over nodes the network decides."""
     adding = Link("switch", 8, 100e9, HOPS["nvlink"][0], adds=0.8)
     plain, added = (levels((link, NETWORK), 8) for link in (NVLINK, adding))
-    assert network.all_reduce(LARGE, added) == pytest.approx(9 / 8 * LARGE / RATE / 0.8, rel=2e-3)
-    assert network.all_reduce(LARGE, added) < network.all_reduce(LARGE, plain)
-    assert network.all_gather(LARGE, added) == network.all_gather(LARGE, plain)
+    assert hardware.all_reduce(LARGE, added) == pytest.approx(9 / 8 * LARGE / RATE / 0.8, rel=2e-3)
+    assert hardware.all_reduce(LARGE, added) < hardware.all_reduce(LARGE, plain)
+    assert hardware.all_gather(LARGE, added) == hardware.all_gather(LARGE, plain)
     two = levels((adding,), 2)
-    assert network.all_reduce(LARGE, two) == pytest.approx(LARGE / RATE, rel=2e-3)
-    assert network.all_reduce(LARGE, levels((adding, NETWORK), 32)) == pytest.approx(
+    assert hardware.all_reduce(LARGE, two) == pytest.approx(LARGE / RATE, rel=2e-3)
+    assert hardware.all_reduce(LARGE, levels((adding, NETWORK), 32)) == pytest.approx(
         2 * 31 / 32 * LARGE / 8 / SLOW, rel=2e-3
     )
 
 
 def test_links_reach_a_part_of_their_data_sheet() -> None:
     half = (Link("half", 8, 100e9, HOPS["nvlink"][0], reached=0.5),)
-    assert network.all_gather(LARGE, levels(half, 8)) == pytest.approx(7 / 8 * LARGE / 50e9, rel=2e-3)
+    assert hardware.all_gather(LARGE, levels(half, 8)) == pytest.approx(7 / 8 * LARGE / 50e9, rel=2e-3)
 
 
 def test_levels_of_a_group() -> None:
@@ -95,18 +95,18 @@ def test_three_levels() -> None:
     """Pairs on a bridge, four on a bus, nodes: the bus is what a ring in the node waits for."""
     links = (Link("bridge", 2, 50e9, 1e-6), Link("bus", 4, 10e9, 1e-6, "pcie"), NETWORK)
     assert [(x.ranks, x.inside, x.repeats) for x in levels(links, 8)] == [(2, 1, 4), (2, 2, 2), (2, 4, 1)]
-    assert network.all_reduce(LARGE, levels(links, 4)) == pytest.approx(2 * 3 / 4 * LARGE / 2 / 10e9, rel=2e-3)
+    assert hardware.all_reduce(LARGE, levels(links, 4)) == pytest.approx(2 * 3 / 4 * LARGE / 2 / 10e9, rel=2e-3)
 
 
 def test_a_mesh_has_fewer_links_for_fewer_devices() -> None:
     mesh = (Link("mesh", 4, 100e9, 1e-6, shares=(0.25, 0.5, 1.0)),)
-    pair, three, four = (network.all_gather(LARGE, levels(mesh, n)) for n in (2, 3, 4))
+    pair, three, four = (hardware.all_gather(LARGE, levels(mesh, n)) for n in (2, 3, 4))
     assert pair == pytest.approx(1 / 2 * LARGE / 25e9, rel=2e-3)
     assert three == pytest.approx(2 / 3 * LARGE / 50e9, rel=2e-3)
     assert four == pytest.approx(3 / 4 * LARGE / RATE, rel=2e-3)
 
 
-COLLECTIVES = st.sampled_from([network.all_reduce, network.all_gather, network.all_to_all, network.send])
+COLLECTIVES = st.sampled_from([hardware.all_reduce, hardware.all_gather, hardware.all_to_all, hardware.send])
 SIZES = st.floats(0, 1e12)
 GROUPS = st.tuples(st.integers(1, 4096), st.sampled_from([1, 2, 4, 8, 16]))
 
@@ -120,7 +120,7 @@ def test_more_bytes_take_longer(collective, one: float, other: float, group: tup
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([network.all_reduce, network.all_gather]), SIZES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8])
+    st.sampled_from([hardware.all_reduce, hardware.all_gather]), SIZES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8])
 )
 def test_more_ranks_take_longer_over_the_network(collective, size: float, doublings: int, stride: int) -> None:
     """With the same number of a node's devices in it: only nodes are added."""
@@ -139,8 +139,8 @@ def test_faster_links_are_never_slower(collective, size: float, group: tuple[int
 @given(SIZES, GROUPS)
 def test_an_all_reduce_is_at_most_its_two_halves(size: float, group: tuple[int, int]) -> None:
     meeting = levels(NODES, *group)
-    halves = network.reduce_scatter(size, meeting) + network.all_gather(size, meeting)
-    assert network.all_reduce(size, meeting) <= halves * (1 + 1e-12)
+    halves = hardware.reduce_scatter(size, meeting) + hardware.all_gather(size, meeting)
+    assert hardware.all_reduce(size, meeting) <= halves * (1 + 1e-12)
 
 
 @settings(max_examples=200, deadline=None)

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import plait
 from plait.cli.main import main
 from plait.cli.plan import ProgressLine, impossible, size, toml
-from plait.config.device import Matmuls
 from plait.config.errors import PlaitError
+from plait.config.hardware import Matmuls
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
@@ -643,7 +643,7 @@ def test_a_machine_of_which_nothing_is_known_is_guessed_and_said() -> None:
 
 
 def _unknown() -> Machine:
-    from plait.config.device import Device
+    from plait.config.hardware import Device
 
     return Machine("cores", Device("some processor", 8 << 30), devices_per_node=2)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.tensors.read_numbers import Lines, OtherNumbers, elsewhere, other_outcomes, uneven
+from plait.tensors.opaque_code import Lines, OtherNumbers, elsewhere, other_outcomes, uneven
 
 
 def outcomes(run: Callable[[], Any]) -> list[tuple[Lines, Any]]:

@@ -13,7 +13,7 @@ from msgspec import convert, structs
 
 from plait.checkpoint.manifest import SavedShares
 from plait.config.plan import Plan
-from plait.engine.spans import room_of_share, slowest_of_share
+from plait.engine.step import room_of_share, slowest_of_share
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.shares import strategy

@@ -12,7 +12,7 @@ from jobs_unlike import Chain
 from torch import nn
 
 from plait.cli.main import main
-from plait.cli.tensor_table import Shown, _sisters, shown, text, way
+from plait.cli.plan_tables import TensorShown, _sisters, tensor_shown, tensor_text, way
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.model.table import form_of, label
@@ -20,8 +20,8 @@ from plait.model.table import form_of, label
 LLAMA = str(Path(__file__).parents[2] / "examples" / "llama" / "job.py")
 
 
-def of(job: object, plan: str = "tp=2") -> Shown:
-    return shown(job(), Plan.parse(plan))  # type: ignore[operator]
+def of(job: object, plan: str = "tp=2") -> TensorShown:
+    return tensor_shown(job(), Plan.parse(plan))  # type: ignore[operator]
 
 
 def test_blocks_of_the_same_form_are_one_line() -> None:
@@ -59,7 +59,7 @@ def test_a_model_with_nothing_to_cut() -> None:
     job = lambda: replace(jobs.mlp(), model=lambda: nn.Linear(6, 1))  # noqa: E731
     found = of(job)
     assert not found.pairs and found.held == found.parameters
-    assert "nothing can be cut" in text(found, "j") and "the model" in text(found, "j")
+    assert "nothing can be cut" in tensor_text(found, "j") and "the model" in tensor_text(found, "j")
 
 
 def test_what_the_job_wants() -> None:

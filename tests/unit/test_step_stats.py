@@ -8,7 +8,7 @@ import torch
 from plait.config.plan import Plan
 from plait.engine.logged import StepLog
 from plait.engine.stats_reader import PendingStats
-from plait.parallel.step_stats import RunSignals, StepStats, WeightedSum
+from plait.parallel.gradient_reducer import RunSignals, StepStats, WeightedSum
 from plait.tensors.transfers import HostCopy
 
 CPU = torch.device("cpu")

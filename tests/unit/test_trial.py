@@ -84,7 +84,7 @@ def test_a_model_that_looks_at_values_only_in_evaluation() -> None:
 
 
 def test_outputs_that_are_large_stay_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.engine.try_metrics.MOST", 0)
+    monkeypatch.setattr("plait.engine.evaluate.MOST", 0)
     Engine(job(RIGHT["masked_by_outputs"]), "dp=1")
     for name in ("name", "mean", "tensor"):
         assert problem(job(WRONG[name][0])).code == WRONG[name][1]

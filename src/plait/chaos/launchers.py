@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import psutil
 
-from plait.chaos.damage import laid_out
-from plait.chaos.fault import Fault
+from plait.chaos.disks import laid_out
 from plait.chaos.ranks import undisturbed
-from plait.chaos.scene import SHARED, UNHURRIED, Outcome, Scene
+from plait.chaos.scene import SHARED, UNHURRIED, Fault, Outcome, Scene
 from plait.chaos.strike import Strike, marks
 from plait.chaos.watched import Watched
 from plait.config.errors import RESUMABLE

@@ -11,9 +11,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from plait.chaos.fault import Fault
 from plait.chaos.hosts import Hosts
-from plait.chaos.scene import UNHURRIED, Outcome, Scene
+from plait.chaos.scene import UNHURRIED, Fault, Outcome, Scene
 from plait.chaos.strike import Strike
 from plait.chaos.watched import Watched
 from plait.config.errors import RESUMABLE

@@ -1,12 +1,16 @@
-"""Where a fault is posed: a folder of its own, runs that are started there, and how what they do is judged."""
+"""Where a fault is posed: a folder of its own, runs that are started there, and how what they do is judged.
+
+A fault (`Fault`): how it is posed and what plait promises then; a row of the table says what came of it.
+"""
 
 import contextlib
 import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from plait.chaos.hosts import Hosts
 from plait.chaos.strike import Mark, Strike, marks, struck
@@ -333,3 +337,33 @@ def _error(run: Watched) -> str:
     lines = [line for _, line in run.lines if line.strip()]
     found = next((line for line in lines if "error[" in line), lines[-1] if lines else "it said nothing")
     return found[:120]
+
+
+KEPT, SHORT, NOT_RUN, NO_PROMISE = "kept", "fell short", "not run", "no promise"
+"""Verdicts. `NO_PROMISE`: plait promises nothing; what was seen is told all the same."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the matrix."""
+
+    name: str
+    done: str
+    """What is done, in a few words."""
+    promise: str
+    pose: Callable[[Scene], Outcome]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault that was tried, or could not be."""
+
+    fault: Fault
+    verdict: str
+    why: str
+    measured: Outcome
+    took: float
+
+    def to_dict(self) -> dict[str, Any]:
+        told = {"name": self.fault.name, "done": self.fault.done, "promise": self.fault.promise}
+        return told | {"verdict": self.verdict, "why": self.why, "seconds": self.took} | asdict(self.measured)

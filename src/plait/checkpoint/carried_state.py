@@ -23,11 +23,10 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.checkpoint.chunks import HeldChunk
 from plait.checkpoint.manifest import Base, CarriedValue, Manifest
 from plait.checkpoint.plain_values import AttributeWatch, Json, Opaque, Restorer, Writer
 from plait.checkpoint.reading import room_for
-from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE
+from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE, HeldChunk
 from plait.config.errors import USAGE, PlaitError, Problem, problem_of
 from plait.config.job import Job, is_user_class
 from plait.config.plan import Plan

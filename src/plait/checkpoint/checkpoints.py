@@ -5,7 +5,7 @@
     checkpoints/step-000200/optimizer-00000.safetensors
     checkpoints/step-000300.tmp-5f0c61d2/               being written, or left by a killed save: never read
 
-Every rank writes and reads its own pieces (`checkpoint/chunks.py`), so a checkpoint of one plan is read under any other. A save
+Every rank writes and reads its own pieces (`checkpoint/safetensors_file.py`), so a checkpoint of one plan is read under any other. A save
 writes beside the old checkpoints and renames last; whatever moment it is killed at, the previous one is whole. A load
 believes nothing before its digest: what is damaged is refused by name, on all ranks alike, and the one before is used.
 Nothing is pickled, so loading runs no code.
@@ -25,11 +25,10 @@ from msgspec import structs
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, state
 from plait.checkpoint.carried_state import Training, exchange_json, problems_in, raise_first
-from plait.checkpoint.chunks import HeldChunk, assign
 from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, published, read_manifest
 from plait.checkpoint.opening import read_base
 from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import Cancelled, Damaged
+from plait.checkpoint.safetensors_file import Cancelled, Damaged, HeldChunk, assign
 from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.data.batch import is_map

@@ -16,8 +16,17 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct, convert, field, structs
 
-from plait.checkpoint.chunks import Rect, wrong_tiling
-from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE, Count, Damaged, FileName, Format, Sizes
+from plait.checkpoint.safetensors_file import (
+    DTYPES,
+    UNREADABLE,
+    Count,
+    Damaged,
+    FileName,
+    Format,
+    Rect,
+    Sizes,
+    wrong_tiling,
+)
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import loads, read_plain
 
@@ -76,7 +85,7 @@ class ListedFile(Struct, frozen=True):
 
 
 class Base(Struct, frozen=True):
-    """Where frozen parameters are that a checkpoint does not hold (`checkpoint/base.py`). `tensors`: of each its name there, its
+    """Where frozen parameters are that a checkpoint does not hold (`checkpoint/opening.py`). `tensors`: of each its name there, its
     number format and its shape in the model."""
 
     path: Line

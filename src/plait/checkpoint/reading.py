@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from plait.checkpoint.chunks import Rect, overlap
 from plait.checkpoint.manifest import MANIFEST, Entry, ListedFile, SavedNumber, StoredChunk, read_manifest
-from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile
+from plait.checkpoint.safetensors_file import DTYPES, Damaged, Rect, ShardFile, overlap
 from plait.tensors.rows import Part, whole
 
 

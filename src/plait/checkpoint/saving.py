@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint import carried_state, replica_groups
-from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, KINDS, MANIFEST, parse, seal, unseal
 from plait.checkpoint.reading import rectangle
-from plait.checkpoint.safetensors_file import Damaged, write
+from plait.checkpoint.safetensors_file import Damaged, HeldChunk, Rect, overlap, write
 from plait.tensors.norm import Rule, wrong_scalars
 from plait.tensors.rows import Part
 

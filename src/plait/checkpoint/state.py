@@ -17,11 +17,10 @@ from torch import Tensor
 
 from plait.checkpoint import carried_state, fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.carried_state import Training
-from plait.checkpoint.chunks import HeldChunk
 from plait.checkpoint.manifest import DEPTH, EVAL, MANIFEST, OWN, Entry, Manifest, SavedNumber, shallow
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
-from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
+from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged, HeldChunk
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
 from plait.data.batch import Position
@@ -109,7 +108,7 @@ def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
 
 
 def held_of(parts: dict[str, Part]) -> list[HeldChunk]:
-    """What this rank holds, in the words of `assign` of `checkpoint/chunks.py`. K005 for a number format that files cannot hold."""
+    """What this rank holds, in the words of `assign` of `checkpoint/safetensors_file.py`. K005 for a number format that files cannot hold."""
     wrong = [name for name, part in parts.items() if part.tensor.dtype not in NAMES]
     if wrong:
         dtype = parts[wrong[0]].tensor.dtype

@@ -11,12 +11,11 @@ from statistics import median
 from typing import Any
 
 from plait.config.command_options import BenchOptions, check_range
-from plait.config.device import Collectives, Loader, Matmuls
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import check_writable, write
+from plait.config.hardware import Collectives, Link, Loader, Matmuls
 from plait.config.job import load_job
 from plait.config.machine import Machine
-from plait.config.network import Link
 from plait.launch import detect, fork
 from plait.launch.devices import kind_of
 from plait.launch.place import Place, current, joined, joining

@@ -4,9 +4,8 @@ import json
 import sys
 import time
 
-from plait.chaos import matrix, table
-from plait.chaos.fault import SHORT
-from plait.chaos.scene import Setting
+from plait.chaos import matrix
+from plait.chaos.scene import SHORT, Setting
 from plait.cli.main import main
 from plait.cli.plan_and_job import both
 from plait.config.command_options import ChaosOptions, TrainOptions
@@ -36,14 +35,14 @@ def run(options: ChaosOptions) -> int:
         print(text, file=out, flush=True)
 
     say(shown(f"{len(faults)} faults · {options.job} · {plan} · {options.steps} steps"))
-    undisturbed = lambda seconds: say(f"{table.expected(len(faults), seconds)}\n{table.KEY}\n{table.HEAD}")  # noqa: E731
-    rows = matrix.run(setting, faults, lambda row: say(table.line(row)), undisturbed)
+    undisturbed = lambda seconds: say(f"{matrix.expected(len(faults), seconds)}\n{matrix.KEY}\n{matrix.HEAD}")  # noqa: E731
+    rows = matrix.run(setting, faults, lambda row: say(matrix.line(row)), undisturbed)
     took = time.monotonic() - began
-    say(table.summary(rows, took))
+    say(matrix.summary(rows, took))
     if options.json:
-        print(json.dumps(table.to_dict(setting, rows)))
+        print(json.dumps(matrix.to_dict(setting, rows)))
     if options.to:
-        options.to.write_text(table.page(setting, options.job, rows, took), encoding="utf-8")
+        options.to.write_text(matrix.page(setting, options.job, rows, took), encoding="utf-8")
     return DIFFERENT if any(row.verdict == SHORT for row in rows) else 0
 
 

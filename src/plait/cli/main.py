@@ -118,7 +118,7 @@ def _told(argv: list[str] | None, job: "Job | None") -> int:
             options = replace(options, loaded=job)
         return command.run(options)
     except PlaitError as error:
-        from plait.launch.said_once import says
+        from plait.launch.attempts import says
 
         if error.said or not says(str(error)):
             return error.exit_code

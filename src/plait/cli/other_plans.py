@@ -1,8 +1,17 @@
-"""Plans for when a run has fewer ranks than it was started with, or more again: found while training goes on.
+"""Plans to train with instead of the one that was given, each found in a process of its own.
+
+[Note: Fewer ranks]
+Plans for when a run has fewer ranks than it was started with, or more again: found while training goes on.
 
 A process of its own looks for each, as `--plan auto` does, with the lowest priority, so that one is at hand when a rank is lost. The
 number format stays what it is; the planner chooses how the ranks share the work, and each plan is checked as the first was: the
 run is the same training under all of them.
+
+[Note: A full device]
+A device that is full: what its memory was used for, what the plan's bill had said, and which plan would fit.
+
+The rank reports what its allocator counted (`engine/train.py`). The launcher then has a process look at the job as a dry run
+does, and search for a plan with as much less room as the bill was wrong (`explained`).
 """
 
 import contextlib
@@ -11,17 +20,23 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plait.cli.request import Request
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.config.plan import Plan
+from plait.engine.memory_use import MemoryUse, grown, size
+from plait.engine.run_directory import RunDirectory
+from plait.launch import fork
 from plait.launch.child import live
 from plait.launch.detect import read_machine
 from plait.launch.devices import kind_of
+from plait.launch.place import Place
 from plait.launch.scratch import Scratch
 from plait.planner.answer import ask
+from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.question import PlanRequest, sized
 from plait.planner.refusals import foresee
 from plait.proof.job import check as jobcheck
@@ -133,3 +148,55 @@ def _checked(request: Request, plan: Plan) -> Plan:
     if checked.problems and not request.allow_inexact:
         raise PlaitError(list(checked.problems))
     return plan
+
+
+def with_plan_that_fits(error: PlaitError, request: Request, run: RunDirectory, say: Callable[[str], None]) -> PlaitError:
+    """The same failure with the plan's bill and a plan that fits. Other failures, and those of processors, as they are."""
+    full = [(rank, row["failed"]) for rank, row in run.memories().items() if "failed" in row]
+    if "M002" not in error.codes or kind_of(request.device) == "cpu" or request.plan.server_count or not full:
+        return error
+    rank, row = max(full, key=lambda pair: pair[1]["needed"] + pair[1]["wanted"])
+    say("note  a device is full: looking at what the plan was to take, and for a plan that fits")
+    try:
+        found = fork.run(partial(_looked, request, row), 1, fork.Listener(note=lambda text: None))[0]
+    except PlaitError:  # the job cannot run dry
+        return error
+    first, *rest = error.problems
+    why, fix = f"{first.why}\n{_billed(rank, row, found)}", (*_planned(found), *first.fix)
+    return PlaitError([replace(first, why=why, fix=fix), *rest], error.exit_code, error.trace)
+
+
+def _looked(request: Request, row: dict[str, Any], place: Place) -> dict[str, Any]:
+    """The bill of the request's plan, and the best plan that fits where the bill is as wrong as it was."""
+    place.beat(-1, "build")
+    plan, ranks = request.plan, request.plan.devices
+    bill = memory_table(request.job, plan).categories
+    wrong = max(1.0, (row["allocated"] + row["wanted"]) / max(1, sum(bill.values())))
+    question = PlanRequest.of(request.job, request.name, sized(read_machine("here"), ranks), split=ranks > 1)
+    pins = {"precision": plan.precision, "compile": plan.compile}  # another of either takes as much
+    answer = ask(question, pins, row["total"] / wrong, devices=ranks)
+    found: dict[str, Any] = {"bill": bill, "room": row["total"], "wrong": wrong}
+    for candidate in (each.candidate for each in answer.rows if each.fits):
+        if candidate.estimate is not None and str(candidate.plan) != str(plan):
+            found |= {"plan": str(candidate.plan), "takes": round(candidate.estimate.reserved * wrong)}
+            break
+    return found
+
+
+def _billed(rank: int, row: dict[str, Any], found: dict[str, Any]) -> str:
+    """What the bill had said, beside what was measured."""
+    bill, use = found["bill"], MemoryUse.of(row)
+    said = f"the bill of the plan had said {size(sum(bill.values()))}"
+    above = grown(use, bill, row["wanted"])
+    if above is None:
+        return f"{said}, more than rank {rank} had: what is beside its tensors took the rest"
+    name, n, billed = above
+    more = f", with {size(row['wanted'])} that it asked for" if row["wanted"] and name not in use.held else ""
+    return f"{said}; {name}: {size(billed)} in the bill, {size(n)} on rank {rank}{more}"
+
+
+def _planned(found: dict[str, Any]) -> tuple[str, ...]:
+    if "plan" not in found:
+        return ("more devices: no other plan on these takes as little as there is room for",)
+    by = f", counted {found['wrong']:.2f} times, as the bill was wrong" if found["wrong"] > 1 else ""
+    return (f'--plan "{found["plan"]}"    takes {size(found["takes"])} of {size(found["room"])}{by}',)

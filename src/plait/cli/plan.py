@@ -42,9 +42,9 @@ def run(options: PlanOptions) -> int:
     """The command."""
     check_range(options)
     if options.show:
-        from plait.cli import parameter_table, tensor_table
+        from plait.cli.plan_tables import print_parameters, print_tensor
 
-        return {"tensor": tensor_table, "parameters": parameter_table}[options.show].run(options)
+        return {"tensor": print_tensor, "parameters": print_parameters}[options.show](options)
     memory = size(options.memory)
     if options.dry_run:
         from plait.planner.dryrun import dry_run

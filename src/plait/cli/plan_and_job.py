@@ -12,8 +12,8 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.config.keys import KEYS, Key
 from plait.config.plan import Plan
+from plait.launch.find_launcher import mismatch
 from plait.launch.forkable import answer_by_forks
-from plait.launch.launchers.find import mismatch
 from plait.launch.place import joined, world
 
 

@@ -10,8 +10,8 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.engine.resume import writing
 from plait.engine.run_directory import RunDirectory
+from plait.engine.server.group import ServerSetting
 from plait.engine.server.processes import start
-from plait.engine.server.setting import ServerSetting
 from plait.launch import fork
 from plait.launch.failures import LOST, Failure
 from plait.launch.stopping import StopRequest

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from plait.checkpoint.opening import open_weights
-from plait.cli import out_of_memory, served
+from plait.cli import other_plans, served
 from plait.cli.console import Console
 from plait.cli.request import Request
 from plait.cli.rounds import Rounds
 from plait.config.errors import RESUMABLE, PlaitError, Problem
 from plait.config.plan import Plan
 from plait.config.version import __version__
-from plait.data.shares import sizes
+from plait.data.batch import sizes
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory, Neighbours
@@ -26,7 +26,7 @@ from plait.engine.run_directory import RunDirectory
 from plait.engine.train import train
 from plait.launch import attempts, fork, nccl
 from plait.launch.devices import called, check, cuda_names, kind_of, unused
-from plait.launch.launchers.launcher import Membership
+from plait.launch.launchers import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
 from plait.launch.rendezvous import Round
@@ -89,7 +89,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
             error = rounds.stopped(error)
         made.failed(error, console)
         if isinstance(error, PlaitError):
-            raise out_of_memory.explained(error, request, run, console.say) from error.__cause__
+            raise other_plans.with_plan_that_fits(error, request, run, console.say) from error.__cause__
         raise error
     finally:
         output.close()

@@ -11,8 +11,7 @@ conflicts         what of a plan does not work together: one table
 command_options   the options of each command
 machine           what there is to train on, by name, file or data sheet
 machine_file      the TOML file of a machine, checked; the catalogue of data sheets
-device            rates, memory and measurements of a kind of device
-network           seconds of a collective over links
 files             files that nobody vouches for, and files that a command is told to write
 version           the version of this package
+hardware          rates, memory and measurements of a kind of device; seconds of a collective over links
 """

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.hardware import KINDS, NOT_YET
 
 REQUIRED = MISSING
 """The default of an option that must be given."""

@@ -16,11 +16,24 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from plait.config import network
-from plait.config.device import CORES, Collectives, Device, Loader, Matmuls, Rates, between, seconds_at
+from plait.config import hardware
 from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.hardware import (
+    CORES,
+    FITTED,
+    HOPS,
+    REACHED,
+    Collectives,
+    Device,
+    Level,
+    Link,
+    Loader,
+    Matmuls,
+    Rates,
+    between,
+    seconds_at,
+)
 from plait.config.machine_file import GB, GIB, TERA, catalogue, read_file
-from plait.config.network import FITTED, HOPS, REACHED, Level, Link
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ class Machine:
     def group(self, ranks: int, stride: int = 1) -> tuple[Level, ...]:
         """On which links `ranks` devices `stride` apart meet. M013 when a link is not known."""
         try:
-            return network.levels(self._within, ranks, stride)
+            return hardware.levels(self._within, ranks, stride)
         except LookupError:
             what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
             why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
@@ -189,7 +202,7 @@ class Machine:
     def _seconds(self, collective: str, size: float, ranks: int, stride: int) -> float:
         if ranks == 1 or size <= 0:
             return 0.0
-        model: Callable[..., float] = getattr(network, collective)
+        model: Callable[..., float] = getattr(hardware, collective)
         seconds = model(size, self.group(ranks, stride))
         inside = (ranks - 1) * stride < self.devices_per_node
         measured = [c for c in self.collectives if c.collective == collective]

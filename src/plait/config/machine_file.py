@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from plait.config.device import Rates
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.files import as_json, read_plain
-from plait.config.network import HOPS
+from plait.config.hardware import HOPS, Rates
 
 LEAST, MOST = 1e-12, 1e18
 """Numbers of a machine lie between these: others overflow when they are multiplied."""

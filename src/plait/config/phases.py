@@ -9,7 +9,7 @@ phases before it have made of the parameters.
 The rest of plait looks at such a job as if it had one loss and one optimizer: `JointModel`, `JointLoss` and `JointOptimizer` are put
 in the place of the job's own. In their forward pass all phases follow each other, their losses are added up, their optimizers
 are one. What splits a model or measures it looks at this sum, which has every tensor that any phase has; only the loop
-(`engine/turns.py`) and the proof's reference take the phases one by one.
+(`engine/passes.py`) and the proof's reference take the phases one by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping

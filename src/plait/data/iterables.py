@@ -12,11 +12,14 @@ files, say) make another order, which is named. A share that ends earlier gives 
 have ended: nothing is dropped, nothing padded. Ranks tell each other in every step how many samples they have. That shares
 are apart is seen by digests of what they read; that together they are the whole, by its first samples and, where the data
 has a length, by the number read.
+
+What reading a sample raises names the sample's number (`naming_samples`).
 """
 
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
@@ -27,12 +30,49 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
 
-from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part
-from plait.data.sample_errors import naming_samples
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, pair_of, part
+from plait.launch.failures import described, located, titled
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_leaves
+
+SHOWN = 8
+"""Numbers of samples that a message shows."""
+
+
+@contextmanager
+def naming_samples(numbers: Sequence[int], when: str, samples: Sequence[object] = ()) -> Iterator[None]:
+    """Whatever the job's data raises inside names these samples. `when`: the epoch or the data set, in words. `samples`: those that
+    are put together inside. A lack of memory, files or loader processes stays what it is."""
+    try:
+        yield
+    except PlaitError as error:
+        if not samples or error.codes[0] != "J007":
+            raise
+        first, *rest = error.problems
+        odd = [n for n, sample in zip(numbers, samples) if pair_of(sample) is None] or list(numbers)
+        raise PlaitError(
+            [replace(first, where=f"{_named(odd)} {when}"), *rest], error.exit_code, error.trace
+        ) from error
+    except (Exception, SystemExit) as error:
+        told = described(error)
+        if told["sort"]:
+            raise
+        what = f"{_named(numbers)} {when} raised {titled(told)}"
+        fix = ("mend the data, or leave these samples out of it", "--resume    goes on from the last checkpoint")
+        why = (
+            "the job's data raised it while the sample was read"
+            if not samples
+            else "the job's data raised it while they were put together"
+        )
+        raise PlaitError(Problem("C014", what, why=why, where=located(told), fix=fix), FAILED, told["trace"]) from error
+
+
+def _named(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:SHOWN])) + (", …" if len(numbers) > SHOWN else "")
+    return f"sample{'s' if len(numbers) > 1 else ''} {shown}"
+
 
 _ENDED = object()
 LOOKED_AT = 64

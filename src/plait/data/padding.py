@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 
 from plait.data.batch import Batch, BatchShare, Micro, collate, is_map, rows_of, seeded_sample
 from plait.data.batch_rows import Pair, SampleRows
-from plait.data.iterables import exchange_numbers, read_apart
-from plait.data.sample_errors import naming_samples
+from plait.data.iterables import exchange_numbers, naming_samples, read_apart
 from plait.randomness.keyed import host_kept
 from plait.tensors.torch_private import tree_map_only
 

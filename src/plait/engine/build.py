@@ -16,8 +16,7 @@ from plait.config.job import Job, user_line
 from plait.config.keys import OTHER_SAMPLES
 from plait.config.plan import Plan
 from plait.engine.analyse import setup_of, to_device, whole_sketch
-from plait.launch import allocator
-from plait.launch.devices import kind_of, of_rank, unseen
+from plait.launch.devices import kind_of, of_rank, settle_allocator, unseen
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model import optimizers
@@ -89,7 +88,7 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     if kind_of(wanted) == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", of_rank(place))
-    allocator.settle()
+    settle_allocator()
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:

@@ -36,9 +36,8 @@ from torch.distributed import ProcessGroup
 from plait.checkpoint import state
 from plait.checkpoint.carried_state import Training, exchange_json
 from plait.checkpoint.checkpoints import Checkpoints, PendingSave
-from plait.checkpoint.chunks import wrong_tiling
 from plait.checkpoint.manifest import seal, unseal
-from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile, write
+from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile, write, wrong_tiling
 from plait.checkpoint.saving import Snapshot, free_bytes, publish, room, write_part
 from plait.config.errors import PlaitError
 from plait.engine.engine import Engine

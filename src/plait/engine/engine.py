@@ -29,30 +29,25 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.keys import WITHIN
 from plait.config.plan import Plan
-from plait.data.batch import Batch, BatchShare, Position, is_map, opened, whole
+from plait.data.batch import Batch, BatchShare, Position, ahead, is_map, opened, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.sampling import Sampling
-from plait.data.shares import ahead
-from plait.engine.batch_weights import run_here, weights_of
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate
 from plait.engine.generate import TokenSampling, generate
 from plait.engine.nonfinite import Guard
-from plait.engine.passes import Passes
-from plait.engine.spans import Spans, SpeedMeter, room_of_share
+from plait.engine.passes import Passes, Turns, run_here, weights_of
 from plait.engine.stats_reader import PendingStats
-from plait.engine.step import Step
-from plait.engine.train_step import TrainStep
-from plait.engine.trained import TrainedParameters
-from plait.engine.turns import Turns
+from plait.engine.step import Spans, SpeedMeter, Step, room_of_share
+from plait.engine.train_step import TrainedParameters, TrainStep
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
 from plait.parallel.average import evaluated_weights
-from plait.parallel.step_stats import RunSignals, StepStats
+from plait.parallel.gradient_reducer import RunSignals, StepStats
 from plait.tensors.norm import Rule
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import HostCopy
@@ -238,7 +233,7 @@ class Engine:
         self.callbacks.logged[name] = float(value)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/step_stats.py`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (`parallel/gradient_reducer.py`)."""
         return self.steps.backward(batch)
 
     def again(self, batch: Batch) -> None:

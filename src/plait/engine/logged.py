@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.parallel.step_stats import Number, WeightedSum
+from plait.parallel.gradient_reducer import Number, WeightedSum
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import FakeTensor
 

@@ -24,8 +24,7 @@ from plait.engine.engine import Engine
 from plait.engine.memory import forget_peaks, measured
 from plait.engine.memory_use import MemoryUse
 from plait.engine.run_directory import RunDirectory
-from plait.engine.spans import sort_of
-from plait.engine.step import Step
+from plait.engine.step import Step, sort_of
 from plait.tensors.norm import number
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")

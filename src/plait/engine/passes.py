@@ -2,28 +2,163 @@
 
 They go micro-batch by micro-batch, in threads, or by a pipeline's table. Every loss enters with its weight over the weight of
 the global batch, whoever computes it and in whatever order.
+
+[Note: Turns]
+The turns of a step: one for a job with one loss, one for each phase that is due for a job with phases (`config/phases.py`).
+
+In a phase's turn the model runs that phase alone, backward leads to the parameters that it trains and to no others, what sums
+gradients over the ranks sums theirs, and its optimizer alone takes a step. Nothing of the other phases is computed, sent or kept
+but the tensors that lie in one message with this phase's (under `fsdp`, in one group with them), which are dropped.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from plait.data.batch import Batch
+from plait.checkpoint.carried_state import Training
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.config.keys import OTHER_SAMPLES
+from plait.config.phases import Phase, PhaseOptimizers
+from plait.data.batch import Batch, BatchShare, weigh
 from plait.engine.build import check_loss
 from plait.engine.logged import StepLog, recording, refused_in_threads
-from plait.engine.spans import Spans
-from plait.engine.turns import Turns
+from plait.engine.step import Spans
 from plait.losses.global_batch import zero_loss
 from plait.model.make import call
+from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.loss_scale import scaled
 from plait.parallel.pipeline.runtime import MicroBatch, PipelineRuntime
 from plait.parallel.precision import forward_format
 from plait.parallel.rank_model import RankModel
 from plait.tensors import opaque_code
+from plait.tensors.collectives import host_or
 from plait.tensors.torch_private import leaves
 from plait.tensors.transfers import move
+
+
+class SharesBatch(Training, Protocol):
+    """A training of which every rank computes a share of the batch."""
+
+    @property
+    def share(self) -> BatchShare:
+        ...
+
+
+def weights_of(job: Job, batch: Batch) -> list[float]:
+    """The weight of each of this rank's micro-batches: its number of samples, or what `Job.weight` counts in it."""
+    return [weigh(job.weight, micro) for micro in batch.micro]
+
+
+def run_here(share: BatchShare, batch: Batch, weights: list[float]) -> list[int]:
+    """Numbers of the micro-batches that this rank runs: as many as the rank with most samples, because a forward pass may
+    communicate, change buffers or count its calls. A rank without samples for one runs another rank's, with weight zero."""
+    most = batch.most or max(share.sizes(batch.size))  # of so many samples, the first parts have one each
+    return [i for i, w in enumerate(weights) if w or i < most]
+
+
+def total_weight(training: SharesBatch, batch: Batch, weights: list[float]) -> float:
+    """Weight of the global batch. Without `Job.weight` it is its number of samples, and nothing is sent. J009 if it is not positive.
+
+    In a step that replica groups make on their own: what makes the mean of the groups' losses that of the batch, when all samples
+    weigh the same, without a message between groups: a group's weight × size / (groups × its samples). It is 0 without a sample.
+    """
+    plan, rare, size = training.plan, training.rank_model.techniques.replica_groups, training.share.of_group(batch.size)[1]
+    on_its_own = rare is not None and not rare.sums(batch.after.step)
+    if training.job.weight is None:
+        return batch.size / (plan.replica_groups if on_its_own else 1) if size else 0.0
+    total = torch.tensor(sum(weights), dtype=torch.float64)
+    if plan.ranks > 1:
+        peers = training.rank_model.mesh.group(*OTHER_SAMPLES)
+        total = total.to(host_or(training.rank_model.device, peers))
+        dist.all_reduce(total, group=peers)
+    if on_its_own:
+        return float(total) * batch.size / (plan.replica_groups * size) if size else 0.0
+    if rare is not None:
+        rare.total(total)
+    if not 0 < float(total) < math.inf:
+        raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
+                                 why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
+    return float(total)
+
+
+class Turns:
+    """Whose turn it is in a step of one rank."""
+
+    def __init__(self, rank_model: RankModel):
+        self.rank_model = rank_model
+        self.phase: Phase | None = None
+        self.first = self.last = True
+        """Of the step."""
+        self.name = ""
+        """Of the phase; "" in a job without phases, and between steps."""
+
+    def of(self, step: int) -> Iterator[Phase | None]:
+        """The turns of a step, counted from 1; in each, the rank is as the phase wants it. Of step 0: those of all phases."""
+        phases = self.rank_model.job.phases
+        if phases is None:
+            yield None
+            return
+        due = [phase for phase in phases if phase.due(step)]
+        try:
+            for phase in due:
+                self.first, self.last = phase is due[0], phase is due[-1]
+                self._begin(phase)
+                yield phase
+        finally:
+            self._begin(None)
+
+    def _begin(self, phase: Phase | None) -> None:
+        rank_model, self.phase = self.rank_model, phase
+        rank_model.module.turn = None if phase is None else phase.name  # type: ignore[assignment]
+        self.name = "" if phase is None else phase.name
+        if isinstance(rank_model.optimizer, PhaseOptimizers):
+            rank_model.optimizer.turn = self.name
+        if phase is not None and rank_model.techniques.shards is not None:
+            rank_model.techniques.shards.trains(phase.has)
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """What sums the turn's gradients."""
+        return self.rank_model.reducers[self.name]
+
+    def backward_to(self) -> list[Tensor] | None:
+        """The tensors that the turn's backward leads to; None: all there are."""
+        rank_model, phase = self.rank_model, self.phase
+        if phase is None:
+            return None
+        if rank_model.techniques.shards is not None:
+            return rank_model.techniques.shards.gathered_of(phase.has)
+        return [p for n, p in rank_model.params.items() if p.requires_grad and phase.has(n)]
+
+    def forget_others(self) -> None:
+        """Drop gradients of parameters that this turn does not train: zeros that were summed beside those it does."""
+        phase = self.phase
+        for name, parameter in self.rank_model.params.items() if phase is not None else ():
+            if phase is not None and not phase.has(name):
+                parameter.grad = None
+
+    def clip(self, job: Job) -> float | None:
+        """The largest gradient norm."""
+        return job.clip if self.phase is None or self.phase.clip is None else self.phase.clip
+
+    def updated(self) -> None:
+        """The turn's parameters were updated: the phases that follow use the new ones."""
+        if self.phase is not None and self.rank_model.techniques.shards is not None:
+            self.rank_model.techniques.shards.reshard()
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group of the turn's optimizer."""
+        optimizer = self.rank_model.optimizer
+        if isinstance(optimizer, PhaseOptimizers) and self.phase is not None:
+            optimizer = optimizer.each[self.phase.name]
+        return float(optimizer.param_groups[0]["lr"])
 
 
 class Passes:

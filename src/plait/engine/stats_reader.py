@@ -34,10 +34,9 @@ from plait.config.plan import Plan
 from plait.data.batch import Batch
 from plait.engine.logged import Logged
 from plait.engine.nonfinite import Guard, Repeatable
-from plait.engine.spans import Span, slowest_of_share
-from plait.engine.step import StepNumbers
+from plait.engine.step import Span, StepNumbers, slowest_of_share
 from plait.parallel.average import in_eval_mode
-from plait.parallel.step_stats import StepStats
+from plait.parallel.gradient_reducer import StepStats
 from plait.tensors.transfers import HostCopy
 
 

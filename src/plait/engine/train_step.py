@@ -24,9 +24,15 @@ On a CPU the host reads loss and norm before the update; on a GPU it queues the 
 Whether loss and norm are finite is a number on the device, and so are the factor of the clipping and the loss scale. torch's fused
 optimizers take such a number (`found_inf`, as `torch.amp.GradScaler` gives it) and change nothing where it is 1: no moment, no count of
 steps. With an optimizer that is not fused the host has to know first, and reads the row of the step before it queues the update.
+
+[Note: Parameters that are trained]
+Which parameters a run trains, and that it stays so.
+
+`Job.optimizer` is given the parameters that require gradients when the model is made; strategies sum the gradients of these. A parameter
+that is thawed later would be left out of all that, or would drift apart on ranks. Freezing is no more than a gradient that does not come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -34,19 +40,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Batch
-from plait.engine import batch_weights
-from plait.engine.spans import Spans, SpeedMeter
+from plait.engine.passes import SharesBatch, Turns, run_here, total_weight, weights_of
 from plait.engine.stats_reader import PendingStats, ReadTraining, StatsReader
-from plait.engine.step import Step, merged, tokens
+from plait.engine.step import Spans, SpeedMeter, Step, merged, tokens
 from plait.engine.traffic import named
-from plait.engine.trained import TrainedParameters
-from plait.engine.turns import Turns
 from plait.model.optimizers import momentum_begins_at_zero
+from plait.parallel.gradient_reducer import RunSignals, StepStats
 from plait.parallel.rank_model import Hooks, RankModel
-from plait.parallel.step_stats import RunSignals, StepStats
-from plait.tensors.torch_private import scale_, takes_found_inf
+from plait.tensors.parameters import ParameterHooks
+from plait.tensors.torch_private import gradient_hooks, scale_, sharded_here, takes_found_inf
 from plait.tensors.transfers import HostCopy
+
+
+class TrainedParameters:
+    """Watches the parameters that the model's code and callbacks see on this rank."""
+
+    def __init__(self, rank_model: RankModel):
+        self.rank_model, self.live = rank_model, dict(rank_model.module.named_parameters())
+        self.trained = {name for name, p in self.live.items() if p.requires_grad}
+        self.names = {id(p): name for name, p in self.live.items()}
+        self.hooks = set[tuple[str, int]]()
+        self.alone = rank_model.plan.devices == 1 and rank_model.plan.microbatches == 1
+
+    def begin(self) -> None:
+        """Before the passes of a step: hooks that are there now were put by whoever owns the loop, and are left alone."""
+        self.hooks = set(self._hooks())
+
+    def check(self, step: int) -> None:
+        """After the passes of a step, counted from 1, or a callback: P094 for a parameter that was thawed, P093 for a new hook."""
+        for name, parameter in self._seen():
+            if parameter.requires_grad and name not in self.trained:
+                raise self._thawed(name, step)
+        new = [] if self.alone else [hook for hook in self._hooks() if hook not in self.hooks]
+        if new:
+            raise self._hooked(new[0][0], step)
+
+    def _hooks(self) -> Iterator[tuple[str, int]]:
+        """(name of a parameter, number of a hook of the user's own code on its gradient)."""
+        for name, parameter in self._seen():
+            if any(gradient_hooks(parameter)):
+                found = ParameterHooks.of_job(parameter)
+                yield from ((name, number) for number in (*found.before, *found.after))
+
+    def _seen(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.live.items()
+        for module in self.rank_model.techniques.shards.modules if self.rank_model.techniques.shards is not None else ():
+            for part, whole in sharded_here(module):
+                if whole is None:
+                    continue
+                yield self.names[id(part)], whole
+                if part.requires_grad and not whole.requires_grad and self.rank_model.job.phases is None:
+                    part.requires_grad_(False)  # FSDP2 gives the whole what the part has, when it gathers again
+
+    def _thawed(self, name: str, step: int) -> PlaitError:
+        what = f"{name} was frozen when training began, and requires gradients in step {step}"
+        why = "Job.optimizer was given the parameters that require gradients when the model is made, and so it never updates this one"
+        fix = (
+            "let it require gradients from the start, and detach what it gives until then: x = self.backbone(x).detach()",
+            "train in two runs: plait.Job(weights=…) of the second starts from the weights of the first",
+        )
+        return PlaitError(Problem("P094", what, why=why, fix=fix), FAILED)
+
+    def _hooked(self, name: str, step: int) -> PlaitError:
+        what = f"a hook was put on the gradient of {name} while training, in step {step} or before"
+        why = "autograd calls it with the gradient of a part of the batch; hooks that are there when the model is made get all of it"
+        fix = ("register the hook in the model's constructor, and decide inside of it from which step on it acts",)
+        return PlaitError(Problem("P093", what, why=why, fix=fix), FAILED)
 
 
 def may_run_ahead(rank_model: RankModel, skips_nonfinite: bool) -> bool:
@@ -103,7 +164,7 @@ def step(optimizer: torch.optim.Optimizer, hooks: Hooks, finite: Tensor | None =
         finish()
 
 
-class SteppedTraining(ReadTraining, batch_weights.SharesBatch, Protocol):
+class SteppedTraining(ReadTraining, SharesBatch, Protocol):
     """A training whose steps are made here."""
 
     turns: Turns
@@ -167,9 +228,9 @@ class TrainStep:
 
         # Each micro-batch's loss counts with its weight over that of the global batch. So the gradients add up to that of the batch's
         # weighted mean loss, however the batch is split into ranks and micro-batches.
-        weights = batch_weights.weights_of(training.job, batch)
-        total = batch_weights.total_weight(training, batch, weights)
-        runs = {i: weights[i] / (total or 1.0) for i in batch_weights.run_here(training.share, batch, weights)}
+        weights = weights_of(training.job, batch)
+        total = total_weight(training, batch, weights)
+        runs = {i: weights[i] / (total or 1.0) for i in run_here(training.share, batch, weights)}
 
         # Forward passes write buffers such as statistics. What they held is kept, because a step that is not finite is undone: of this
         # step, and of the previous one while the host does not know whether that was finite.

@@ -9,13 +9,12 @@ activity          processor time, disk and network of a process
 progress          a row of progress per rank in shared memory
 limits            what the operating system must grant
 place             rank, world, and the process group
-launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which
+launchers         how a launcher is described (the names of its variables); torchrun, Slurm, MPI, Kubernetes, clouds
+find_launcher     whether another launcher started this process, and as which; two answers that contradict each other are refused
 nccl              what NCCL is told: patience, flight recorder, communicators
 groups            process groups beside one that somebody else made
-allocator         how memory is taken from a device
 one_device        what the job's code sees of torch.distributed: nothing
-attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
-said_once         what all of torchrun's ranks would say is said by one
+attempts          ranks that torchrun or Ray start again: which start they belong to, how they meet, and who of them says what all would say
 scratch           folders that do not outlive their process
 channel           connections that outlive the death of a process at another's end
 gate              lets only those who know the key into a job's store
@@ -23,10 +22,9 @@ loopback          only processes of the same user reach what others listen at he
 rendezvous        how processes of several machines meet
 nodes             launchers of several machines, which tell each other what they see
 stopping          SIGTERM, SIGUSR1 and Ctrl-C: requests to stop, and how a process hears them while it waits
-child             the life of a process that is forked
+child             the life of a process that is forked; a companion, which a rank starts, and which neither delays nor ends it
 fresh             a fresh process that starts ranks where this one cannot be forked
-companion         a process that a rank starts, which neither delays nor ends it
-devices           which accelerators there are, without a CUDA call
+devices           which accelerators there are, without a CUDA call; how memory is taken from one
 kept              what the user's code showed, on disk for the next command
 detect            this machine as a `Machine`
 """

@@ -5,9 +5,12 @@ TORCHELASTIC_RESTART_COUNT counts on one machine alone, ranks get other numbers,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set before it started, still holds the addresses of the dead. So the ranks of an
 attempt agree on its number, the *epoch*: each writes down what it drew, and rank 0 counts the epoch on and answers with all it
 has read, until everybody has found his own in an answer. What they put into the store then has the epoch in its name.
+
+What every rank of torchrun would say alike is said by one of them.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -19,10 +22,30 @@ from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, RESUMABLE, PlaitError, Problem
 from plait.launch import loopback
-from plait.launch.launchers.launcher import Membership
+from plait.launch.launchers import Membership
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+STORE = timedelta(seconds=1.5)
+"""How long the store of torchrun's agent may take to answer."""
+
+
+def says(text: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is to show an error: of the ranks that torchrun started, the first that has this text."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    try:
+        from torch.distributed import TCPStore
+
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, timeout=STORE)
+        name = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
+        attempt = f"{store.add('plait/epoch', 0)}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return store.add(f"plait/said/{attempt}/{name}", 1) == 1
+    except Exception:  # no store, no agreement: said too often is better than not at all
+        return True
+
 
 NAME = "PLAIT_START"
 """The variable that names a start, for launchers that plait cannot recognise again: the same in all its attempts."""

@@ -14,13 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from plait.config.device import CORES, Device
 from plait.config.errors import PlaitError, Problem
+from plait.config.hardware import CORES, HOPS, REACHED, Device, Link
 from plait.config.machine import Machine
 from plait.config.machine_file import CATALOGUE
-from plait.config.network import HOPS, REACHED, Link
 from plait.launch import devices
-from plait.launch.launchers.find import find
+from plait.launch.find_launcher import find
 from plait.launch.place import cores
 
 FILE = Path("machine.toml")

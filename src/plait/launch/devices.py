@@ -1,4 +1,13 @@
-"""Which accelerators this machine has, asked of the driver's files: no CUDA call, so that forking stays possible."""
+"""Which accelerators this machine has, asked of the driver's files: no CUDA call, so that forking stays possible.
+
+[Note: Allocator]
+How the allocator of a device takes memory: chosen before the first allocation of a rank, never over what the user has set.
+
+A segment of the device has by itself the size of what was first asked for, and is cut into blocks: after batches of other lengths, an
+evaluation, or micro-batches of several stages there are holes that nothing fits into. With `expandable_segments` a segment grows
+page by page, and holes of the address space cost no memory. Not on ROCm, where the virtual memory that this takes is missing from
+many versions; a driver without it (WSL, some virtual machines) says so in a warning, and nothing else changes.
+"""
 
 import os
 import shutil
@@ -6,13 +15,29 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.config.device import KINDS, NOT_YET
 from plait.config.errors import PlaitError, Problem
+from plait.config.hardware import KINDS, NOT_YET
 from plait.launch import forkable
 from plait.launch.failures import unforkable
 
 if TYPE_CHECKING:
     from plait.launch.place import Place
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of torch's variable; the first is that of torch 2.9 and later."""
+ALLOCATOR = "expandable_segments:True"
+
+
+def settle_allocator() -> None:
+    """Choose for this process, and say it in the environment. Before the first allocation on a device."""
+    import torch
+
+    from plait.tensors.torch_private import set_allocator
+
+    if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR_NAMES):
+        os.environ[ALLOCATOR_NAMES[0]] = ALLOCATOR
+        set_allocator(ALLOCATOR)  # torch has read the variable already, where something asked the allocator
+
 
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Variables that choose among the devices. ROCm reads all; of the last two, HIP's own where both are set."""

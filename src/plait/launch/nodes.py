@@ -33,7 +33,7 @@ from plait.launch import rendezvous
 from plait.launch.failures import Failure
 from plait.launch.gate import PROOF, proof_of
 from plait.launch.hangs import ranks_in_words
-from plait.launch.launchers.launcher import Membership
+from plait.launch.launchers import Membership
 from plait.launch.rendezvous import ABSENT, Meeting, Round
 from plait.launch.stopping import ending_waits
 

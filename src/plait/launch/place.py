@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plait.config.errors import PlaitError
 from plait.launch import attempts, nccl, rendezvous
 from plait.launch.child import die_with_parent
-from plait.launch.launchers.find import LAUNCHERS, find, mismatch
-from plait.launch.launchers.known import unused
-from plait.launch.launchers.launcher import Membership
+from plait.launch.find_launcher import LAUNCHERS, find, mismatch
+from plait.launch.launchers import Membership, unused
 from plait.launch.loopback import LOOPBACK, LocalStore
 from plait.launch.rendezvous import Meeting
 from plait.launch.stopping import StopRequest

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import gate, loopback
-from plait.launch.launchers.launcher import Membership
+from plait.launch.launchers import Membership
 from plait.launch.loopback import Interface
 
 if TYPE_CHECKING:

@@ -15,25 +15,37 @@ ranks, and `plait verify` says that this is not exact.
 How the gradient comes out right: the loss of every rank enters with its weight over the global batch's weight. Each
 rank computes the same value from the same means, so the weights sum to one; and backward sums the ranks' gradients of
 the mean, each of which has its weight in it already.
+
+[Note: Mixtures of Hugging Face]
+The balance loss of Hugging Face transformers' mixtures of experts, over the global batch.
+
+Its models compute `load_balancing_loss_func(router logits of every layer, …)` in their own forward. The function
+multiplies two means over the batch, so the mean of the ranks' losses is not the loss of the batch. Here the logits of
+all ranks are put together first (experts numbers per token and layer, little beside the tokens themselves) and the
+library's own function is given the whole: the same number and gradient on every rank, whatever its formula. Where
+ranks hold stretches of sequences, the stretches are put together before.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import groups
-from plait.model.meter import tensors_in
+from plait.model.meter import ROUTED, tensors_in
 from plait.model.mutations import same_on_all_ranks
 from plait.tensors.collectives import gathered, linear, rows_of_ranks, sum_part, summed
+from plait.tensors.fake import is_unknown
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import in_backward
+from plait.tensors.torch_private import in_backward, tree_leaves
 
 
 class BatchPeers:
@@ -204,3 +216,46 @@ def _sum_part(x: Tensor, rows: Rows, peers: BatchPeers) -> Tensor:
     """This rank's rows of the sum over the ranks: the adjoint of `_gathered`."""
     with peers.ask():
         return sum_part(x, 0, rows, peers.group)
+
+
+NAME = "load_balancing_loss_func"
+
+
+def adapt_balance_losses(model: nn.Module) -> None:
+    """Replace the balance loss of the model's library file, if it has one, by that of the global batch; once per file."""
+    if "transformers" not in sys.modules:
+        return
+    for module in {type(m).__module__ for m in model.modules()}:
+        file = sys.modules.get(module)
+        balance = getattr(file, NAME, None)
+        if module.startswith("transformers.") and balance is not None and not hasattr(balance, "__wrapped__"):
+            setattr(file, NAME, over_all(balance))
+
+
+def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's function, given the logits (and the mask) of all ranks; outside a split run it is unchanged."""
+
+    @wraps(balance)
+    def over(
+        gate_logits: tuple[Tensor, ...] | Tensor | None,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | int:
+        given = [t for t in tree_leaves((gate_logits, attention_mask)) if isinstance(t, Tensor)]
+        if not isinstance(gate_logits, tuple) or not gate_logits:
+            return balance(gate_logits, num_experts, top_k, attention_mask)
+        for t in gate_logits:
+            setattr(t, ROUTED, True)
+        whole = any(map(is_unknown, given))
+        gathered = gate_logits if whole else whole_sequences(gate_logits)
+        if whole or not asking():
+            return balance(gathered, num_experts, top_k, attention_mask)
+        if len({t.shape for t in gathered}) == 1:
+            gathered = global_batch(torch.stack([t.to(gathered[0].device) for t in gathered], 1)).unbind(1)
+        else:
+            gathered = tuple(global_batch(t) for t in gathered)
+        mask = None if attention_mask is None else global_batch(attention_mask)
+        return balance(gathered, num_experts, top_k, mask)
+
+    return over

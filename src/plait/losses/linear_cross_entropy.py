@@ -173,7 +173,7 @@ class _Head:
     def __init__(self, head: nn.Linear):
         self.weight, self.bias = head.weight, head.bias
         self.rows, self.group = vars(head).get("_rows"), vars(head).get("_ranks")
-        """Which rows of the vocabulary each rank of the group has, where the head is cut (see `parallel/tensor/vocabulary.py`)."""
+        """Which rows of the vocabulary each rank of the group has, where the head is cut (see `parallel/tensor/wiring.py`)."""
 
 
 class _NotLogits(PlaitError, AttributeError):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from plait.model.deferred_init import Roles, roles
 from plait.tensors.float64 import Shadow
-from plait.tensors.storages import LiveStorages
+from plait.tensors.parameters import LiveStorages
 from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,

@@ -109,7 +109,7 @@ class Sketch:
     process_flags: tuple[str, ...] = ()
     """Attributes that are true because this process has made something that no checkpoint holds, such as hooks (`model/mutations.py`)."""
     coupled_in_eval: str = ""
-    """What of it uses the batch in eval mode, in a phrase (`engine/batch_dependence.py`)."""
+    """What of it uses the batch in eval mode, in a phrase (`engine/analyse.py`)."""
     host_random: bool = False
     """True when the forward pass draws from Python's or numpy's generator."""
     decides: bool = False

@@ -29,7 +29,7 @@ from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, 
 from plait.tensors import opaque_code
 from plait.tensors.fake import PartlyFake, RealConstants
 from plait.tensors.modules import ModuleState
-from plait.tensors.read_numbers import READS
+from plait.tensors.opaque_code import READS
 from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,

@@ -5,13 +5,11 @@ rank_setup        what a rank is asked to train, and the model as it was made
 rank_model        what strategies make of it, and what trains it: frozen records
 spec              which rank has which part of which tensor, and how each gradient is summed: one table
 mesh              the ranks of a plan on named axes, and their groups
-gradient_reducer  sums the gradients of a step over ranks: begin, ready, finish; the norm
-step_stats        the numbers of a step that every rank must know, packed into the row that ranks sum
+gradient_reducer  sums the gradients of a step over ranks: begin, ready, finish; the norm, and the row of numbers that every rank must know
 gradient_hooks    the job's hooks on gradients of parameters
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts
 average           the moving average of the weights (Job.ema)
-mutations         what a plan would lose of what a forward pass writes
-unmeasured        plans that need the units of a model, if these could not be measured
+mutations         what a plan would lose of what a forward pass writes; plans that need the units of a model that were not measured
 compression/      compressed sums with error feedback (compress)
 data/             data parallelism (dp)
 fsdp/             sharded data parallelism (fsdp, ZeRO)
@@ -29,7 +27,6 @@ loss_scale        the factor on an fp16 loss
 recompute         activation recomputation
 offload           optimizer or parameters in host memory
 compiled          torch.compile
-compiled_units    the units that it compiles, and what became of it
 threads           the classic DataParallel (processes=one)
 replicas          its copies of the model, and their threads
 """

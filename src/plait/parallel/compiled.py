@@ -44,8 +44,7 @@ from torch import nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.compiled_units import CompiledUnits
-from plait.parallel.rank_model import SplitModel
+from plait.parallel.rank_model import CompiledUnits, SplitModel
 from plait.tensors.modules import call_class_forward
 from plait.tensors.torch_private import hooks_of, let_compile
 

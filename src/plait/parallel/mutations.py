@@ -1,4 +1,9 @@
-"""What a plan would lose or multiply of what a forward pass writes into the model itself (`model/mutations.py`)."""
+"""What a plan needs of a model whose forward pass was followed: what it writes into itself, and its units.
+
+What a plan would lose or multiply of what a forward pass writes into the model itself (`model/mutations.py`).
+
+Plans that need the units of a model, for a model whose units could not be measured (`model/sketch.py`).
+"""
 
 from collections.abc import Collection, Iterator
 
@@ -80,3 +85,19 @@ def apart(plan: Plan, sketch: Sketch, ranks: int) -> Iterator[str]:
     for name in _differing(plan, sketch):
         if name not in sketch.rewritten:
             yield f"buffer {name} is made from the samples that a rank sees: each of {ranks} ranks has its own"
+
+
+AXES = ("pp", "cp", "tp", "ep")
+"""Axes that split the model by its units, or what these compute."""
+
+
+def refused_unmeasured(plan: Plan, sketch: Sketch) -> Problem | None:
+    """P073 if the plan splits or recomputes units, and the model has none that were measured."""
+    needs = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1]
+    needs += [f"recompute={plan.recompute}"] if plan.recompute != "none" else []
+    if not sketch.unmeasured or not needs:
+        return None
+    what = f"plait cannot follow the model's forward pass, which {needs[0]} requires"
+    why = f"following it raised {sketch.unmeasured}"
+    fix = (f'--plan "dp={plan.devices}"', f'--plan "fsdp={plan.devices}"')
+    return Problem("P073", what, why=why, where=sketch.unmeasured_at, fix=fix)

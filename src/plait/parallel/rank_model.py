@@ -1,9 +1,12 @@
 """One rank's model under a plan, and what trains it. Frozen: `engine/build.py` makes it, step by step, and nobody changes it.
 
-    SplitModel    what strategies are given, and return with what they make of it: the module, its parameters, their techniques
-    RankModel     a split model with its optimizer and its gradient reducers
+SplitModel    what strategies are given, and return with what they make of it: the module, its parameters, their techniques
+RankModel     a split model with its optimizer and its gradient reducers
+
+The units that torch.compile compiles, and what became of them, are a `CompiledUnits` (see `parallel/compiled.py`).
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -15,7 +18,6 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.losses.global_batch import BatchPeers
 from plait.model.sketch import Sketch
-from plait.parallel.compiled_units import CompiledUnits
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.gradient_reducer import GradientReducer, ReplicaSums
@@ -30,6 +32,53 @@ from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import Randomness
 from plait.tensors.moving_average import MovingAverage
 from plait.tensors.rows import Part, whole
+from plait.tensors.torch_private import compiled_so_far
+
+
+class CompiledUnits:
+    """The compiled forward of each class, one for all units of the class; and what became of it."""
+
+    def __init__(self, names: list[str], left: dict[str, str]):
+        self.names, self.left = names, left
+        self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.before = compiled_so_far()
+        self.asked = False
+
+    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """(module, its arguments) -> what the forward gives."""
+        if forward not in self.made:
+            own = not forward.__module__.startswith("torch.")
+            self.made[forward] = torch.compile(forward if own else _ours(forward))
+        return self.made[forward]
+
+    def notes(self) -> list[str]:
+        """What stays uncompiled, or is left out, by this plan; in a line for units that are alike."""
+        rows = dict.fromkeys((re.sub(r"\d+", "*", name), why) for name, why in self.left.items())
+        return [f"compile: {name} {why}" for name, why in rows]
+
+    def news(self) -> list[str]:
+        """After a step: what torch.compile gave up, or that it compiled nothing at all; each once."""
+        (graphs, given_up), before = compiled_so_far(), self.before
+        lines = []
+        if self.made and graphs == before[0] and not self.asked:
+            lines.append(
+                "compile: torch.compile made no graph, everything runs uncompiled (TORCH_LOGS=graph_breaks says why)"
+            )
+        if given_up > before[1]:
+            lines.append(
+                "compile: a part of a unit runs uncompiled from now on, it was compiled too often (TORCH_LOGS=recompiles)"
+            )
+        self.asked, self.before = True, (graphs, given_up)
+        return lines
+
+
+def _ours(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ours: torch.compile skips one of torch's own modules that it would begin with."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)

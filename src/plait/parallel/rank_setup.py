@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Data, first_samples
-from plait.data.device_copies import DeviceCopies
+from plait.data.loading import DeviceCopies
 from plait.launch.place import Place
 from plait.tensors.modules import device_of
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks

@@ -1,6 +1,6 @@
 """The constants that the planner fitted to measurements, all of them. What a data sheet states is in `machines/`.
 
-They were fitted jointly to all published runs in `bench/data`. Those of collectives are in `plait.config.network.FITTED`.
+They were fitted jointly to all published runs in `bench/data`. Those of collectives are in `plait.config.hardware.FITTED`.
 """
 
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal
 
-from plait.config.device import Rates
+from plait.config.hardware import Rates
 from plait.config.keys import SAME_LOSS
 from plait.config.machine import Machine
 from plait.config.plan import Plan

@@ -28,7 +28,7 @@ from plait.model.slices import ParameterSlice, Slices
 from plait.parallel.expert import find as experts
 from plait.parallel.order import shard_plan
 from plait.parallel.spec import ParamSpec, ShardPlan
-from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor import wiring
 from plait.parallel.tensor.choose import room_to_follow, slices_of
 from plait.parallel.tensor.find.finder import FOLLOWED
 from plait.tensors.torch_private import BatchNormBase
@@ -283,7 +283,7 @@ def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job:
             break
         except Exception:  # the model's own, on so few words: then on whole rows
             continue
-    found = Cuts(slices, vocabulary.cuts(model, slices, 2), norms=norms, unfollowed=why)
+    found = Cuts(slices, wiring.vocabulary_cuts(model, slices, 2), norms=norms, unfollowed=why)
     if sum(p.numel() * p.element_size() for p in model.parameters()) > HOLDS:
         return found
     try:

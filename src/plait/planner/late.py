@@ -17,8 +17,8 @@ from math import ceil, inf, sqrt
 
 import torch
 
+from plait.config.hardware import FITTED, HOPS, Link
 from plait.config.machine import Machine
-from plait.config.network import FITTED, HOPS, Link
 from plait.config.plan import Plan
 from plait.parallel.data.buckets import bucket_bytes
 from plait.planner.formulas import TimeModel

@@ -6,18 +6,17 @@ from functools import cache, cached_property, partial
 from math import ceil, gcd, inf, prod
 from typing import Any
 
-from plait.config.device import Device, Rates
 from plait.config.errors import PlaitError, Problem
+from plait.config.hardware import Device, Link, Rates
 from plait.config.job import Job
 from plait.config.machine import Machine
-from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import sampling
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
-from plait.parallel import compiled, mutations, unmeasured
+from plait.parallel import compiled, mutations
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check, cut
 from plait.parallel.pipeline.schedules import problems
@@ -213,7 +212,7 @@ class PlanRequest:
                 check_plan(self.job, plan, device)
             except PlaitError as error:
                 return error.problems[0].what
-            if problem := unmeasured.refused(plan, self.sketch):
+            if problem := mutations.refused_unmeasured(plan, self.sketch):
                 return problem.what
             if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
                 return self.cuts.unfollowed or "no layer of the model can be cut"

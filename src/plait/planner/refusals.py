@@ -15,7 +15,7 @@ from plait.launch.place import Place
 from plait.model.fake_model import sketch_of as sketch_of_job
 from plait.model.make import CPU
 from plait.model.sketch import Sketch
-from plait.parallel import unmeasured
+from plait.parallel import mutations
 from plait.parallel.context.strategy import sketch_of
 from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.dry_run import known
@@ -43,7 +43,7 @@ def _analysed(job: Job, plan: Plan, device: str, place: Place) -> Sketch | None:
     place.beat(-1, "build")
     on_cpu = device == "cpu"
     if not on_cpu and max(plan.pp, plan.cp, plan.ep) == 1:  # where tp shards layers the ranks find out
-        if problem := unmeasured.refused(plan, sketch_of_job(job)):
+        if problem := mutations.refused_unmeasured(plan, sketch_of_job(job)):
             raise PlaitError(problem)
         return None
     sketch = sketch_without_ranks(job, plan, CPU) if on_cpu else known(job, plan)[0]

@@ -20,7 +20,7 @@ from typing import Any
 
 from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
-from plait.data.shares import sizes
+from plait.data.batch import sizes
 from plait.parallel.shares.balance import by_speed, members, told
 from plait.planner import formulas
 from plait.planner.estimate import Estimate, StageSchedule, estimate, touched

@@ -18,8 +18,7 @@ from plait.config.job import Job
 from plait.config.keys import AXES, OTHER_SAMPLES
 from plait.config.phases import Phase
 from plait.config.plan import Plan
-from plait.data.batch import Batch
-from plait.data.shares import InTurn
+from plait.data.batch import Batch, InTurn
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
 from plait.launch.place import Place, threads

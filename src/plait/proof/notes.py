@@ -25,13 +25,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plait.data.batch import Data, MapStyle, is_map
-from plait.data.sample_errors import naming_samples
+from plait.data.iterables import naming_samples
 from plait.engine.engine import Engine
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.gradient_reducer import late_sums
 from plait.parallel.rank_model import RankModel
 from plait.parallel.spec import shard_of, sizes
-from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
+from plait.parallel.tensor.sequence.runtime import LazyGather, PartialSum
 from plait.tensors import opaque_code
 from plait.tensors.rows import Part, Ranges, everything, whole
 from plait.tensors.sharded_tensor import ShardedTensor

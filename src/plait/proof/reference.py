@@ -25,7 +25,7 @@ from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
 from plait.data.batch import Data, example, in_tensors, is_map, pair_of
 from plait.data.batch_rows import Pair
-from plait.data.sample_errors import naming_samples
+from plait.data.iterables import naming_samples
 from plait.data.sampling import epoch_order
 from plait.engine.logged import recording
 from plait.launch import one_device

@@ -35,9 +35,12 @@ from plait.config.errors import PlaitError, Problem
 from plait.randomness.distributions import (
     COMPOSITES,
     DROPOUTS,
+    LAYERS,
     REDRAWN,
+    UNIT,
     DropoutCall,
     OperatorCall,
+    draw_inside,
     draw_mask,
     draw_nested,
     dropout_call,
@@ -48,7 +51,6 @@ from plait.randomness.distributions import (
     rule_of,
     undrawn,
 )
-from plait.randomness.in_graphs import LAYERS, UNIT, draw_inside
 from plait.randomness.sub_block import Rule, SubBlocks, first_of
 from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import TorchDispatchMode, WrapperTensor, checkpoint_frame, is_seeded

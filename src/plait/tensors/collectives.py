@@ -89,7 +89,7 @@ def exchange(data: bytes, group: ProcessGroup | None, device: torch.device) -> l
 
 
 TAG = 2**16
-"""Of the messages here: above those of `parallel/fsdp/collectives.py`. Messages of one tag arrive in the order they were sent."""
+"""Of the messages here: above those of `parallel/fsdp/runtime.py`. Messages of one tag arrive in the order they were sent."""
 
 
 class Absent(ProcessGroup):

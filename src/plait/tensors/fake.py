@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.tensors.modules import exchange_tensors, put_parameters
-from plait.tensors.parameters import deep_copy, like
-from plait.tensors.storages import LiveStorages
+from plait.tensors.parameters import LiveStorages, deep_copy, like
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,

@@ -2,6 +2,8 @@
 
 Optimizers go by attributes (`p._no_weight_decay`), and so may forward passes. A rank often trains another tensor in the place of the
 job's parameter, such as its shard. Whatever makes such a tensor makes it with `like`, or with `ParameterAttributes`.
+
+Sets of storages while they live (`LiveStorages`).
 """
 
 import copy
@@ -10,12 +12,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from plait.tensors.rows import Ranges, taken
-from plait.tensors.torch_private import FakeTensor, FakeTensorMode, gradient_hooks, put_gradient_hooks
+from plait.tensors.torch_private import FakeTensor, FakeTensorMode, gradient_hooks, put_gradient_hooks, storage_key
+
+
+class LiveStorages:
+    """Storages, each named by a tensor that lies in it. One leaves the set when it ends: another may then get its key."""
+
+    def __init__(self, ended: Callable[[int], None] = lambda key: None):
+        self._storages = dict[int, ReferenceType[object]]()
+        self._ended = ended
+
+    def __contains__(self, t: Tensor) -> bool:
+        return storage_key(t) in self._storages
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def add(self, t: Tensor) -> None:
+        key = storage_key(t)
+        self._storages[key] = ref(t.untyped_storage() if t.layout is torch.strided else t, lambda _: self._end(key))
+
+    def discard(self, t: Tensor) -> None:
+        self._storages.pop(storage_key(t), None)
+
+    def _end(self, key: int) -> None:
+        self._storages.pop(key, None)
+        self._ended(key)
+
 
 Module = TypeVar("Module", bound=nn.Module)
 Hook = Callable[..., Tensor | None]

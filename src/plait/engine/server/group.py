@@ -13,31 +13,92 @@ server → group     WELCOME fence · DEAL ticket clock epoch start size first c
                    WEIGHTS ticket version · HAVE ticket · FENCED fence · END
 lead → follower    SEND group fence ticket errand · APPLY version samples · FORGET ticket · SNAP errand · DROP errand
                    SAVE step epoch start samples wait · END
+
+What groups and servers know before they are forked (`ServerSetting`): the job, the plan, where the servers listen, and the run's key.
 """
 
 import json
+import secrets
+import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map, weigh
 from plait.data.loading import StepSamples, reader
 from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
-from plait.engine.server.setting import Doors, ServerSetting
-from plait.engine.spans import sort_of
-from plait.engine.step import tokens
+from plait.engine.server.dealing import Rules
+from plait.engine.step import sort_of, tokens
+from plait.launch import limits
 from plait.launch.channel import Hub, Packet, Peer
+from plait.launch.loopback import LocalStore
 from plait.launch.place import Place
 from plait.tensors.rows import split
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where servers listen, open before anyone is forked: who is forked later finds them too."""
+
+    key: bytes
+    listening: tuple[socket.socket, ...]
+    store: LocalStore | None
+    """Of the process group among servers, where there are several."""
+
+    @staticmethod
+    def open(servers: int) -> "Doors":
+        store = LocalStore() if servers > 1 else None
+        return Doors(secrets.token_bytes(32), tuple(limits.listening() for _ in range(servers)), store)
+
+    @property
+    def ports(self) -> list[int]:
+        return [door.getsockname()[1] for door in self.listening]
+
+    def close(self) -> None:
+        for door in self.listening:
+            door.close()
+        if self.store is not None:
+            self.store.close()
+
+
+@dataclass(frozen=True)
+class ServerSetting:
+    """One run of groups and servers."""
+
+    job: Job
+    plan: Plan
+    device: str = "auto"
+    cast: torch.dtype | None = None
+    on_nan: str = "stop"
+    folder: Path | None = None
+    """The run's directory: without one nothing is written."""
+    save_every: int = 100
+    keep: int = 3
+    resume: str | None = None
+    allow_changes: bool = False
+    arguments: dict[str, str] = field(default_factory=dict)
+    pause: Callable[[int, int], float] = field(default=lambda group, ticket: 0.0)
+    """Seconds that a group waits before a portion: for proofs and tests."""
+    evaluates: bool = True
+    described: Callable[[], Any] = field(default=lambda: None)
+    """Called by the lead once a checkpoint was resumed: writes down what the run is now."""
+
+    @property
+    def rules(self) -> Rules:
+        plan = self.plan
+        return Rules(plan.replica_groups, plan.staleness, plan.server_update == "nesterov", plan.quorum)
 
 
 def shared_out(sizes: Mapping[str, int], servers: int) -> list[list[str]]:

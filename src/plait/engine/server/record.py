@@ -15,9 +15,8 @@ import psutil
 
 from plait.engine.engine import Engine
 from plait.engine.run_directory import RunDirectory
-from plait.engine.server.dealing import Dealer, Rules
-from plait.engine.server.ledger import LedgerRow
-from plait.engine.server.setting import ServerSetting
+from plait.engine.server.dealing import Dealer, LedgerRow, Rules
+from plait.engine.server.group import ServerSetting
 from plait.engine.server.state import Made
 from plait.tensors.norm import number
 

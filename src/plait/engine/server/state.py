@@ -36,8 +36,7 @@ from plait.engine import train_step
 from plait.engine.engine import Engine
 from plait.engine.server import group as say
 from plait.engine.server.dealing import Portion
-from plait.engine.server.group import Layout, shared_out, weighted
-from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.group import Doors, Layout, ServerSetting, shared_out, weighted
 from plait.launch.channel import Hub, Peer
 from plait.launch.place import Place, among
 from plait.parallel.mesh import Mesh

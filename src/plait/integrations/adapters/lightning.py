@@ -26,7 +26,7 @@ from plait import Evaluate, Job, PlaitError, log
 from plait.config.errors import FAILED, Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
-from plait.integrations.adapters import loaders, loop, optimizers
+from plait.integrations.adapters import loaders, loop
 
 CODE = "J036"
 TRAINING, HELD_OUT = "batch", "held_out"
@@ -202,7 +202,7 @@ def per_sample(name: str, value: object, count: int) -> Tensor:
 
 
 def as_model(module: nn.Module, facts: dict[str, Any], log: Callable[..., None] | None) -> None:
-    """Make the module's forward its training step. `facts`: what `self.trainer` knows."""
+    """OptimizerMaker the module's forward its training step. `facts`: what `self.trainer` knows."""
     own = type(module)
     fields = {"own": own, "facts": TrainerFacts(facts), "log_outside": staticmethod(log) if log is not None else None}
     module.__class__ = type(
@@ -289,7 +289,7 @@ def from_lightning(
         data_of = loaders.read(held, _named(HELD_OUT), CODE, order=sequential).data
         evaluate = Evaluate(data_of, lambda outputs, targets: outputs, every=every)
     return Job(
-        model=optimizers.handed_out(module, CODE), loss=lambda outputs, targets: outputs, data=loaded.data, optimizer=optimizer,
+        model=loop.model_handed_out(module, CODE), loss=lambda outputs, targets: outputs, data=loaded.data, optimizer=optimizer,
         batch=batch, steps=steps, weight=weight, schedule=schedule, clip=clip or options["clip"], seed=seed, evaluate=evaluate,
         order=loaded.order,
     )  # fmt: skip
@@ -397,7 +397,7 @@ def _facts(loaded: loaders.Loaded, batch: int, steps: int, clip: float | None) -
 
 def _configured(
     module: "LightningModule", loaded: loaders.Loaded, batch: int
-) -> tuple[optimizers.Make, Callable[[int], float] | None]:
+) -> tuple[loop.OptimizerMaker, Callable[[int], float] | None]:
     """The job's optimizer and schedule, of what configure_optimizers returns."""
     returned: object = module.configure_optimizers()
     found: tuple[list[Any], list[Any]]
@@ -414,7 +414,7 @@ def _configured(
             why = "a job has one of each: one optimizer with groups of parameters can have several settings"
             what = f"configure_optimizers of {type(module).__name__} returns {len(things)} {name}"
             raise PlaitError(Problem(CODE, what, why=why))
-    make = optimizers.made_again(next(iter(found[0]), None), module, CODE)
+    make = loop.optimizer_made_again(next(iter(found[0]), None), module, CODE)
     if not found[1]:
         return make, None
     config = found[1][0] if isinstance(found[1][0], dict) else {"scheduler": found[1][0]}

@@ -17,7 +17,7 @@ from plait import Evaluate, Job, PlaitError
 from plait.config.errors import Problem
 from plait.data.orders import sequential
 from plait.data.sampling import Order
-from plait.integrations.adapters import loaders, loop, optimizers
+from plait.integrations.adapters import loaders, loop
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -116,8 +116,8 @@ def _job(trainer: "Trainer", world: int) -> Job:
     optimizer = trainer.create_optimizer()
     scheduler = trainer.create_scheduler(steps, optimizer)
     return Job(
-        model=optimizers.handed_out(model, CODE), loss=own.loss, data=loaded.data, batch=batch,
-        optimizer=optimizers.made_again(optimizer, model, CODE), steps=steps, weight=own.weight,
+        model=loop.model_handed_out(model, CODE), loss=own.loss, data=loaded.data, batch=batch,
+        optimizer=loop.optimizer_made_again(optimizer, model, CODE), steps=steps, weight=own.weight,
         schedule=loop.factor(scheduler, loaded.steps_made(batch), CODE), clip=args.max_grad_norm or None, seed=args.seed,
         evaluate=_evaluate(trainer, own, steps, loaded.steps(batch)), order=loaded.order,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from plait.integrations.submit.submission import (
     scheduler,
     slug,
 )
-from plait.launch.launchers.launcher import Reading
+from plait.launch.launchers import Reading
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 

@@ -20,7 +20,7 @@ from typing import Any
 from plait import Plan
 from plait.engine.run_directory import RunDirectory, job_name
 from plait.integrations.trackers.packages import TRACKERS, Row, TrackedRun, installed, numbers
-from plait.launch.companion import Companion, EndOfWork
+from plait.launch.child import Companion, EndOfWork
 
 PATIENCE = 30.0
 """Seconds that the end of a run waits for its trackers. They continue by themselves after that."""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from plait import PlaitError
 from plait.config.errors import Problem
-from plait.launch.companion import variables
+from plait.launch.child import variables
 
 Row = tuple[int, dict[str, float]]
 """A step, and what was measured after it."""

@@ -7,10 +7,8 @@ check             whether a unit may, in float64
 opened_unit       units in which positions meet otherwise than in torch's attention
 unit_in_rows      a unit run on some rows
 runtime           the forward pass of a rank, unit by unit
-sequence_shard    what functions of torch do with such a tensor
-sequence_rules    those that need no other rows, one by one
-attention         torch's attention, answered for the whole sequence
+sequence_shard    what functions of torch do with such a tensor, those that need no other rows one by one
+attention         torch's attention, answered for the whole sequence; stretches exchanged for heads
 ring              keys and values come by in turns
 attention_kernels torch's own kernels for a block
-ulysses           stretches exchanged for heads
 """

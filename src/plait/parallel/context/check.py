@@ -48,7 +48,7 @@ from plait.parallel.context.unit_in_rows import (
     widened,
 )
 from plait.tensors.modules import evaluating
-from plait.tensors.read_numbers import UNEVEN, CodeLine, OtherNumbers, elsewhere, other_outcomes, uneven, unevenly
+from plait.tensors.opaque_code import UNEVEN, CodeLine, OtherNumbers, elsewhere, other_outcomes, uneven, unevenly
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import named_leaves, tree_map_only
 

@@ -21,8 +21,7 @@ from plait.model.sketch import Sketch
 from plait.randomness.sub_block import Axis
 from plait.tensors import collectives
 from plait.tensors.rows import Rows, dense
-from plait.tensors.shaped import lengthened
-from plait.tensors.sharded_tensor import ShardedTensor
+from plait.tensors.sharded_tensor import ShardedTensor, lengthened
 from plait.tensors.sharded_views import Elsewhere
 from plait.tensors.torch_private import TreeSpec, checkpoint_frame, named_leaves, tree_map_only, tree_unflatten, version
 from plait.tensors.trees import Slot

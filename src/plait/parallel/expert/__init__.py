@@ -2,6 +2,5 @@
 
 strategy          what it is, what it refuses, how a rank is wired
 find              which layers are mixtures of experts, found and checked
-layers            what runs instead of their forward
-dispatch          tokens to the ranks of their experts, and back
+layers            what runs instead of their forward: tokens to the ranks of their experts, and back
 """

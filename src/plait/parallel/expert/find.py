@@ -20,8 +20,7 @@ from plait.config.errors import in_a_line
 from plait.losses.global_batch import BatchPeers
 from plait.model.experts import Format, MoELayer, cut_stacked
 from plait.model.units import has_forward
-from plait.parallel.expert.dispatch import Serve
-from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home, roles, spelled
+from plait.parallel.expert.layers import ListedExperts, Serve, StackedExperts, at_home, roles, spelled
 from plait.randomness.keyed import host_kept, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import convert, format_in

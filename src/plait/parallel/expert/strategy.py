@@ -64,8 +64,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.experts import MoELayer, cut_stacked
 from plait.model.sketch import Sketch
-from plait.parallel.expert.dispatch import ExpertPlacement
-from plait.parallel.expert.layers import GatheredExperts, ListedExperts, StackedExperts, travelling
+from plait.parallel.expert.layers import ExpertPlacement, GatheredExperts, ListedExperts, StackedExperts, travelling
 from plait.parallel.fsdp import groups
 from plait.parallel.mesh import SAME_EXPERTS, of_experts
 from plait.parallel.rank_model import SplitModel

@@ -2,7 +2,6 @@
 
 strategy          what it is, what it refuses, how a rank is wired
 groups            which units' parameters are gathered together
-collectives       how parts are gathered and gradients are reduced into parts
-runtime           a rank's parts, the sums of their gradients, the norm
+runtime           a rank's parts: how they are gathered, gradients reduced into them, and the norm
 optimizer_check   whether an optimizer may update parts of parameters
 """

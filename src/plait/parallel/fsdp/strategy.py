@@ -54,7 +54,7 @@ from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm
-from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
+from plait.parallel.fsdp import runtime
 from plait.parallel.fsdp.groups import (
     begins_once,
     check_formats,
@@ -63,7 +63,7 @@ from plait.parallel.fsdp.groups import (
     expert_shard_groups,
     groups,
 )
-from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, keep_arguments, without_views
+from plait.parallel.fsdp.runtime import DeviceScatter, FsdpRuntime, Gather, Scatter, ShardGroup
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.parallel.rank_model import SplitModel
@@ -136,10 +136,10 @@ def apply(split: SplitModel) -> SplitModel:
     gathered = list[FSDPModule]()
     for modules in (*units, [model]):
         for module in modules:
-            module.register_forward_hook(without_views)
+            module.register_forward_hook(runtime.without_views)
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
         for module in modules:
-            keep_arguments(module)
+            runtime.keep_arguments(module)
         assert isinstance(modules[0], FSDPModule)
         gathered.append(modules[0])
     _gather_ahead(split, units, gathered)

@@ -17,7 +17,7 @@ from typing import Any
 
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.data.shares import Course, Parts, sizes
+from plait.data.batch import Course, Parts, sizes
 
 Row = tuple[tuple[int, ...], tuple[float, ...]]
 """Of a step: samples, and seconds computing, of each share."""

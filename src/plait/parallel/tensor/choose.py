@@ -30,11 +30,11 @@ from plait.model.sketch import PROBES, Sketch
 from plait.model.slices import ColumnRowPair, RegionBorder, Slices
 from plait.model.trace import Call, trace_run
 from plait.parallel.expert import find as experts
-from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor import wiring
 from plait.parallel.tensor.find import alike
 from plait.parallel.tensor.find.finder import FOLLOWED, find
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
-from plait.parallel.tensor.vocabulary import heads
+from plait.parallel.tensor.wiring import vocabulary_heads
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent
 from plait.tensors.float64 import Wide
@@ -69,7 +69,7 @@ def on_first_rank(
     ]
     try:
         with forwards_kept(model.get_submodule(one.unit) for one in slices.stretches):
-            handles += [*alone.wrap(), *alone.install(units, heads(model, slices))]
+            handles += [*alone.wrap(), *alone.install(units, vocabulary_heads(model, slices))]
             watched = trace_run(model, pairs(PROBES[0]), run, fake)
     finally:
         for handle in handles:
@@ -158,7 +158,7 @@ def slices_of(
     routed = _routed(sketch, model, inputs, call)
     reasons = [(group, _whole(group, sketch, plan, routed)) for group in found.groups]
     kept = [(group.row, share(group), why) for group, why in reasons if why]
-    tables = vocabulary.apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
+    tables = wiring.tables_apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
     left = [(name, model.get_parameter(f"{name}.weight")) for name in found.vocabulary if name not in tables]
     why = f"the loss reads sequences that are cut over cp={plan.cp}, and a tensor of its is cut in one dim alone"
     kept += [(name, weight.numel() / sum(sizes.values()), why) for name, weight in left]
@@ -231,7 +231,7 @@ def sliced(
     shares += [names[id(b)] for b in biases if b is not None]
     if found.stretches:
         found = _with_draws(found, sketch, made, pairs, call, job, n=plan.tp, wide=wide)
-    cuts = vocabulary.cuts(made.model, found, plan.tp)
+    cuts = wiring.vocabulary_cuts(made.model, found, plan.tp)
     if not cuts:
         reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
         why = reasons or "it has no linear maps"

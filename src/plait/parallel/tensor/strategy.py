@@ -11,7 +11,7 @@ What it does
     `sequence_parallel`, the default, each has its own stretch of the sequence there: it is gathered where a pair begins,
     and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
     checked in float64 too (`parallel/tensor/sequence/check.py`); others stay as they are, and are named with the reason. An embedding that such a
-    block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/lazy.py`).
+    block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/runtime.py`).
     With `async_tp`, a gather and the products of `nn.Linear` columns after it are one operator of torch's symmetric memory on
     GPUs, and so are a row's product and the sum: parts are multiplied while others travel (`parallel/tensor/sequence/async_tp.py`).
 
@@ -62,7 +62,7 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Split
-from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor import wiring
 from plait.parallel.tensor.sequence.async_tp import check_peers
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.parallel.tensor.wiring import SlicedDraws, wire
@@ -108,7 +108,7 @@ def apply(split: SplitModel) -> SplitModel:
     model, units, slices = split.module, [unit.name for unit in split.sketch.units], split.sketch.slices
     stretches = tuple(one for one in slices.stretches if one.unit in units)
     slices = replace(slices, stretches=stretches, owed=tuple(name for name in slices.owed if name in units))
-    heads = vocabulary.held(model, vocabulary.heads(model, slices), split.params)
+    heads = wiring.vocabulary_held(model, wiring.vocabulary_heads(model, slices), split.params)
     parallel_units = SequenceParallelUnits(model, slices, split.mesh.group("tp"))
     if split.plan.async_tp:
         check_peers(split.device, rank, split.plan.tp)

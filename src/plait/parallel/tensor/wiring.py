@@ -14,10 +14,18 @@ an attention over the rank's own heads, has n times fewer numbers than it asks f
 - `expand` of a dim that is neither 1 nor as requested, but n times smaller: it stays as it is.
 
 Whether this is right for a block is not argued but checked: `parallel/tensor/find/check.py` runs it on every rank's slice.
+
+[Note: Vocabulary]
+Embeddings and heads cut by rows of the vocabulary.
+
+An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks is the
+whole. It is made at once, or when it is asked for (`parallel/tensor/sequence/runtime.py`). A head's rank computes
+the logits of its rows; they stand for the whole in a `ShardedTensor`, which knows how to take a cross-entropy without ever
+gathering them. Rows need not divide by the ranks.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any
@@ -25,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.model.sketch import Sketch
-from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, RegionArgument
-from plait.parallel.tensor import vocabulary
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, RegionArgument, Slices
 from plait.parallel.tensor.sequence.async_tp import FusedColumns, FusedRow, is_plain
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.randomness.sub_block import Axis
@@ -38,7 +46,77 @@ from plait.tensors.collectives import enter, part, total
 from plait.tensors.modules import WRAPS, class_forward, put_parameters
 from plait.tensors.parameters import like
 from plait.tensors.rows import Ranges, Rows, everything, taken
+from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import tree_map_only
+
+
+def vocabulary_cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[ParameterSlice, ...]:
+    """How every parameter is cut, those of embeddings and heads too; tied ones once, by the model's first name."""
+    named, tables = {id(p): n for n, p in model.named_parameters()}, {}
+    for name in slices.vocabulary:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            key = named[id(parameter)]
+            tables[key] = ParameterSlice(key, 0, Rows.chunks(parameter.shape[0], ranks).ranks)
+    return (*(c for group in slices.groups for c in group.cuts), *tables.values())
+
+
+def tables_apart_from_heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
+    """The embeddings that have no weight in common with a head."""
+    modules = {name: model.get_submodule(name) for name in slices.vocabulary}
+    heads = {id(p) for m in modules.values() if not isinstance(m, nn.Embedding) for p in m.parameters()}
+    return tuple(name for name, m in modules.items() if not any(id(p) in heads for p in m.parameters()))
+
+
+def vocabulary_heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
+    """Those that multiply what they are given. (One that the loss takes over does not.)"""
+    tables = [(name, model.get_submodule(name)) for name in slices.vocabulary]
+    return tuple(name for name, m in tables if isinstance(m, nn.Linear) and "forward" not in vars(m))
+
+
+def vocabulary_held(model: nn.Module, names: Iterable[str], own: Mapping[str, nn.Parameter]) -> list[str]:
+    """Those whose parameters are all among a rank's `own`, not another stage's."""
+    mine = {id(p) for p in own.values()}
+    return [name for name in names if all(id(p) in mine for p in model.get_submodule(name).parameters())]
+
+
+def wire_vocabulary(module: nn.Module, length: int, group: ProcessGroup, owed: bool = False) -> None:
+    """Let an embedding or a head of `length` rows work on this rank's. `owed`: an embedding's sum is made elsewhere."""
+    kind = _Embedding if isinstance(module, nn.Embedding) else _Head
+    module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
+    module.__dict__["_rows"] = Rows.chunks(length, group.size())
+    module.__dict__["_ranks"] = group
+    module.__dict__["_owed"] = owed
+
+
+class _Embedding(nn.Embedding):
+    _rows: Rows
+    _ranks: ProcessGroup
+    _owed: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The sum over the ranks, or this rank's share of it."""
+        first, count = self._rows.ranks[self._ranks.rank()][0]
+        if count:
+            here = (input >= first) & (input < first + count)
+            padding = self.padding_idx
+            padding = padding - first if padding is not None and first <= padding < first + count else None
+            share = F.embedding(torch.where(here, input - first, 0), self.weight, padding)
+            share = share * here.unsqueeze(-1).to(share.dtype)
+        else:
+            share = self.weight.new_zeros(*input.shape, self.embedding_dim) + self.weight.sum() * 0
+        return share if self._owed else total(share, self._ranks)
+
+
+class _Head(nn.Linear):
+    _rows: Rows
+    _ranks: ProcessGroup
+
+    def forward(self, input: Tensor) -> ShardedTensor:
+        if not self.__dict__.get("_gathered"):  # by `parallel/tensor/sequence/runtime.py`, from stretches
+            input = enter(input, self._ranks)
+        logits = F.linear(input, self.weight, self.bias)
+        return ShardedTensor(logits, logits.dim() - 1, self._rows, self._ranks)
+
 
 _SHAPING = (Tensor.view, Tensor.reshape, torch.reshape)
 _SPLITS = (Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes)
@@ -154,7 +232,7 @@ def wire(
 ) -> tuple[list[ColumnRowPair], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
     regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
-    tables = vocabulary.held(model, sketch.slices.vocabulary, own)
+    tables = vocabulary_held(model, sketch.slices.vocabulary, own)
     lengths = {name: next(model.get_submodule(name).parameters()).shape[0] for name in tables}
     parts = cut_parameters(model, {c.parameter: c for c in sketch.cuts if c.parameter in own}, ranks.rank())
     for region in regions:
@@ -163,7 +241,7 @@ def wire(
         SlicedRegion(model, region, ranks, parallel_units, async_tp)
     owed = () if parallel_units is None else parallel_units.slices.owed
     for name in tables:
-        vocabulary.wire(model.get_submodule(name), lengths[name], ranks, name in owed)
+        wire_vocabulary(model.get_submodule(name), lengths[name], ranks, name in owed)
     return regions, parts
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.shares import sizes
+from plait.data.batch import sizes
 from plait.proof import reference
 from plait.randomness.distributions import key
 from plait.randomness.philox import bits

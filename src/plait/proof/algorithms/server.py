@@ -4,7 +4,7 @@
 
 The run is the real one, its processes and messages included; only float64, small ragged batches and delays drawn from a seed are
 forced on it, so that gradients come in another order than they were dealt in and are stale. Compared are the weights, the buffers
-and every step's loss, norm and learning rate; and the ledger is held against what must be true of any (`engine/server/ledger.py`).
+and every step's loss, norm and learning rate; and the ledger is held against what must be true of any (`engine/server/dealing.py`).
 With staleness=0, a step per clock and no quorum it is also held against one device. What plays the ledger shares with the run
 what a job means, the keyed random numbers, and the ledger, and nothing else.
 """
@@ -29,11 +29,10 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.sampling import Sampling
-from plait.engine.server.dealing import Clocks
-from plait.engine.server.ledger import LedgerRow, problems
+from plait.engine.server.dealing import Clocks, LedgerRow, problems
+from plait.engine.server.group import ServerSetting
 from plait.engine.server.processes import start
 from plait.engine.server.record import FILE
-from plait.engine.server.setting import ServerSetting
 from plait.launch.scratch import Scratch
 from plait.launch.supervise import Listener, Spare
 from plait.parallel import precision

@@ -10,7 +10,7 @@ from plait.config.job import Job
 from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.data.batch import is_map, opened
-from plait.engine.try_metrics import line_of
+from plait.engine.evaluate import line_of
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.launch.supervise import Listener

@@ -30,7 +30,7 @@ from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide, near
 from plait.tensors.modules import state_kept
-from plait.tensors.read_numbers import OtherNumbers, elsewhere, other_outcomes
+from plait.tensors.opaque_code import OtherNumbers, elsewhere, other_outcomes
 from plait.tensors.rows import Ranges, taken
 from plait.tensors.torch_private import leaves, tree_map_only
 

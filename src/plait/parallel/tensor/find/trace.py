@@ -29,7 +29,7 @@ from plait.model.meter import flat, tensors_in
 from plait.randomness import keyed
 from plait.randomness.distributions import DROPOUTS, dropout_call
 from plait.tensors.modules import forwards_kept
-from plait.tensors.read_numbers import READS
+from plait.tensors.opaque_code import READS
 from plait.tensors.torch_private import leaves, no_functions, storage_key, tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)

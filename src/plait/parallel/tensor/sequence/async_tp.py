@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 
 from plait.config.errors import PlaitError, Problem
 from plait.model.slices import ColumnRowPair
-from plait.parallel.tensor.sequence.lazy import LazyGather, SequenceCollectives, rows_of
-from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
+from plait.parallel.tensor.sequence.runtime import LazyGather, SequenceCollectives, SequenceParallelUnits, rows_of
 from plait.tensors.collectives import Absent, enter, gather_partial, gathered, scatter_sum, sum_part
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import hooks_of

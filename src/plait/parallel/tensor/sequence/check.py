@@ -26,10 +26,9 @@ from plait.model.slices import ColumnRowPair, PositionwiseUnit, RegionArgument, 
 from plait.parallel.tensor.find.check import MapInput, OtherCode, ReplayedModule, ReplayedRun, Values
 from plait.parallel.tensor.find.linear_maps import Map
 from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
-from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
-from plait.parallel.tensor.sequence.runtime import put
+from plait.parallel.tensor.sequence.runtime import GlobalShape, put, rows_of
 from plait.tensors.float64 import near
-from plait.tensors.read_numbers import UNEVEN, CodeLine, OtherNumbers, elsewhere, other_outcomes, uneven, unevenly
+from plait.tensors.opaque_code import UNEVEN, CodeLine, OtherNumbers, elsewhere, other_outcomes, uneven, unevenly
 from plait.tensors.rows import Ranges, Rows
 from plait.tensors.torch_private import tree_map_only
 

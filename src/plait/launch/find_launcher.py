@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from plait.config.errors import PlaitError, Problem
-from plait.launch.launchers.known import (
+from plait.launch.launchers import (
     BY_HAND,
     DSTACK,
     FLUX,
@@ -27,8 +27,9 @@ from plait.launch.launchers.known import (
     SLURM,
     TORCHRUN,
     TRAIN_JOB,
+    Membership,
+    Reading,
 )
-from plait.launch.launchers.launcher import Membership, Reading
 
 LAUNCHERS = {
     one.name: one
