@@ -22,4 +22,5 @@ bench             plait bench
 chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
+replay            plait replay
 """

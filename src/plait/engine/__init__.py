@@ -24,6 +24,7 @@ evaluate          metrics over held-out data
 generate          prompts continued by the model in training
 try_metrics       the job's metrics, tried before training
 batch_dependence  whether a model in eval mode uses the other samples of a batch
+replay            a past step computed again, sample by sample
 nonfinite         steps that are not finite
 traffic           what a rank sends in a step
 run_directory     what a run leaves behind
