@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from plait.checkpoint.checkpoints import marks
+from plait.checkpoint.checkpoints import marks
 from plait.checkpoint.manifest import published, read_manifest
 from plait.cli.main import parsed
 from plait.cli.progress import ProgressLine
@@ -100,12 +101,14 @@ class RunSource:
         before = [path for path in all_ if _step(path) < options.step]
         described = next(iter([*reversed(after), *before]), None)
         stated = read_manifest(described).job.get("arguments") if described is not None else None
-        arguments = stated if isinstance(stated, dict) and after else dict(told.get("arguments") or {})
+        given = told.get("arguments")
+        arguments = stated if isinstance(stated, dict) and after else given if isinstance(given, dict) else {}
         job, notes = load_job(told["job"], arguments), list[str]()
-        if (version := env.get("plait")) != __version__:
+        if (version := env.get("plait", __version__)) != __version__:
             notes.append(f"the run was made by plait {version}, this is {__version__}: they may compute steps otherwise")
-        job, given = _as_given(job, told.get("command"))
-        notes += ["the run had callbacks, which are not called: what they change is missing here"] * bool(given and given.callbacks)
+        job, options_of_run = _as_given(job, told.get("command"))
+        if options_of_run is not None and options_of_run.callbacks:
+            notes.append("the run had callbacks, which are not called: what they changed of a step is missing here")
         job = replace(job, steps=max(job.steps, options.step))
         earlier = [path for path in before if _step(path) < options.step - 1] if options.bisect else []
         return RunSource(told["job"], job, arguments, described, tuple(earlier or before), tuple(notes))
@@ -218,7 +221,7 @@ def first_outlying(found: Row) -> Row | None:
         first = found["gradients"][places[0]]
         return {"module": first, "what": "a gradient with NaN or infinity", "samples": [samples[int(place)] for place in places]}
     for name, sizes in every.items():
-        usual = median(sizes.values())
+        usual = median(sizes.values())  # all are finite
         if far := [samples[place] for place in _far(sizes)]:
             return {"module": name, "what": f"{max(sizes.values()) / usual:.3g} × the median sample", "samples": far}
         before = found["before"].get(name, 0.0)
@@ -255,7 +258,7 @@ def lines(found: Row, top: int) -> Iterator[str]:
         yield f"{len(samples)} samples, each by itself; the largest" + (f" {top}" if len(samples) > top else "")
         yield f"{'by loss':>30}{'by gradient norm':>34}"
         ranked = [sorted(samples, key=lambda row: _rank(row[name]), reverse=True)[:top] for name in ("loss", "norm")]
-        usual = [median(row[name] for row in samples) for name in ("loss", "norm")]
+        usual = [median(_rank(row[name]) for row in samples) for name in ("loss", "norm")]
         for one, other in zip(*ranked):
             yield "  ".join(_sample(row, name, middle) for row, name, middle in zip((one, other), ("loss", "norm"), usual))
     if "first_module" in found:
@@ -267,7 +270,7 @@ def lines(found: Row, top: int) -> Iterator[str]:
 def _named(first: Row, count: int) -> str:
     some = first["samples"]
     which = f"all {count} samples" if len(some) == count else "sample " + ", ".join(map(str, some[:8])) + ", …" * (len(some) > 8)
-    return f"first outlying: {first['module']}    {first['what']}, {which}"
+    return f"first outlying output: {first['module']}    {first['what']}, {which}"
 
 
 def coupled(found: Row) -> list[str]:
@@ -293,12 +296,12 @@ def _rank(value: float) -> float:
 
 
 def _cell(value: object) -> str:
-    return f"{value:.15g}" if isinstance(value, (int, float)) else "not finite"
+    return f"{value:.15g}" if isinstance(value, (int, float)) else "—"
 
 
 def _sample(row: Row, name: str, middle: float) -> str:
     times = f"{row[name] / middle:.3g} ×" if middle and math.isfinite(row[name] / middle) else ""
-    return f"  sample {row['sample']:<10}{row[name]:>12.6g}{times:>10}"
+    return f"  sample {row['sample']:<10}{row[name]:>12.6g} {times:>11}"
 
 
 def _plain(value: object) -> object:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint import fingerprint
 from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.safetensors_file import Damaged
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch, Micro, collate, rows_of, weigh
 from plait.data.batch_rows import SampleRows
@@ -62,7 +63,7 @@ def replay(replayed: ReplayedStep, place: Place) -> dict[str, Any]:
 
 def _replay(replayed: ReplayedStep, engine: Engine, notes: RunNotes) -> dict[str, Any]:
     allow = replayed.options.allow_changes
-    started = engine.resume(missing_ok=True, allow_changes=allow)
+    started = _resumed(engine, allow)
     if started is None and engine.job.weights is not None:
         engine.load_weights(engine.job.weights)
     changed = _changes(engine, replayed.described) if replayed.described is not None and engine.place.rank == 0 else []
@@ -88,9 +89,22 @@ def _replay(replayed: ReplayedStep, engine: Engine, notes: RunNotes) -> dict[str
     return result | {"size": batch.size, "lr": _rate(engine), "inexact": engine.inexact}
 
 
+def _resumed(engine: Engine, allow: bool) -> Path | None:
+    """The newest checkpoint that can be read, which is loaded; None without any, also where all are damaged or were removed meanwhile."""
+    try:
+        return engine.resume(missing_ok=True, allow_changes=allow)
+    except PlaitError:
+        if not engine.checkpoints.refused or engine.position.step:
+            raise
+    return None
+
+
 def _changes(engine: Engine, checkpoint: Path) -> list[str]:
-    """What differs between the job and the one that a checkpoint states, a line each."""
-    manifest, now = read_manifest(checkpoint), engine.fingerprint
+    """What differs between the job and the one that a checkpoint states, a line each; nothing of one that was removed meanwhile."""
+    try:
+        manifest, now = read_manifest(checkpoint), engine.fingerprint
+    except Damaged:
+        return []
     found = fingerprint.changes(manifest, engine, now)
     lines = [*found.told, *(problem.what for problem in found.refused), *fingerprint.hyperparameters(manifest, now)[1]]
     base = manifest.base
