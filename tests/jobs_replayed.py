@@ -11,7 +11,7 @@ ODD = 42
 
 
 class Signals:
-    """48 samples of 6 numbers with noise, of which one is spoiled: its inputs NaN, its targets or inputs far too large, or for a bad module larger than usual."""
+    """48 samples of 6 numbers with noise. One is spoiled: its inputs are NaN, its targets or inputs far too large; or larger, for a bad module."""
 
     def __init__(self, double: bool, spoiled: str):
         g = torch.Generator().manual_seed(5)

@@ -11,6 +11,7 @@ rounds            what is decided between two starts of the ranks
 other_plans       plans for fewer ranks, found while training goes on
 request           what plait train was asked for
 console           what a person sees while a run goes on
+progress          how far a command is, in one line
 plan              plait plan
 learning          what plait plan learns from earlier runs
 tensor_table      plait plan --show tensor

@@ -4,13 +4,13 @@ import gc
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
 from plait.cli.learning import learned
+from plait.cli.progress import ProgressLine
 from plait.config.command_options import PlanOptions, SplitOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
@@ -61,11 +61,8 @@ def run(options: PlanOptions) -> int:
         fork.stay_forkable()
     with uncollected():  # a job imports what its model needs
         job = with_batch(load_job(options.job, options.arguments), options.batch)
-    say = ProgressLine() if sys.stderr.isatty() and not options.json else lambda text: None
-    try:
+    with ProgressLine("plan", options.json) as say:
         return explained(options, job, machine, say)
-    finally:
-        say("")
 
 
 def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[str], None]) -> int:
@@ -96,20 +93,6 @@ def explained(options: PlanOptions, job: Job, machine: Machine, say: Callable[[s
     say("")
     print(json.dumps(found.to_dict()) if options.json else shown(text(found)))
     return 0 if found.best else 1
-
-
-class ProgressLine:
-    """One line on a terminal that says what is done; no text takes it away."""
-
-    def __init__(self) -> None:
-        self.shown = ("", -inf)
-
-    def __call__(self, text: str) -> None:
-        """Show this. How far the same task is, after a colon, is shown every tenth of a second."""
-        task, now = text.partition(":")[0], time.monotonic()
-        if task != self.shown[0] or now - self.shown[1] > 0.1:
-            self.shown = task, now
-            print(f"\r\x1b[K{text and f'plan  {text} …'}", end="", file=sys.stderr, flush=True)
 
 
 def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]) -> goals.Goal | None:

@@ -1,5 +1,6 @@
 """How far a command is: one line on a terminal, with a bar where it is known how much is left. Elsewhere nothing is printed."""
 
+import re
 import sys
 import time
 from math import inf
@@ -26,11 +27,11 @@ def clock(seconds: float) -> str:
 
 
 class ProgressLine:
-    """The line of one command, on standard error if that is a terminal and the result is not printed as JSON. It is gone inside of
-    `print`, and after the command."""
+    """The line of one command, on standard error if that is a terminal. It is gone inside of `print`, and after the command. `silent`: there
+    is none, as where the result is printed as JSON."""
 
-    def __init__(self, command: str, as_json: bool = False):
-        self.command, self.is_shown = command, sys.stderr.isatty() and not as_json
+    def __init__(self, command: str, silent: bool = False):
+        self.command, self.is_shown = command, sys.stderr.isatty() and not silent
         self.task, self.began, self.printed = "", 0.0, -inf
 
     def __enter__(self) -> "ProgressLine":
@@ -40,8 +41,12 @@ class ProgressLine:
         self("")
 
     def __call__(self, text: str) -> None:
-        """Show what the command does: a task, and after a colon how far it is. No text takes the line away."""
-        self._write(text.partition(":")[0], text and f"{text} …")
+        """Show what the command does: a task, and after a colon how far it is, such as `3 of 9`. No text takes the line away."""
+        task, _, far = text.partition(": ")
+        if found := re.match(r"(\d+) of (\d+)", far):
+            self.show(task, *map(int, found.groups()))
+        else:
+            self._write(task, text and f"{text} …")
 
     def show(self, task: str, done: int, total: int) -> None:
         """Show how much of a task is done, and the time that the rest takes if it takes as long as what is done."""
@@ -57,9 +62,9 @@ class ProgressLine:
 
     def _write(self, task: str, text: str) -> None:
         now = time.monotonic()
-        if not self.is_shown or (task == self.task and now - self.printed < OFTEN):
+        if not self.is_shown or (text and task == self.task and now - self.printed < OFTEN):
             return
-        if task != self.task:
+        if text and task != self.task:
             self.task, self.began = task, now
-        self.printed = now
+        self.printed = now if text else -inf
         print(f"\r\x1b[K{text and f'{self.command}  {text}'}", end="", file=sys.stderr, flush=True)

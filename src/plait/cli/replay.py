@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from plait.checkpoint.checkpoints import marks
-from plait.checkpoint.checkpoints import marks
 from plait.checkpoint.manifest import published, read_manifest
 from plait.cli.main import parsed
 from plait.cli.progress import ProgressLine
@@ -55,7 +54,7 @@ def run(options: ReplayOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="plait-replay-") as scratch:
         found = _replayed(source, plan, options, Path(scratch))
     found |= {"run": str(folder), "step": options.step, "plan": str(plan), "logged": logged, "notes": [*source.notes, *found["notes"]]}
-    if options.bisect:
+    if options.bisect and found["samples"]:
         found["first_module"] = first_outlying(found)
     if options.json:
         print(json.dumps(_plain({name: found[name] for name in sorted(found.keys() - {"sizes", "gradients", "before", "places"})})))

@@ -138,8 +138,8 @@ def _of_batch(engine: Engine, batch: Batch, bisect: bool, notes: RunNotes) -> di
     sizes, gradients = dict[str, dict[int, float]](), dict[int, str]()
     with _running_statistics(engine) as norms:
         if norms:
-            told = "its batch statistics" if len(norms) == 1 else f"batch statistics of {len(norms)} modules"
-            result["notes"].append(f"{norms[0]} makes a sample depend on the others: {told} are those of the model in eval mode here")
+            told = "batch statistics make samples depend on each other: they are the running ones here, in " + ", ".join(norms[:3])
+            result["notes"].append(told + ", …" * (len(norms) > 3))
         for place in range(batch.size):
             notes.status({"sample": place + 1, "samples": batch.size})
             sample, micro = _alone(engine, batch, place)
