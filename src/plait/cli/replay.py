@@ -100,14 +100,17 @@ class RunSource:
         before = [path for path in all_ if _step(path) < options.step]
         described = next(iter([*reversed(after), *before]), None)
         stated = read_manifest(described).job.get("arguments") if described is not None else None
-        given = told.get("arguments")
-        arguments = stated if isinstance(stated, dict) and after else given if isinstance(given, dict) else {}
+        last = told.get("arguments")
+        arguments = stated if isinstance(stated, dict) and after else last if isinstance(last, dict) else {}
         job, notes = load_job(told["job"], arguments), list[str]()
         if (version := env.get("plait", __version__)) != __version__:
             notes.append(f"the run was made by plait {version}, this is {__version__}: they may compute steps otherwise")
-        job, options_of_run = _as_given(job, told.get("command"))
-        if options_of_run is not None and options_of_run.callbacks:
-            notes.append("the run had callbacks, which are not called: what they changed of a step is missing here")
+        given = _options_of(told.get("command"))
+        if given is not None:
+            instead = {name: value for name in ("steps", "weights") if (value := getattr(given, name))}
+            job, _ = scaled(replace(job, **instead), given.batch, given.scale_lr)
+            if given.callbacks:
+                notes.append("the run had callbacks, which are not called: what they changed of a step is missing here")
         job = replace(job, steps=max(job.steps, options.step))
         earlier = [path for path in before if _step(path) < options.step - 1] if options.bisect else []
         return RunSource(told["job"], job, arguments, described, tuple(earlier or before), tuple(notes))
@@ -126,17 +129,13 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def _as_given(job: Job, command: object) -> tuple[Job, TrainOptions | None]:
-    """The job with the batch, the steps and the weights of the run's command line, and its options; the job alone where another program
-    started the run."""
+def _options_of(command: object) -> TrainOptions | None:
+    """The options of the run's command line; None where another program started the run."""
     try:
         _, given = parsed([str(word) for word in command[1:]]) if isinstance(command, list) else (None, None)
     except (PlaitError, SystemExit):
-        given = None
-    if not isinstance(given, TrainOptions):
-        return job, None
-    instead = {name: value for name in ("steps", "weights") if (value := getattr(given, name))}
-    return scaled(replace(job, **instead), given.batch, given.scale_lr)[0], given
+        return None
+    return given if isinstance(given, TrainOptions) else None
 
 
 def _plan(folder: Path, options: ReplayOptions) -> Plan:

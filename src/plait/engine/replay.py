@@ -133,8 +133,8 @@ def _phases(engine: Engine, batch: Batch) -> dict[str, Any]:
 
 def _of_batch(engine: Engine, batch: Batch, bisect: bool, notes: RunNotes) -> dict[str, Any]:
     """Loss and norm of the batch, and of each of its samples."""
-    loss, norm = _passes(engine, batch)
-    result: dict[str, Any] = {"loss": loss, "norm": norm, "samples": [], "places": [], "notes": []}
+    made = _passes(engine, batch)
+    result: dict[str, Any] = {"loss": made.loss, "norm": made.norm, "samples": [], "places": [], "notes": []}
     sizes, gradients = dict[str, dict[int, float]](), dict[int, str]()
     with _running_statistics(engine) as norms:
         if norms:
@@ -142,31 +142,41 @@ def _of_batch(engine: Engine, batch: Batch, bisect: bool, notes: RunNotes) -> di
             result["notes"].append(told + ", …" * (len(norms) > 3))
         for place in range(batch.size):
             notes.status({"sample": place + 1, "samples": batch.size})
-            sample, micro = _alone(engine, batch, place)
+            sample = _alone(engine, batch, place)
+            (micro,) = sample.micro
             outputs, search = OutputSizes(engine), Search(engine.rank_model, engine.passes)
             with outputs if bisect and micro.count else _unwatched(), search if bisect else _unwatched():
-                loss, norm = _passes(engine, sample)
-            result["samples"].append([loss, norm])
+                made = _passes(engine, sample)
+            result["samples"].append([made.loss, made.norm])
             if not micro.count:
                 continue
             result["places"].append([place, micro.ids[0], weigh(engine.job.weight, micro)])
             around = {INPUTS: size_of(micro.inputs), TARGETS: size_of(micro.targets)} if bisect else {}
-            for name, size in {**around, **outputs.means(), **({LOSS: loss} if bisect else {})}.items():
+            for name, size in {**around, **outputs.means(), **({LOSS: made.loss} if bisect else {})}.items():
                 sizes.setdefault(name, {})[place] = size
             for _, name in search.gradients[:1]:
                 gradients[place] = name
     return result | {"sizes": sizes, "gradients": gradients}
 
 
-def _passes(engine: Engine, batch: Batch) -> tuple[float, float]:
-    """Loss and gradient norm of a batch; afterwards the engine is as it was before."""
+@dataclass(frozen=True)
+class PassesMade:
+    """What the forward and backward passes of a batch gave."""
+
+    loss: float
+    norm: float
+    """Of its gradients, before clipping."""
+
+
+def _passes(engine: Engine, batch: Batch) -> PassesMade:
+    """Make the passes of a batch; afterwards the engine is as it was before."""
     engine.rank_model.setup.inputs.begin((micro.inputs, micro.targets) for micro in batch.micro)
     norm, stats = engine.norm(engine.backward(batch))
     scale = engine.rank_model.techniques.loss_scale
     for parameter in engine.rank_model.params.values():
         parameter.grad = None
     engine.put_back()
-    return float(stats.loss), norm / (1.0 if scale is None else scale.value)
+    return PassesMade(float(stats.loss), norm / (1.0 if scale is None else scale.value))
 
 
 @contextmanager
@@ -183,25 +193,25 @@ def _running_statistics(engine: Engine) -> Iterator[list[str]]:
             module.training = True
 
 
-def _alone(engine: Engine, batch: Batch, place: int) -> tuple[Batch, Micro]:
-    """The batch of one sample, by its place in the global batch; and this rank's micro-batch of it, which counts 0 on ranks that do not
-    have the sample: these run one of their own along, with weight zero."""
+def _alone(engine: Engine, batch: Batch, place: int) -> Batch:
+    """The batch of one sample, by its place in the global batch. Its only micro-batch counts 0 on ranks that do not have the sample: they run
+    one of their own along, with weight zero."""
     mine = next((m for m in batch.micro if m.first <= place < m.first + m.count), None)
     micro = mine or batch.micro[0]
     index = place - micro.first if mine else 0
-    data, samples = engine.data, unpacked(micro.samples)
+    data, samples, pair = engine.data, unpacked(micro.samples), (micro.inputs, micro.targets)
     if samples:
         own = collate(data, [samples[index]])
         rows = rows_of(data, samples[index])
-        inside = rows.one((micro.inputs, micro.targets), index, micro.count or 1)
+        inside = rows.one(pair, index, micro.count or 1)
         inputs, targets = inside if rows.holds(inside, own) else own
     else:
-        twice: Any = tree_map_only(Tensor, lambda t: torch.cat([t[:1], t[:1]]), (micro.inputs, micro.targets))
-        once: Any = tree_map_only(Tensor, lambda t: t[:1], (micro.inputs, micro.targets))
-        inputs, targets = SampleRows(once, twice).one((micro.inputs, micro.targets), index, micro.count or 1)
+        once = tree_map_only(Tensor, lambda t: t[:1], pair)  # torch's own collate stacks samples along the first dim
+        twice = tree_map_only(Tensor, lambda t: torch.cat([t[:1], t[:1]]), pair)
+        inputs, targets = SampleRows(once, twice).one(pair, index, micro.count or 1)
     ids = micro.ids[index : index + 1] if mine else ()
     alone = Micro(place if mine else micro.first, int(mine is not None), inputs, targets, ids)
-    return replace(batch, size=1, micro=(alone,), most=1, seen=(), idle=(), around=()), alone
+    return replace(batch, size=1, micro=(alone,), most=1, seen=(), idle=(), around=())
 
 
 def size_of(tree: object) -> float:
