@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import plait
 from plait.cli.main import main
-from plait.cli.plan import ProgressLine, impossible, size, toml
+from plait.cli.plan import impossible, size, toml
+from plait.cli.progress import ROOM, ProgressLine, bar
 from plait.config.errors import PlaitError
 from plait.config.hardware import Matmuls
 from plait.config.job import Job
@@ -349,13 +350,14 @@ def test_the_words_of_an_answer(asked: PlanRequest) -> None:
 
 
 def test_how_far_the_search_is_moves_and_is_taken_away(asked: PlanRequest, capsys) -> None:
-    heard, line = list[str](), ProgressLine()
+    heard, line = list[str](), ProgressLine("plan")
+    line.is_shown = True
     ask(replace(asked, say=heard.append), {"precision": "bf16"})
     steps = [text for text in heard if text.startswith("comparing plans: ")]
     assert len(set(steps)) == len(steps) > 10
     for said in ("comparing plans: 0 of 9", "comparing plans: 1 of 9", "reading", ""):
         line(said)
-    assert capsys.readouterr().err.split("\r\x1b[K") == ["", "plan  comparing plans: 0 of 9 …", "plan  reading …", ""]
+    assert capsys.readouterr().err.split("\r\x1b[K") == ["", f"plan  comparing plans {bar(0, ROOM)} 0/9", "plan  reading …", ""]
 
 
 def test_a_model_of_single_layers_is_compiled_only_whole(asked: PlanRequest) -> None:

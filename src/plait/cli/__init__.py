@@ -9,6 +9,7 @@ rounds            what is decided between two starts of the ranks
 other_plans       plans instead of the given one: for fewer ranks, found while training goes on, and for a device that is full
 request           what plait train was asked for
 console           what a person sees while a run goes on
+progress          how far a command is, in one line
 plan              plait plan
 kept_sketch       plait plan: the sketch of an earlier one
 learning          what plait plan learns from earlier runs
@@ -20,4 +21,5 @@ chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
 plan_tables       plait plan --show tensor, plait plan --show parameters
+replay            plait replay
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plait.cli.progress import ProgressLine
 from plait.config.command_options import BenchOptions, check_range
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import check_writable, write
@@ -38,15 +39,19 @@ def run(options: BenchOptions) -> int:
     machine = sized(machine, ranks, kind)
     from plait.planner import measure_machine
 
-    if "compute" in parts:
-        machine = with_compute(machine, everywhere(lambda place: measure_machine.compute(place, kind), ranks), kind)
-    if "comm" in parts and ranks > 1:
-        (measured, *_) = everywhere(lambda place: measure_machine.communicate(place, kind), ranks)
-        for group in measured["groups"]:
-            machine = with_collectives(machine, group["ranks"], group["points"], kind)
-    if job is not None and options.job is not None:
-        rates = everywhere(lambda place: {"rate": measure_machine.load(place, job)}, ranks)
-        machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
+    with ProgressLine("bench", options.json or current().rank > 0) as line:
+        if "compute" in parts:
+            line.show("measuring compute", parts.index("compute"), len(parts))
+            machine = with_compute(machine, everywhere(lambda place: measure_machine.compute(place, kind), ranks), kind)
+        if "comm" in parts and ranks > 1:
+            line.show("measuring communication", parts.index("comm"), len(parts))
+            (measured, *_) = everywhere(lambda place: measure_machine.communicate(place, kind), ranks)
+            for group in measured["groups"]:
+                machine = with_collectives(machine, group["ranks"], group["points"], kind)
+        if job is not None and options.job is not None:
+            line.show("measuring the loader", parts.index("data"), len(parts))
+            rates = everywhere(lambda place: {"rate": measure_machine.load(place, job)}, ranks)
+            machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
     if current().rank == 0:
         write(options.out, header() + machine.to_toml())
         print(json.dumps(facts(machine, options.out)) if options.json else table(machine, ranks, options.out))

@@ -5,9 +5,10 @@ import sys
 import time
 
 from plait.chaos import matrix
-from plait.chaos.scene import SHORT, Setting
+from plait.chaos.scene import SHORT, Row, Setting
 from plait.cli.main import main
 from plait.cli.plan_and_job import both
+from plait.cli.progress import ProgressLine
 from plait.config.command_options import ChaosOptions, TrainOptions
 from plait.config.errors import DIFFERENT, PlaitError, Problem, did_you_mean, shown
 from plait.config.job import Job
@@ -31,12 +32,23 @@ def run(options: ChaosOptions) -> int:
     setting = Setting(main, _train(options, plan, job), job, plan, options.seed, False)
     began, out = time.monotonic(), sys.stderr if options.json else sys.stdout
 
+    bar, tried = ProgressLine("chaos", options.json), 0
+
     def say(text: str) -> None:
+        bar("")
         print(text, file=out, flush=True)
+
+    def tell(row: Row) -> None:
+        nonlocal tried
+        tried += 1
+        say(matrix.line(row))
+        bar.show("faults", tried, len(faults))
 
     say(shown(f"{len(faults)} faults · {options.job} · {plan} · {options.steps} steps"))
     undisturbed = lambda seconds: say(f"{matrix.expected(len(faults), seconds)}\n{matrix.KEY}\n{matrix.HEAD}")  # noqa: E731
-    rows = matrix.run(setting, faults, lambda row: say(matrix.line(row)), undisturbed)
+    with bar:
+        bar("training undisturbed")
+        rows = matrix.run(setting, faults, tell, undisturbed)
     took = time.monotonic() - began
     say(matrix.summary(rows, took))
     if options.json:

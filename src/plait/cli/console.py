@@ -18,6 +18,7 @@ from rich.console import Console as Rich
 from rich.live import Live
 from rich.text import Text
 
+from plait.cli.progress import bar, clock
 from plait.config.errors import shown
 from plait.launch.hangs import ranks_in_words
 
@@ -192,7 +193,7 @@ def live_line(s: dict[str, Any], width: int) -> str:
         "memory": f"  mem {s['memory'] / 2**30:.1f} GiB",
         "comm": f"  comm {s['comm']:.0%}",
         "data": f"  data {s['data']:.0%}" + ("" if s["data_rank"] is None else f" (rank {s['data_rank']})"),
-        "eta": f"  ETA {_clock(s['eta'])}",
+        "eta": f"  ETA {clock(s['eta'])}",
     }
     parts = {name: text.replace("%", " %") for name, text in parts.items()}
     for least in ("memory", "data", "share", "comm", "logged", "rate"):
@@ -200,9 +201,7 @@ def live_line(s: dict[str, Any], width: int) -> str:
             break
         del parts[least]
     room = max(0, min(20, width - len(head) - sum(map(len, parts.values())) - 1))
-    full = int(room * s["step"] / s["steps"])
-    bar = "━" * full + "╸" * (room > full) + " " * (room - full - 1)
-    return (head + bar + "".join(parts.values()))[: width - 1]
+    return (head + bar(s["step"] / s["steps"], room) + "".join(parts.values()))[: width - 1]
 
 
 def plain_line(s: dict[str, Any]) -> str:
@@ -244,9 +243,3 @@ class _Line:
 def _last(line: str) -> str:
     """What follows the last carriage return of a line, with those at its end: more may follow these."""
     return line[line.rstrip("\r").rfind("\r") + 1 :]
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

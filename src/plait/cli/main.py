@@ -305,6 +305,10 @@ COMMANDS = {
         "write a page of a run: how fast it was, where the time went, what to change", of.ReportOptions, _in("plait.cli.report"),
         ("", "--timeline", "runs/gpt-3 --timeline --json"),
     ),
+    "replay": Command(
+        "compute a past step of a run again, and rank its samples", of.ReplayOptions, _in("plait.cli.replay"),
+        ("--step 57", "runs/gpt-3 --step 57 --bisect", 'runs/gpt-3 --step 57 --plan "dp=2 tp=2"'),
+    ),
     "checkpoint": Command(
         "list, inspect, verify or export checkpoints", of.CheckpointOptions, _in("plait.cli.checkpoint"),
         ("list runs/gpt-3", "verify runs/gpt-3", "export runs/gpt-3 --to weights.safetensors"),

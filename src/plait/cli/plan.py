@@ -4,7 +4,6 @@ import gc
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, prod
@@ -12,6 +11,7 @@ from typing import Any
 
 from plait.cli import kept_sketch
 from plait.cli.learning import learned
+from plait.cli.progress import ProgressLine
 from plait.config.command_options import PlanOptions, SplitOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
@@ -59,11 +59,8 @@ def run(options: PlanOptions) -> int:
         from plait.launch import fork
 
         fork.stay_forkable()
-    say = ProgressLine() if sys.stderr.isatty() and not options.json else lambda text: None
-    try:
+    with ProgressLine("plan", options.json) as say:
         return explained(options, machine, say)
-    finally:
-        say("")
 
 
 def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]) -> int:
@@ -94,20 +91,6 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
     say("")
     print(json.dumps(found.to_dict()) if options.json else shown(text(found)))
     return 0 if found.best else 1
-
-
-class ProgressLine:
-    """One line on a terminal that says what is done; no text takes it away."""
-
-    def __init__(self) -> None:
-        self.shown = ("", -inf)
-
-    def __call__(self, text: str) -> None:
-        """Show this. How far the same task is, after a colon, is shown every tenth of a second."""
-        task, now = text.partition(":")[0], time.monotonic()
-        if task != self.shown[0] or now - self.shown[1] > 0.1:
-            self.shown = task, now
-            print(f"\r\x1b[K{text and f'plan  {text} …'}", end="", file=sys.stderr, flush=True)
 
 
 def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]) -> goals.Goal | None:

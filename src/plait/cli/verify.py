@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 from plait.cli.plan_and_job import both
+from plait.cli.progress import ProgressLine
 from plait.config.command_options import VerifyOptions
 from plait.config.errors import Problem, shown
 from plait.config.job import Job
@@ -12,10 +13,12 @@ from plait.config.plan import Plan
 from plait.launch.devices import kind_of
 from plait.launch.place import joining
 from plait.planner.refusals import foresee
+from plait.proof.candidate import PARTS
 from plait.proof.probes import Probe
 from plait.proof.verdict import Verdict, end, head, row
 from plait.proof.verify import Show, verify
 
+COMPARING = "parts compared"
 FIRST = "dp=2"
 """What is tried when no plan is given: one process alone would prove nothing."""
 OTHERS = ("dp=2 microbatches=2", "fsdp=2", "pp=2 microbatches=2", "tp=2")
@@ -33,9 +36,10 @@ def run(options: VerifyOptions) -> int:
         verdict = proved(options, plan, job)
         print(json.dumps(verdict.to_dict()))
     else:
-        shown_so_far = PrintedTable(options.job)
-        verdict = proved(options, plan, job, shown_so_far.print)
-        shown_so_far.end(verdict)
+        with ProgressLine("verify") as line:
+            shown_so_far = PrintedTable(options.job, line)
+            verdict = proved(options, plan, job, shown_so_far.print)
+            shown_so_far.end(verdict)
     if not (asked or options.json):
         others = (f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
         print(shown("other plans  " + "\n             ".join(others)))
@@ -51,9 +55,10 @@ def too_few(options: VerifyOptions, name: str) -> list[Problem]:
 class PrintedTable:
     """The table of a verdict, of which each row is printed once it is known."""
 
-    def __init__(self, job: str):
-        self.job = job
+    def __init__(self, job: str, line: ProgressLine):
+        self.job, self.line, self.parts = job, line, 0
         self.printed = tuple[Probe, ...]()
+        line.show(COMPARING, 0, len(PARTS))
 
     def print(self, verdict: Verdict) -> None:
         """Print what is new in a verdict. One that begins anew, with larger batches, gets a table of its own."""
@@ -62,12 +67,14 @@ class PrintedTable:
         lines = [*head(verdict, self.job), *map(row, verdict.probes)] if anew else [*map(row, verdict.probes[count:])]
         self.printed = verdict.probes
         if lines:
-            print("\n".join(lines), flush=True)
+            self.line.print("\n".join(lines))
+        self.parts = 1 if anew else self.parts + 1
+        self.line.show(COMPARING, min(self.parts, len(PARTS)), len(PARTS))
 
     def end(self, verdict: Verdict) -> None:
         """Print the rest."""
         self.print(verdict)
-        print("\n".join(end(verdict, self.job)), flush=True)
+        self.line.print("\n".join(end(verdict, self.job)))
 
 
 def proved(options: VerifyOptions, plan: Plan, job: Job, show: Show = lambda verdict: None) -> Verdict:

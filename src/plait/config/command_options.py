@@ -383,6 +383,21 @@ class ReportOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayOptions(CommandOptions):
+    """Of `plait replay`."""
+
+    path: str = option("runs/latest", "a run directory (runs/latest)", by_place=True, metavar="RUN")
+    step: int = option(REQUIRED, "the step to compute again", metavar="N", least=1)
+    plan: str | None = option(None, "the plan to compute it under, as one line or a TOML file (one process)")
+    device: str = option("cpu", "cuda: also ROCm's (cpu)", choices=("auto", *KINDS), metavar=f"{{{','.join(KINDS)}}}")
+    bisect: bool = option(False, "also name the first module with an output that is not finite, or far larger than usual")
+    top: int = option(10, "how many samples to print (10)", metavar="N", least=1)
+    allow_changes: bool = option(False, "replay with the job as it is now, although it was another in the run (R011)")
+    json: bool = json_option()
+    verbose: bool = verbose_option()
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(CommandOptions):
     """Of `plait checkpoint`."""
 

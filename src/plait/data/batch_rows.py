@@ -28,7 +28,11 @@ class SampleRows:
 
     def first(self, pair: Pair, keep: int, samples: int) -> Pair:
         """The first `keep` samples of so many."""
-        return _kept(pair, self.once, self.twice, keep, samples)
+        return _kept(pair, self, range(keep), samples)
+
+    def one(self, pair: Pair, number: int, samples: int) -> Pair:
+        """One sample of so many, by its number."""
+        return _kept(pair, self, range(number, number + 1), samples)
 
     def holds(self, pair: Pair, own: Pair) -> bool:
         """Whether the tensors of `own` are in those of `pair`, at the start or the end of each dim, and are all of its samples."""
@@ -67,16 +71,21 @@ def _inner(*trees: object) -> list[tuple[Any, ...]] | None:
     return list(zip(*lists)) if len(lists) == len(trees) and len(set(map(len, lists))) == 1 else None
 
 
-def _kept(tree: object, once: object, twice: object, keep: int, samples: int) -> Any:
+def _kept(tree: object, rows: SampleRows, keep: range, samples: int) -> Any:
+    once, twice = rows.once, rows.twice
+    places = lambda length: slice(length * keep.start // samples, length * keep.stop // samples)  # noqa: E731
     if isinstance(tree, Tensor):
         dim = _direction(tree, once, twice)
-        return tree if dim is None or dim < 0 else dense(tree.narrow(dim, 0, tree.shape[dim] * keep // samples))
+        if dim is None or dim < 0:
+            return tree
+        of = places(tree.shape[dim])
+        return dense(tree.narrow(dim, of.start, of.stop - of.start))
     inner = _inner(tree, once, twice)
     if inner is None:
         lists = [value for value in (tree, once, twice) if isinstance(value, (list, tuple))]
         grows = len(lists) == 3 and len(lists[1]) != len(lists[2])
-        return lists[0][: len(lists[0]) * keep // samples] if grows else tree
-    values = [_kept(a, b, c, keep, samples) for a, b, c in inner]
+        return lists[0][places(len(lists[0]))] if grows else tree
+    values = [_kept(a, SampleRows(b, c), keep, samples) for a, b, c in inner]
     if isinstance(tree, dict):
         return dict(zip(tree, values))
     kind: Callable[..., object] = type(tree)

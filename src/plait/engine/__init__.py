@@ -15,6 +15,7 @@ memory            a rank's memory, measured
 memory_use        what it was used for, beside the bill
 evaluate          metrics over held-out data: tried before training, evaluated in it
 generate          prompts continued by the model in training
+replay            a past step computed again, sample by sample
 nonfinite         steps that are not finite
 traffic           what a rank sends in a step
 run_directory     what a run leaves behind
