@@ -141,15 +141,16 @@ def _options_of(command: object) -> TrainOptions | None:
 def _plan(folder: Path, options: ReplayOptions) -> Plan:
     """The plan to replay under: by default one process with the number format of the run. R012 for a run that is another training."""
     ran = Plan.load(folder / "plan.toml")
-    alone = {"precision": ran.precision} | ({"fp8_recipe": ran.fp8_recipe} if ran.precision == "fp8" else {})
-    plan = (Plan(**alone) if options.plan is None else Plan.read(options.plan)).fill(None)
-    for key, others in (("replica_groups", 1), ("compress", "none")):
-        was = getattr(ran, key)
-        if (was != others and (key == "replica_groups" or plan != ran)) or getattr(plan, key) != getattr(ran, key):
-            what = f"{folder} cannot be replayed under {plan}: it ran with {key}={was}"
-            why = "groups hold weights of their own between synchronizations" if key == "replica_groups" else "copies hold residuals of their own"
-            fix = (f'--plan "{ran}"',) if key == "compress" else ("replay a run whose ranks synchronize in every step",)
-            raise PlaitError(Problem("R012", what, why=why, fix=fix))
+    alone = Plan(precision=ran.precision, fp8_recipe=ran.fp8_recipe)
+    plan = (alone if options.plan is None else Plan.read(options.plan)).fill(None)
+    why, fix = "", f'--plan "{ran}"'
+    if max(ran.replica_groups, plan.replica_groups) > 1:
+        why = "replica groups hold weights of their own between synchronizations"
+        fix = "replay a run whose ranks synchronize in every step"
+    elif plan != ran and {ran.compress, plan.compress} != {"none"}:
+        why = f"with compress={ran.compress} a rank's gradients depend on the residuals that it holds"
+    if why:
+        raise PlaitError(Problem("R012", f"{folder}, a run under {ran}, cannot be replayed under {plan}", why=why, fix=(fix,)))
     if options.bisect and (plan.compile or plan.processes == "one"):
         what, why = f"--bisect does not work under {plan}", "modules in compiled units and in threads cannot be measured"
         raise PlaitError(Problem("U002", what, why=why, fix=("leave out --plan    one process",)))

@@ -6,7 +6,7 @@ numbers of the sample's place in the batch. All ranks take part in every sample,
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,7 @@ def _replay(replayed: ReplayedStep, engine: Engine, notes: RunNotes) -> dict[str
         notes.status({"step": batch.after.step, "first": result["from"], "last": replayed.step})
         if batch.after.step == replayed.step:
             break
-        with before if replayed.bisect and batch.after.step == replayed.step - 1 else _unwatched():
+        with before if replayed.bisect and batch.after.step == replayed.step - 1 else nullcontext():
             engine.step(batch)
     engine.settle()
     if engine.position.step != replayed.step - 1:
@@ -118,11 +118,6 @@ def _rate(engine: Engine) -> float:
     return float(group["lr"] if schedule is None else group["initial_lr"] * schedule(engine.position.samples))
 
 
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    yield
-
-
 def _phases(engine: Engine, batch: Batch) -> dict[str, Any]:
     """The step of a job with phases: each phase's passes begin from the update of the one before, so no sample is measured by itself."""
     step = engine.step(batch)
@@ -144,7 +139,7 @@ def _of_batch(engine: Engine, batch: Batch, bisect: bool, notes: RunNotes) -> di
             sample = _alone(engine, batch, place)
             (micro,) = sample.micro
             outputs, search = OutputSizes(engine), Search(engine.rank_model, engine.passes)
-            with outputs if bisect and micro.count else _unwatched(), search if bisect else _unwatched():
+            with outputs if bisect and micro.count else nullcontext(), search if bisect else nullcontext():
                 made = _passes(engine, sample)
             result["samples"].append([made.loss, made.norm])
             if not micro.count:
