@@ -184,3 +184,22 @@ def test_a_module_is_compared_with_the_step_before() -> None:
     first = first_outlying(found | {"sizes": {"a": usual, "b": usual | {3: 50.0}}})
     assert first is not None and (first["module"], first["samples"]) == ("b", [13])
     assert not coupled(found) and coupled(found | {"loss": 2.0})
+
+
+def test_a_run_that_was_resumed_with_another_rate_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, "dp=2", "--steps=4")
+    run = trained(tmp_path, "dp=1", "--steps=8", "--resume", "--job.lr=0.02")
+    for step in (3, 7):
+        found = replayed(capsys, str(run), "--step", str(step))
+        assert (found["loss"], found["lr"]) == pytest.approx((found["logged"]["loss"], found["logged"]["lr"]), rel=1e-9)
+    assert len(found["samples"]) == 16
+
+
+def test_a_step_with_phases_has_no_ranking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(Path(__file__).parents[1] / "jobs_phased.py") + ":wgan_gp"
+    command = Command("train", job, "--plan", "dp=2", "--steps", "4", "--check", "none", folder=tmp_path)
+    assert command.wait(120.0) == 0, command.output
+    found = replayed(capsys, str(tmp_path / "runs" / "latest"), "--step", "3", "--bisect")
+    for name, row in found["logged"]["phases"].items():
+        assert found["phases"][name]["loss"] == pytest.approx(row["loss"], rel=1e-5)
+    assert "not ranked" in found["notes"][0] and "first_module" not in found
