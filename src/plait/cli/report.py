@@ -33,15 +33,15 @@ def run(options: ReportOptions) -> int:
     file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     write(file, page(made))
     facts = {"page": str(file)}
-    if options.timeline:
-        found = timeline(runs[0], options.step)
+    found = timeline(runs[0], options.step) if options.timeline else None
+    if found is not None:
         facts |= {"trace": str(folders[0] / "trace.json")}
         write(Path(facts["trace"]), trace(found))
     if options.json:
         print(json.dumps((summary(folders[0], runs[0].rows) if runs[0].trained else {}) | made | facts))
     else:
         lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
-        lines += head(made) + ([f"timeline    {line(found)}"] if options.timeline else [])
+        lines += head(made) + ([] if found is None else [f"timeline    {line(found)}"])
         print(shown("\n".join([*lines, *(f"{name:<12}{path}" for name, path in facts.items())])))
     if options.open:
         import webbrowser
