@@ -41,7 +41,7 @@ def words(option: Option) -> list[str]:
     """The words that give it this value."""
     value = value_of(option)
     if option.by_place:
-        return [str(value)]
+        return list(value) if option.many else [str(value)]
     return [option.flag] if value is True else [f"{option.flag}={each}" for each in (value if option.many else (value,))]
 
 

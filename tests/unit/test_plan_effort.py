@@ -115,11 +115,11 @@ def test_what_does_not_depend_on_the_machine_is_found_out_once_for_all_searches(
 
 
 def test_ranks_that_hold_the_same_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight ranks, the first and the last have other blocks than those between, which hold less and less at once."""
+    """Of eight ranks, the first, one with two layers and the last two have other blocks than the four others."""
     asked = PlanRequest.of(job(), "gpt.py", Machine.named("h100x8"))
     ranks = counted(monkeypatch, formulas, "_rank")
     assert estimate(asked.pace, Plan.parse("pp=8 microbatches=8 schedule=zb"), 1.0).reserved > 0
-    assert len(ranks) <= 4
+    assert len(ranks) <= 5
 
 
 def test_imports_are_left_out_of_collections() -> None:

@@ -109,8 +109,8 @@ def test_models_known_by_name_have_their_size(model: str, billions: float) -> No
 )
 def test_denoisers_are_their_layers(model: str, operations: float, weights: float) -> None:
     """Operations of a forward pass of one latent image, and weights, as their papers and libraries have them."""
-    work = convolutional(model, False)
-    assert work
+    work, whole = convolutional(model, False, "latents cached"), convolutional(model, False)
+    assert work and whole and whole.flops > 1.15 * work.flops, "images are encoded in training, unless a row says that they are before"
     assert work.flops == pytest.approx(operations, rel=0.15) and work.weights == pytest.approx(weights, rel=0.1)
 
 
