@@ -15,6 +15,7 @@ demo: $(READY)
 	$(BIN)/plait verify examples/stdlib_gpt/job.py --plan "dp=2"
 	$(BIN)/plait plan examples/stdlib_gpt/job.py --machine h100x8
 	$(BIN)/plait report --timeline
+	$(BIN)/plait replay --step 12
 	@echo "numbers of every step:  runs/latest/metrics.jsonl      where the time went:  runs/latest/events/"
 
 test: $(READY) lint
