@@ -16,7 +16,7 @@ from plait.tensors.torch_private import OpOverload, storage_key
 PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Course:
+class OperatorCourse:
     """Of one call. `given`: the tensors that it was given, in order."""
 
     def __init__(self, unit: str, given: Iterable[Tensor] = ()):

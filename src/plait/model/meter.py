@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.model.course import Course
+from plait.model.course import OperatorCourse
 from plait.model.operations import Effort
 from plait.tensors.torch_private import OpOverload, is_view, leaves, storage_key, tree_map, version
 from plait.tensors.trees import TensorForm, carried, flat, learn, nodes_behind, taken, tensors, tensors_in
@@ -109,7 +109,7 @@ class Meter:
         self.looking = False
         """The meter itself asks tensors for their sizes: not the model's code."""
         self.running: nn.Module | None = None
-        self.course = Course("")
+        self.course = OperatorCourse("")
         self.depth = 0
         self.versions: list[tuple[Tensor, int]] = []
         self.arguments: Arguments = (), {}
@@ -143,7 +143,7 @@ class Meter:
             needs = self.sources(tensors)
             self.metered.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
             self._given(tensors)
-            self.running, self.depth, self.course = module, 0, Course(unit, tensors)
+            self.running, self.depth, self.course = module, 0, OperatorCourse(unit, tensors)
             self.versions, self.arguments = [(t, version(t)) for t in tensors], given
 
     def _given(self, tensors: list[Tensor]) -> None:
