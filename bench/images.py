@@ -56,38 +56,27 @@ PLAIN = {"moved": 4.0, "kernels": 2}
 """Without a norm: a bias and ReLU."""
 
 
-def basic(*depths: int) -> Iterator[Layer]:
-    """ResNet of pairs of convolutions (He et al., arXiv 1512.03385)."""
-    yield square(3, 64, 7, 112, 2, moved=7.0)
-    inside, side = 64, 56
-    for stage, depth in enumerate(depths):
-        width = 64 << stage
-        for unit in range(depth):
-            step = 2 if stage and not unit else 1
-            side //= step
-            if step == 2:
-                yield square(inside, width, 1, side, step, moved=3.0, kernels=1)
-            yield square(inside, width, 3, side, step)
-            yield square(width, width, 3, side, moved=8.0, kernels=4)
-            inside = width
-    yield square(inside, 1000, 1, 1)
-
-
-def residual(*depths: int, wide: int = 1, groups: int = 1) -> Iterator[Layer]:
-    """ResNet of bottlenecks (the same); wider (Zagoruyko and Komodakis, arXiv 1605.07146), and in groups (Xie et al., arXiv 1611.05431)."""
+def residual(*depths: int, bottleneck: bool = True, wide: int = 1, groups: int = 1) -> Iterator[Layer]:
+    """ResNet of bottlenecks or of pairs of convolutions (He et al., arXiv 1512.03385); bottlenecks that are wider (Zagoruyko and Komodakis,
+    arXiv 1605.07146), and in groups (Xie et al., arXiv 1611.05431)."""
     yield square(3, 64, 7, 112, 2, moved=7.0)  # and a pool
     inside, side = 64, 56
     for stage, depth in enumerate(depths):
         width = 64 << stage
+        out = 4 * width if bottleneck else width
         for unit in range(depth):
             step = 2 if stage and not unit else 1
             side //= step
-            if not unit:
-                yield square(inside, 4 * width, 1, side, step, moved=3.0, kernels=1)
-            yield square(inside, width * wide, 1, side, step)
-            yield square(width * wide, width * wide, 3, side, groups=groups)
-            yield square(width * wide, 4 * width, 1, side, moved=8.0, kernels=4)  # and a sum
-            inside = 4 * width
+            if inside != out:
+                yield square(inside, out, 1, side, step, moved=3.0, kernels=1)
+            if bottleneck:
+                yield square(inside, width * wide, 1, side, step)
+                yield square(width * wide, width * wide, 3, side, groups=groups)
+                yield square(width * wide, out, 1, side, moved=8.0, kernels=4)  # and a sum
+            else:
+                yield square(inside, out, 3, side, step)
+                yield square(out, out, 3, side, moved=8.0, kernels=4)
+            inside = out
     yield square(inside, 1000, 1, 1)
 
 
@@ -270,7 +259,7 @@ class Denoiser:
 
 Layers = Iterator[Layer] | Iterator[Layer | Block]
 NETS: dict[str, Callable[[], Layers]] = {
-    "resnet18": lambda: basic(2, 2, 2, 2), "resnet34": lambda: basic(3, 4, 6, 3),
+    "resnet18": lambda: residual(2, 2, 2, 2, bottleneck=False), "resnet34": lambda: residual(3, 4, 6, 3, bottleneck=False),
     "resnet50": lambda: residual(3, 4, 6, 3), "resnet101": lambda: residual(3, 4, 23, 3),
     "resnet152": lambda: residual(3, 8, 36, 3), "inceptionv3": branched, "vgg16": stacked, "alexnet": first,
     "wideresnet50": lambda: residual(3, 4, 6, 3, wide=2), "wideresnet101": lambda: residual(3, 4, 23, 3, wide=2),

@@ -33,7 +33,7 @@ from plait.tensors.trees import Template
 
 
 class JobFields(Struct):
-    """The fields of a job that are values, and which of the others it has. What `evaluate` and `token_budget` hold besides functions."""
+    """The fields of a job that are values, and which of the others it has. What `evaluate` and its token budget hold besides functions."""
 
     batch: int
     steps: int
@@ -45,7 +45,10 @@ class JobFields(Struct):
     ema: EMA | None
     weights: str | None
     evaluate: int | None
-    token_budget: tuple[int, bool] | None
+    tokens: int | None
+    """Of its token budget."""
+    padded: bool
+    """What counts there."""
     factor: float | None
     """What its schedule says of the first step."""
     functions: tuple[str, ...]
@@ -60,7 +63,8 @@ class JobFields(Struct):
             tensor=None if job.tensor is None else dict(job.tensor),
             weights=None if job.weights is None else str(job.weights),
             evaluate=None if job.evaluate is None else job.evaluate.every,
-            token_budget=None if job.token_budget is None else (job.token_budget.tokens, job.token_budget.padded),
+            tokens=None if job.token_budget is None else job.token_budget.tokens,
+            padded=job.token_budget is not None and job.token_budget.padded,
             factor=None if job.schedule is None else float(job.schedule(0)),
             functions=functions,
         )
@@ -77,9 +81,8 @@ class JobFields(Struct):
             made["schedule"] = lambda samples: later("schedule")(samples) if samples else self.factor
         if self.evaluate is not None:
             made["evaluate"] = Evaluate(later("evaluate.data"), later("evaluate.metrics"), self.evaluate)
-        if self.token_budget is not None:
-            tokens, padded = self.token_budget
-            made["token_budget"] = TokenBudget(tokens, later("token_budget.lengths"), padded)
+        if self.tokens is not None:
+            made["token_budget"] = TokenBudget(self.tokens, later("token_budget.lengths"), self.padded)
         return Job(**made)
 
 

@@ -29,7 +29,8 @@ from plait.engine.replay import ReplayedStep, replay
 from plait.engine.run_directory import RunDirectory
 from plait.launch import devices, fork
 from plait.planner.refusals import foresee
-from plait.report.summary import check_run, metrics
+from plait.report.run_files import json_object
+from plait.report.summary import metrics, run_folder
 from plait.tensors.norm import number
 
 FAR = 10.0
@@ -44,9 +45,7 @@ Row = dict[str, Any]
 def run(options: ReplayOptions) -> int:
     """Print what the step gives now beside what the run logged; the exit code."""
     check_range(options)
-    folder = Path(options.path)
-    folder = folder.parent / folder.readlink() if folder.is_symlink() else folder  # runs/latest
-    check_run(folder, f"plait replay {{}} --step {options.step}")
+    folder = run_folder(Path(options.path), f"plait replay {{}} --step {options.step}")
     logged = _logged(folder, options.step)
     source = RunSource.read(folder, options)
     plan = _plan(folder, options)
@@ -90,7 +89,7 @@ class RunSource:
     @staticmethod
     def read(folder: Path, options: ReplayOptions) -> "RunSource":
         """Of the run for a step of it. R012 where the files do not name a job."""
-        told, env = _json(folder / "job.json"), _json(folder / "env.json")
+        told, env = json_object(folder / "job.json", []), json_object(folder / "env.json", [])
         if Path(str(told.get("job", "")).partition(":")[0]).suffix != ".py":
             what = f"{folder} does not name the file of the job that it trained"
             why = f"job.json has {told['job']!r}, a job given as a value in Python" if "job" in told else "job.json is missing or damaged"
@@ -114,15 +113,6 @@ class RunSource:
         job = replace(job, steps=max(job.steps, options.step))
         earlier = [path for path in before if _step(path) < options.step - 1] if options.bisect else []
         return RunSource(told["job"], job, arguments, described, tuple(earlier or before), tuple(notes))
-
-
-def _json(file: Path) -> Row:
-    """The object in a file; nothing where there is none, or no object."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _step(checkpoint: Path) -> int:
@@ -249,7 +239,7 @@ def lines(found: Row, top: int) -> Iterator[str]:
     if not logged:
         yield "the run's log has no such step: it ended in it, or did not write it"
     else:
-        away = [apart(logged.get(name), found[name]) for name in ("loss", "norm")]
+        away = [relative_difference(logged.get(name), found[name]) for name in ("loss", "norm")]
         yield f"{'differs by':10}{away[0]:>24.1e}{away[1]:>24.1e}"
     for name, row in (found.get("phases") or {}).items():
         yield f"  phase {name}: loss {row['loss']:.6g}, norm {row['norm']:.6g}"
@@ -278,12 +268,12 @@ def coupled(found: Row) -> list[str]:
     total = sum(row["weight"] for row in rows)
     if not total or not math.isfinite(loss):
         return []
-    away = apart(loss, sum(row["weight"] * row["loss"] for row in rows if row["weight"]) / total)
+    away = relative_difference(loss, sum(row["weight"] * row["loss"] for row in rows if row["weight"]) / total)
     told = f"the mean of the samples' losses differs from the batch's by {away:.1e}: model or loss look at several samples together"
     return [told] if away > 1e-3 else []
 
 
-def apart(one: object, other: float) -> float:
+def relative_difference(one: object, other: float) -> float:
     """The relative difference of two numbers; 0 if neither is finite."""
     if not isinstance(one, (int, float)) or not math.isfinite(one):
         return math.inf if math.isfinite(other) else 0.0

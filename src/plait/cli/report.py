@@ -15,13 +15,14 @@ from plait.report.figures import Figures, figures
 from plait.report.page import head, page, percent
 from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
-from plait.report.summary import check_run, summary, text
+from plait.report.summary import run_folder, summary, text
 from plait.report.timeline import Timeline, ms, timeline, trace
 
 
 def run(options: ReportOptions) -> int:
     """Write the page and print its head, or what an option asks for; the exit code."""
-    folders = [p.parent / p.readlink() if p.is_symlink() else p for p in map(Path, options.paths)]  # runs/latest
+    command = "plait report {} --memory" if options.memory else "plait report {}"
+    folders = [run_folder(Path(path), command) for path in options.paths]
     if options.memory:
         return memory(folders[0], options.json)
     if options.follow:
@@ -98,7 +99,6 @@ def followed(folders: list[Path], step: int | None) -> int:
 
 def memory(folder: Path, as_json: bool) -> int:
     """Print what the fullest rank used its memory for, beside the bill of the plan where the job lies in a file. R004."""
-    check_run(folder, "plait report {} --memory")
     run = RunDirectory(folder)
     found = fullest(run.memories())
     if found is None:

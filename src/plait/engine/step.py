@@ -232,7 +232,7 @@ class StepNumbers:
     """Nothing was updated, on any rank: an fp16 overflow, or a step that was not finite and was to be left out."""
     spans: list[Span]
     """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`, and on a GPU the times are the device's.
-    Names are those of `spans.SPANS`, and under `pp` those of actions, `receive F1.3`, `F1.3` and `send F1.3`: see `sort_of`."""
+    Names are those of `SPANS`, and under `pp` those of actions, `receive F1.3`, `F1.3` and `send F1.3`: see `sort_of`."""
     by_rank: list[tuple[int, float]]
     """(samples of this step, seconds computing in the last step whose times were known) of each share; where ranks have the same,
     of the slowest."""

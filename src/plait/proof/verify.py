@@ -273,8 +273,7 @@ def _analysed(scenario: Scenario, result: fork.ForkResult[Analysis], place: Plac
     own, own_messages = scenario.analysis.own_formats, scenario.analysis.own_messages
     if scenario.seconds:
         own = _sketch(hard, scenario.plan, None, scenario.device) if own is None else own
-        step = hard if hard.batch == scenario.job.batch else formats.small(hard, scenario.plan, make_model(hard))
-        own_messages = _dry(step, scenario.plan, None, scenario.device, own)
+        own_messages = _dry(_in_small_batches(hard, scenario, partial(make_model, hard)), scenario.plan, None, scenario.device, own)
     result.put(Analysis(float64, own, messages, own_messages))
     return {}
 
@@ -401,8 +400,9 @@ def _one_device(scenario: Scenario, place: Place) -> dict[str, Any]:
         dataclasses.replace(job, data=data), scenario.steps, scenario.clip, torch.float64, scenario.device,
         moves=lambda: place.within("forward"), then=then,
     )  # fmt: skip
-    small = job if job.batch == scenario.job.batch else formats.small(job, scenario.plan, models[0].model)
-    out |= in_own_formats(small, scenario.plan, models[0], out["clip"]) if scenario.seconds else {}
+    if scenario.seconds:
+        step = _in_small_batches(job, scenario, lambda: models[0].model)
+        out |= in_own_formats(step, scenario.plan, models[0], out["clip"])
     out |= _carried(scenario.job, models[0], scenario.plan) if models and job.phases is None else {}
     return {**out, "seen": holder[0].seen, "names": []}
 
@@ -437,6 +437,11 @@ def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:
         return holder[-1]
 
     return data, holder
+
+
+def _in_small_batches(hard: Job, scenario: Scenario, model: Callable[[], torch.nn.Module]) -> Job:
+    """The job of the step in own formats: with a small batch, unless the job cannot train on fewer samples than its own."""
+    return hard if hard.batch == scenario.job.batch else formats.small(hard, scenario.plan, model())
 
 
 def in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:

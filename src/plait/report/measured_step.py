@@ -12,7 +12,7 @@ BEFORE = ("checkpoint", "evaluate", "data")
 
 
 class Span(NamedTuple):
-    """An interval of a rank's time, from `start` to `end` in seconds. Its name is one of `plait.engine.passes.SPANS` or an action."""
+    """An interval of a rank's time, from `start` to `end` in seconds. Its name is one of `plait.engine.step.SPANS` or an action."""
 
     name: str
     start: float

@@ -15,7 +15,7 @@ from plait.report.page import page
 from plait.report.picture import Series, lines, picture
 from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
-from plait.report.summary import check_run, metrics, summary, text
+from plait.report.summary import metrics, run_folder, summary, text
 from plait.report.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ class Run:
     @staticmethod
     def open(path: str | Path = "runs/latest", job: Job | None = None) -> "Run":
         """An earlier run. `job`: what it trained, for `model`, where that does not lie in a file. R003 when there is no run."""
-        folder = Path(path)
-        if folder.is_symlink():  # runs/latest
-            folder = folder.parent / folder.readlink()
-        check_run(folder, 'plait.Run.open("{}")')
-        return Run(folder, None, job)
+        return Run(run_folder(Path(path), 'plait.Run.open("{}")'), None, job)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.engine.run_directory import RunDirectory
 from plait.report.measured_step import KEPT, WARM_UP, Measured, measured_step
-from plait.report.summary import NUMBER, Row, check_run, wrong_in_metrics
+from plait.report.summary import NUMBER, Row, run_folder, wrong_in_metrics
 
 TAIL = 4 * 2**20
 """Bytes of an events file that are read, from its end: typical steps are among the last."""
@@ -78,13 +78,11 @@ class RunFiles:
     @staticmethod
     def read(path: Path, step: int | None = None) -> "RunFiles":
         """`step`: one whose events are wanted, however long ago. R003 for a folder that holds no run; what else is wrong is in the notes."""
-        if path.is_symlink():  # runs/latest
-            path = path.parent / path.readlink()
-        check_run(path, "plait report {}")
+        path = run_folder(path, "plait report {}")
         notes = list[str]()
         directory = RunDirectory(path)
         plan = _plan(path, notes)
-        told, environment = _object(path / "job.json", notes), _object(path / "env.json", notes)
+        told, environment = json_object(path / "job.json", notes), json_object(path / "env.json", notes)
         rows = _metrics(directory.metrics, notes)
         if (other := environment.get("plait", __version__)) != __version__:
             notes.append(f"The run was made by plait {other}, and this is {__version__}: what that version did not record is missing.")
@@ -119,7 +117,7 @@ def _plan(path: Path, notes: list[str]) -> Plan:
         return Plan()
 
 
-def _object(path: Path, notes: list[str]) -> dict[str, Any]:
+def json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """The JSON object in a file; empty, with a note, if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

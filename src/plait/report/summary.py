@@ -64,18 +64,21 @@ EVALUATIONS = 5
 """The last evaluations that are shown."""
 
 
-def check_run(folder: Path, command: str) -> None:
-    """R003 when the folder holds no run; `command` shows one, with {} for its folder."""
+def run_folder(path: Path, command: str) -> Path:
+    """The folder of a run, which `path` names or links to (runs/latest). R003 when it holds no run; `command` shows one, with {} for its
+    folder."""
+    folder = path.parent / path.readlink() if path.is_symlink() else path
     if not (folder / "plan.toml").is_file():
         others = sorted(str(p) for p in folder.parent.glob("*") if (p / "plan.toml").is_file())[-3:]
         fix = tuple(map(command.format, others)) or ("plait train JOB    makes one",)
         raise PlaitError(Problem("R003", f"there is no run in {folder}", fix=fix))
+    return folder
 
 
 def summary(folder: Path, rows: Sequence[Row] | None = None) -> dict[str, Any]:
     """What a run's files say. `rows`: of its metrics, if they were read. R003 when there is no run, R004 when it has made no step, R009 for rows
     that are damaged."""
-    check_run(folder, "plait report {}")
+    run_folder(folder, "plait report {}")
     rows = metrics(folder / "metrics.jsonl") if rows is None else rows
     steps = [row for row in rows if "loss" in row]
     if not steps:
