@@ -410,13 +410,18 @@ def test_a_followed_page_is_updated_and_ends_with_the_run(tmp_path: Path) -> Non
         time.sleep(0.05)
     address = said[0]
     assert address.startswith("http://127.0.0.1:")
-    fetch = lambda path, **headers: urllib.request.urlopen(urllib.request.Request(address + path, headers=headers), timeout=10).read().decode()  # noqa: E731
+
+    def fetch(path: str, **headers: str) -> str:
+        with urllib.request.urlopen(urllib.request.Request(address + path, headers=headers), timeout=10) as answer:
+            return answer.read().decode()
+
     before = fetch("version")
     assert f'data-follow="{before}"' in fetch("")
     for path, headers, code in (("etc/passwd", {}, 404), ("", {"Host": "evil.example"}, 403)):
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetch(path, **headers)
-        assert refused.value.code == code
+        with refused.value:  # holds the answer's socket
+            assert refused.value.code == code
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 4, "loss": 1.0, "samples": 32, "seconds": 0.1, "samples_per_s": 80.0}) + "\n")
     while fetch("version") == before and time.monotonic() < end:
