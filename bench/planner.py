@@ -81,9 +81,10 @@ class Planner:
             machine = replace(machine, device=replace(machine.device, peak=replace(peak, fp8=peak.fp4)))
         compiled = run.row.get("compile") == "yes"  # a plan of plait that compiles has no sequence parallelism
         wide = run.plans[0][0].precision in ("fp32", "tf32")
+        held = "alone" if stack.held == "zero" and run.plans[0][0].shares == 1 else stack.held
         software = Software(
-            *BYTES["wide" if wide else "four" if run.quantized else stack.held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
-            action=0.0, even=run.layered, tiled=stack.tiled, once=stack.once, fuses=stack.fuses or compiled,
+            *BYTES["wide" if wide else "four" if run.quantized else held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
+            action=0.0, even=run.layered, tiled=stack.tiled, once=stack.once, piece=stack.piece, fuses=stack.fuses or compiled,
             launches=stack.launches * (0.5 if compiled else 1.0), channels_last=stack.channels_last,
             hidden=stack.hidden, adds=stack.adds, attention="portable" if stack.attention == "unfused" else stack.attention,
             casts=FOUR if "fp4" in run.row["precision"] else ROWS if "rowwise" in run.row["precision"] else 1.0,

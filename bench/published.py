@@ -7,6 +7,7 @@ micro-batch or a recomputation that is not printed the planner takes what it fin
 import csv
 import re
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,11 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
     work = convolutional(row.get("model", ""), row.get("precision") == "fp32", text_of(row))
     if work is None and shape is not None:
         flash = stack.attention != "unfused" and not any(name in row["gpu"] for name in OLD)
-        work = transformer(shape, tokens, flash=flash, fused=stack.fused_loss or row.get("compile") == "yes", name=row.get("model", ""))
+        copies = 1.0 if stack.fused_loss else 2.0 if row.get("compile") == "yes" else 4.0
+        work = transformer(shape, tokens, flash=flash, copies=copies, name=row.get("model", ""))
     if work is None:
         return Run(row, why="sizes of the model not stated")
-    plans = plans_of(row, gpus, bool(shape), stack)
+    plans = plans_of(row, gpus, bool(shape), stack, shape.experts if shape else 0)
     if not plans:
         return Run(row, why="its layout does not multiply to its devices or its batch")
     rate = rate_of(row, shape, work, tokens, gpus)
@@ -151,13 +153,14 @@ def layout_of(row: dict[str, str], gpus: int) -> tuple[int, int, int] | None:
     return (tp, pp, shares) if shares and shares * tp * pp * cp == gpus else None
 
 
-def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack) -> tuple[tuple[Plan, float, float], ...]:
+def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack, experts: int) -> tuple[tuple[Plan, float, float], ...]:
     """The plans a row may mean, with the samples of a micro-batch and of a step."""
     layout = layout_of(row, gpus)
     if layout is None:
         return ()
     tp, pp, shares = layout
-    cp, ep = (int(number(row, key, 1)) or 1 for key in ("cp", "ep"))
+    cp = int(number(row, "cp", 1)) or 1
+    spread = [int(number(row, "ep"))] if row.get("ep") else [n for n in SIZES if n == 1 or (shares % n == 0 and experts % n == 0 and n <= experts)]
     batch, size = number(row, "global_batch"), number(row, "micro_batch")
     deep = 4 * pp if pp > 1 else 1  # micro-batches of a step whose batch nobody printed
     sizes = [size] if size else SIZES
@@ -168,24 +171,22 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack) -> tup
         again = ["none", "selective"] if recipe(row) else ["none", "selective", "full"]
     stretched = row.get("recompute") != "full" or "torchtitan" in row["source"]
     note = row.get("note", "")
+    said = note if "offload" in note.lower() else row.get("table_or_file") or ""  # a table's heading is of all of its rows
     away = "none"
-    if re.search(r"offload(?! N)|Offload", note):
-        away = "all" if re.search(r"ZeRO-3 (with CPU )?offload|ZeRO-Infinity|param\w* offload(?! N)", note) else "optimizer"
+    if re.search(r"offload(?! N)|Offload", said):
+        away = "all" if re.search(r"ZeRO-3 (with CPU )?offload|ZeRO-Infinity|Full Offload|param\w* offload(?! N)", said) else "optimizer"
     ways: dict[str, Any] = {"context": "ulysses"} if cp > 1 and re.search(r"(?i)ulysses|a2a cp|cp a2a", note) else {}
     found = []
     for zero, fsdp in sharded(row, shares, stack, pp):
         if stack.over_cp and cp > 1 and zero == 3:
             ways["shard_over_cp"] = True
-        plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, ep=min(ep, gpus), zero=zero or 3,
+        plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, zero=zero or 3,
                     precision=precision_of(row), sequence_parallel=tp > 1 and stretched, offload=away)  # fmt: skip
-        for each in sizes:
+        for each, ep in product(sizes, spread):
             micro = max(1, round(batch / shares / each)) if batch else deep
-            order = schedule_of(row, pp, micro) | ways
-            for word in again:
-                total = batch or each * shares * micro
-                found.append(
-                    (replace(plan, microbatches=micro, recompute=word, **order), total / shares / micro, total)
-                )
+            order = schedule_of(row, pp, micro) | ways | {"ep": max(1, min(ep, gpus))}
+            total = batch or each * shares * micro
+            found += [(replace(plan, microbatches=micro, recompute=word, **order), total / shares / micro, total) for word in again]
     return tuple(found)
 
 
@@ -228,7 +229,7 @@ def sharded(row: dict[str, str], shares: int, stack: Stack, pp: int) -> list[tup
         return [(0, 1)]
     if re.search(r"data_parallel|\bDDP\b|DistributedDataParallel", row.get("note", "")):
         return [(0, 1)]
-    if recipe(row):  # all of them have the distributed optimizer
+    if recipe(row) or stack.held == "zero":  # all of them have the distributed optimizer
         return [(1, shares)]
     return [(0, 1), (1, shares)] + [(3, shares)] * (stack.held in ("fsdp2", "pure") and pp == 1)
 

@@ -240,8 +240,9 @@ def usual(billions: float, gated: bool, vocab: int = 51200, hidden: int = 0) -> 
     return Shape(layers, wide, 8 * wide // 3 if gated else 4 * wide, vocab=vocab, gated=gated)
 
 
-def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, name: str = "") -> Workload:
-    """One sample is a sequence of so many tokens; sizes in elements. `fused`: the loss keeps no 32-bit copy of the logits."""
+def transformer(shape: Shape, tokens: int, *, flash: bool, copies: float = 4.0, name: str = "") -> Workload:
+    """One sample is a sequence of so many tokens; sizes in elements. `copies`: of the logits, which the loss keeps: as printed, in
+    32 bits (two), and their gradient; of a compiled loss the first and the last, of one that works in place one."""
     shape = replace(shape, ffn=shape.ffn or 4 * shape.hidden, heads=shape.heads or max(1, shape.hidden // 128))
     shape = replace(shape, kv=shape.kv or shape.heads, head=shape.head or shape.hidden // shape.heads)
     attentions = shape.layers if shape.attentions < 0 else shape.attentions
@@ -268,7 +269,7 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, 
     rows = s * shape.predicted
     head = PlannedProduct(rows, h, v, cut="columns")
     own = (0 if shape.tied else v * h) + shape.more * 1e9
-    logits, copies = rows * v, 1.0 if fused else 4.0  # as printed, in 32 bits, and their gradient
+    logits = rows * v
     blocks.append(
         Block("head", products=(head,), weights=own, weights_cut=own, moved=8 * logits + 6 * s * h, moved_cut=8 * logits,
               kept=copies * logits + 2 * s * h, kept_cut=copies * logits, given=s * h, out=s * h, kernels=14, handovers=1)

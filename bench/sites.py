@@ -10,17 +10,20 @@ from plait.config.machine import Machine
 
 ALIASES = (
     ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"), ("H20", "h20"),
-    ("H100-96GB", "h100-96gb"), ("H100[- ](PCIe|NVL)", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
-    ("A100.*[^0-9]40", "a100-40gb"), ("A100[- ]PCIe", "a100-pcie"), ("A100", "a100"), ("A10G", "a10g"), ("A10", "a10"), ("A30", "a30"),
-    ("A40", "a40"), ("TPU ?v4", "tpu-v4"), ("TPU ?v5(e|[- ]?lite)", "tpu-v5e"),
+    ("H100-96GB", "h100-96gb"), ("H100 NVL", "h100-nvl"), ("H100 PCIe", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
+    ("A100.*[^0-9]40", "a100-40gb"), ("A100.*PCIe", "a100-pcie"), ("A100", "a100"), ("A10G", "a10g"), ("A10", "a10"), ("A30", "a30"),
+    ("A40", "a40"), ("TPU ?v4", "tpu-v4"), ("TPU ?v5(e| lite)", "tpu-v5e"),
     ("TPU ?v5p", "tpu-v5p"), ("TPU ?v6e|Trillium", "tpu-v6e"), ("TPU ?v3", "tpu-v3"),
     ("V100-SXM3", "v100-dgx2"), ("V100.*[^0-9]16", "v100-16gb"), ("V100", "v100"), ("P100", "p100"), ("P40", "p40"), ("K80", "k80"),
     ("TITAN RTX", "titan-rtx"), ("MI300X", "mi300x"), ("MI325X", "mi325x"), ("MI355X", "mi355x"), ("MI350X", "mi350x"), ("MI250X?", "mi250x"),
-    ("MI210", "mi210"), ("Gaudi[- ]?2", "gaudi2"), ("Gaudi[- ]?3", "gaudi3"), ("(RTX )?PRO 6000", "rtx-pro-6000"),
+    ("MI210", "mi210"), ("Gaudi 2", "gaudi2"), ("Gaudi 3", "gaudi3"), ("(RTX )?PRO 6000", "rtx-pro-6000"),
     ("RTX 6000.*(Ada|48)|6000 Ada", "rtx-6000-ada"), ("RTX 8000", "quadro-rtx-8000"), ("RTX 6000", "quadro-rtx-6000"), ("(RTX )?A6000", "rtx-a6000"),
-    ("(RTX )?A5000", "rtx-a5000"), ("(RTX )?5090", "rtx-5090"), ("(RTX )?5080", "rtx-5080"), ("(RTX )?4090", "rtx-4090"),
-    ("(RTX )?4080", "rtx-4080"), ("(RTX )?3090", "rtx-3090"), ("(RTX )?3080", "rtx-3080"), ("(RTX )?2080 ?Ti", "rtx-2080-ti"),
-    ("(GTX )?1080 ?Ti", "gtx-1080-ti"), ("L40S", "l40s"), ("L40", "l40"), ("T4", "t4"), ("L4", "l4"),
+    ("(RTX )?A5000", "rtx-a5000"), ("(RTX )?A4000", "rtx-a4000"), ("(RTX )?5070 ?Ti", "rtx-5070-ti"), ("(RTX )?5090", "rtx-5090"),
+    ("(RTX )?5080", "rtx-5080"), ("(RTX )?4090", "rtx-4090"), ("(RTX )?4080", "rtx-4080"), ("(RTX )?3090", "rtx-3090"),
+    ("(RTX )?3080 ?Ti", "rtx-3080-ti"),
+    ("(RTX )?3080", "rtx-3080"), ("(RTX )?4070 ?Ti", "rtx-4070-ti"), ("(RTX )?4070", "rtx-4070"), ("(RTX )?4060 ?Ti", "rtx-4060-ti"),
+    ("(RTX )?3070", "rtx-3070"), ("(RTX )?3060", "rtx-3060"), ("TITAN V", "titan-v"), ("MI100", "mi100"), ("(RTX )?2080 ?Ti", "rtx-2080-ti"),
+    ("(RTX )?2080", "rtx-2080"), ("(GTX )?1080 ?Ti", "gtx-1080-ti"), ("L40S", "l40s"), ("L40", "l40"), ("T4", "t4"), ("L4", "l4"),
 )  # fmt: skip
 """What is in a row's name of a device, and its data sheet; the first that fits."""
 

@@ -7,19 +7,21 @@ are unseen leaves out the stacks of which only the sources that are predicted ha
 
 import re
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
 Kernels = Literal["unfused", "earlier", "portable", "tuned"]
 """Of attention: none, or a generation of `formulas.Attention`."""
 BYTES = {
     "wide": (4.0, 4.0, 8.0, 4.0), "fsdp2": (4.0, 4.0, 8.0, 2.0), "megatron": (2.0, 4.0, 12.0, 2.0), "nemo": (2.0, 2.0, 12.0, 2.0),
-    "zero": (2.0, 2.0, 20.0, 2.0), "pure": (2.0, 2.0, 4.0, 2.0), "four": (0.55, 2.0, 4.0, 2.0),
+    "zero": (2.0, 2.0, 20.0, 2.0), "alone": (2.0, 2.0, 16.0, 2.0), "pure": (2.0, 2.0, 4.0, 2.0), "four": (0.55, 2.0, 4.0, 2.0),
 }  # fmt: skip
 """Bytes of an element of weights, gradients, optimizer state and messages.
 
 `wide`: 32-bit training, and autocast. `fsdp2`: 16-bit weights are made while they are gathered. `megatron`: 16-bit weights, 32-bit sums of
 gradients, 32-bit weights and two moments; `nemo`: 16-bit sums. `zero`: 16-bit weights and gradients, and of what is sharded 32-bit weights,
-two moments and two buffers of gradients. `pure`: all in 16 bits. `four`: frozen weights in 4 bits, with scales of blocks (QLoRA, arXiv 2305.14314).
+two moments and two buffers of gradients; `alone`: one of them, where there is nobody to send the other to. `pure`: all in 16 bits. `four`: frozen
+weights in 4 bits, with scales of blocks (QLoRA, arXiv 2305.14314).
 """
 
 
@@ -43,6 +45,8 @@ class Stack:
     """Messages of tp go tile by tile beside matmuls."""
     once: bool = True
     """Under pp, weights are gathered once a step (torchtitan's docs/fsdp.md)."""
+    piece: float = inf
+    """Elements of weights that one message gathers at most."""
     fused_loss: bool = False
     """The loss keeps no 32-bit logits."""
     channels_last: bool = False
@@ -100,8 +104,8 @@ STACKS = (
     Stack("torchtune", r"torchtune|axolotl|trl\b|peft|PEFT|LLaMA-Factory|alignment", "their recipes: models loaded in bf16",
           attention="portable", portable=True, overlapped=True, held="pure"),
     Stack("timm", r"timm|pytorch-image-models", "its benchmark.py: autocast, channels last where it says so"),
-    Stack("DeepSpeed", r"DeepSpeed|ZeRO", "DeepSpeed: gradients and gathers overlap (`overlap_comm`)", attention="portable", portable=True,
-          overlapped=True, held="zero"),
+    Stack("DeepSpeed", r"DeepSpeed|ZeRO", "its configuration: gradients and gathers overlap, 5e7 elements at once (`stage3_prefetch_bucket_size`)",
+          attention="portable", portable=True, overlapped=True, held="zero", piece=5e7),
     Stack("FSDP", r"FSDP|fms-fsdp|nanotron|nnscaler|Colossal", "torch's FSDP and SDPA", attention="portable", portable=True,
           overlapped=True, held="fsdp2"),
 )  # fmt: skip

@@ -229,7 +229,7 @@ def test_a_link_that_no_source_gives_is_not_guessed() -> None:
         machine.all_reduce(1e9, 16)
     assert "NVLink3 (cut) (8 devices)" in str(caught.value)
     with pytest.raises(PlaitError, match="M013"):
-        Machine.named("tpu-v4x4").all_reduce(1.0, 4)
+        Machine.named("gh200x4").all_reduce(1.0, 4)
 
 
 def test_times_follow_place() -> None:

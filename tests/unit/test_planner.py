@@ -557,6 +557,23 @@ def test_rows_that_travel_while_others_compute_are_hidden() -> None:
     assert 0 < hidden < shown
 
 
+def test_a_row_goes_to_a_rank_once() -> None:
+    """With the vendor's dispatcher, whatever number of its experts are there: of 8 choices among 2 ranks, to 1.99 of them."""
+    routed = Block("experts", 1, (PlannedProduct(8192.0, 64, 64), PlannedProduct(65536, 64, 64, experts=8)), 0.0, experts=8 * 64.0**2, given=1.0,
+                   out=1.0, kernels=1, routed=65536.0 * 2**20)  # fmt: skip
+    paces = [TimeModel(Workload("", (routed,)), Machine.named("h100x8"), Software(portable=portable)) for portable in (False, True)]
+    for ep in (2, 8):
+        once, each = (pace.exchanged(routed, Plan(ep=ep, dp=8, precision="bf16"), 1) for pace in paces)
+        assert once / each == pytest.approx(ep * (1 - (1 - 1 / ep) ** 8) / 8, rel=0.01)
+
+
+def test_weights_gathered_in_pieces_pay_for_each() -> None:
+    block = Block("layer", 1, (PlannedProduct(64, 16384, 16384),), 4 * 16384.0**2, given=1.0, out=1.0, kernels=1)
+    waits = [estimate(TimeModel(Workload("", (block,)), Machine.named("a100x8x64"), Software(piece=piece)), Plan(fsdp=512, precision="bf16"), 1)
+             .parts["gradients"] for piece in (1e12, 5e8, 5e7)]  # fmt: skip
+    assert waits[0] < waits[1] < waits[2]
+
+
 def test_frozen_weights_that_are_sharded_are_gathered() -> None:
     """Adapters' gradients are nothing to send; what they adapt is gathered all the same."""
     block = Block("layer", 4, (PlannedProduct(64, 4096, 4096),), 4096.0**2, given=1.0, out=1.0, kernels=1)

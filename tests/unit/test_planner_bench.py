@@ -193,9 +193,11 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
 
 @pytest.mark.parametrize(
     ("said", "sheet"),
-    [("A100-SXM4-40GB", "a100-40gb"), ("A100 80GB PCIe", "a100"), ("A40", "a40"), ("A4000", None), ("RTX A6000", "rtx-a6000"), ("H20", "h20"),
+    [("A100-SXM4-40GB", "a100-40gb"), ("A100 80GB PCIe", "a100-pcie"), ("A40", "a40"), ("A2000", None), ("A4000", "rtx-a4000"), ("RTX A6000", "rtx-a6000"), ("H20", "h20"),
      ("RTX 6000 Ada", "rtx-6000-ada"), ("RTX 6000", "quadro-rtx-6000"), ("RTX PRO 6000 Blackwell", "rtx-pro-6000"), ("RTX4090", "rtx-4090"),
-     ("GeForce RTX 5090", "rtx-5090"), ("L40S", "l40s"), ("L4", "l4"), ("MI250X", "mi250x"), ("H200-SXM-141GB", "h200")],
+     ("GeForce RTX 5090", "rtx-5090"), ("L40S", "l40s"), ("L4", "l4"), ("MI250X", "mi250x"), ("H200-SXM-141GB", "h200"),
+     ("H100 PCIe", "h100-pcie"), ("H100-PCIe-80GB", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"), ("A100 PCIe 80GB", "a100-pcie"),
+     ("TPU v5litepod-16", "tpu-v5e"), ("RTX 3080 Ti", "rtx-3080-ti"), ("RTX 4070 Ti", "rtx-4070-ti"), ("RTX 4070", "rtx-4070"), ("Gaudi2", "gaudi2")],
 )  # fmt: skip
 def test_a_device_has_its_own_data_sheet(said: str, sheet: str | None) -> None:
     found = machine_of({"gpu": said, "gpus": "1"})
@@ -222,6 +224,23 @@ def test_what_a_row_says_of_its_software() -> None:
     assert [plan.dp for plan, *_ in plain.plans] == [8] * len(plain.plans) and {plan.fsdp for plan, *_ in lora.plans} == {8}
     ring, heads = (run_of(row | {"note": note, "cp": "8"}).plans[0][0].context for note in ("", "Ulysses"))
     assert (ring, heads) == ("ring", "ulysses")
+
+
+def test_a_mixture_whose_exchange_is_not_printed_may_have_any() -> None:
+    row = ROW | {"model": "GPT-OSS 20B", "layers": "", "hidden": "", "tp": "1", "dp": "16"}
+    assert {plan.ep for plan, *_ in run_of(row).plans} == {1, 2, 4, 8, 16} and {plan.ep for plan, *_ in run_of(row | {"ep": "8"}).plans} == {8}
+    assert {plan.ep for plan, *_ in run_of(ROW).plans} == {1}, "a model without experts"
+
+
+def test_a_table_of_offloaded_runs_says_it_once() -> None:
+    row = ROW | {"note": "", "table_or_file": "HF + Deepspeed Zero 3 + Full Offload", "fsdp_or_zero_stage": "3", "tp": "1", "dp": "16"}
+    assert {plan.offload for plan, *_ in run_of(row).plans} == {"all"}
+    assert {plan.offload for plan, *_ in run_of(row | {"note": "optimizer offload Y param offload N"}).plans} == {"optimizer"}
+
+
+def test_megatron_deepspeed_shards_its_optimizer() -> None:
+    row = ROW | {"note": "Megatron-DeepSpeed", "micro_batch": "2", "precision": "fp16"}
+    assert {(plan.zero, plan.fsdp) for plan, *_ in run_of(row).plans} == {(1, 8)}
 
 
 @pytest.mark.prove

@@ -254,11 +254,11 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     unit = late.TOGETHER
     apart = machine.all_reduce(unit, replicas, late.apart(plan, "dp")) * elements * software.sent / f / unit if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
-        gather = sum(machine.all_gather(formulas.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
-        scatter = sum(machine.reduce_scatter(formulas.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)
+        sizes = [(formulas.weights(b, plan), n) for b, _, n in own]
+        gather = sum(machine.all_gather(w / (k := ceil(w / software.piece) or 1) * item(plan), f, inner) * k * n for w, n in sizes)
+        scatter = sum(machine.reduce_scatter(w * part * software.sent, f, inner) * n for w, n in sizes)
         if software.once and plan.pp > 1:
-            first, last = plan.microbatches * forward, plan.microbatches * backward
-            return {"gradients": pace.exposed(gather, first) + pace.exposed(scatter + apart, last)}
+            return {"gradients": pace.exposed(gather, plan.microbatches * forward) + pace.exposed(scatter + apart, plan.microbatches * backward)}
         each = pace.exposed(gather, forward) + pace.exposed(gather + scatter, backward)
         return {"gradients": plan.microbatches * each + pace.exposed(apart, backward)}
     if f > 1:

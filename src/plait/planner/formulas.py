@@ -15,7 +15,7 @@ ranks, here alone: as much as the ranks of a plan's table have on average (`test
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import ceil
+from math import ceil, inf
 from typing import Any, Literal
 
 from plait.config.hardware import Rates
@@ -138,6 +138,8 @@ class Software:
     """Rows travel to experts and back while those of another micro-batch compute."""
     once: bool = False
     """Under pp, weights that are sharded are gathered once a step, not once a micro-batch."""
+    piece: float = inf
+    """Elements of weights that one message gathers at most."""
     adds: bool = True
     """An operator of its own adds the gradients of micro-batches up, not the matmul that makes them."""
     fuses: bool = False
@@ -258,13 +260,10 @@ class TimeModel:
         if product.fused:
             needed = flops / (2 if product.causal else 1) / (peak * self.attention(product, plan))
             return product.times * (needed + 2 * fitted.ramp)
-        held = product.experts / plan.ep if product.experts else 1.0
-        apart = fitted.apart * held if product.experts else 0.0
+        held = product.experts / plan.ep or 1.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
-        rate = peak * self.reach(precision, flops)
-        if product.convolution and not self.software.cores:
-            rate *= self.convolved(precision)
-        return product.times * (max((flops + self.unfilled(inner)) / rate + self.ramp, size / self.stream) + apart)
+        rate = peak * self.reach(precision, flops) * (self.convolved(precision) if product.convolution and not self.software.cores else 1.0)
+        return product.times * (max((flops + self.unfilled(inner)) / rate + self.ramp, size / self.stream) + fitted.apart * product.experts / plan.ep)
 
     def peak(self, precision: str) -> float:
         """flop/s of the data sheet; of the nearest wider format, where it has none for this one."""
@@ -381,9 +380,10 @@ class TimeModel:
         if plan.token_dispatcher == "allgather":
             size *= plan.ep / choices
             return self.machine.all_gather(size, plan.ep, stride) + self.machine.reduce_scatter(size, plan.ep, stride)
-        nodes = -(-plan.ep * stride // self.machine.devices_per_node)
-        if nodes > 1 and not self.software.portable:  # a row goes to a node once, whatever number of its experts are there
-            size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
+        if not self.software.portable:  # a row goes once to a node, and on one node to a rank, whatever number of its experts are there
+            nodes = -(-plan.ep * stride // self.machine.devices_per_node)
+            places = nodes if nodes > 1 else plan.ep
+            size *= places * (1 - (1 - 1 / places) ** choices) / choices
         return 2 * self.machine.all_to_all(size, plan.ep, stride)
 
     def rotated(self, block: Block, plan: Plan, samples: float, attention: float) -> float:
