@@ -193,7 +193,8 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
 
 @pytest.mark.parametrize(
     ("said", "sheet"),
-    [("A100-SXM4-40GB", "a100-40gb"), ("A100 80GB PCIe", "a100-pcie"), ("A40", "a40"), ("A2000", None), ("A4000", "rtx-a4000"), ("RTX A6000", "rtx-a6000"), ("H20", "h20"),
+    [("A100-SXM4-40GB", "a100-40gb"), ("A100 80GB PCIe", "a100-pcie"), ("A40", "a40"),
+     ("A2000", None), ("A4000", "rtx-a4000"), ("RTX A6000", "rtx-a6000"), ("H20", "h20"),
      ("RTX 6000 Ada", "rtx-6000-ada"), ("RTX 6000", "quadro-rtx-6000"), ("RTX PRO 6000 Blackwell", "rtx-pro-6000"), ("RTX4090", "rtx-4090"),
      ("GeForce RTX 5090", "rtx-5090"), ("L40S", "l40s"), ("L4", "l4"), ("MI250X", "mi250x"), ("H200-SXM-141GB", "h200"),
      ("H100 PCIe", "h100-pcie"), ("H100-PCIe-80GB", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"), ("A100 PCIe 80GB", "a100-pcie"),
