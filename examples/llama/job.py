@@ -7,6 +7,7 @@ The model is the one of the `transformers` package (pip install plait[transforme
 A token is a byte, whatever the vocabulary. The sketch of the largest size needs no memory for its weights.
 """
 
+import os
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -39,7 +40,11 @@ def corpus() -> Tensor:
     """The source of the standard library as one row of bytes, in the order of the file names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
-    files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    files = list[Path]()
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in skip]  # the others are not looked into
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     return torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in files)), dtype=torch.uint8)
 
 

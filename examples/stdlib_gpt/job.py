@@ -7,6 +7,7 @@ Everything here is ordinary PyTorch for one device. plait reads the last functio
 """
 
 import hashlib
+import os
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,11 @@ def corpus() -> Tensor:
     """The source of the standard library as one row of bytes, in the order of the file names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
-    files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    files = list[Path]()
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in skip]  # the others are not looked into
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     text = bytearray(b"\n".join(p.read_bytes() for p in files))
     digest = hashlib.sha256(text).hexdigest()[:12]
     print(f"corpus  Python standard library, {len(text) / 1e6:.1f} MB, sha256 {digest}", flush=True)

@@ -172,7 +172,7 @@ def test_what_cannot_be_shared_out_is_refused(job: Any, plan: str, code: str) ->
 
 
 def test_a_torch_that_knows_one_mesh_cannot_shard_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "ShardPlacementResult", None)
+    monkeypatch.setattr(groups, "fsdp_placement", object)
     with pytest.raises(PlaitError, match="a mesh of their own") as caught:
         verify(dataclasses.replace(jobs_moe.gpt(), batch=24), Plan.parse("fsdp=4 ep=2"))
     assert caught.value.codes == ["H010"]

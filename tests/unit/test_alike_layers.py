@@ -113,6 +113,15 @@ def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model(rows(2)).shape == (2, 6, 64)
 
 
+def test_reasons_that_name_other_layers_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in OLMoE, where nothing can be sliced: what is said of layer 1 names layers 0 and 1, and is wrong of layer 2."""
+    monkeypatch.setattr(alike, "LARGE_MODEL", 0)
+    model = Model("plain")
+    known = alike.found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "its code cannot run on a slice"),)))
+    guessed = alike.found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "what layers.0.down returns reaches layers.1.up"),)))
+    assert known is not None and guessed is None
+
+
 @pytest.mark.parametrize("change", [
     lambda layer: setattr(layer, "heads", 2), lambda layer: setattr(layer, "forward", layer.forward), lambda layer: layer.eval(),
     lambda layer: layer.register_forward_hook(lambda *_: None), lambda layer: layer.norm.weight.requires_grad_(False),

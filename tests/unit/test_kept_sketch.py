@@ -94,6 +94,12 @@ def test_a_second_plan_runs_nothing_of_the_job(job: Path, monkeypatch: pytest.Mo
     assert answer(asked(job, batch=32))["batch"] == 32
 
 
+def test_what_a_second_plan_does_not_need_is_not_imported() -> None:
+    large = {"torch._dynamo", "sympy", "triton", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers"}
+    code = f"import sys, plait.cli.plan; print(*{large} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
 def test_what_was_kept_calls_the_job_for_the_rest(job: Path) -> None:
     asked(job)
     second = asked(job)

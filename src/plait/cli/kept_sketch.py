@@ -29,6 +29,7 @@ from plait.parallel.fsdp.optimizer_check import OptimizerKind, OptimizerMismatch
 from plait.planner.formulas import Software
 from plait.planner.from_sketch import Cuts
 from plait.planner.question import JobLimits, PlanRequest, sped
+from plait.tensors.torch_private import warm_up
 from plait.tensors.trees import Template
 
 
@@ -147,6 +148,8 @@ def request(options: PlanOptions, machine: Machine, *, split: bool, tp: bool, sa
     if not options.fresh and (found := kept.load(key)) is not None:
         with suppress(DecodeError, ValueError):  # of another version that has the same files
             return _restored(Findings.unpacked(found.content), found.age, loaded, options, machine)
+    with kept.same_environment():
+        warm_up()  # torch makes a folder, and names it in the environment, as it is imported
     with kept.FileWatch() as watch:
         asked = PlanRequest.of(_made(loaded, options), options.job, machine, split=split, tp=tp, say=say)
         findings = None if watch.reason else Findings.of(replace(asked, job=loaded()))

@@ -43,10 +43,11 @@ from plait.parallel.rank_setup import RankSetup
 from plait.parallel.tensor import choose
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors import opaque_code
+from plait.tensors.fake import FAKE_FAILURES
 from plait.tensors.float64 import proof_format
 from plait.tensors.modules import device_of, loss_kept, state_kept
 from plait.tensors.parameters import ParameterAttributes, ParameterHooks
-from plait.tensors.torch_private import BatchNormBase, fake_failures, own_buffers, tree_leaves, tree_map_only
+from plait.tensors.torch_private import BatchNormBase, own_buffers, tree_leaves, tree_map_only
 
 ROUNDINGS, MOST = 1000, 0.05
 """A difference counts from this many roundings of the largest value, or from this share of it."""
@@ -203,7 +204,7 @@ def _sketched(setup: RankSetup, made: BuiltModel) -> Sketch:
     of = lambda model: sketch(model, lambda n: setup.samples(n, at)[0], run, setup.job.units, judge)  # noqa: E731
     if not made.on_host:
         return of(made.fake)
-    with suppress(*fake_failures()):
+    with suppress(*FAKE_FAILURES):
         found = of(made.fake)
         if not found.by_values:
             return found

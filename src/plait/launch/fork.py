@@ -181,9 +181,9 @@ def _warm_up() -> None:
     if why := forkable.spoilt():
         raise PlaitError(unforkable(why))
 
-    from plait.tensors.torch_private import warm_dynamo
+    from plait.tensors.torch_private import warm_up
 
-    warm_dynamo()  # the first optimizer imports it lazily, in every worker
+    warm_up()
     import torch.distributed
 
     torch.set_num_threads(1)

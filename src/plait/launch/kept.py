@@ -118,6 +118,15 @@ def unnoted() -> Iterator[None]:
         active |= before
 
 
+@contextmanager
+def same_environment() -> Iterator[None]:
+    """What code in it adds to the environment, of which keys are made, is removed again."""
+    before = {*os.environ}
+    yield
+    for name in {*os.environ} - before:
+        del os.environ[name]
+
+
 @cache
 def _active() -> set[FileWatch]:
     """The watches under way. There is one hook, since Python removes none."""

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.tensors.fake import FAKE_FAILURES
 from plait.tensors.modules import put_parameters
 from plait.tensors.parameters import like
 from plait.tensors.torch_private import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    fake_failures,
     is_seeded,
     schema,
     storage_key,
@@ -265,7 +265,7 @@ def defer(
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), noting:
             warnings.simplefilter("ignore")  # whatever it is, the second run will say it
             fake = make()
-    except fake_failures():
+    except FAKE_FAILURES:
         return None
     if sum(p.nbytes for p in fake.parameters()) < WORTH:
         return None

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
@@ -57,8 +56,8 @@ def make_local(model: nn.Module) -> None:
 
 
 CPU = torch.device("cpu")
-WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-"""Modules of torch that sum gradients over ranks, or gather parameters."""
+WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+"""Where torch defines modules that sum gradients over ranks, or gather parameters."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def in_training(model: nn.Module) -> nn.Module:
 def _supported(model: nn.Module) -> None:
     _on_one_device(model)
     for name, module in model.named_modules():
-        if isinstance(module, WRAPPERS):
+        if any(base.__module__.startswith(WRAPPERS) for base in type(module).__mro__):
             what = f"{name or 'the model'} is wrapped in {type(module).__name__}, which communicates by itself"
             raise one_device.communicates(what)
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]

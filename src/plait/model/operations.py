@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from plait.tensors.torch_private import OpOverload, schema, storage_key
 from plait.tensors.trees import NOTHING, ProbeSizes, Template, flat
@@ -22,6 +21,8 @@ from plait.tensors.trees import NOTHING, ProbeSizes, Template, flat
 
 def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     """What one call of an operator such as `torch.ops.aten.mm.default` computes."""
+    from torch.utils.flop_counter import flop_registry  # imports triton, for who runs a model
+
     packet = func.overloadpacket
     formula = OURS.get(packet) or flop_registry.get(packet)
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)

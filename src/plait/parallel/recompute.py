@@ -40,7 +40,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -192,6 +191,8 @@ class _Keeping(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        from torch.utils.flop_counter import flop_registry  # imports triton
+
         if func.overloadpacket not in flop_registry and "attention" not in func.overloadpacket.__name__:
             return func(*args, **(kwargs or {}))
         self.calls[func] += 1

@@ -18,7 +18,6 @@ from plait.tensors.torch_private import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    fake_failures,
     fakes_around,
     is_seeded,
     schema,
@@ -26,6 +25,8 @@ from plait.tensors.torch_private import (
 )
 from plait.tensors.trees import flat
 
+FAKE_FAILURES = RuntimeError, TypeError
+"""What a model raises on fake tensors when it looks at values (``.item()``, ``if x.sum() > 0``)."""
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
 
@@ -111,7 +112,7 @@ class RealConstants(TorchDispatchMode):
         try:
             with self.fakes:
                 shapes = list(flat(func(*args, **kwargs)))
-        except fake_failures():  # its values say how much there is: no more than it is given
+        except FAKE_FAILURES:  # its values say how much there is: no more than it is given
             return True
         return all(map(_is_reachable, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= CONSTANT
 

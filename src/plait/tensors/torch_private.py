@@ -10,23 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed import ProcessGroup, _functional_collectives, _meta_registrations, distributed_c10d
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FsdpReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils import checkpoint, hooks
@@ -45,14 +36,17 @@ from torch.utils._pytree import (
     tree_unflatten,
 )  # fmt: skip
 
+if TYPE_CHECKING:  # a second to import, for ranks with shards alone
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 
 GraphExecGroup = checkpoint.GraphExecGroup
-ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
-"""What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
-    "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "FakeTensor", "FsdpAllGather", "FsdpReduceScatter", "OpOverload",
-    "TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "BatchNormBase", "DropoutBase", "FakeTensor", "OpOverload", "TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 """What others import from here under torch's own name."""
 vars(_meta_registrations)["random"] = random.Random(0)
@@ -172,14 +166,15 @@ def check_dims(norm: BatchNormBase, input: Tensor) -> None:
     norm._check_input_dim(input)
 
 
-def warm_dynamo() -> None:
-    """Import torch._dynamo, which the first optimizer would import."""
-    import torch._dynamo  # noqa: F401
+def warm_up() -> None:
+    """Import what one of a rank's optimizer, shards and recomputation would import."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.utils.flop_counter  # noqa: F401
 
 
 def let_compile(times: int) -> None:
-    """Let one function be compiled so many times for inputs that differ, and compare the hooks of modules before what was
-    compiled for one is run for another."""
+    """Let one function be compiled so often for inputs that differ, and compare modules' hooks before what was compiled for one runs for another."""
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, times)
@@ -199,11 +194,6 @@ def compiled_so_far() -> tuple[int, int]:
 def is_seeded(op: object) -> bool:
     """Whether an operator draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-
-
-def fake_failures() -> tuple[type[BaseException], ...]:
-    """What a model raises on fake tensors when it looks at values (``.item()``, ``if x.sum() > 0``)."""
-    return (UnsupportedFakeTensorException, GuardOnDataDependentSymNode, RuntimeError, NotImplementedError, TypeError)
 
 
 def held_on_meta(t: Tensor) -> bool:
@@ -270,42 +260,48 @@ def local_of(t: Tensor) -> Tensor:
     return getattr(t, "_local_tensor", t)
 
 
-def exchange_by(module: FSDPModule, scatter: FsdpReduceScatter, gather: FsdpAllGather | None) -> None:
-    """How FSDP2 sums the gradients of a module's parameters, on every mesh they lie on; and, unless `gather` is None, how it
-    gathers them: without waiting for it."""
+def fsdp_placement() -> Any:
+    """Where torch has `FSDPMeshInfo` and, since torch 2.12, `ShardPlacementResult`, by which a parameter of a module lies on another mesh."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    return _fsdp_common
+
+
+def exchange_by(module: "FSDPModule", scatter: Callable[..., None], gather: Callable[..., Any] | None) -> None:
+    """How FSDP2 sums gradients of a module's parameters, on every mesh they lie on, and, unless `gather` is None, gathers them: not waiting."""
     for group in _param_groups(module._get_fsdp_state()):
-        group._reduce_scatter_comm, group._all_gather_comm = scatter, gather or group._all_gather_comm
+        group._reduce_scatter_comm, group._all_gather_comm = scatter, gather or group._all_gather_comm  # pyrefly: ignore[bad-assignment]
         group.unshard_async_op = gather is not None
 
 
-def gather_ahead(module: FSDPModule) -> None:
+def gather_ahead(module: "FSDPModule") -> None:
     """Begin to gather a sharded module's parameters for its forward pass, as FSDP2 does where it gathers ahead by itself: on its own
     streams. What its `unshard` begins asynchronously waits in line with what the current stream computes."""
     for group in _param_groups(module._get_fsdp_state()):
-        FSDPParamGroup._prefetch_unshard(group, "forward")
+        type(group)._prefetch_unshard(group, "forward")
 
 
-def sum_after(module: FSDPModule, hook: Callable[[Tensor], None]) -> None:
+def sum_after(module: "FSDPModule", hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with each summed part of a module's gradients, before it is used, on FSDP2's stream for all-reduces. Its own
     `set_all_reduce_hook` refuses parameters that lie on several meshes."""
     for group in _param_groups(module._get_fsdp_state()):
         group._all_reduce_hook = hook
 
 
-def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
+def _param_groups(state: "FSDPState") -> "list[FSDPParamGroup]":
     """The groups of parameters of a sharded module: one for each mesh they lie on. (torch 2.11 knows one mesh.)"""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def sharded_here(module: FSDPModule) -> list[tuple[Tensor, Tensor | None]]:
+def sharded_here(module: "FSDPModule") -> list[tuple[Tensor, Tensor | None]]:
     """The parameters gathered with this sharded module: (this rank's part, what the model's code sees, once it was gathered)."""
     held = [p for group in _param_groups(module._get_fsdp_state()) for p in group.fsdp_params]
     return [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in held]
 
 
-def sum_unused(module: FSDPModule) -> None:
+def sum_unused(module: "FSDPModule") -> None:
     """A parameter of this sharded module that a rank's backward did not come to counts as zeros there, so that all ranks
     sum the same. Its modules inside are left as they are."""
     known = hasattr(module, "set_reduce_scatter_unused_params")
@@ -315,7 +311,7 @@ def sum_unused(module: FSDPModule) -> None:
         group.post_backward = _of_one_format(group, group.post_backward, known)
 
 
-def _of_one_format(group: FSDPParamGroup, reduce: Callable[[], None], known: bool) -> Callable[..., None]:
+def _of_one_format(group: "FSDPParamGroup", reduce: Callable[[], None], known: bool) -> Callable[..., None]:
     """FSDP2 sums a group's gradients in one message, of one format. Zeros, and gradients of one micro-batch, are those of the
     weights; sums over micro-batches are wider. Where there is one of these, all are. `known`: torch makes zeros itself."""
 
@@ -336,12 +332,12 @@ def _of_one_format(group: FSDPParamGroup, reduce: Callable[[], None], known: boo
     return post_backward
 
 
-def _all_param_groups(root: FSDPModule) -> Iterator[FSDPParamGroup]:
+def _all_param_groups(root: "FSDPModule") -> "Iterator[FSDPParamGroup]":
     for state in root._get_fsdp_state()._state_ctx.all_states:
         yield from _param_groups(state)
 
 
-def widened(root: FSDPModule, parameter: Tensor) -> Callable[[], None]:
+def widened(root: "FSDPModule", parameter: Tensor) -> Callable[[], None]:
     """Moves a gathered parameter's gradient, as a backward pass leaves it, into a sum in the format that ranks sum in."""
     held = (p for group in _all_param_groups(root) for p in group.fsdp_params)
     mine = next(p for p in held if getattr(p, "_unsharded_param", None) is parameter)
@@ -358,6 +354,8 @@ def widened(root: FSDPModule, parameter: Tensor) -> Callable[[], None]:
 @contextmanager
 def parts_as_they_are() -> Iterator[None]:
     """A context in which FSDP2 keeps fake shards as they are: it takes them, having no address, for new ones and pads again."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
     before, kept = FSDPParam.reset_sharded_param, lambda self: setattr(self, "_sharding_spec", self.sharded_param._spec)
     FSDPParam.reset_sharded_param = kept  # pyrefly: ignore[bad-assignment]
     try:
@@ -366,7 +364,7 @@ def parts_as_they_are() -> Iterator[None]:
         FSDPParam.reset_sharded_param = before
 
 
-def end_backward(root: FSDPModule) -> None:
+def end_backward(root: "FSDPModule") -> None:
     """Tell a sharded model that the step's backward passes are over: it reduces the gradients that are left."""
     for group in _all_param_groups(root):
         group.post_backward()
@@ -460,6 +458,8 @@ def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iter
         torch.compile = before  # type: ignore[assignment]
 
 
+uncompiled = torch._disable_dynamo
+"""(function) -> one that torch.compile does not look into; torch's public decorator imports its compiler at once."""
 no_modes = _disable_current_modes
 """A context without dispatch modes: tensors that are made in it are real."""
 no_functions = torch._C.DisableTorchFunction

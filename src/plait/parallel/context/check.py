@@ -29,7 +29,7 @@ from plait.parallel.context.attention import (
     check_heads,
     plainly,
 )
-from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, Running, leave_out, opened
+from plait.parallel.context.opened_unit import NEAR, TRIED, Layout, Running, counting, leave_out, opened
 from plait.parallel.context.sequences import (
     Arguments,
     SequenceLayout,
@@ -130,7 +130,7 @@ def _whole_run(
         whole.note(asked)
         return plainly(asked)
 
-    with running, ShardedAttention(sequences, made.attends, plain), Counted() as counted:
+    with running, ShardedAttention(sequences, made.attends, plain), counting() as counted:
         returned = named_leaves(unit(*args, **kwargs))[0]
     return _WholeRun(returned, whole, counted.get_total_flops())
 
@@ -163,7 +163,7 @@ def _tried(
         for left, poses in _choices(made, given):
             call = replace(made, left=left, poses=poses)
             while True:
-                with running, Counted() as counted:
+                with running, counting() as counted:
                     reason = _differs(unit, (args, kwargs), call, held, usual)
                 if numbers.read and not reason:
                     reason = _differs_with_other_numbers(unit, (args, kwargs), call, held, run, read=numbers.read)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
 from plait.parallel.context.attention import Answer, AttentionCall, ShardedAttention, WholeAttention, apart, plainly
@@ -198,7 +197,7 @@ class _Trial:
         self.besides = dict[str, At]()
         """What the unit returns in rows beside what the sketch saw: weights of attention, which have the sequence twice."""
         inner = {name: m for name, m in unit.named_modules() if name}
-        with _calls_of(inner) as self.inner, self._sees(self._held(None), self._noted), Counted() as counted:
+        with _calls_of(inner) as self.inner, self._sees(self._held(None), self._noted), counting() as counted:
             args, kwargs = copied(given)
             self.expected = named_leaves(unit(*args, **kwargs))[0]
         self.flops = counted.get_total_flops()
@@ -280,7 +279,7 @@ class _Trial:
     def _run(self, held: Mapping[int, SequenceLayout], gathered: Gathered) -> int:
         """The floating-point operations of a run on some rows. Raises when its output is not these rows of the whole's."""
         gathered.number = 0
-        with Counted() as counted:
+        with counting() as counted:
             output = on_rows(self.unit, self.given, self.call, held, self.whole)
         gathered.worst = max(gathered.worst, self.whole.worst, *output.differences(self.expected))
         numbers = {id(layout): number for number, layout in held.items()}
@@ -288,11 +287,11 @@ class _Trial:
         return counted.get_total_flops()
 
 
-class Counted(FlopCounterMode):
-    """Counts floating-point operations of products."""
+def counting() -> Any:
+    """torch's counter of the floating-point operations of products, silent."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
-    def __init__(self) -> None:
-        super().__init__(display=False)
+    return FlopCounterMode(display=False)
 
 
 class SeenCall(NamedTuple):

@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.data.batch_statistics import BatchStatistics, StatisticsRanks, move
-from plait.tensors.torch_private import BatchNormBase, check_dims
+from plait.tensors.torch_private import BatchNormBase, check_dims, uncompiled
 
 
 def synchronise(
@@ -82,7 +82,7 @@ class _SynchronisedInside(BatchNormBase):
     _group: ProcessGroup | None
     _peers: BatchPeers
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         ranks = StatisticsRanks(self._group, self._peers.idle) if self.training else None
         with _StatisticsOfAllRanks(ranks):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -25,7 +24,7 @@ from plait.parallel.fsdp.runtime import ShardGroup
 from plait.parallel.mesh import of_experts
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import is_divisible
-from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
+from plait.tensors.torch_private import fsdp_placement
 
 TINY = 8 << 20
 """Bytes of units up to which a model is gathered as one: a collective has a price of its own (docs/log.md)."""
@@ -129,7 +128,7 @@ def is_expert_sharded(plan: Plan, shape: tuple[int, ...]) -> bool:
 
 def is_placement_known() -> bool:
     """Whether the installed torch lets parameters of a sharded unit lie on a mesh of their own."""
-    return ShardPlacementResult is not None
+    return hasattr(fsdp_placement(), "ShardPlacementResult")
 
 
 def expert_shard_groups(split: SplitModel) -> dict[str, ShardGroup]:
@@ -145,6 +144,9 @@ def expert_placement(split: SplitModel, where: dict[str, ShardGroup], device: to
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
     if not where:
         return None
-    mesh = FSDPMeshInfo(DeviceMesh.from_group(split.mesh.group(*of_experts(split.plan.shard_axes)), device.type), shard_mesh_dim=0)
+    from torch.distributed.tensor import Shard
+
+    torch_has = fsdp_placement()
+    mesh = torch_has.FSDPMeshInfo(DeviceMesh.from_group(split.mesh.group(*of_experts(split.plan.shard_axes)), device.type), shard_mesh_dim=0)
     dims = {id(split.params[n]): one.dim for n, one in where.items()}
-    return lambda p: ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None
+    return lambda p: torch_has.ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None

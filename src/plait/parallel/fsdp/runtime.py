@@ -14,13 +14,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from plait.config.plan import Plan
@@ -29,8 +28,6 @@ from plait.tensors.collectives import SUM_PARTS
 from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.rows import chunk, everything
 from plait.tensors.torch_private import (
-    FsdpAllGather,
-    FsdpReduceScatter,
     end_backward,
     is_view,
     leaves,
@@ -43,6 +40,9 @@ from plait.tensors.torch_private import (
 )
 from plait.tensors.transfers import any_has
 
+if TYPE_CHECKING:
+    pass
+
 TAGS = 2**14
 """Messages that carry gradients have tags above this, those that carry parameters below."""
 
@@ -54,7 +54,7 @@ class _NewBuffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_NewBuffers, FsdpAllGather):
+class Gather(_NewBuffers):
     """Every rank sends its part to every other. `async_op` returns at once; the last part to arrive ends the wait."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _All(dist.Work):
         self.works, self.held = [], ()
 
 
-class Scatter(_NewBuffers, FsdpReduceScatter):
+class Scatter(_NewBuffers):
     """Gradients summed into parts. The sum is made later: at the next group's turn, or in `finish`.
 
     `output_tensor` is a view of what becomes a parameter's `.grad`; nobody reads it before `finish` returns.
@@ -216,6 +216,8 @@ class FsdpRuntime:
         `same_slices`: the ranks over which gradients of tensors that are not sharded are summed; None: all there are."""
         self.model, self.zero, self.scatter = model, plan.zero, scatter
         self.usual, self.apart, self.same_slices, self.pipelined = usual, apart, same_slices, plan.pp > 1
+        from torch.distributed.fsdp import FSDPModule
+
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in attributes}

@@ -39,13 +39,12 @@ Paper
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.config.errors import Problem
 from plait.config.job import Job
@@ -73,6 +72,9 @@ from plait.tensors.modules import materialise
 from plait.tensors.parameters import ParameterAttributes
 from plait.tensors.rows import chunk
 from plait.tensors.torch_private import exchange_by, gather_ahead, in_backward, sum_after, sum_unused
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 AXIS = "fsdp"
 EXACT = True
@@ -113,6 +115,8 @@ def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
 
 
 def apply(split: SplitModel) -> SplitModel:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     plan, model, device = split.plan, split.module, split.device
     where = expert_shard_groups(split)
     check_formats(split.sketch, [m for m in split.sketch.mixtures if m.names & where.keys()])
@@ -156,7 +160,7 @@ def apply(split: SplitModel) -> SplitModel:
 
 
 def _scattering(
-    modules: list[FSDPModule], copies: ProcessGroup | None, others: dict[str, ProcessGroup | None], direct: bool
+    modules: "list[FSDPModule]", copies: ProcessGroup | None, others: dict[str, ProcessGroup | None], direct: bool
 ) -> Scatter:  # fmt: skip
     """What sums these modules' gradients into shards, and then over replicas: those in `others` for groups of other ranks, by their name."""
     scatter = (Scatter if direct else DeviceScatter)(copies)
@@ -171,7 +175,7 @@ def _scattering(
     return scatter
 
 
-def _gather_ahead(split: SplitModel, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:
+def _gather_ahead(split: SplitModel, units: list[list[nn.Module]], gathered: "list[FSDPModule]") -> None:
     """Which group each gathers ahead, in forward and in backward. `gathered`: the first module of each group, the root last.
     A phase of a job may leave out any of them: there each is gathered when it is wanted."""
     if split.job.phases is not None:
@@ -188,7 +192,7 @@ def _gather_ahead(split: SplitModel, units: list[list[nn.Module]], gathered: lis
         root.set_modules_to_backward_prefetch([root])
 
 
-def _gather_next(ahead: FSDPModule, direct: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _gather_next(ahead: "FSDPModule", direct: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody. `direct`: by plait's messages,
     which know no streams."""
 

@@ -37,12 +37,13 @@ from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.parallel.tensor.wiring import vocabulary_heads
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent
+from plait.tensors.fake import FAKE_FAILURES
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import forwards_kept
 from plait.tensors.parameters import copy_module
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
-from plait.tensors.torch_private import fake_failures, tree_leaves
+from plait.tensors.torch_private import tree_leaves
 
 
 def on_first_rank(
@@ -271,7 +272,7 @@ def _with_draws(
     if not sketch.by_values:
         ways = [(made.fake, job.loss, True), ways[0], (made.fake, everything, True)]
     for way in ways[:-1]:
-        with suppress(*fake_failures()):
+        with suppress(*FAKE_FAILURES):
             return drawn(*way)
     return drawn(*ways[-1])
 

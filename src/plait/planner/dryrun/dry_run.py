@@ -49,9 +49,9 @@ from plait.planner.dryrun.allocations import Peak
 from plait.planner.dryrun.measure import measure, measure_evaluation
 from plait.planner.dryrun.optimizer_step import read
 from plait.planner.dryrun.pretend import Pretending, faked, process_group
-from plait.tensors.fake import PartlyFake
+from plait.tensors.fake import FAKE_FAILURES, PartlyFake
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_only
+from plait.tensors.torch_private import FakeTensorMode, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _each(kinds: RankKinds, one: Callable[[int, bool], Found], real: bool, weigh
     """`one` of each kind of rank: on tensors without numbers, unless the model needs them; else on `real` ones."""
     try:
         return [one(rank, real) for rank in kinds.counts()]
-    except fake_failures() as error:  # the job's loss looks at values, for example
+    except FAKE_FAILURES as error:  # the job's loss looks at values, for example
         if real or weights > HOLDS:
             why = f"on tensors without numbers it raised {in_a_line(error)}"
             raise PlaitError(Problem("D002", "this job cannot run dry", why=why, where=user_line(error))) from error

@@ -85,8 +85,9 @@ def found_of(model: nn.Module, rows: Rows, find: Callable[[], Slices]) -> Slices
         like, last = row[1], row[-1]
         own = {name: [g for g in groups if _in(g.container, name)] for name in (like, last)}
         mine = {name[len(like) :]: of for name, of in reasons.items() if _in(name, like)}
-        crossing = any(_in(layer, g.container) or any(row[0].rpartition(".")[0] in why for _, why in mine.values()) for g in groups for layer in row)
-        if crossing or own[last] != [_moved(g, like, last) for g in own[like]]:
+        crossing = any(_in(layer, g.container) for g in groups for layer in row)
+        named = any(row[0].rpartition(".")[0] in why for _, why in mine.values())  # other layers, whose numbers are those of the second
+        if crossing or named or own[last] != [_moved(g, like, last) for g in own[like]]:
             return None
         at = groups.index(own[last][0]) if own[last] else 0
         groups[at:at] = [_moved(g, like, name) for name in row[2:-1] for g in own[like]]
