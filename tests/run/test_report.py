@@ -197,8 +197,8 @@ def test_a_plan_without_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no pipeline, so no bubble" in capsys.readouterr().out
     rows = figures([RunFiles.read(tmp_path / "runs" / "latest")], predict=unpredicted)["timeline"]["blocks"]["measured"]
     for row in rows:
-        kinds = [name for *_, name in row["boxes"] if not name.startswith(("wait", "checkpoint"))]
-        assert list(dict.fromkeys(kinds)) == ["data", "forward", "backward", "reduce", "optimizer"]
+        kinds = [name for *_, name in row["boxes"] if not name.startswith(("wait", "checkpoint", "step"))]
+        assert list(dict.fromkeys(kinds)) == ["callbacks", "record", "data", "forward", "backward", "reduce", "optimizer"]
         assert [name for *_, name in row["boxes"] if name.startswith("wait")], "what ranks wait for is shown"
 
 
@@ -239,6 +239,11 @@ def test_a_span_inside_another_is_cut_out_of_it() -> None:
     assert [(s.name, s.start, s.end) for s in flat(spans)] == [
         ("backward", 0.0, 1.0), ("collect", 1.0, 2.0), ("backward", 2.0, 4.0), ("reduce", 4.0, 5.0),
     ]  # fmt: skip
+    spans = [Span("step", 0.0, 9.0), Span("reduce", 1.0, 5.0), Span("optimizer", 6.0, 8.0), Span("wait dp", 2.0, 3.0), Span("record", 9.0, 9.0)]
+    assert [(s.name, s.start, s.end) for s in flat(spans)] == [
+        ("step", 0.0, 1.0), ("reduce", 1.0, 2.0), ("wait dp", 2.0, 3.0), ("reduce", 3.0, 5.0), ("step", 5.0, 6.0), ("optimizer", 6.0, 8.0),
+        ("step", 8.0, 9.0), ("record", 9.0, 9.0),
+    ], "also at three levels"  # fmt: skip
 
 
 def test_a_page_has_all_in_it_and_fetches_nothing(run: Path) -> None:
@@ -277,15 +282,17 @@ def causes(found: StepSplit, plan: Plan, predicted: dict[str, float] | None = No
 
 def test_a_split_adds_up_and_names_who_is_late() -> None:
     """Rank 1 computes 3 s, rank 0 one: the wait of rank 0 is for rank 1, and what both wait from then on is the link's."""
-    quick = [("data", 0.0, 0.1), ("forward", 0.1, 0.4), ("backward", 0.5, 0.5), ("reduce", 1.0, 2.2), ("wait dp", 1.0, 2.1), ("optimizer", 3.2, 0.2)]
-    slow = [("data", 0.0, 0.1), ("forward", 0.1, 1.4), ("backward", 1.5, 1.5), ("reduce", 3.0, 0.2), ("wait dp", 3.0, 0.1), ("optimizer", 3.2, 0.2)]
+    quick = [("data", 0.0, 0.1), ("step", 0.1, 3.35), ("forward", 0.1, 0.4), ("backward", 0.5, 0.5),
+             ("reduce", 1.0, 2.2), ("wait dp", 1.0, 2.1), ("optimizer", 3.2, 0.2)]
+    slow = [("data", 0.0, 0.1), ("step", 0.1, 3.35), ("forward", 0.1, 1.4), ("backward", 1.5, 1.5),
+            ("reduce", 3.0, 0.2), ("wait dp", 3.0, 0.1), ("optimizer", 3.2, 0.2)]
     found = split(Plan(dp=2), steps([quick, slow], 3.5))
     fast, late = found.ranks
     assert fast.seconds == pytest.approx(3.5) and late.seconds == pytest.approx(3.5)
     assert fast.parts["waiting for the slowest rank"] == pytest.approx(2.0) and "waiting for the slowest rank" not in late.parts
     assert fast.parts["communication dp"] == pytest.approx(0.1) == late.parts["communication dp"]
     assert (late.late, fast.late) == (pytest.approx(2.0), 0.0)
-    assert late.parts["computing"] == pytest.approx(2.9) and late.parts["Python"] == pytest.approx(0.1)
+    assert late.parts["computing"] == pytest.approx(2.9) and late.parts["Python"] == pytest.approx(0.05) == late.parts["other"]
     (first, *_) = advise(found, RunFacts(Plan(dp=2), "job.py"))
     assert first.cause == "slow rank" and "rank 1" in first.what and first.gain == pytest.approx(1.9 / 3.5, abs=0.05)
 
@@ -309,6 +316,7 @@ def test_a_split_of_a_run_explains_its_steps(run: Path) -> None:
     assert found.complete and len(found.ranks) == 2
     for rank in found.ranks:
         assert sum(rank.parts.values()) == pytest.approx(rank.seconds) and {"bubble", "computing", "optimizer"} <= set(rank.parts)
+        assert rank.parts["other"] < rank.parts["Python"], "spans leave little of a step unexplained"
 
 
 def test_thinned_keeps_the_peaks() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from plait.config.errors import PlaitError
 from plait.config.version import __version__
 from plait.engine.memory_use import MemoryUse, by_part, fullest
-from plait.report.measured_step import Span
+from plait.report.measured_step import PYTHON, Span
 from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles, StepMark
 from plait.report.split import RunFacts, StepSplit, advise, split
@@ -23,7 +23,7 @@ RANKS, BOXES = 16, 6000
 CURVES = {"loss": "loss", "lr": "learning rate", "norm": "gradient norm"}
 KINDS = {
     "F": "forward", "B": "backward", "I": "backward", "W": "weights", "loss": "forward",
-    **dict.fromkeys(("receive", "send", "wait", "reduce", "replicate", "collect"), "communication"),
+    **dict.fromkeys(("receive", "send", "wait", "reduce", "replicate", "collect"), "communication"), **dict.fromkeys(PYTHON, "Python"),
 }  # fmt: skip
 """How the spans of a timeline are drawn that are not drawn by their own name."""
 Figures = dict[str, Any]
