@@ -25,7 +25,6 @@ from plait.report.follow import follow
 from plait.report.measured_step import Measured, Span, flat
 from plait.report.page import page
 from plait.report.picture import PICTURES, picture
-from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
 from plait.report.split import RunFacts, StepSplit, advise, split
 from plait.report.summary import curve, evaluation_curves, metrics, summary, text
@@ -33,11 +32,6 @@ from plait.report.timeline import predict, timeline, trace
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 PLAN = "pp=2 microbatches=3 schedule=zb"
-
-
-def unpredicted(run: RunFiles, batch: int) -> Prediction:
-    """Nothing of the planner, which takes seconds."""
-    return Prediction()
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +141,7 @@ def test_damaged_events_are_named(run: Path, tmp_path: Path) -> None:
         file.write_text("\n".join([*good[:-2], json.dumps(row | change), good[-1]]) + "\n")
         found = RunFiles.read(copied)
         assert [note for note in found.notes if "rank0.jsonl: 1 damaged line skipped" in note], change
-        assert len(found.steps) == 7 and figures([found], predict=unpredicted)["timeline"] is not None
+        assert len(found.steps) == 7 and figures([found])["timeline"] is not None
 
 
 def test_the_trace_is_a_chrome_trace(run: Path) -> None:
@@ -195,7 +189,7 @@ def test_a_plan_without_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture
     assert command.wait() == 0, command.output
     assert main(["report", str(tmp_path / "runs" / "latest"), "--timeline"]) == 0
     assert "no pipeline, so no bubble" in capsys.readouterr().out
-    rows = figures([RunFiles.read(tmp_path / "runs" / "latest")], predict=unpredicted)["timeline"]["blocks"]["measured"]
+    rows = figures([RunFiles.read(tmp_path / "runs" / "latest")])["timeline"]["blocks"]["measured"]
     for row in rows:
         kinds = [name for *_, name in row["boxes"] if not name.startswith(("wait", "checkpoint", "step"))]
         assert list(dict.fromkeys(kinds)) == ["callbacks", "record", "data", "forward", "backward", "reduce", "optimizer"]
@@ -247,7 +241,7 @@ def test_a_span_inside_another_is_cut_out_of_it() -> None:
 
 
 def test_a_page_has_all_in_it_and_fetches_nothing(run: Path) -> None:
-    text = page(figures([RunFiles.read(run)], predict=unpredicted))
+    text = page(figures([RunFiles.read(run)]))
     fetched = [word for word in re.findall(r"https?://[^\s\"'<>)]+", text) if "leeoniya/uPlot" not in word]
     assert not fetched and not re.findall(r"<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|src=", text)
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
@@ -261,7 +255,7 @@ def test_the_page_has_the_figures_of_the_json(run: Path, capsys: pytest.CaptureF
 
 
 def test_a_name_cannot_end_the_script(run: Path) -> None:
-    shown = figures([RunFiles.read(run)], predict=unpredicted)
+    shown = figures([RunFiles.read(run)])
     shown["runs"][0]["job"] = "</script><script>alert(1)</script>"
     assert "<script>alert(1)" not in page(shown)
 
@@ -397,8 +391,8 @@ def test_runs_of_one_job_scale_and_of_two_do_not(tmp_path: Path, capsys: pytest.
 def test_pictures_for_a_paper(tmp_path: Path, run: Path) -> None:
     one, two = made(tmp_path, 20), made(tmp_path, 20)
     (two / "plan.toml").write_text(Plan().to_toml())
-    scaled = figures([RunFiles.read(one), RunFiles.read(two)], predict=unpredicted)
-    shown = {name: figures([RunFiles.read(run)], predict=unpredicted) for name in PICTURES} | {"scaling": scaled}
+    scaled = figures([RunFiles.read(one), RunFiles.read(two)])
+    shown = {name: figures([RunFiles.read(run)]) for name in PICTURES} | {"scaling": scaled}
     for name, each in shown.items():
         root = ElementTree.fromstring(picture(each, name))
         assert root.tag.endswith("svg") and root.get("role") == "img"
@@ -410,7 +404,7 @@ def test_a_followed_page_is_updated_and_ends_with_the_run(tmp_path: Path) -> Non
     said: list[str] = []
     training = threading.Event()
     training.set()
-    make = lambda: figures([RunFiles.read(folder)], predict=unpredicted)  # noqa: E731
+    make = lambda: figures([RunFiles.read(folder)])  # noqa: E731
     thread = threading.Thread(target=follow, args=(make, training.is_set, said.append), daemon=True)
     thread.start()
     end = time.monotonic() + 60
