@@ -94,10 +94,10 @@ class Spans:
         """Seconds in which the host has waited for samples, since the last step."""
 
     def begin(self, name: str) -> None:
+        self.open.append((name, self.now(), None))
         self.beat(name if name in _PHASES else "forward")
         if name == "data":
             self._since = perf_counter()
-        self.open.append((name, self.now(), None))
 
     def end(self, name: str) -> None:
         """The innermost open span of this name ends."""
