@@ -1,12 +1,15 @@
 """The report of a run: its figures are what was run, in the page, in the trace, in pictures and as JSON, also of damaged runs."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -21,7 +24,7 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import table
-from plait.report.figures import figures, thinned
+from plait.report.figures import Prediction, figures, thinned
 from plait.report.follow import follow
 from plait.report.measured_step import Measured, Span, flat
 from plait.report.page import page
@@ -400,6 +403,34 @@ def test_pictures_for_a_paper(tmp_path: Path, run: Path) -> None:
         root = ElementTree.fromstring(picture(each, name))
         assert root.tag.endswith("svg") and root.get("role") == "img"
         assert len(root.findall(".//{*}rect")) + len(root.findall(".//{*}polyline")) > 1, name
+
+
+def test_a_full_disk_leaves_the_page_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path, 5)
+    (folder / "report.html").write_text("before")
+    write = Path.write_text
+
+    def full(path: Path, text: str, **more: Any) -> int:
+        write(path, text[:10], **more)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["report", str(folder)]) != 0
+    assert "R005" in (said := capsys.readouterr().err) and "No space left" in said
+    assert (folder / "report.html").read_text() == "before" and not list(folder.glob("*.tmp"))
+
+
+def test_the_first_followed_page_does_not_wait_for_the_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, notes, calls = made(tmp_path, 5), list[list[str]](), list[str]()
+    monkeypatch.setattr("plait.cli.report.predicted", lambda run, batch: calls.append(run.name) or Prediction(0.1))
+
+    def follow(make: Callable[[], Any], *_: object) -> None:
+        notes.extend([make()["notes"], make()["notes"], make()["notes"]])
+
+    monkeypatch.setattr("plait.report.follow.follow", follow)
+    assert main(["report", str(folder), "--follow"]) == 0
+    assert "The prediction is being made." in notes[0] and notes[1] == notes[2] and "The prediction is being made." not in notes[1]
+    assert calls == [folder.name], "it is made once"
 
 
 def test_a_followed_page_is_updated_and_ends_with_the_run(tmp_path: Path) -> None:

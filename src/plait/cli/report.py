@@ -4,6 +4,7 @@ serves the page while a run trains, `--memory` prints what a rank's memory was u
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from plait.cli.prediction import predicted
@@ -66,11 +67,13 @@ def read(folders: Sequence[Path], step: int | None, say: Callable[[str], None]) 
 
 def write(path: Path, content: str) -> None:
     """A file of a report, complete or not at all. R005."""
+    part = path.with_name(path.name + ".tmp")
     try:
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(content, encoding="utf-8")
-        os.replace(beside, path)
+        part.write_text(content, encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise PlaitError(Problem("R005", f"{path} cannot be written", why=str(error))) from None
 
 
@@ -90,10 +93,13 @@ def followed(folders: list[Path], step: int | None) -> int:
     """Serve the page until no run trains any more."""
     from plait.report.follow import follow
 
-    known = dict[str, Prediction]()
+    seen, known = set[str](), dict[str, Prediction]()
 
     def predict(found: RunFiles, batch: int) -> Prediction:
-        """Once for each run: its files change, and its plan does not."""
+        """Once for each run, whose files change and whose plan does not. The first page does not wait for it."""
+        if found.name not in seen:
+            seen.add(found.name)
+            return Prediction(note="The prediction is being made.")
         if found.name not in known:
             known[found.name] = predicted(found, batch)
         return known[found.name]

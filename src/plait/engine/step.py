@@ -32,7 +32,7 @@ SPANS = (
     "reduce", "optimizer", "wait",
 )  # fmt: skip
 DENSE, SPARSE = 32, 16
-"""Waits for messages are recorded in the first steps and in every n-th one that follows: recording costs less than 1 % of a step."""
+"""Waits for messages are recorded in the first steps and in every n-th one that follows."""
 
 Mark = Any
 """A moment: seconds of `time.perf_counter`, or a `torch.cuda.Event`."""
