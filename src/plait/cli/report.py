@@ -3,17 +3,20 @@ serves the page while a run trains, `--memory` prints what a rank's memory was u
 
 import json
 import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from plait.cli.prediction import predicted
+from plait.cli.progress import ProgressLine
 from plait.config.command_options import ReportOptions
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.job import load_job
 from plait.config.plan import Plan
 from plait.engine.memory_use import fullest
 from plait.engine.run_directory import RunDirectory
-from plait.report.figures import Figures, figures
+from plait.report.figures import Figures, Prediction, figures
 from plait.report.page import head, page, percent
-from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
 from plait.report.summary import run_folder, summary, text
 from plait.report.timeline import Timeline, ms, timeline, trace
@@ -27,12 +30,14 @@ def run(options: ReportOptions) -> int:
         return memory(folders[0], options.json)
     if options.follow:
         return followed(folders, options.step)
-    runs = [RunFiles.read(folder, options.step) for folder in folders]
-    made = figures(runs, options.step)
-    if options.svg:
-        return drawn(made, options.svg)
-    file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
-    write(file, page(made))
+    with ProgressLine("report", options.json) as say:
+        runs = read(folders, options.step, say)
+        made = figures(runs, options.step, lambda run, batch: predicted(run, batch, lambda task: say(f"{run.name}, {task}" if task else "")))
+        if options.svg:
+            return drawn(made, options.svg)
+        say("writing the page")
+        file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
+        write(file, page(made))
     facts = {"page": str(file)}
     found = timeline(runs[0], options.step) if options.timeline else None
     if found is not None:
@@ -51,13 +56,24 @@ def run(options: ReportOptions) -> int:
     return 0
 
 
+def read(folders: Sequence[Path], step: int | None, say: Callable[[str], None]) -> list[RunFiles]:
+    """The files of each run."""
+    runs = list[RunFiles]()
+    for k, folder in enumerate(folders):
+        say(f"reading runs: {k} of {len(folders)}")
+        runs.append(RunFiles.read(folder, step))
+    return runs
+
+
 def write(path: Path, content: str) -> None:
     """A file of a report, complete or not at all. R005."""
+    part = path.with_name(path.name + ".tmp")
     try:
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(content, encoding="utf-8")
-        os.replace(beside, path)
+        part.write_text(content, encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise PlaitError(Problem("R005", f"{path} cannot be written", why=str(error))) from None
 
 
@@ -77,12 +93,15 @@ def followed(folders: list[Path], step: int | None) -> int:
     """Serve the page until no run trains any more."""
     from plait.report.follow import follow
 
-    known = dict[str, Prediction]()
+    seen, known = set[str](), dict[str, Prediction]()
 
     def predict(found: RunFiles, batch: int) -> Prediction:
-        """Once for each run: its files change, and its plan does not."""
+        """Once for each run, whose files change and whose plan does not. The first page does not wait for it."""
+        if found.name not in seen:
+            seen.add(found.name)
+            return Prediction(note="The prediction is being made.")
         if found.name not in known:
-            known[found.name] = Prediction.of(found, batch)
+            known[found.name] = predicted(found, batch)
         return known[found.name]
 
     def is_running() -> bool:

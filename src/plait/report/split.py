@@ -8,8 +8,8 @@ A step of a rank lasts from its first span to the first span of its next step. I
     bubble            of a pipeline: until the message of another stage was sent
     data, optimizer, checkpoint, evaluate    the spans of these names
     gradients         packing and unpacking what is summed
-    Python            between these spans: the loop around the step, its records, callbacks
-    other             time of a step that no span explains, after the last recorded one
+    Python            around the passes: what readies and ends a step, its records, callbacks
+    other             between all spans: what nothing was recorded of
 
 Collectives equalize the wall time of ranks: a slow rank waits less than the others. So a slow rank is the one that arrives last, and
 its own seconds say why: at its data, in its passes, or between its spans.
@@ -24,10 +24,12 @@ from statistics import median
 from plait.config.keys import AXES
 from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import table
-from plait.report.measured_step import COMPUTE, WARM_UP, Measured, Span
+from plait.report.measured_step import COMPUTE, PYTHON, WARM_UP, Measured, Span
 from plait.report.timeline import arrivals, ran
 
-PASSES = (*COMPUTE, "forward", "backward", "loss", "replicate", "collect", "send")
+PARTS = dict.fromkeys((*COMPUTE, "forward", "backward", "loss", "replicate", "collect", "send"), "computing")
+PARTS |= {"reduce": "gradients"} | dict.fromkeys(PYTHON, "Python")
+"""Of the spans that are not parts by their own name."""
 SLOW = 0.03
 """Part of a step from which on a cause is named."""
 
@@ -99,7 +101,7 @@ def _add(parts: dict[str, float], spans: Sequence[Span], end: float, arrived: di
     """Add one step of a rank, which ends when its next one begins."""
     at = spans[0].start
     for s in spans:
-        parts["Python"] += max(0.0, s.start - at)
+        parts["other"] += max(0.0, s.start - at)
         at = max(at, s.end)
         took, sort = s.end - s.start, s.sort
         if sort == "wait" or sort == "receive":
@@ -109,8 +111,8 @@ def _add(parts: dict[str, float], spans: Sequence[Span], end: float, arrived: di
         elif sort in ("checkpoint", "evaluate"):
             continue
         else:
-            parts["computing" if sort in PASSES else {"reduce": "gradients"}.get(sort, sort)] += took
-    parts["Python"] += max(0.0, end - at)
+            parts[PARTS.get(sort, sort)] += took
+    parts["other"] += max(0.0, end - at)
 
 
 def _arrived(plan: Plan, step: Measured, late: list[float]) -> dict[Span, float]:
