@@ -1,11 +1,13 @@
 """`plait report [RUN...]`: a page of one run, or of several laid over each other, and its head as text; `--svg` prints one picture, `--follow`
-serves the page while a run trains, `--memory` prints what a rank's memory was used for, beside the bill of its plan."""
+serves the page while a run trains, `--try` runs what it advises, `--memory` prints what a rank's memory was used for, beside the bill of its plan."""
 
 import json
 import os
 from pathlib import Path
 
-from plait.config.command_options import ReportOptions
+from plait.cli.progress import ProgressLine
+from plait.cli.try_advice import table, try_advice
+from plait.config.command_options import ReportOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.job import load_job
 from plait.config.plan import Plan
@@ -21,6 +23,7 @@ from plait.report.timeline import Timeline, ms, timeline, trace
 
 def run(options: ReportOptions) -> int:
     """Write the page and print its head, or what an option asks for; the exit code."""
+    check_range(options)
     command = "plait report {} --memory" if options.memory else "plait report {}"
     folders = [run_folder(Path(path), command) for path in options.paths]
     if options.memory:
@@ -29,6 +32,9 @@ def run(options: ReportOptions) -> int:
         return followed(folders, options.step)
     runs = [RunFiles.read(folder, options.step) for folder in folders]
     made = figures(runs, options.step)
+    if options.tries:
+        with ProgressLine("report", options.json) as say:
+            try_advice(runs[0], made["advice"][: options.tries], say)
     if options.svg:
         return drawn(made, options.svg)
     file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
@@ -43,6 +49,7 @@ def run(options: ReportOptions) -> int:
     else:
         lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
         lines += head(made) + ([] if found is None else [f"timeline    {line(found)}"])
+        lines += [f"{'':<12}{row}" for row in table(made["advice"][: options.tries])] if options.tries else []
         print(shown("\n".join([*lines, *(f"{name:<12}{path}" for name, path in facts.items())])))
     if options.open:
         import webbrowser

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import load_job
 from plait.config.version import __version__
 from plait.engine.run_directory import environment
+from plait.planner.alternatives import Alternative
 from plait.report.measured_runs import SAME
 from plait.report.run_files import RunFiles
 
@@ -22,10 +23,7 @@ class Prediction:
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
-    better: str = ""
-    """The plan that is predicted to be fastest on these devices, if it is another one."""
-    gain: float = 0.0
-    """The part of a step that it saves."""
+    others: tuple[Alternative, ...] = ()
     note: str = ""
     """Why something is not predicted."""
 
@@ -37,7 +35,7 @@ class Prediction:
         with suppress(OSError, ValueError, TypeError, KeyError):
             kept = json.loads(file.read_text(encoding="utf-8"))
             if kept.pop("of") == json.loads(json.dumps(key)):
-                return Prediction(**kept)
+                return Prediction(**kept | {"others": tuple(Alternative(**each) for each in kept["others"])})
         found = _predicted(run, batch)
         with suppress(OSError):  # a run that others may read and not write
             file.write_text(json.dumps({"of": key, **asdict(found)}, indent=1) + "\n", encoding="utf-8")
@@ -66,7 +64,7 @@ def _predicted(run: RunFiles, batch: int) -> Prediction:
 def _of_planner(run: RunFiles, batch: int) -> Prediction:
     from plait.data.loaders import with_batch
     from plait.launch.detect import read_machine
-    from plait.planner.answer import ask
+    from plait.planner.alternatives import alternatives
     from plait.planner.dryrun.memory_table import memory_table
     from plait.planner.question import PlanRequest, sized
     from plait.planner.search import branch_samples, price
@@ -79,10 +77,7 @@ def _of_planner(run: RunFiles, batch: int) -> Prediction:
         question = asked.question({}, None, plan.devices)
         got = price(asked.pace, plan, question, branch_samples(plan, question))
         found = {"seconds": got.seconds, "parts": dict(got.parts)}
-        best = ask(asked, {"precision": plan.precision}, devices=plan.devices).best
-        if best is not None and str(best.candidate.plan) != str(plan):
-            other = best.candidate.plan
-            found |= {"better": str(replace(other, batch_shares=plan.batch_shares)), "gain": 1 - best.candidate.seconds / got.seconds}
+        found["others"] = tuple(alternatives(asked, question, plan))
     except (PlaitError, ValueError, ArithmeticError, LookupError) as error:
         notes.append(f"No time is predicted: {error.problems[0].what if isinstance(error, PlaitError) else error}.")
     try:
