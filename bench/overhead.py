@@ -23,7 +23,8 @@ losses may differ there. Data sets are cut to whole global batches.
 
 ``--start`` measures another thing: a run of one step from start to end, with the job check and without, in turn. ``--lost`` what it
 costs to be ready for a lost rank: a run with snapshots in memory over one without, in turn, in the time of its steps and in the processor time
-of its ranks, which others that use the machine change less.
+of its ranks, which others that use the machine change less. ``--recorded`` what records cost: steps with spans, metrics and events over steps
+without any, in turn, by the wall and in processor time; "on" records waits in every 16th step, as a run does after its first 32.
 """
 
 import argparse
@@ -36,7 +37,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -44,7 +45,7 @@ from importlib.util import find_spec
 from io import StringIO
 from itertools import chain, product, repeat
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.run_directory import RunDirectory
+from plait.engine.step import DENSE, SPARSE
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import call, make_model
@@ -215,7 +217,54 @@ def with_plait(job: Job, place: Place, run: RunDirectory | None, spans: list[dic
     return take
 
 
-def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any) -> Tensor:
+def with_records(job: Job, place: Place, run: RunDirectory | None, every: int) -> Take:
+    """Steps that record waits in every n-th one; without a run, steps that record nothing."""
+    engine = Engine(job, Plan.parse(f"dp={place.world}"), place=place, device="cpu")
+    spans, waits_of, source = engine.spans, engine.spans.waits_of, engine.batches()
+    status = lambda value: place.report({"kind": "status", "value": value})  # noqa: E731
+    recorder = Recorder(engine, run, status) if run else None
+    if recorder is None:
+        spans.begin = spans.end = lambda name: None  # type: ignore[method-assign]
+        spans.around = spans.waits_of = lambda *args: nullcontext()  # type: ignore[method-assign, assignment]
+    else:  # as a step of many, or as one of the first, all of which are recorded
+        spans.waits_of = lambda step, axes: waits_of(0 if step % every == 0 else DENSE + 1, axes)  # type: ignore[method-assign]
+
+    def take() -> float:
+        batch = next(source)
+        step = engine.step(batch)
+        if recorder is not None:
+            with spans.around("record"):
+                recorder.step(batch, step)
+        return step.loss
+
+    return take
+
+
+def measure_records(place: Place, job: Job, rounds: int, run: RunDirectory, gate: Any, asked: Any) -> dict[str, Any]:
+    """One rank's part of `--recorded`: ratios to steps without records."""
+    place.connect(torch.device("cpu"))
+    torch.set_num_threads(asked.threads)
+    takes = {"off": with_records(job, place, None, 0), "on": with_records(job, place, run, SPARSE)}
+    takes |= {"waits in every step": with_records(job, place, run, 1), "off, again": with_records(job, place, None, 0)}
+    for take in takes.values():
+        [take() for _ in range(3)]
+    ratios = dict[str, dict[str, list[float]]]()
+    for name, clock in {"wall": perf_counter, "processor": process_time}.items():
+        seconds = in_turn([*takes.values()], rounds, place, gate, clock)
+        ratios[name] = {"off, ms": [1e3 * s for s in seconds[:, 0].tolist()]}
+        ratios[name] |= {other: (seconds[:, i] / seconds[:, 0]).tolist() for i, other in enumerate(takes) if i}
+    return ratios
+
+
+def show_records(name: str, world: int, ratios: dict[str, dict[str, list[float]]]) -> str:
+    lines = [f"steps with records over steps without · {name} · nproc {world}"]
+    for clock, columns in ratios.items():
+        quartiles = {column: statistics.quantiles(values, n=4) for column, values in columns.items()}
+        lines.append(f"  {clock:<10}" + "   ".join(f"{column} {q[1]:.3f} [{q[0]:.3f}, {q[2]:.3f}]" for column, q in quartiles.items()))
+    return "\n".join(lines) + "\n"
+
+
+def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any, clock: Callable[[], float] = perf_counter) -> Tensor:
     """Seconds of each step [rounds, takes] on the slowest rank; every round takes all in another order."""
     seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
     for i in range(rounds):
@@ -223,9 +272,9 @@ def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any) -> Tensor:
             gate[place.rank] += 1  # a barrier that all leave within microseconds, unlike dist.barrier
             while min(gate[: place.world]) < gate[place.rank]:
                 os.sched_yield()
-            start = perf_counter()
+            start = clock()
             take()
-            seconds[i, j] = perf_counter() - start
+            seconds[i, j] = clock() - start
     if place.world > 1:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds
@@ -364,6 +413,7 @@ def main() -> int:
         "--start", action="store_true", help="only the time to the first step, with and without the job check"
     )
     parser.add_argument("--lost", action="store_true", help="only what snapshots in memory cost")
+    parser.add_argument("--recorded", action="store_true", help="only what metrics, events and spans cost")
     parser.add_argument("--json", action="store_true", help="one JSON object per table")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # a forked copy of a thread pool is dead; workers choose for themselves
@@ -387,6 +437,11 @@ def main() -> int:
         gate = memoryview(mmap.mmap(-1, 8 * world)).cast("q")  # shared with the forked processes
         with tempfile.TemporaryDirectory() as root:
             run = RunDirectory.create(name, Plan.parse(f"dp={world}"), {}, Path(root))
+            if asked.recorded:
+                target = partial(measure_records, job=job, rounds=rounds, run=run, gate=gate, asked=asked)
+                ratios = fork.run(target, world, listener)[0]
+                print(json.dumps(ratios) if asked.json else show_records(name, world, ratios), flush=True)
+                continue
             target = partial(measure, job=job, rounds=rounds, run=run, gate=gate, asked=asked)
             tables.append(summary(name, job, world, fork.run(target, world, listener)[0]))
         print(json.dumps(tables[-1]) if asked.json else show(tables[-1]), flush=True)

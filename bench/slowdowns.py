@@ -33,6 +33,7 @@ import plait
 from plait.cli.main import main as main_of_plait
 from plait.launch import fork
 from plait.planner.trial import WARM
+from plait.tensors.transfers import ISSUING
 
 FILE = Path(__file__).resolve()
 
@@ -74,14 +75,14 @@ class SlowLink:
     def __init__(self) -> None:
         self.rate, self.latency, self.free = inf, 0.0, 0.0
         self.arrives = dict[int, tuple[Any, float]]()
-        for name in ("allreduce", "_allgather_base", "_reduce_scatter_base", "allgather", "reduce_scatter", "broadcast", "alltoall_base"):
+        for name in [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING) and not n.startswith("__")]:
             setattr(dist.ProcessGroup, name, self.sends(getattr(dist.ProcessGroup, name)))
         dist.Work.wait = self.waits(dist.Work.wait)
 
     def sends(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def send(group: Any, *given: Any, **more: Any) -> Any:
             work = plain(group, *given, **more)
-            self.free = max(self.free, time.perf_counter()) + _bytes(given[0]) / self.rate
+            self.free = max(self.free, time.perf_counter()) + max(map(_bytes, given), default=0) / self.rate
             self.arrives[id(work)] = work, self.free + self.latency
             return work
 
@@ -98,7 +99,7 @@ class SlowLink:
 
 
 def _bytes(given: Any) -> int:
-    return given.nbytes if isinstance(given, Tensor) else sum(map(_bytes, given))
+    return given.nbytes if isinstance(given, Tensor) else sum(map(_bytes, given)) if isinstance(given, list) else 0
 
 
 link: SlowLink = getattr(dist, "slow_link", None) or SlowLink()
@@ -110,16 +111,19 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, each: float, late: float):
         super().__init__()
-        self.up, self.norm, self.each, self.late = nn.Linear(width, width), nn.LayerNorm(width), each, late
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.each, self.late = each, late
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         ranks = dist.group.WORLD  # None where the model is analyzed
         seconds = 0.0 if ranks is None else self.each * len(x) * (1 + self.late * (ranks.rank() == 1))
         time.sleep(seconds)
-        made = self.up(x) if weight is None else nn.functional.linear(x, weight, self.up.bias)
+        normed = self.norm(x)
+        made = self.up(normed) if weight is None else nn.functional.linear(normed, weight, self.up.bias)
+        made = self.down(torch.tanh(made))
         if made.requires_grad and seconds:
             made.register_hook(lambda gradient: time.sleep(2 * seconds))
-        return x + torch.tanh(self.norm(made))
+        return x + made
 
 
 class Net(nn.Module):

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from launched import Command
 
-from plait.report.figures import figures
+from plait.report.figures import Prediction, figures
 from plait.report.page import of, page, percent
-from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
 
 JOBS = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"

@@ -22,8 +22,8 @@ from plait.planner.estimate import Estimate, estimate
 from plait.planner.exactness import crossing, progress, speed, told
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
+from plait.planner.late_map_drawing import page
 from plait.planner.question import PlanRequest
-from plait.report.map_drawing import page
 
 SHAPES = ((512, 64), (256, 64), (256,), (64, 256), (64,), (512, 64), (512,))
 NUMBERS = 512 * 64 + 256 * 64 + 256 + 64 * 256 + 64 + 512 * 64 + 512

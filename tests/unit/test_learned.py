@@ -154,3 +154,15 @@ def test_runs_of_one_plan_that_differ_make_predictions_less_sure(capsys: pytest.
     assert wide(unsure) > 2 * wide(sure)
     times = [seconds_of(facts)["dp=2"] for facts in (sure, unsure)]
     assert times[0] == pytest.approx(3 * third, rel=0.05) and 3 * third < times[1] < 6 * third
+
+
+def test_a_report_predicts_as_plan_did_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """By runs that were started before it: not by itself, nor by later ones."""
+    times = seconds_of(planned(capsys=capsys))
+    first, second = [plan for plan in times if Plan.parse(plan).devices == 2][:2]
+    runs = [ran(first, 3 * times[first]), ran(second, 30 * times[second])]
+    for run, plan, factor in zip(runs, (first, second), (1, 3)):
+        assert main(["report", str(run.path), "--json"]) == 0
+        predicted = json.loads(capsys.readouterr().out)["runs"][0]["predicted"]
+        assert predicted["seconds"] == pytest.approx(factor * times[plan], rel=0.25)
+        assert sum(predicted["parts"].values()) == pytest.approx(predicted["seconds"])

@@ -21,6 +21,7 @@ chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
 try_advice        plait report --try
+prediction        what the planner predicts of a run
 plan_tables       plait plan --show tensor, plait plan --show parameters
 replay            plait replay
 """

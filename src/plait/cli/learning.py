@@ -24,8 +24,9 @@ VARIANTS = 3
 """Jobs of the same file with other arguments that are looked at, at most: each takes seconds."""
 
 
-def learned(asked: PlanRequest, options: JobOptions, given: str | None = None) -> PlanRequest:
-    """The request with what runs of its job on this machine say of predictions. `given`: the value of --learn, whose folder has to exist (U002)."""
+def learned(asked: PlanRequest, options: JobOptions, given: str | None = None, before: Path | None = None) -> PlanRequest:
+    """The request with what runs of its job on this machine say of predictions. `given`: the value of --learn, whose folder has to exist (U002).
+    `before`: a run of the folder; only runs that were started before it count."""
     folder, default = Path(given or RUNS), given is None
     if given == "none":
         return asked
@@ -35,7 +36,7 @@ def learned(asked: PlanRequest, options: JobOptions, given: str | None = None) -
     local = _is_here(asked.machine)
     if default and not (folder.is_dir() and local):
         return asked
-    found = MeasuredRuns.read(folder, environment())
+    found = MeasuredRuns.read(folder, environment(), before)
     skipped = Counter(found.skipped)
     if not local:
         skipped["of another machine"] += len(found.runs)

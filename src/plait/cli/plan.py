@@ -27,9 +27,9 @@ from plait.planner import goals
 from plait.planner.answer import Answer, PlanRow, ask, duration, text
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
+from plait.planner.late_map_drawing import page
 from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
 from plait.planner.search import divisors
-from plait.report.map_drawing import page
 
 EVERY = 10**6
 BYTES = 2**20

@@ -3,8 +3,10 @@ serves the page while a run trains, `--try` runs what it advises, `--memory` pri
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from plait.cli.prediction import predicted
 from plait.cli.progress import ProgressLine
 from plait.cli.try_advice import table, try_advice
 from plait.config.command_options import ReportOptions, check_range
@@ -13,9 +15,8 @@ from plait.config.job import load_job
 from plait.config.plan import Plan
 from plait.engine.memory_use import fullest
 from plait.engine.run_directory import RunDirectory
-from plait.report.figures import Figures, figures
+from plait.report.figures import Figures, Prediction, figures
 from plait.report.page import head, page, percent
-from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
 from plait.report.summary import run_folder, summary, text
 from plait.report.timeline import Timeline, ms, timeline, trace
@@ -30,15 +31,16 @@ def run(options: ReportOptions) -> int:
         return memory(folders[0], options.json)
     if options.follow:
         return followed(folders, options.step)
-    runs = [RunFiles.read(folder, options.step) for folder in folders]
-    made = figures(runs, options.step)
-    if options.tries:
-        with ProgressLine("report", options.json) as say:
+    with ProgressLine("report", options.json) as say:
+        runs = read(folders, options.step, say)
+        made = figures(runs, options.step, lambda run, batch: predicted(run, batch, lambda task: say(f"{run.name}, {task}" if task else "")))
+        if options.tries:
             try_advice(runs[0], made["advice"][: options.tries], say)
-    if options.svg:
-        return drawn(made, options.svg)
-    file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
-    write(file, page(made))
+        if options.svg:
+            return drawn(made, options.svg)
+        say("writing the page")
+        file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
+        write(file, page(made))
     facts = {"page": str(file)}
     found = timeline(runs[0], options.step) if options.timeline else None
     if found is not None:
@@ -56,6 +58,15 @@ def run(options: ReportOptions) -> int:
 
         webbrowser.open(file.resolve().as_uri())
     return 0
+
+
+def read(folders: Sequence[Path], step: int | None, say: Callable[[str], None]) -> list[RunFiles]:
+    """The files of each run."""
+    runs = list[RunFiles]()
+    for k, folder in enumerate(folders):
+        say(f"reading runs: {k} of {len(folders)}")
+        runs.append(RunFiles.read(folder, step))
+    return runs
 
 
 def write(path: Path, content: str) -> None:
@@ -89,7 +100,7 @@ def followed(folders: list[Path], step: int | None) -> int:
     def predict(found: RunFiles, batch: int) -> Prediction:
         """Once for each run: its files change, and its plan does not."""
         if found.name not in known:
-            known[found.name] = Prediction.of(found, batch)
+            known[found.name] = predicted(found, batch)
         return known[found.name]
 
     def is_running() -> bool:

@@ -213,10 +213,12 @@ class Engine:
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps. On a GPU the work is queued: whoever looks at the
         step's loss waits for it, and `settle` waits on all ranks."""
-        step = self.steps.run(batch)
-        self.place.beat(self.position.step, "optimizer")  # from now on there is a step to save
-        self.callbacks.step(self, step)
-        self.trained.check(step.step)
+        with self.spans.around("step"):
+            step = self.steps.run(batch)
+            self.place.beat(self.position.step, "optimizer")  # from now on there is a step to save
+            with self.spans.around("callbacks"):
+                self.callbacks.step(self, step)
+            self.trained.check(step.step)
         return step
 
     @property

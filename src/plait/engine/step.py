@@ -28,8 +28,8 @@ from plait.tensors.torch_private import tree_leaves
 from plait.tensors.transfers import Interval, apart, waits, waits_by_group
 
 SPANS = (
-    "checkpoint", "evaluate", "data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer",
-    "wait",
+    "checkpoint", "evaluate", "record", "callbacks", "data", "step", "receive", "send", "replicate", "forward", "loss", "backward", "collect",
+    "reduce", "optimizer", "wait",
 )  # fmt: skip
 DENSE, SPARSE = 32, 16
 """Waits for messages are recorded in the first steps and in every n-th one that follows: recording costs less than 1 % of a step."""
@@ -73,11 +73,11 @@ class DeviceClock:
         if self.zero is None:
             return []
         events = list(events)
-        if events and not events[-1].query():  # somebody wants to know at once
+        if events and not events[-1].query():  # the latest one: somebody wants to know at once
             events[-1].synchronize()
         times = [self.at + self.zero.elapsed_time(event) / 1000 for event in events]
         if events:  # the time between two events is known to fewer digits the longer it is
-            self.free += [self.zero, *events[:-1]]
+            self.free += {self.zero, *events} - {events[-1]}
             self.zero, self.at = events[-1], times[-1]
         return times
 
@@ -94,10 +94,10 @@ class Spans:
         """Seconds in which the host has waited for samples, since the last step."""
 
     def begin(self, name: str) -> None:
+        self.open.append((name, self.now(), None))
         self.beat(name if name in _PHASES else "forward")
         if name == "data":
             self._since = perf_counter()
-        self.open.append((name, self.now(), None))
 
     def end(self, name: str) -> None:
         """The innermost open span of this name ends."""
@@ -111,7 +111,7 @@ class Spans:
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """A span of what happens between two steps: it is recorded with the step that follows."""
+        """A span of what happens around the passes of a step; what comes after them is recorded with the step that follows."""
         self.open.append((name, self.now(), None))
         try:
             yield
@@ -135,19 +135,20 @@ class Spans:
             yield
 
     def taken(self) -> Callable[[], list[Span]]:
-        """The spans of the step, which is over: a function that gives them, to be called once, when the device is through with them."""
-        marks = [(name, begin, begin if end is None else end) for name, begin, end in self.open]
-        self.open, self.waited = [], 0.0
-        clock = self.clock
+        """The spans of the step, which is over: a function that gives them, to be called once, when the device is through with them. A span
+        that is open ends with the step, and begins again with the next one."""
+        now, clock = self.now(), self.clock
+        marks = [(name, begin, now if end is None else end) for name, begin, end in self.open]
+        self.open, self.waited = [(name, now, None) for name, _, end in self.open if end is None], 0.0
         if clock is None:
             found = [(name, begin, end - begin) for name, begin, end in marks]
             return lambda: found
-        return lambda: _read(clock, marks)
+        return lambda: _read(clock, marks, now)
 
 
-def _read(clock: DeviceClock, marks: list[tuple[str, Mark, Mark]]) -> list[Span]:
-    """The spans between a device's events."""
-    unique = dict.fromkeys(event for _, *ends in marks for event in ends)
+def _read(clock: DeviceClock, marks: list[tuple[str, Mark, Mark]], now: Mark) -> list[Span]:
+    """The spans between a device's events, of which `now` is the latest."""
+    unique = [*dict.fromkeys(event for _, *ends in marks for event in ends if event is not now), now]
     times = dict(zip(unique, clock.read(unique)))
     return [(name, times[begin], times[end] - times[begin]) for name, begin, end in marks]
 

@@ -164,7 +164,8 @@ def _make_steps(
             step = engine.step(batch)
 
             # Writes the steps whose numbers are on the host, which on a GPU are those before this one: looking at this one would wait.
-            recorder.step(batch, step)
+            with engine.spans.around("record"):
+                recorder.step(batch, step)
 
             # Every few steps, as often as it costs 2 % of a step.
             if keeper is not None:

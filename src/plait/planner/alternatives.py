@@ -39,7 +39,9 @@ def alternatives(asked: "PlanRequest", question: "SearchSpace", plan: Plan) -> l
     found, refused = list[Alternative](), asked.refused()
     for change, other, batch in _variants(plan, question.batch):
         space = replace(question, batch=batch)
-        if not refused(other) and space.holds(got := price(asked.pace, other, space, branch_samples(other, space))):
+        got = price(asked.pace, other, space, branch_samples(other, space))
+        if not refused(other) and space.holds(got):
+            got = asked.learned.applied(got)
             found.append(Alternative(change, str(other), batch, dict(got.parts)))
     rows = ask(asked, {"precision": plan.precision}, devices=plan.devices).rows
     for got in (row.candidate.estimate for row in rows if row.fits):

@@ -5,12 +5,10 @@ measured_step     one step as all ranks recorded it
 timeline          a step as rows of boxes, and as a trace for Perfetto
 split             where the time of a step went
 advice            what to change in a run, with the gain that the split or the planner predicts
-prediction        what the planner predicts of a run
 figures           all figures of the page, as JSON values
 page              the figures as one HTML page, and its head as text
 picture           one picture of the figures as SVG
 follow            the page of a run that trains, served on the loopback
-map_drawing       the map of ways to synchronise as a picture
 summary           a run in a few lines
 measured_runs     what the runs of a folder measured, for the planner to learn from
 run               a run as a value in Python

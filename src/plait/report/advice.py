@@ -1,9 +1,9 @@
 """What to change in a run: each piece has a cause that the measured split of a step shows, or the planner, the gain that they predict, and a command.
 
-A gain is the part of the mean step that is saved, per sample. It is what the split measured of the cause; for another plan or batch, what the
-planner predicts to save of computing, and of communication as often as the run's link is slower than predicted.
+A gain is the part of the mean step that is saved, per sample: what the split measured of the cause, or what the planner predicts of another plan.
 """
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from plait.config.plan import Plan
 from plait.planner.alternatives import OVER_TP, SENT, Alternative, StepCosts, improvements
 from plait.report.split import RankSplit, StepSplit
 
-SLOW = 0.03
+SLOW, MOST_WORKERS = 0.03, 16
 """Part of a step from which on a cause is named."""
-MOST_WORKERS = 16
+OWN = "computing", "optimizer", "gradients"
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class RunFacts:
 
     def option(self, flag: str, default: int) -> int:
         """A number that the run's command gives."""
-        words = [w for word in self.command for w in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
-        value = words[words.index(flag) + 1 :][:1] if flag in words else []
-        return int(value[0]) if value and value[0].isdecimal() else default
+        found = re.search(rf"{flag}[= ](\d+)( |$)", " ".join(self.command))
+        return int(found[1]) if found else default
 
     def train(self, *changed: str, plan: str = "") -> str:
         """The run's command with other options; those that are given without a value are left out."""
@@ -60,12 +59,11 @@ def advise(found: StepSplit, facts: RunFacts) -> list[Advice]:
     if not found.ranks or not found.seconds:
         return []
     advice = [*_loader(found, facts), *_slow_rank(found, facts), *_overlap(found, facts), *_bubble(found, facts), *_rest(found, facts)]
-    costs = StepCosts(facts.plan, facts.batch, found.seconds, _sent(found), facts.predicted)
+    costs = StepCosts(facts.plan, facts.batch, found.seconds, found.sent, facts.predicted)
     for one in improvements(costs, facts.others):
         words = () if one.batch == facts.batch else (f"--batch={one.batch}", "--scale-lr=sqrt")
         advice.append(Advice(one.cause, one.what, one.why, one.gain, facts.train(*words, plan=one.plan)))
-    if not any(a.cause == OVER_TP and a.gain >= SLOW for a in advice):
-        advice += _link(found, facts)
+    advice += () if any(a.cause == OVER_TP and a.gain >= SLOW for a in advice) else _link(found, facts)
     return sorted((a for a in advice if a.gain >= SLOW), key=lambda a: -a.gain)
 
 
@@ -81,9 +79,8 @@ def _loader(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     most, more = _spread(found, "data")
     waits = most.parts.get("data", 0.0)
     alone = len(found.ranks) > 1 and more > 0.6 * waits
-    whose = f"The loader of rank {most.rank}" if alone else "The loader"
-    why = f"Rank {most.rank} waits {100 * waits / found.seconds:.0f} % of a step for its samples" + (
-        ", other ranks wait less." if alone else ", and so do others.")  # fmt: skip
+    whose, others = (f"The loader of rank {most.rank}", "other ranks wait less") if alone else ("The loader", "and so do others")
+    why = f"Rank {most.rank} waits {100 * waits / found.seconds:.0f} % of a step for its samples, {others}."
     now = facts.option("--workers", 0)
     loads, rest = now * found.seconds or waits, max(found.seconds - waits, 1e-9)
     workers = min(MOST_WORKERS, max(2, now + 1, ceil(1.25 * loads / rest)))
@@ -95,28 +92,22 @@ def _slow_rank(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     if len(found.ranks) == 1 or facts.plan.pp > 1:
         return
     slow = max(found.ranks, key=lambda r: r.late)
-    names = "computing", "optimizer", "gradients"
-    computes, more = _spread(found, *names)
-    loads, waits = _spread(found, "data")
+    (computes, more), (loads, waits) = _spread(found, *OWN), _spread(found, "data")
     if (loads.rank == slow.rank and waits > more) or computes.rank != slow.rank:
         return  # the loader's advice says so
     gain = min(slow.late, max(more, 0.0)) / found.seconds
     why = f"Rank {slow.rank} arrives last at collectives, {100 * slow.late / found.seconds:.0f} % of a step after the others, and computes longer."
     yield Advice("slow rank", f"The device of rank {slow.rank} is slow: check it, or replace its host", why, gain, "plait bench compute")
     if facts.plan.shares > 1 and facts.plan.batch_shares == "equal":
-        took = [sum(r.parts.get(name, 0.0) for name in names) for r in found.ranks]
+        took = [sum(r.parts.get(name, 0.0) for name in OWN) for r in found.ranks]
         shared = len(took) / sum(1 / max(seconds, 1e-9) for seconds in took)
         what, saved = f"Give rank {slow.rank} fewer samples, by its speed", min(slow.late, max(took) - shared)
         yield Advice("slow rank", what, why, saved / found.seconds, facts.train(plan=f"{facts.plan} batch_shares=auto"))
 
 
-def _sent(found: StepSplit) -> dict[str, float]:
-    return {name.partition(" ")[2]: seconds for name, seconds in found.mean.items() if name.startswith("communication")}
-
-
 def _hideable(found: StepSplit, facts: RunFacts) -> float:
     """Seconds of sums of gradients that backward does not hide, although it lasts long enough: the first one of them is waited for too."""
-    each = next((m for axes, m in found.messages.items() if axes == "dp"), ())
+    each = found.messages.get("dp", ())
     backward = (found.mean.get("computing", 0.0) - found.forward) / facts.plan.microbatches
     room = backward * (len(each) - 1) / max(1, len(each))
     return min(sum(each) - each[-1], room) if len(each) > 1 and facts.plan.pp == 1 and max(each) / 2 < each[0] < room else 0.0
@@ -131,8 +122,7 @@ def _overlap(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
 
 def _link(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     """A link is slow by latency if the last message of a step, which is the smallest and which nothing hides, takes about as long as any."""
-    by_axis = _sent(found)
-    if not by_axis:
+    if not (by_axis := found.sent):
         return
     name = max(by_axis, key=lambda axis: by_axis[axis])
     sent = sum(facts.predicted.get(part, 0.0) for part in SENT)
@@ -144,13 +134,13 @@ def _link(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     last = min((took[-1] for took in found.messages.values() if took), default=0.0)
     if slower and len(each) > 1 and (last not in long or len(long) > 1):
         kind = "latency" if last in long else "bandwidth"
-        helps = "send fewer messages" if kind == "latency" else "send less"
-        what = f"The link of {name} is slow, by its {kind}: measure it, and {helps}"
+        what = f"The link of {name} is slow by its {kind}: measure it, and send {'fewer messages' if kind == 'latency' else 'less'}"
         yield Advice(f"slow link, {kind}", what, why, over / found.seconds, "plait bench comm")
-        return
-    what = f"The link of {name} is slow: measure it" if slower else f"Communication of {name} is exposed: compare plans that send less"
-    command = "plait bench comm" if slower else shlex.join(["plait", "plan", facts.job])
-    yield Advice("slow link", what, why, over / found.seconds, command)
+    elif slower:
+        yield Advice("slow link", f"The link of {name} is slow: measure it", why, over / found.seconds, "plait bench comm")
+    else:
+        what, command = f"Communication of {name} is exposed: compare plans that send less", shlex.join(["plait", "plan", facts.job])
+        yield Advice("slow link", what, why, over / found.seconds, command)
 
 
 def _bubble(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
@@ -180,14 +170,12 @@ def _rest(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
         gain = saving * (1 - now / every) / found.seconds
         yield Advice("checkpoint", f"Save every {every} steps instead of every {now}", why, gain, facts.train(f"--save-every={every}"))
     python = median(r.parts.get("Python", 0.0) for r in found.ranks) / found.seconds
-    why = f"{100 * python:.0f} % of a step passes between its spans: in callbacks, the records of the step, or the job's own Python."
-    if any(word.startswith("--callbacks") for word in facts.command):
-        yield Advice("Python", "Do less in callbacks: compare with a run without them", why, python, facts.train("--callbacks"))
-    else:
-        yield Advice("Python", "Look at callbacks and Python around the step", why, python, facts.train("--profile=10:13"))
+    why = f"{100 * python:.0f} % of a step passes around its passes: in callbacks, the records of the step, or the job's own Python."
+    has = any(word.startswith("--callbacks") for word in facts.command)
+    what = "Do less in callbacks: compare with a run without them" if has else "Look at Python around the step in a trace"
+    yield Advice("Python", what, why, python, facts.train("--callbacks" if has else "--profile=10:13"))
     less = [o for o in facts.others if o.change == "recompute"]
     if less and facts.plan.recompute == "full":
-        part = 100 * found.forward / found.seconds
-        why = f"Forward passes take {part:.0f} % of a step, and backward makes them again; there is memory for what they compute."
-        plan = min(less, key=lambda o: o.parts.get("recompute", 0.0)).plan
-        yield Advice("recompute", "Keep activations instead of computing them again", why, found.forward / found.seconds, facts.train(plan=plan))
+        part, plan = found.forward / found.seconds, min(less, key=lambda o: o.parts.get("recompute", 0.0)).plan
+        why = f"Forward passes take {100 * part:.0f} % of a step, and backward makes them again; there is memory for what they compute."
+        yield Advice("recompute", "Keep activations instead of computing them again", why, part, facts.train(plan=plan))

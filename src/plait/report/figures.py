@@ -1,7 +1,8 @@
 """All figures of the page, as JSON values: what `plait report --json` prints and the page, the terminal and `--svg` show."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from plait.config.errors import PlaitError
 from plait.config.version import __version__
 from plait.engine.memory_use import MemoryUse, by_part, fullest
+from plait.planner.alternatives import Alternative
 from plait.report.advice import RunFacts, advise
-from plait.report.measured_step import Span
-from plait.report.prediction import Prediction
+from plait.report.measured_step import PYTHON, Span
 from plait.report.run_files import RunFiles, StepMark
 from plait.report.split import StepSplit, split
 from plait.report.summary import NUMBER
@@ -24,13 +25,29 @@ RANKS, BOXES = 16, 6000
 CURVES = {"loss": "loss", "lr": "learning rate", "norm": "gradient norm"}
 KINDS = {
     "F": "forward", "B": "backward", "I": "backward", "W": "weights", "loss": "forward",
-    **dict.fromkeys(("receive", "send", "wait", "reduce", "replicate", "collect"), "communication"),
+    **dict.fromkeys(("receive", "send", "wait", "reduce", "replicate", "collect"), "communication"), **dict.fromkeys(PYTHON, "Python"),
 }  # fmt: skip
 """How the spans of a timeline are drawn that are not drawn by their own name."""
 Figures = dict[str, Any]
 
 
-def figures(runs: Sequence[RunFiles], step: int | None = None, predict: Callable[[RunFiles, int], Prediction] = Prediction.of) -> Figures:
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step: seconds, split by what they are spent on, and bytes by category of the fullest rank."""
+
+    seconds: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[Alternative, ...] = ()
+    note: str = ""
+    """Why something is not predicted."""
+
+
+Predict = Callable[[RunFiles, int], Prediction]
+"""What predicts a run with steps of this many samples."""
+
+
+def figures(runs: Sequence[RunFiles], step: int | None = None, predict: Predict = lambda run, batch: Prediction()) -> Figures:
     """Those of some runs; the details are of the first. `step`: the one of the timeline, a typical one if it is None."""
     splits = [split(run.plan, run.steps) for run in runs]
     predicted = [predict(run, _batch(run)) if run.trained else Prediction() for run in runs]

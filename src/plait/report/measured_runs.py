@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -22,6 +23,11 @@ NEWEST = 32
 """Runs that are read, the newest."""
 SAME = MappingProxyType({"plait": "version", "torch": "version", "platform": "machine", "cores": "machine", "cuda": "machine"})
 """Of `env.json`: what a run has in common with one that would be started now, and what is another where it differs."""
+
+
+def other_kind(before: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    """Why an environment is another than a run's: "version (torch)", "machine (cores)", …; empty if it is not."""
+    return next((f"{other} ({name})" for name, other in SAME.items() if before.get(name) != environment[name]), "")
 
 
 class Unusable(Exception):
@@ -50,10 +56,10 @@ class MeasuredRuns:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def read(folder: Path, environment: Mapping[str, Any]) -> "MeasuredRuns":
-        """`environment`: that of a run which would be started now."""
+    def read(folder: Path, environment: Mapping[str, Any], before: Path | None = None) -> "MeasuredRuns":
+        """`environment`: that of a run which would be started now. `before`: a run of the folder; only runs that were started before it count."""
         skipped, found = Counter[str](), list[MeasuredRun]()
-        for path in _directories(folder)[:NEWEST]:
+        for path in _directories(folder, before)[:NEWEST]:
             try:
                 found.append(_measured(path, environment))
             except Unusable as why:
@@ -63,10 +69,12 @@ class MeasuredRuns:
         return MeasuredRuns(tuple(found), dict(skipped))
 
 
-def _directories(folder: Path) -> list[Path]:
-    """The run directories in a folder, the newest first."""
+def _directories(folder: Path, before: Path | None) -> list[Path]:
+    """The run directories in a folder, the newest first; only those that were started before this one, if it is given."""
     try:
-        found = [(p.stat().st_mtime, p) for p in folder.iterdir() if not p.is_symlink() and (p / "plan.toml").is_file()]
+        plans = {p: p / "plan.toml" for p in folder.iterdir() if not p.is_symlink() and (p / "plan.toml").is_file()}
+        started = inf if before is None else (before / "plan.toml").stat().st_mtime
+        found = [(p.stat().st_mtime, p) for p, plan in plans.items() if plan.stat().st_mtime < started]
     except OSError:
         return []
     return [path for _, path in sorted(found, reverse=True)]
@@ -76,9 +84,8 @@ def _measured(path: Path, environment: Mapping[str, Any]) -> MeasuredRun:
     """A run that can be used. Unusable, or anything that damaged files raise."""
     before = json.loads((path / "env.json").read_text(encoding="utf-8"))
     told = json.loads((path / "job.json").read_text(encoding="utf-8"))
-    for name, other in SAME.items():
-        if before.get(name) != environment[name]:
-            raise Unusable(f"of another {other}")
+    if other := other_kind(before, environment):
+        raise Unusable(f"of another {other.partition(' ')[0]}")
     plan = Plan.load(path / "plan.toml").fill(None)
     rows = metrics(path / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]

@@ -2,13 +2,16 @@
 
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 WARM_UP, KEPT = 3, 200
 """The first steps are not typical, and the last ones tell enough."""
 COMPUTE = ("F", "B", "I", "W")
-BEFORE = ("checkpoint", "evaluate", "data")
-"""Spans that come before the first pass of a step."""
+PYTHON = ("step", "record", "callbacks")
+"""Spans of Python around the passes."""
+BEFORE = ("checkpoint", "evaluate", "data", *PYTHON)
+"""Spans that are no part of a step's own time: most of them come before its first pass."""
 
 
 class Span(NamedTuple):
@@ -54,7 +57,7 @@ def measured_step(step: int, rows: list[dict[str, Any]]) -> Measured:
     """One step of all ranks. Hosts have clocks of their own: there all ranks end the step's last sum together."""
     ranks = [[Span(n, r["at"] + start, r["at"] + start + took) for n, start, took in r["spans"]] for r in rows]
     ends = [max((s.end for s in spans if s.name == "reduce"), default=None) for spans in ranks]
-    longest = max(spans[-1].end - spans[0].start for spans in ranks if spans)
+    longest = max(max(s.end for s in spans) - spans[0].start for spans in ranks if spans)
     known = [end for end in ends if end is not None]
     clocks_differ = len(known) == len(ranks) and max(known) - min(known) > longest
     shifts = known if clocks_differ else [0.0] * len(ranks)
@@ -63,16 +66,21 @@ def measured_step(step: int, rows: list[dict[str, Any]]) -> Measured:
 
 
 def flat(spans: list[Span]) -> list[Span]:
-    """Spans that do not overlap: one that lies inside another is removed from it. A wait inside `receive` or `send` is a part of it."""
+    """Spans that do not overlap, in order: one that lies inside another is removed from it. A wait inside `receive` or `send` is a part of it."""
     moved = [(s.start, s.end) for s in spans if s.sort in ("receive", "send")]
     if moved:
         spans = [s for s in spans if s.sort != "wait" or not any(a <= s.start < b for a, b in moved)]
-    apart: list[Span] = []
-    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        outer = apart[-1] if apart else None
-        apart.append(span)
-        if outer is not None and span.start < outer.end:
-            apart[-2] = Span(outer.name, outer.start, span.start)
-            if outer.end > span.end:
-                apart.append(Span(outer.name, span.end, outer.end))
-    return apart
+    found, open_, at = list[Span](), list[Span](), -inf
+    for s in [*sorted(spans, key=lambda s: (s.start, -s.end)), None]:
+        now = inf if s is None else s.start
+        while open_ and open_[-1].end <= now:
+            inner = open_.pop()
+            if inner.end > at or inner.end == inner.start:
+                found.append(Span(inner.name, max(at, inner.start), inner.end))
+                at = inner.end
+        if s is not None:
+            if open_ and now > (begun := max(at, open_[-1].start)):
+                found.append(Span(open_[-1].name, begun, now))
+            at = max(at, now)
+            open_.append(s)
+    return found

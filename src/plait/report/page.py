@@ -33,7 +33,7 @@ def page(shown: Figures, follow: str = "") -> str:
     totals = [sum(each.values()) for each in [*(r["parts"] for r in memory["ranks"]), memory["predicted"]]]
     blocks = (shown["timeline"] or {"blocks": {}})["blocks"]
     there = {box[0] for rows in blocks.values() for row in rows for box in row["boxes"]}
-    order = ("forward", "backward", "weights", "communication", "data", "optimizer", "checkpoint", "evaluate")
+    order = ("forward", "backward", "weights", "communication", "data", "optimizer", "checkpoint", "evaluate", "Python")
     return _template().render(
         f=shown, follow=follow, title=" · ".join(r["name"] for r in shown["runs"]), curves=CURVES, data=_embedded(shown), parts=parts,
         forecast=forecast, widest=max([r["seconds"] for r in split["ranks"]] + [run["predicted"]["seconds"] or 0.0]) or 1.0,

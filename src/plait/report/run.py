@@ -13,7 +13,6 @@ from plait.config.job import Job, load_job
 from plait.report.figures import figures, thinned
 from plait.report.page import page
 from plait.report.picture import Series, lines, picture
-from plait.report.prediction import Prediction
 from plait.report.run_files import RunFiles
 from plait.report.summary import metrics, run_folder, summary, text
 from plait.report.timeline import Timeline, timeline
@@ -134,7 +133,7 @@ class TimelinePicture:
         return page(self._figures())
 
     def _figures(self) -> dict[str, Any]:
-        return figures([RunFiles.read(self.timeline.run, self.timeline.step)], self.timeline.step, lambda run, batch: Prediction())
+        return figures([RunFiles.read(self.timeline.run, self.timeline.step)], self.timeline.step)
 
     def _repr_html_(self) -> str:
         return picture(self._figures(), "timeline")

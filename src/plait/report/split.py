@@ -8,8 +8,8 @@ A step of a rank lasts from its first span to the first span of its next step. I
     bubble            of a pipeline: until the message of another stage was sent
     data, optimizer, checkpoint, evaluate    the spans of these names
     gradients         packing and unpacking what is summed
-    Python            between these spans: the loop around the step, its records, callbacks
-    other             time of a step that no span explains, after the last recorded one
+    Python            around the passes: what readies and ends a step, its records, callbacks
+    other             between all spans: what nothing was recorded of
 
 Collectives equalize the wall time of ranks: a slow rank waits less than the others. So a slow rank is the one that arrives last, and
 its own seconds say why: at its data, in its passes, or between its spans.
@@ -24,10 +24,12 @@ from statistics import mean
 from plait.config.keys import AXES
 from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import table
-from plait.report.measured_step import COMPUTE, WARM_UP, Measured, Span
+from plait.report.measured_step import COMPUTE, PYTHON, WARM_UP, Measured, Span
 from plait.report.timeline import arrivals, ran
 
-PASSES = (*COMPUTE, "forward", "backward", "loss", "replicate", "collect", "send")
+PARTS = dict.fromkeys((*COMPUTE, "forward", "backward", "loss", "replicate", "collect", "send"), "computing")
+PARTS |= {"reduce": "gradients"} | dict.fromkeys(PYTHON, "Python")
+"""Of the spans that are not parts by their own name."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class StepSplit:
     def seconds(self) -> float:
         return sum(self.mean.values())
 
+    @property
+    def sent(self) -> dict[str, float]:
+        return {name.partition(" ")[2]: seconds for name, seconds in self.mean.items() if name.startswith("communication")}
+
 
 def split(plan: Plan, steps: Sequence[Measured]) -> StepSplit:
     """The split of the typical ones of these steps, which are in order: of those whose waits were recorded, if there are any."""
@@ -102,11 +108,10 @@ def split(plan: Plan, steps: Sequence[Measured]) -> StepSplit:
 
 
 def _messages(spans: Sequence[Span], arrived: dict[Span, float]) -> dict[str, list[float]]:
-    """Seconds of each message of a step, in order, by the axes of its group: what is waited for it after all ranks have arrived."""
+    """Seconds of each wait of a step after all ranks have arrived, in order, by the axes of its group."""
     found = defaultdict[str, list[float]](list)
-    for s in spans:
-        if s.sort == "wait":
-            found[s.name.partition(" ")[2]].append(s.end - min(s.end, max(s.start, arrived.get(s, s.start))))
+    for s in (s for s in spans if s.sort == "wait"):
+        found[s.name.partition(" ")[2]].append(s.end - min(s.end, max(s.start, arrived.get(s, s.start))))
     return found
 
 
@@ -114,7 +119,7 @@ def _add(parts: dict[str, float], spans: Sequence[Span], end: float, arrived: di
     """Add one step of a rank, which ends when its next one begins."""
     at = spans[0].start
     for s in spans:
-        parts["Python"] += max(0.0, s.start - at)
+        parts["other"] += max(0.0, s.start - at)
         at = max(at, s.end)
         took, sort = s.end - s.start, s.sort
         if sort == "wait" or sort == "receive":
@@ -124,8 +129,8 @@ def _add(parts: dict[str, float], spans: Sequence[Span], end: float, arrived: di
         elif sort in ("checkpoint", "evaluate"):
             continue
         else:
-            parts["computing" if sort in PASSES else {"reduce": "gradients"}.get(sort, sort)] += took
-    parts["Python"] += max(0.0, end - at)
+            parts[PARTS.get(sort, sort)] += took
+    parts["other"] += max(0.0, end - at)
 
 
 def _arrived(plan: Plan, step: Measured, late: list[float]) -> dict[Span, float]:

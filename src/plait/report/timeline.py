@@ -142,16 +142,19 @@ def medians(
     for measured in steps:
         sent = arrivals(planned, plan, measured)
         for spans in measured.ranks:
+            computed = dict[str, float]()
             for s in spans:
                 if s.about is None:
                     continue
                 kind, stage, _ = s.about
                 if s.sort in COMPUTE:
-                    took.setdefault((stage, kind), []).append(s.end - s.start)
+                    computed[s.name] = computed.get(s.name, 0.0) + s.end - s.start
                 elif s.sort == "send":
                     sends.append(s.end - s.start)
                 elif s in sent:
                     links[stage - 1 if kind == "F" else stage].append(s.end - sent[s])
+            for name, seconds in computed.items():
+                took.setdefault((int(name[1:].partition(".")[0]), name[0]), []).append(seconds)
     return (
         {key: median(seconds) for key, seconds in sorted(took.items())},
         [median(seconds) if seconds else 0.0 for seconds in links],
@@ -163,8 +166,8 @@ def ran(planned: Table, plan: Plan, measured: Measured) -> bool:
     """Whether these are the actions of the table."""
     if len(measured.ranks) != plan.world:
         return False
-    rows = [[s.name for s in spans if s.sort in COMPUTE] for spans in measured.ranks]
-    return all(row == [str(a) for a in planned.rows[r // beside(plan)]] for r, row in enumerate(rows))
+    rows = [dict.fromkeys(s.name for s in spans if s.sort in COMPUTE) for spans in measured.ranks]  # a wait inside an action divides it
+    return all([*row] == [str(a) for a in planned.rows[r // beside(plan)]] for r, row in enumerate(rows))
 
 
 def arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
