@@ -6,7 +6,7 @@ A gain is the part of the mean step that is saved, per sample: what the split me
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
 
@@ -44,8 +44,7 @@ class RunFacts:
 
     def option(self, flag: str, default: int) -> int:
         """A number that the run's command gives."""
-        found = re.search(rf"{flag}[= ](\d+)( |$)", " ".join(self.command))
-        return int(found[1]) if found else default
+        return int((re.findall(rf"{flag}[= ](\d+)(?: |$)", " ".join(self.command)) or [default])[-1])
 
     def train(self, *changed: str, plan: str = "") -> str:
         """The run's command with other options; those that are given without a value are left out."""
@@ -56,7 +55,7 @@ class RunFacts:
 
 def advise(found: StepSplit, facts: RunFacts) -> list[Advice]:
     """What to change, the largest gain first. Gains are of the mean step, as the split has it."""
-    if not found.ranks or not found.seconds:
+    if not found.seconds:
         return []
     advice = [*_loader(found, facts), *_slow_rank(found, facts), *_overlap(found, facts), *_bubble(found, facts), *_rest(found, facts)]
     costs = StepCosts(facts.plan, facts.batch, found.seconds, found.sent, facts.predicted)
@@ -91,8 +90,7 @@ def _loader(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
 def _slow_rank(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     if len(found.ranks) == 1 or facts.plan.pp > 1:
         return
-    slow = max(found.ranks, key=lambda r: r.late)
-    (computes, more), (loads, waits) = _spread(found, *OWN), _spread(found, "data")
+    slow, (computes, more), (loads, waits) = max(found.ranks, key=lambda r: r.late), _spread(found, *OWN), _spread(found, "data")
     if (loads.rank == slow.rank and waits > more) or computes.rank != slow.rank:
         return  # the loader's advice says so
     gain = min(slow.late, max(more, 0.0)) / found.seconds
@@ -101,8 +99,8 @@ def _slow_rank(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     if facts.plan.shares > 1 and facts.plan.batch_shares == "equal":
         took = [sum(r.parts.get(name, 0.0) for name in OWN) for r in found.ranks]
         shared = len(took) / sum(1 / max(seconds, 1e-9) for seconds in took)
-        what, saved = f"Give rank {slow.rank} fewer samples, by its speed", min(slow.late, max(took) - shared)
-        yield Advice("slow rank", what, why, saved / found.seconds, facts.train(plan=f"{facts.plan} batch_shares=auto"))
+        what, gain = f"Give rank {slow.rank} fewer samples, by its speed", min(slow.late, max(took) - shared) / found.seconds
+        yield Advice("slow rank", what, why, gain, facts.train(plan=f"{facts.plan} batch_shares=auto"))
 
 
 def _hideable(found: StepSplit, facts: RunFacts) -> float:
@@ -130,8 +128,7 @@ def _link(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     slower = f", {sum(by_axis.values()) / sent:.1f} times what is predicted of the link" if sent and over > sent else ""
     why = f"Messages of {name} take {100 * by_axis[name] / found.seconds:.0f} % of a step after all ranks have arrived{slower}."
     each = [seconds for took in found.messages.values() for seconds in took]
-    long = [seconds for seconds in each if seconds > max(each) / 2]
-    last = min((took[-1] for took in found.messages.values() if took), default=0.0)
+    long, last = [s for s in each if s > max(each) / 2], min((took[-1] for took in found.messages.values() if took), default=0.0)
     if slower and len(each) > 1 and (last not in long or len(long) > 1):
         kind = "latency" if last in long else "bandwidth"
         what = f"The link of {name} is slow by its {kind}: measure it, and send {'fewer messages' if kind == 'latency' else 'less'}"
@@ -148,17 +145,15 @@ def _bubble(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
         return
     bubble, computing = found.mean.get("bubble", 0.0), [r.parts.get("computing", 0.0) for r in found.ranks]
     m, p, even = facts.plan.microbatches, facts.plan.pp * facts.plan.stages_per_rank, sum(computing) / len(computing)
-    uneven = max(computing) - even
-    stage = computing.index(max(computing)) * facts.plan.pp // len(computing)
+    uneven, stage = max(computing) - even, computing.index(max(computing)) * facts.plan.pp // len(computing)
     if uneven > bubble / 2:
         why = f"Stage {stage} computes {100 * (max(computing) / even - 1):.0f} % longer than the mean, and the others wait."
-        what, command = "Balance the stages of the pipeline: move units to stages that wait", shlex.join(["plait", "plan", facts.job])
-        yield Advice("uneven stages", what, why, uneven * (m - 1) / m / found.seconds, command)
+        what, gain = "Balance the stages of the pipeline: move units to stages that wait", uneven * (m - 1) / m / found.seconds
+        yield Advice("uneven stages", what, why, gain, shlex.join(["plait", "plan", facts.job]))
         return
-    saved = bubble * (1 - (m + p - 1) / (2 * m + p - 1))
-    plan = str(facts.plan).replace(f"microbatches={m}", f"microbatches={2 * m}") if m > 1 else f"{facts.plan} microbatches=2"
+    saved, plan = bubble * (1 - (m + p - 1) / (2 * m + p - 1)), replace(facts.plan, microbatches=2 * m)
     why = f"{100 * bubble / found.seconds:.0f} % of a step is the bubble of {m} micro-batches in {p} stages; twice as many fill it better."
-    yield Advice("bubble", f"Use {2 * m} micro-batches", why, saved / found.seconds, facts.train(plan=plan))
+    yield Advice("bubble", f"Use {2 * m} micro-batches", why, saved / found.seconds, facts.train(plan=str(plan)))
 
 
 def _rest(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
@@ -167,8 +162,8 @@ def _rest(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
         now = facts.option("--save-every", 100)
         every = now * max(2, ceil(saving / found.seconds / 0.01))
         why = f"Steps wait {100 * saving / found.seconds:.0f} % of their time for checkpoints and snapshots."
-        gain = saving * (1 - now / every) / found.seconds
-        yield Advice("checkpoint", f"Save every {every} steps instead of every {now}", why, gain, facts.train(f"--save-every={every}"))
+        what, gain = f"Save every {every} steps instead of every {now}", saving * (1 - now / every) / found.seconds
+        yield Advice("checkpoint", what, why, gain, facts.train(f"--save-every={every}"))
     python = median(r.parts.get("Python", 0.0) for r in found.ranks) / found.seconds
     why = f"{100 * python:.0f} % of a step passes around its passes: in callbacks, the records of the step, or the job's own Python."
     has = any(word.startswith("--callbacks") for word in facts.command)
