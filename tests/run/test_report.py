@@ -24,13 +24,14 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import table
+from plait.report.advice import RunFacts, advise
 from plait.report.figures import Prediction, figures, thinned
 from plait.report.follow import follow
 from plait.report.measured_step import Measured, Span, flat
 from plait.report.page import page
 from plait.report.picture import PICTURES, picture
 from plait.report.run_files import RunFiles
-from plait.report.split import RunFacts, StepSplit, advise, split
+from plait.report.split import StepSplit, split
 from plait.report.summary import curve, evaluation_curves, metrics, summary, text
 from plait.report.timeline import predict, timeline, trace
 
@@ -305,7 +306,7 @@ def test_a_slow_loader_a_slow_rank_and_a_slow_link_are_told_from_one_another() -
     computes = [("data", 0.0, 0.01), ("forward", 0.01, 1.49), *late]
     assert causes(split(Plan(dp=2), steps([[*usual, *waits], computes], 2.2)), Plan(dp=2))[0] == "slow rank"
     link = split(Plan(dp=2), steps([[*usual, *waits], [*usual, *waits]], 2.2))
-    assert causes(link, Plan(dp=2), {"gradients": 0.01})[0] == "slow link"
+    assert causes(link, Plan(dp=2), {"gradients": 0.01})[0] == "slow link", "one message a step does not say why"
     assert {r.rank for r in link.ranks if r.parts["communication dp"] == pytest.approx(1.0)} == {0, 1}
 
 

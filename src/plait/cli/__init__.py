@@ -20,6 +20,7 @@ bench             plait bench
 chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
+try_advice        plait report --try
 prediction        what the planner predicts of a run
 plan_tables       plait plan --show tensor, plait plan --show parameters
 replay            plait replay

@@ -303,7 +303,7 @@ COMMANDS = {
     ),
     "report": Command(
         "write a page of a run: how fast it was, where the time went, what to change", of.ReportOptions, _in("plait.cli.report"),
-        ("", "--timeline", "runs/gpt-3 --timeline --json"),
+        ("", "--timeline", "runs/gpt-3 --timeline --json", "--try 3"),
     ),
     "replay": Command(
         "compute a past step of a run again, and rank its samples", of.ReplayOptions, _in("plait.cli.replay"),

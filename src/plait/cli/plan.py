@@ -12,7 +12,7 @@ from typing import Any
 from plait.cli import kept_sketch
 from plait.cli.learning import learned
 from plait.cli.progress import ProgressLine
-from plait.config.command_options import PlanOptions, SplitOptions, check_range
+from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
@@ -300,7 +300,10 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
     asked, fitting = found.asked, [row for row in found.rows if row.fits]
     plans = [row.candidate.plan for row in fitting[: options.tries]]
     if asked.accelerated:
-        took = [measure(options, plan) for plan in plans]
+        runs = (
+            TrainOptions(job=options.job, plan=str(plan), save_every=10**6, batch=options.batch, arguments=options.arguments) for plan in plans
+        )
+        took = [got.failed or got.seconds for got in map(measure, runs)]
     else:
         took = in_turn(asked.job, plans, found.question.devices)
     failed = {str(plan): why for plan, why in zip(plans, took) if isinstance(why, str)}

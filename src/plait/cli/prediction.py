@@ -4,7 +4,7 @@ what earlier runs in the folder measured. Kept in the run directory as `predicti
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import load_job
 from plait.config.version import __version__
 from plait.engine.run_directory import environment
+from plait.planner.alternatives import Alternative, alternatives
 from plait.report.figures import Prediction
 from plait.report.measured_runs import other_kind
 from plait.report.run_files import RunFiles
@@ -26,7 +27,7 @@ def predicted(run: RunFiles, batch: int, say: Callable[[str], None] = lambda tex
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept.pop("of") == json.loads(json.dumps(key)):
-            return Prediction(**kept)
+            return Prediction(**kept | {"others": tuple(Alternative(**each) for each in kept["others"])})
     found = _predicted(run, batch, say)
     with suppress(OSError):  # a run that others may read and not write
         file.write_text(json.dumps({"of": key, **asdict(found)}, indent=1) + "\n", encoding="utf-8")
@@ -56,7 +57,6 @@ def _of_planner(run: RunFiles, batch: int, say: Callable[[str], None]) -> Predic
     from plait.cli.learning import learned
     from plait.data.loaders import with_batch
     from plait.launch.detect import read_machine
-    from plait.planner.answer import ask
     from plait.planner.dryrun.memory_table import memory_table
     from plait.planner.question import sized
     from plait.planner.search import branch_samples, price
@@ -71,10 +71,7 @@ def _of_planner(run: RunFiles, batch: int, say: Callable[[str], None]) -> Predic
         question = asked.question({}, None, plan.devices)
         got = asked.learned.applied(price(asked.pace, plan, question, branch_samples(plan, question)))
         found = {"seconds": got.seconds, "parts": dict(got.parts)}
-        best = ask(asked, {"precision": plan.precision}, devices=plan.devices).best
-        if best is not None and str(best.candidate.plan) != str(plan):
-            other = best.candidate.plan
-            found |= {"better": str(replace(other, batch_shares=plan.batch_shares)), "gain": 1 - best.candidate.seconds / got.seconds}
+        found["others"] = tuple(alternatives(asked, question, plan))
     except (PlaitError, ValueError, ArithmeticError, LookupError) as error:
         notes.append(f"No time is predicted: {error.problems[0].what if isinstance(error, PlaitError) else error}.")
     try:

@@ -1,5 +1,5 @@
 """`plait report [RUN...]`: a page of one run, or of several laid over each other, and its head as text; `--svg` prints one picture, `--follow`
-serves the page while a run trains, `--memory` prints what a rank's memory was used for, beside the bill of its plan."""
+serves the page while a run trains, `--try` runs what it advises, `--memory` prints what a rank's memory was used for, beside the bill of its plan."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from plait.cli.prediction import predicted
 from plait.cli.progress import ProgressLine
-from plait.config.command_options import ReportOptions
+from plait.cli.try_advice import table, try_advice
+from plait.config.command_options import ReportOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.job import load_job
 from plait.config.plan import Plan
@@ -24,6 +25,7 @@ from plait.report.timeline import Timeline, ms, timeline, trace
 
 def run(options: ReportOptions) -> int:
     """Write the page and print its head, or what an option asks for; the exit code."""
+    check_range(options)
     command = "plait report {} --memory" if options.memory else "plait report {}"
     folders = [run_folder(Path(path), command) for path in options.paths]
     if options.memory:
@@ -33,6 +35,8 @@ def run(options: ReportOptions) -> int:
     with ProgressLine("report", options.json) as say:
         runs = read(folders, options.step, say)
         made = figures(runs, options.step, lambda run, batch: predicted(run, batch, lambda task: say(f"{run.name}, {task}" if task else "")))
+        if options.tries:
+            try_advice(runs[0], made["advice"][: options.tries], say)
         if options.svg:
             return drawn(made, options.svg)
         say("writing the page")
@@ -48,6 +52,7 @@ def run(options: ReportOptions) -> int:
     else:
         lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
         lines += head(made) + ([] if found is None else [f"timeline    {line(found)}"])
+        lines += [f"{'':<12}{row}" for row in table(made["advice"][: options.tries])] if options.tries else []
         print(shown("\n".join([*lines, *(f"{name:<12}{path}" for name, path in facts.items())])))
     if options.open:
         import webbrowser

@@ -8,7 +8,7 @@ A command's options are one frozen dataclass. From its fields come the parser of
 (`cli/main.py`), the keyword arguments in Python (`api.py`), the words that `plait submit` hands on, and what is out of range.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -90,6 +90,23 @@ def words_of(given: CommandOptions, options: Iterable[Option] | None = None) -> 
             named = "" if each.by_place else f"{each.flag}="
             words += [each.flag] if value is True else [f"{named}{one}" for one in (value if each.many else (value,))]
     return [*words, *(f"--job.{name}={value}" for name, value in given.arguments.items())]
+
+
+def with_options(command: type[CommandOptions], words: Sequence[str], changed: Sequence[str]) -> list[str]:
+    """The words of a command line without some options, such as `--json`, and with other values of some, such as `--workers=2`.
+
+    >>> with_options(TrainOptions, ["job.py", "--workers", "4", "--json"], ["--workers=2", "--json"])
+    ['job.py', '--workers=2']
+    """
+    takes = {flag: each for each in options_of(command).values() for flag in (each.flag, *each.words)}
+    out, rest, kept = {word.partition("=")[0] for word in changed}, list(words), list[str]()
+    while rest:
+        word = rest.pop(0)
+        option = takes.get(word)  # a word with = has its value in it
+        value = rest[:1] if option and option.kind is not bool and rest and not rest[0].startswith("-") else []
+        del rest[: len(value)]
+        kept += [] if word.partition("=")[0] in out else [word, *value]
+    return [*kept, *(word for word in changed if "=" in word)]
 
 
 def check_range(given: CommandOptions) -> None:
@@ -377,6 +394,10 @@ class ReportOptions(CommandOptions):
     timeline: bool = option(False, "also write RUN/trace.json, for Perfetto")
     memory: bool = option(False, "what the fullest rank's memory was used for, beside the plan's bill")
     step: int | None = option(None, "which step the timeline shows (one that took the median time)", metavar="N")
+    tries: int = option(
+        0, "run the first K pieces of advice for some steps here, in turn with the run's plan: predicted and measured gain", words=("--try",),
+        metavar="K", least=0,
+    )  # fmt: skip
     open: bool = option(False, "open the page in a browser")
     json: bool = json_option()
     verbose: bool = verbose_option()

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from plait.config.command_options import PlanOptions, TrainOptions, words_of
+from plait.config.command_options import TrainOptions, words_of
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -34,18 +34,28 @@ STEPS, WARM = 9, 3
 """Steps of a try, and those at its beginning that do not count."""
 
 
-def measure(options: PlanOptions, plan: Plan) -> float | str:
-    """Seconds of a step of the job under a plan in a run of its own: the median after a warm-up; or why it failed."""
+@dataclass(frozen=True)
+class TrialRun:
+    """Steps of a run after its warm-up: the median of their seconds, and the mean of each sample's. `failed`: why there are none."""
+
+    seconds: float = 0.0
+    per_sample: float = 0.0
+    failed: str = ""
+
+
+def measure(options: TrainOptions, steps: int = STEPS) -> TrialRun:
+    """So many steps of a training in a run of its own, in a folder that is removed: no tracker and no other folder gets anything of it."""
     with Scratch("try") as folder:
-        run = TrainOptions(
-            job=options.job, plan=str(plan), steps=STEPS, runs=Path(folder), save_every=10**6, json=True, batch=options.batch,
-            arguments=options.arguments,
+        run = replace(
+            options, steps=steps, runs=Path(folder), json=True, resume=None, to=(), export_every=None, export_to=None, early_stop=None, check="none",
         )  # fmt: skip
         done = subprocess.run([sys.executable, "-m", "plait", "train", *words_of(run)], capture_output=True, text=True)
         if done.returncode:
-            return (done.stderr.strip().splitlines() or ["it said nothing"])[0]
+            return TrialRun(failed=(done.stderr.strip().splitlines() or ["it said nothing"])[0])
         rows = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]
-    return median([row["seconds"] for row in rows if "seconds" in row][WARM:])
+    rows = [row for row in rows if "seconds" in row]
+    took, samples = [row["seconds"] for row in rows[WARM:]], rows[-1]["samples"] - rows[WARM - 1]["samples"]
+    return TrialRun(median(took), sum(took) / samples)
 
 
 def in_turn(job: Job, plans: Sequence[Plan], ranks: int, rounds: int = STEPS - WARM) -> list[float | str]:

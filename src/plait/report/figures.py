@@ -10,9 +10,11 @@ from typing import Any
 from plait.config.errors import PlaitError
 from plait.config.version import __version__
 from plait.engine.memory_use import MemoryUse, by_part, fullest
+from plait.planner.alternatives import Alternative
+from plait.report.advice import RunFacts, advise
 from plait.report.measured_step import PYTHON, Span
 from plait.report.run_files import RunFiles, StepMark
-from plait.report.split import RunFacts, StepSplit, advise, split
+from plait.report.split import StepSplit, split
 from plait.report.summary import NUMBER
 from plait.report.timeline import StepBox, timeline
 
@@ -36,10 +38,7 @@ class Prediction:
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
-    better: str = ""
-    """The plan that is predicted to be fastest on these devices, if it is another one."""
-    gain: float = 0.0
-    """The part of a step that it saves."""
+    others: tuple[Alternative, ...] = ()
     note: str = ""
     """Why something is not predicted."""
 
@@ -52,22 +51,23 @@ def figures(runs: Sequence[RunFiles], step: int | None = None, predict: Predict 
     """Those of some runs; the details are of the first. `step`: the one of the timeline, a typical one if it is None."""
     splits = [split(run.plan, run.steps) for run in runs]
     predicted = [predict(run, _batch(run)) if run.trained else Prediction() for run in runs]
-    facts = [_run(*each) for each in zip(runs, splits, predicted)]
+    made = [_run(*each) for each in zip(runs, splits, predicted)]
     first, notes = runs[0], [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     notes += [f"{run.name}: {p.note}" if len(runs) > 1 else p.note for run, p in zip(runs, predicted) if p.note]
     if not splits[0].complete and splits[0].ranks:
         notes.append("This run did not record waits inside passes: communication that they contain counts as computing.")
+    facts = RunFacts(first.plan, first.job, first.command, predicted[0].parts, predicted[0].others, _batch(first) if first.trained else 0)
     shown = _timeline(first, step, predicted[0], notes)
     jobs = list(dict.fromkeys(f"{run.job} {run.arguments or ''}".strip() for run in runs))
     if len(jobs) > 1:
         notes.append(f"The runs are of {len(jobs)} different jobs ({', '.join(jobs)}): curves are overlaid, and scaling is not shown.")
     return {
-        "plait": __version__, "runs": facts, "head": _head(facts[0]), "notes": list(dict.fromkeys(notes)),
-        "advice": [vars(a) for a in advise(splits[0], _facts(first, predicted[0]))],
+        "plait": __version__, "runs": made, "head": _head(made[0]), "notes": list(dict.fromkeys(notes)),
+        "advice": [vars(a) for a in advise(splits[0], facts)],
         "curves": {name: [_curve(run, name) for run in runs] for name in CURVES},
         "marks": [{"run": i, **vars(mark)} for i, run in enumerate(runs) for mark in _some(run.marks)],
         "evaluations": _evaluations(runs), "timeline": shown, "memory": _memory(first, predicted[0]),
-        "scaling": _scaling(facts) if len(jobs) == 1 else [],
+        "scaling": _scaling(made) if len(jobs) == 1 else [],
     }  # fmt: skip
 
 
@@ -122,21 +122,6 @@ def _head(run: Figures) -> list[Figures]:
         {"name": "speed", "unit": run["unit"], "measured": run["speed"], "predicted": run["predicted"]["speed"]},
         {"name": f"memory of a rank, {memory['what']}", "unit": "bytes", "measured": memory["bytes"], "predicted": memory["predicted"]},
     ]
-
-
-def _facts(run: RunFiles, predicted: Prediction) -> RunFacts:
-    """What advice needs to know of a run: the options of its command that a pasted one repeats."""
-    words, kept, numbers = list(run.command), list[str](), {"--workers": 0, "--save-every": 0}
-    for i, word in enumerate(words):
-        name, _, value = word.partition("=")
-        value = value or (words[i + 1] if i + 1 < len(words) else "")
-        if name in numbers and value.isdecimal():
-            numbers[name] = int(value)
-        if name in ("--batch", "--steps", "--device") or name.startswith("--job."):
-            kept.append(f"{name}={value}")
-    return RunFacts(
-        run.plan, run.job, " ".join(kept), predicted.parts, numbers["--workers"], numbers["--save-every"], predicted.better, predicted.gain,
-    )  # fmt: skip
 
 
 def _curve(run: RunFiles, name: str) -> Figures:

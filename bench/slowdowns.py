@@ -1,0 +1,249 @@
+"""Twelve slowdowns, put into a small run one at a time: does `plait report` name the cause first, and gain what it predicts?
+
+Each is trained with the slowdown, and reported. Then runs with the slowdown and runs without it take turns; where the advice is another
+command of `plait train`, that command is the run without it. Sleeps stand for work, so that a machine with fewer cores than ranks can show all
+of them: a layer sleeps for every sample, forward and twice as long backward. Where the link is slow, it is a stand-in inside the ranks: a
+message arrives when it was sent, plus its bytes over the rate of the link, which takes one after the other, plus the latency.
+
+    python bench/slowdowns.py [--only NAME] [--rounds 3] [--steps 30] [--json]
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from math import inf
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import plait
+from plait.cli.main import main as main_of_plait
+from plait.launch import fork
+from plait.planner.trial import WARM
+from plait.tensors.transfers import ISSUING
+
+FILE = Path(__file__).resolve()
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A run, and the same without what slows it down. `cause`: what the report must name first. `slow`: words of the command that are left out
+    in the run without it. `advised`: the run without it is the command that the report advises."""
+
+    name: str
+    cause: str
+    words: str
+    slow: str = ""
+    advised: bool = False
+
+
+SLOWDOWNS = (
+    Slowdown("slow rank", "slow rank", "--plan dp=2", "--job.late=1"),
+    Slowdown("slow loader", "slow loader", "--plan dp=2 --job.loads=0.02", advised=True),
+    Slowdown("link bandwidth", "slow link, bandwidth", "--plan fsdp=2 --job.width=256", "--job.rate=2e6"),
+    Slowdown("link latency", "slow link, latency", "--plan fsdp=2", "--job.latency=0.08"),
+    Slowdown("small batch", "small batch", "--plan dp=1 --batch 2 --job.each=0 --job.depth=24", advised=True),
+    Slowdown("uneven stages", "uneven stages", "--plan 'pp=2 microbatches=8'", "--job.uneven=1"),
+    Slowdown("synchronous save", "checkpoint", "--plan dp=2 --job.width=1024 --save-every 1", advised=True),
+    Slowdown("too many micro-batches", "too many micro-batches", "--plan 'dp=1 microbatches=16' --job.each=0 --job.depth=24", advised=True),
+    Slowdown("tp over the slow link", "tp over a slow link", "--plan tp=2 --job.latency=0.01 --job.each=0.001", advised=True),
+    Slowdown("Python in the step", "Python", f"--plan dp=2 --callbacks {FILE}:callbacks", advised=True),
+    Slowdown("no overlap", "no overlap", "--plan dp=2 --job.width=1024 --job.rate=1e8 --job.each=0.006", "--job.scaled=1"),
+    Slowdown("recompute where memory is free", "recompute", "--plan 'dp=2 recompute=full'", advised=True),
+)
+
+
+# — the run —
+
+
+class SlowLink:
+    """Every message of this process takes as long as on a link of `rate` bytes/s with a latency."""
+
+    def __init__(self) -> None:
+        self.rate, self.latency, self.free = inf, 0.0, 0.0
+        self.arrives = dict[int, tuple[Any, float]]()
+        for name in [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING) and not n.startswith("__")]:
+            setattr(dist.ProcessGroup, name, self.sends(getattr(dist.ProcessGroup, name)))
+        dist.Work.wait = self.waits(dist.Work.wait)
+
+    def sends(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def send(group: Any, *given: Any, **more: Any) -> Any:
+            work = plain(group, *given, **more)
+            self.free = max(self.free, time.perf_counter()) + max(map(_bytes, given), default=0) / self.rate
+            self.arrives[id(work)] = work, self.free + self.latency
+            return work
+
+        return send
+
+    def waits(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *given: Any, **more: Any) -> Any:
+            done = plain(work, *given, **more)
+            _, at = self.arrives.pop(id(work), (None, 0.0))
+            time.sleep(max(0.0, at - time.perf_counter()))
+            return done
+
+        return wait
+
+
+def _bytes(given: Any) -> int:
+    return given.nbytes if isinstance(given, Tensor) else sum(map(_bytes, given)) if isinstance(given, list) else 0
+
+
+link: SlowLink = getattr(dist, "slow_link", None) or SlowLink()
+dist.slow_link = link  # once in a process, however often this file is read
+
+
+class Layer(nn.Module):
+    """Sleeps `each` seconds for every sample forward, and twice as long backward; `late` times as long again on rank 1."""
+
+    def __init__(self, width: int, each: float, late: float):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.each, self.late = each, late
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        ranks = dist.group.WORLD  # None where the model is analyzed
+        seconds = 0.0 if ranks is None else self.each * len(x) * (1 + self.late * (ranks.rank() == 1))
+        time.sleep(seconds)
+        normed = self.norm(x)
+        made = self.up(normed) if weight is None else nn.functional.linear(normed, weight, self.up.bias)
+        made = self.down(torch.tanh(made))
+        if made.requires_grad and seconds:
+            made.register_hook(lambda gradient: time.sleep(2 * seconds))
+        return x + made
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, depth: int, each: float, late: float, scaled: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, each, late) for _ in range(depth))
+        self.scale, self.scaled = nn.Parameter(torch.ones(())), scaled
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [self.scale * layer.up.weight for layer in self.layers] if self.scaled else [None for _ in self.layers]
+        for layer, weight in zip(self.layers, weights):
+            x = layer(x, weight)
+        return self.head(x).squeeze(-1) * (1 if self.scaled else self.scale)
+
+
+class Samples:
+    def __init__(self, width: int, seconds: float):
+        self.width, self.seconds = width, seconds
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.seconds)
+        x = torch.randn(self.width, generator=torch.Generator().manual_seed(i))
+        return x, x.sum().sign()
+
+
+def job(
+    width: int = 64, depth: int = 4, each: float = 0.003, late: float = 0.0, loads: float = 0.0, rate: float = 0.0, latency: float = 0.0,
+    uneven: int = 0, scaled: int = 0, batch: int = 16,
+) -> plait.Job:  # fmt: skip
+    """The run. `each`: seconds of a layer for a sample; `late`: how much longer on rank 1; `loads`: seconds to read a sample."""
+    link.rate, link.latency = rate or inf, latency
+    return plait.Job(
+        model=lambda: Net(width, depth, each, late, bool(scaled)), loss=mse_loss, data=lambda: Samples(width, loads),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch=batch, steps=40,
+        stages=("layers.3",) if uneven else None,
+    )  # fmt: skip
+
+
+def callbacks() -> list[plait.Callback]:
+    """One that takes its time after every step."""
+
+    class Slow(plait.Callback):
+        def on_step(self, *given: Any) -> None:
+            time.sleep(0.1)
+
+    return [Slow()]
+
+
+# — the bench —
+
+
+def command(words: list[str]) -> str:
+    """What a command of plait prints; SystemExit if it fails."""
+    sys.argv = ["plait", *words]
+    with redirect_stdout(StringIO()) as out:
+        code = main_of_plait(words)
+    if code:
+        raise SystemExit(f"{shlex.join(sys.argv)}: exit code {code}")
+    return out.getvalue()
+
+
+def per_sample(words: list[str], steps: int, folder: str) -> float:
+    """Seconds of a sample in a training, after the steps of the warm-up."""
+    command([*words, f"--steps={steps}", f"--runs={folder}"])
+    rows = [json.loads(line) for line in (Path(folder) / "latest" / "metrics.jsonl").read_text().splitlines()]
+    return sum(row["seconds"] for row in rows[WARM:]) / (rows[-1]["samples"] - rows[WARM - 1]["samples"])
+
+
+def posed(slowdown: Slowdown, rounds: int, steps: int) -> dict[str, Any]:
+    """What the report says of a run with the slowdown, and the part of a sample's time that is gained without it."""
+    words = shlex.split(f"train {FILE}:job --check none {slowdown.words}")
+    slow, gains = [*words, *slowdown.slow.split()], list[float]()
+    for k in range(rounds):
+        with TemporaryDirectory() as folder:
+            before = per_sample(slow, steps, folder)
+            if k == 0:
+                found = json.loads(command(["report", f"{folder}/latest", "--json"]))
+                advice = found["advice"] or [{"cause": "none", "gain": 0.0, "what": "", "command": ""}]
+                mine = next((a for a in advice if a["cause"] == slowdown.cause), None)
+                changed = re.sub(r"--(runs|steps)[ =]\S+", "", mine["command"]) if mine and slowdown.advised else ""
+                fast = shlex.split(changed)[1:] if changed else words
+            gains.append(1 - per_sample(fast, steps, folder) / before if mine or not slowdown.advised else 0.0)
+    return {
+        "slowdown": slowdown.name, "cause": advice[0]["cause"], "first": advice[0]["cause"] == slowdown.cause,
+        "predicted": mine["gain"] if mine else 0.0, "measured": median(gains), "gains": gains,
+        "advice": [(a["cause"], round(a["gain"], 3)) for a in advice], "change": shlex.join(fast), "mean": found["runs"][0]["split"]["mean"],
+        "expected": found["runs"][0]["predicted"]["parts"],
+    }  # fmt: skip
+
+
+def row(found: dict[str, Any]) -> str:
+    """A row of the table."""
+    measured, predicted = found["measured"], found["predicted"]
+    wrong, right = abs(predicted - measured), "yes" if found["first"] else "no"
+    near = "yes" if wrong <= 0.15 * abs(measured) else "in points" if wrong <= 0.15 else "no"
+    return f"| {found['slowdown']} | {found['cause']} | {right} | {100 * predicted:.0f} % | {100 * measured:.0f} % | {near} |"
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=30, help="of each run")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    fork.stay_forkable()
+    print("| slowdown | first cause | right | predicted gain | measured gain | within 15 % |\n|---|---|---|--:|--:|---|", flush=True)
+    for each in SLOWDOWNS:
+        if not asked.only or each.name in asked.only:
+            found = posed(each, asked.rounds, asked.steps)
+            print(row(found), flush=True)
+            if asked.json:
+                print(json.dumps(found), file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
