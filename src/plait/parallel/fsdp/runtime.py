@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,6 @@ from plait.tensors.torch_private import (
     widened,
 )
 from plait.tensors.transfers import any_has
-
-if TYPE_CHECKING:
-    pass
 
 TAGS = 2**14
 """Messages that carry gradients have tags above this, those that carry parameters below."""
