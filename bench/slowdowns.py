@@ -102,8 +102,12 @@ def _bytes(given: Any) -> int:
     return given.nbytes if isinstance(given, Tensor) else sum(map(_bytes, given)) if isinstance(given, list) else 0
 
 
-link: SlowLink = getattr(dist, "slow_link", None) or SlowLink()
-dist.slow_link = link  # once in a process, however often this file is read
+def set_link(rate: float, latency: float) -> None:
+    """Have the link of this process be slow, or as it was. It is hooked once in a process, however often this file is read."""
+    if rate or latency:
+        dist.slow_link = getattr(dist, "slow_link", None) or SlowLink()
+    if (link := getattr(dist, "slow_link", None)) is not None:
+        link.rate, link.latency = rate or inf, latency
 
 
 class Layer(nn.Module):
@@ -158,7 +162,7 @@ def job(
     uneven: int = 0, scaled: int = 0, batch: int = 16,
 ) -> plait.Job:  # fmt: skip
     """The run. `each`: seconds of a layer for a sample; `late`: how much longer on rank 1; `loads`: seconds to read a sample."""
-    link.rate, link.latency = rate or inf, latency
+    set_link(rate, latency)
     return plait.Job(
         model=lambda: Net(width, depth, each, late, bool(scaled)), loss=mse_loss, data=lambda: Samples(width, loads),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch=batch, steps=40,

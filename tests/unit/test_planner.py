@@ -683,12 +683,10 @@ def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_pa
 
 
 def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
-    from types import SimpleNamespace
-
+    from plait.config.command_options import TrainOptions
     from plait.planner.trial import measure
 
-    options = SimpleNamespace(job=str(tmp_path / "none.py"), arguments={}, batch=None)
-    assert "J001" in str(measure(options, Plan(dp=1)))
+    assert "J001" in measure(TrainOptions(job=str(tmp_path / "none.py"), plan="dp=1")).failed
 
 
 def test_answers_of_nothing_are_empty(asked: PlanRequest) -> None:
