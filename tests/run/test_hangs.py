@@ -174,6 +174,11 @@ def test_a_process_that_waits_for_a_processor_does_not_sleep() -> None:
     before = Activity(0.0, 0.0, 0.0, 0.0, False)
     assert Activity(10.0, 0.15, 0.0, 0.0, False, delayed=9.0).busy_since(before)
     assert not Activity(10.0, 0.15, 0.0, 0.0, False, delayed=3.0).busy_since(before), "it looks now and then, on a busy machine"
+    ready = Activity(0.0, 0.1, 0.0, 0.0, False, is_ready=True)
+    assert Activity(10.0, 0.1, 0.0, 0.0, False, is_ready=True).busy_since(ready), "the kernel has counted nothing yet: it got no processor"
+    assert not Activity(10.0, 0.15, 0.0, 0.0, False, is_ready=True).busy_since(ready), "it was seen while it looked, twice"
+    assert not Activity(10.0, 0.1, 0.0, 0.0, False).busy_since(ready)
+    assert activity(os.getpid()).is_ready
 
 
 def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:

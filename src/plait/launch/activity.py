@@ -29,26 +29,31 @@ class Activity:
     waits_for_disk: bool
     """A thread of it is in a system call that cannot be interrupted, which is what a read of a slow disk looks like."""
     delayed: float = 0.0
-    """Seconds in which main threads could have computed, and had no processor (Linux)."""
+    """Seconds in which main threads could have computed, and had no processor (Linux). The kernel counts them when a thread gets one again."""
+    is_ready: bool = False
+    """A main thread computes, or could."""
 
     def busy_since(self, before: "Activity") -> bool:
         """Whether the tree did anything between two looks."""
         took = max(self.at - before.at, 1e-3)
         moved = max(self.bytes - before.bytes, self.network - before.network if before.network else 0.0)
         works = (self.seconds - before.seconds) / took > CORE or (self.delayed - before.delayed) / took > STARVED
-        return self.waits_for_disk or works or moved / took > BYTES
+        starves = self.is_ready and before.is_ready and self.seconds == before.seconds  # it got no processor at all
+        return self.waits_for_disk or works or starves or moved / took > BYTES
 
 
 def activity(pid: int) -> Activity:
     """What a process and its children have used so far. All zeros when it has ended."""
     seconds = moved = delayed = 0.0
-    disk = remote = False
+    disk = remote = ready = False
     for process in _tree(pid):
         try:
             times = process.cpu_times()
             seconds += times.user + times.system
             delayed += _delay(process.pid)
-            disk |= process.status() == psutil.STATUS_DISK_SLEEP
+            status = process.status()
+            disk |= status == psutil.STATUS_DISK_SLEEP
+            ready |= status == psutil.STATUS_RUNNING
             open_ = [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_ESTABLISHED]
             remote |= any(c.raddr and not c.raddr.ip.startswith(("127.", "::1")) for c in open_)
             io = process.io_counters()
@@ -57,7 +62,7 @@ def activity(pid: int) -> Activity:
             continue
     cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     network = sum(card.bytes_recv + card.bytes_sent for card in cards)
-    return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk, delayed)
+    return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk, delayed, ready)
 
 
 def _delay(pid: int) -> float:
