@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from plait.config.errors import PlaitError, Problem
-from plait.scripts import recorder
+from plait.launch.child import environment_with
+from plait.scripts import sitecustomize
 from plait.scripts.recordings import Recording, recordings
 
 LOG_BYTES = 16 << 20
@@ -47,7 +48,12 @@ class RunningCommand:
         (folder.parent / "tensors").mkdir(exist_ok=True)
         hook = folder / "path"
         hook.mkdir()
-        (hook / "sitecustomize.py").symlink_to(Path(recorder.__file__).resolve())
+        (hook / "sitecustomize.py").symlink_to(Path(sitecustomize.__file__).resolve())
+        settings = {
+            "out": str(folder), "tensors": str(folder.parent / "tensors"), "steps": command.steps, "room": command.room, "float64": command.float64,
+            "watch": command.watch, "replay": str(command.replay) if command.replay else None,
+        }  # fmt: skip
+        (hook / sitecustomize.SETTINGS).write_text(json.dumps(settings))
         self.sizes = dict[Path, int]()
         self.counts = dict[Path, int]()
         self.changed = time.monotonic()
@@ -56,11 +62,12 @@ class RunningCommand:
             try:
                 self.process = subprocess.Popen(
                     shlex.split(command.words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                    env=_environment(command, folder, hook),
+                    env=environment_with(hook),
                 )  # fmt: skip
             except (OSError, ValueError) as error:
-                fix = ("give each command as one quoted text:  plait prove \"python train.py\" \"torchrun ... train.py\"",)
-                raise PlaitError(Problem("S001", f"the {command.side}'s command cannot be started: {command.words}", why=str(error), fix=fix)) from error
+                what = f"the {command.side}'s command cannot be started: {command.words}"
+                fix = ('give each command as one quoted text:  plait prove "python train.py" "torchrun ... train.py"',)
+                raise PlaitError(Problem("S001", what, why=str(error), fix=fix)) from error
 
     @property
     def steps(self) -> int:
@@ -90,21 +97,19 @@ class RunningCommand:
         return True
 
     def _stuck(self) -> Problem:
-        patience = f"{self.command.patience:.0f} s"
+        patience, longer = f"{self.command.patience:.0f} s", "--limit 600   a longer time without a step"
         if not self.counts:
-            what = f"the {self.command.side} made no optimizer step within {patience}"
-            return Problem("S003", what, why=self.last_lines(), fix=("--limit 600   a longer time without a step",))
-        behind = min(self.counts, key=lambda path: self.counts[path])
-        far = max(self.counts.values())
-        why = f"processes made {', '.join(str(count) for count in self.counts.values())} steps; process {behind.stem} is behind"
-        why = why if self.steps < far else f"all {len(self.counts)} processes made {far} steps, and nothing since"
-        fix = ("a rank that steps less often than the others makes them wait: give all ranks as many batches", "--limit 600   a longer time without a step")
-        return Problem("S004", f"the {self.command.side} did nothing for {patience} after step {self.steps}", why=why, where=self.last_lines(), fix=fix)
+            return Problem("S003", f"the {self.command.side} made no optimizer step within {patience}", why=self.last_lines(), fix=(longer,))
+        why = f"its processes made {', '.join(map(str, self.counts.values()))} steps, and nothing since"
+        fix = ("give all ranks as many batches: one that steps less often makes the others wait", longer)
+        return Problem("S004", f"the {self.command.side} did nothing for {patience}", why=why, where=self.last_lines(), fix=fix)
 
     def last_lines(self, count: int = 8) -> str:
         """The last lines of the output."""
         with contextlib.suppress(OSError):
-            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace")[-4000:].strip().splitlines()[-count:])
+            text = self.log.read_text(encoding="utf-8", errors="replace").partition("torch.distributed.elastic.multiprocessing")[0]
+            lines = [line for line in text.splitlines() if line.strip() and "torch/distributed/elastic" not in line]
+            return "\n".join(lines[-count:])
         return ""
 
     def end(self) -> None:
@@ -120,33 +125,27 @@ class RunningCommand:
 
     def recorded(self) -> tuple[Recording, ...]:
         """What its processes recorded. S001 to S003, S005, S011."""
-        code, side = self.process.returncode, self.command.side
+        code, side, words = self.process.returncode, self.command.side, self.command.words
         if (unsupported := self.folder / "unsupported").exists():
-            fix = ("plait prove follows torch 2.11 to 2.13",)
-            raise PlaitError(Problem("S005", "the recorder cannot follow this torch", why=unsupported.read_text(encoding="utf-8"), fix=fix))
-        found = recordings(self.folder)
-        if found:
+            why, fix = unsupported.read_text(encoding="utf-8"), ("plait prove follows torch 2.11 to 2.13",)
+            raise PlaitError(Problem("S005", "the recorder cannot follow this torch", why=why, fix=fix))
+        if found := recordings(self.folder):
+            counts = [len(each.rounds) for each in found]
+            if code or len({*counts}) > 1:
+                what = f"the {side} ended with {code} after {min(counts)} of {self.command.steps} steps"
+                why = f"its processes made {', '.join(map(str, counts))} steps"
+                raise PlaitError(Problem("S004", what, why=why, where=self.last_lines(), fix=("give all ranks as many batches",)))
             return found
-        started = [*self.folder.glob("*.jsonl")]
-        if any(b'"complete": false' in path.read_bytes() for path in started):
-            why = f"the tensors of one step take more than {self.command.room / 2**30:.3g} GiB"
-            raise PlaitError(Problem("S011", "the tensors of the first step do not fit", why=why, fix=("--room 64   GiB of a process's tensors on disk",)))
+        if any(b'"complete": false' in path.read_bytes() for path in self.folder.glob("*.jsonl")):
+            why, fix = f"those of one step take more than {self.command.room / 2**30:.3g} GiB", ("--room 64   GiB that a process may write",)
+            raise PlaitError(Problem("S011", "the tensors of the first step do not fit", why=why, fix=fix))
         if code:
-            raise PlaitError(Problem("S001", f"the {side} ended with {code} before its first step", why=self.last_lines(), where=self.command.words))
-        if not started:
-            why = "no Python process of it imported torch with the recorder: `python -I` and `-E` ignore PYTHONPATH, and other programs do not read it"
-            raise PlaitError(Problem("S002", f"nothing of the {side} was recorded", why=why, where=self.command.words, fix=("python train.py",)))
-        why = "it ended, and no torch.optim.Optimizer was stepped after a forward pass in training mode"
-        raise PlaitError(Problem("S003", f"the {side} made no optimizer step", why=why, where=self.command.words, fix=("train for at least one step",)))
-
-
-def _environment(command: ScriptCommand, folder: Path, hook: Path) -> dict[str, str]:
-    settings = {
-        "out": str(folder), "steps": command.steps, "limit": command.room, "float64": command.float64, "watch": command.watch,
-        "replay": str(command.replay) if command.replay else None,
-    }  # fmt: skip
-    path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path, recorder.VARIABLE: json.dumps(settings)}
+            raise PlaitError(Problem("S001", f"the {side} ended with {code} before its first step", why=self.last_lines(), where=words))
+        if not self.counts and not [*self.folder.glob("*.jsonl")]:
+            why = "no Python process of it imported torch with the recorder: `python -I` and `-E` ignore PYTHONPATH, other programs do not read it"
+            raise PlaitError(Problem("S002", f"nothing of the {side} was recorded", why=why, where=words, fix=("python train.py",)))
+        why = "it ended, and no torch.optim.Optimizer stepped after a forward pass in training mode"
+        raise PlaitError(Problem("S003", f"the {side} made no optimizer step", why=why, where=words, fix=("train for at least one step",)))
 
 
 def run(commands: Mapping[Path, ScriptCommand], show: Callable[[str, int, int], None]) -> list[tuple[Recording, ...]]:
@@ -155,7 +154,7 @@ def run(commands: Mapping[Path, ScriptCommand], show: Callable[[str, int, int], 
     try:
         for folder, command in commands.items():
             running.append(RunningCommand(command, folder))
-        while any([each.look() for each in running]):
+        while sum(each.look() for each in running):  # all of them
             _show(running, show)
             time.sleep(0.05)
         return [each.recorded() for each in running]

@@ -17,9 +17,10 @@ from plait.proof.probes import Probe
 from plait.proof.rounding import TIMES
 from plait.proof.verdict import Verdict
 from plait.scripts import rows
-from plait.scripts.causes import Case, cause_of
+from plait.scripts.causes import FIXES, Case, cause_of
 from plait.scripts.commands import ScriptCommand, run
-from plait.scripts.numbers import Sides, first_wrong, moved_weights, probe
+from plait.scripts.numbers import Sides, moved_weights, probe
+from plait.scripts.recorder import stored
 from plait.scripts.recordings import Recording, StoredTensors
 from plait.scripts.rows import Readers
 
@@ -59,62 +60,43 @@ def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...]
     """The reference's three runs on the candidate's rows and weights; a problem where it read others."""
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
     tensors = folder / "tensors"
-    kind = "contents" if replay["contents"] else "reference"
     commands = dict[Path, ScriptCommand]()
     for times in (0.0, 1.0, TIMES):
-        place = folder / f"{kind}-{times:.0f}"
+        place = folder / f"{''.join(replay)}-{times:.0f}"
         path = folder / f"{place.name}.json"
-        moved = _stored(tensors, moved_weights(StoredTensors(tensors, weights), times)) if times else weights
-        path.write_text(json.dumps(replay | {"weights": moved}))
+        moved = moved_weights(StoredTensors(tensors, weights), times) if times else {}
+        begins = weights | {name: stored(t, str(tensors), question.reference.room)[0] for name, t in moved.items()}
+        path.write_text(json.dumps(replay | {"weights": begins}))
         commands[place] = replace(question.reference, steps=len(candidate[0].rounds), replay=path)
     runs = run(commands, show)
     _check(runs[0], candidate)
     sides = Sides(candidate, runs[0][0], (runs[1][0], runs[2][0]), tensors, question.candidate.float64)
     readers = Readers.of(candidate)
     other = rows.other_rows(readers, sides.reference)
-    if other is None or replay["contents"]:
+    if other is None or "contents" in replay:
         return sides, None
     if readers.distinct[0].loader < 0 and readers.alike:
         return sides, None  # judged as rows
-    what = f"the reference read other rows in step {other + 1} than the candidate"
-    why = "no DataLoader gave them, so they cannot be replayed" if replay["rows"] is None else "the same indices give other rows: the dataset draws random numbers"
-    return sides, Problem("S006", what, why=why, fix=("read batches from a torch.utils.data.DataLoader", "or turn augmentation off for the comparison"))
-
-
-def _stored(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Moved tensors, stored as the recorder stores them."""
-    import hashlib
-
-    import torch
-
-    found = {}
-    for name, t in tensors.items():
-        data = t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        (folder / digest).write_bytes(data)
-        found[name] = [digest, str(t.dtype).removeprefix("torch."), list(t.shape)]
-    return found
+    why = "the same indices give other rows: the dataset draws random numbers" if replay else "no DataLoader gave them, so they cannot be replayed"
+    fix = ("read batches from a torch.utils.data.DataLoader", "turn augmentation off for the comparison")
+    return sides, Problem("S006", f"the reference read other rows in step {other + 1} than the candidate", why=why, fix=fix)
 
 
 def _check(reference: tuple[Recording, ...], candidate: tuple[Recording, ...]) -> None:
     """S007, S009, S010: what makes two recordings incomparable."""
     one, many = reference[0], candidate[0]
-    if len(reference) > 1:
-        fix = ("python train.py    one process, as the reference",)
-        raise PlaitError(Problem("S010", f"the reference trains in {len(reference)} processes", why="it must be what the candidate is to equal: one process", fix=fix))
-    if any(len(batches) > 1 for batches in one.used) and one.loader >= 0:
-        count = max(map(len, one.used))
-        why = f"it reads {count} batches for a step, so a wrong accumulation would be on both sides"
-        raise PlaitError(Problem("S010", "the reference accumulates gradients", why=why, fix=(f"--accumulate 1, with batches {count} times as large",)))
-    if missing := sorted(set(one.start.trainable) ^ set(many.start.trainable)):
-        side = "the reference" if missing[0] in one.start.trainable else "the candidate"
-        why = f"{len(missing)} names are on one side only; {missing[0]} is in {side}. FSDP1 and hand-made tensor parallelism change parameters"
-        raise PlaitError(Problem("S007", "the models have other parameters", why=why, fix=("build the same model in both commands",)))
-    for name, (_, _, shape) in one.start.weights.items():
-        other = many.start.weights.get(name, [0, 0, shape])[2]
-        if other != shape and name in one.start.trainable:
-            why = f"{name} has the shape {other} on rank 0 of the candidate and {shape} in the reference"
-            raise PlaitError(Problem("S007", "the models have other parameters", why=why, fix=("use DTensor (FSDP2, parallelize_module): its parts know their whole",)))
+    batches = max(map(len, one.used), default=1) if one.loader >= 0 else 1
+    if len(reference) > 1 or batches > 1:
+        what = f"trains in {len(reference)} processes" if len(reference) > 1 else f"reads {batches} batches for a step"
+        why = "it must be one process without accumulation: what is wrong on both sides is not seen"
+        fix = ("python train.py, with a batch as large as a step of the candidate",)
+        raise PlaitError(Problem("S010", f"the reference {what}", why=why, fix=fix))
+    shapes = [{name: each.start.weights[name][2] for name in each.start.trainable} for each in (one, many)]
+    if unlike := [name for name in sorted({**shapes[0], **shapes[1]}) if shapes[0].get(name) != shapes[1].get(name)]:
+        told = [f"{shape.get(unlike[0], 'is missing')} in the {side}" for shape, side in zip(shapes, ("reference", "candidate"))]
+        why = f"{len(unlike)} differ; {unlike[0]}: {', '.join(told)}. FSDP1 and hand-made tensor parallelism change parameters"
+        fix = ("build the same model in both commands", "use DTensor (FSDP2, parallelize_module): its parts know the full shape")
+        raise PlaitError(Problem("S007", "the models have other parameters", why=why, fix=fix))
     for side, each in (("candidate", many), ("reference", one)):
         if each.start.narrow:
             fix = ("leave out --float64", "or let the script take its formats from an option")
@@ -123,42 +105,41 @@ def _check(reference: tuple[Recording, ...], candidate: tuple[Recording, ...]) -
 
 def _judged(question: Question, sides: Sides, readers: Readers) -> Verdict:
     compared = sides.compared
-    row_probe = rows.probe(readers, sides.reference)
-    settings = _settings(sides)
+    weights, wrong_rows = probe("U", "weights", compared, "weights"), [text for _, text in rows.faults(readers, sides.reference)]
     probes = (
-        row_probe, _starts(sides), settings,
-        probe("A", "gradients after backward", compared, "after"), probe("G", "gradients", compared, "gradients"),
-        probe("P", "gradients as applied", compared, "applied"), probe("U", "weights", compared, "weights"),
+        Probe("D", "rows, every step and epoch", float(len(wrong_rows)), 0, detail="; ".join(wrong_rows)), _starts(sides), _settings(sides),
+        probe("A", "gradients after backward", compared, "after"),
+        probe("G", "gradients", compared, "gradients"), probe("P", "gradients as applied", compared, "applied"), weights,
         probe("B", "buffers", compared, "buffers"), _alike(sides),
     )  # fmt: skip
-    gradients = [each for each in (first_wrong(compared, "gradients"), first_wrong(compared, "applied")) if each is not None]
-    first = min(gradients, key=lambda each: each.number, default=None)
     verdict = Verdict(
         question.candidate.words, probes, world=len(sides.candidate), notes=tuple(_notes(question, sides, readers)), job=question.reference.words,
     )  # fmt: skip
     if verdict.equal:
         return verdict
-    cause = cause_of(Case(sides, readers, first), rows.own_batch(sides.reference))
-    if cause.code == "S020" and any(step.drew for each in (*sides.candidate, sides.reference) for step in each.steps):
-        why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path, random masks); ranks draw others than one process"
-        raise PlaitError(Problem("S008", "the script draws random numbers that the reference cannot draw too", why=why, fix=("turn them off for the comparison", "or make them from the row's index")))
-    scaled = cause.code in ("S031", "S033") and probes[6].equal
-    text = f"{cause.text}, {WITHOUT_EFFECT}" if scaled else cause.text
-    return replace(verdict, code=cause.code, cause=text, problems=(Problem(cause.code, cause.text, fix=cause.fix),))
+    wrong = [each for each in compared if each.wrong("gradients") or each.wrong("applied")]
+    code, text = cause_of(Case(sides, readers, wrong[0] if wrong else None))
+    if code == "S020" and any(step.drew for each in (*sides.candidate, sides.reference) for step in each.steps):
+        why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
+        fix = ("turn them off for the comparison", "or make them from the row's index")
+        raise PlaitError(Problem("S008", "the script draws random numbers that the reference cannot draw too", why=why, fix=fix))
+    without_effect = f", {WITHOUT_EFFECT}" * (code in ("S031", "S033") and weights.equal)
+    return replace(verdict, code=code, cause=text + without_effect, problems=(Problem(code, text, fix=FIXES[code]),))
 
 
 def _settings(sides: Sides) -> Probe:
-    """Learning rates of every step."""
+    title = "learning rates, every step"
     for each in sides.compared:
         for mine, other in zip(each.candidate.lr, each.reference.lr):
             if abs(mine - other) > 1e-6 * abs(other):
-                return Probe("S", "learning rates, every step", abs(mine - other) / max(abs(other), 1e-300), 1e-6, f"step {each.number}", f"{mine:.6g} instead of {other:.6g}")
-    return Probe("S", "learning rates, every step", 0.0, 1e-6)
+                off = abs(mine - other) / max(abs(other), 1e-300)
+                return Probe("S", title, off, 1e-6, f"step {each.number}", f"{mine:.6g} instead of {other:.6g}")
+    return Probe("S", title, 0.0, 1e-6)
 
 
 def _starts(sides: Sides) -> Probe:
     ranks = sides.candidate
-    names = {name for each in ranks[1:] for name, t in ranks[0].start.weights.items() if name in ranks[0].start.trainable and each.start.weights.get(name, t) != t}
+    names = {name for each in ranks[1:] for name in each.other_start(ranks[0])}
     detail = "ranks begin with other weights" if names else ""
     return Probe("I", "first weights, all ranks alike", float(len(names)), 0, min(names, default=""), detail)
 
@@ -184,6 +165,6 @@ def _notes(question: Question, sides: Sides, readers: Readers) -> list[str]:
         found.append(f"the reference made {sides.steps} steps of the candidate's {made}")
     coarse = max((value for each in sides.compared for value in each.points["gradients"].limit.values()), default=0.0)
     if coarse > 1e-2 and not sides.float64:
-        found.append(f"in the script's number formats differences of up to {100 * coarse:.2g} % of a gradient are rounding; --float64 sees smaller ones")
+        found.append(f"in these number formats differences of up to {100 * coarse:.2g} % of a gradient are rounding; --float64 sees smaller ones")
     return [*found, "dropout is off on both sides, and epochs end after 3 steps"]
 

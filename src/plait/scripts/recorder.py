@@ -1,559 +1,432 @@
 """What a training script does, written down by each of its processes: the file that holds every hook and patch.
 
-`plait prove` puts this file in front of Python's path as `sitecustomize.py`, so every Python process that the command starts loads it. It
-does nothing until torch is imported, and imports nothing of plait. Each process that steps an optimizer leaves one JSON line per event:
-its rank, the first weights, each batch, each step, the order of each epoch. Tensors lie beside them once each, under their hash.
+`scripts/sitecustomize.py` loads it after the script imported torch; it imports nothing of plait. Each process that steps an optimizer leaves
+one JSON line per event: its rank and first weights, each batch, each step, the order of each pass of a loader. Tensors lie in a folder, once
+each, under their hash. A recorder watches (`watch`: nothing of the script changes) or prepares a comparison: dropout is off, passes end
+after some steps, the process ends after the last step to compare. With `replay` it starts with recorded weights and reads recorded rows.
 
-A recorder watches (`watch`: nothing of the script changes) or prepares a comparison: dropout is off, epochs end after some steps, the
-process ends after the last step to compare. With `replay` a process starts with the recorded weights and reads the recorded rows.
-
-Torch's private names stand in `seams`, which raises where one is missing: another torch is never followed by guess.
+Torch's private names stand in `seams`: a torch without one is never followed by guess.
 """
 
 import atexit
 import gc
 import hashlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import itertools
 import json
 import os
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-VARIABLE = "PLAIT_PROVE"
-"""The environment variable with the settings, as JSON."""
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
 WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names under which a wrapper has its only child. They are no part of a parameter's name."""
-DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
 Event = dict[str, Any]
 Reference = list[Any]
 """A stored tensor: its hash, dtype and shape."""
 
 
-class Unsupported(Exception):
-    """This torch lacks something that the recorder needs."""
-
-
-def seams(torch: Any) -> tuple[Any, ...]:
-    """The private names: (DataLoader, its iterator's class, what its property of indices returns, the kind of streams)."""
+def seams() -> tuple[Any, ...]:
+    """The private names: DataLoader and its iterator's class, the getter of a loader's indices, the kind of streams. AttributeError."""
     data = torch.utils.data.dataloader
-    try:
-        indices = data.DataLoader._index_sampler
-        found = data.DataLoader, data._BaseDataLoaderIter, indices.fget, data._DatasetKind.Iterable
-        if not callable(found[2]) or not callable(found[1].__next__):
-            raise AttributeError("DataLoader._index_sampler is no property")
-        for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
-            getattr(sys.modules["torch.optim.optimizer"], name)
-    except (AttributeError, KeyError) as error:
-        raise Unsupported(f"torch {torch.__version__}: {error}") from error
-    return found
+    return data.DataLoader, data._BaseDataLoaderIter, data.DataLoader._index_sampler.fget, data._DatasetKind.Iterable
 
 
-class Store:
-    """The events of this process, and the tensors of all."""
-
-    def __init__(self, folder: str, limit: int):
-        self.folder, self.left = folder, limit
-        self.file = open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  open as long as the process
-        self.tensors = os.path.join(os.path.dirname(folder), "tensors")
-
-    def event(self, what: str, **values: Any) -> None:
-        """Write an event."""
-        self.file.write(json.dumps({"is": what, **values}, default=str) + "\n")
-        self.file.flush()
-
-    def tensor(self, torch: Any, t: Any) -> Reference:
-        """Store a tensor, if there is room, and return its reference. A collective where it is in parts."""
-        t = t.detach()
-        t = t.full_tensor() if hasattr(t, "full_tensor") else t
-        t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
-        data = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
-        name = hashlib.blake2b(data, digest_size=16).hexdigest()
-        path = os.path.join(self.tensors, name)
-        if not os.path.exists(path):
-            self.left -= len(data)
-            if self.left >= 0:
-                with open(f"{path}.{os.getpid()}", "wb") as file:
-                    file.write(data)
-                os.replace(file.name, path)
-        return [name, str(t.dtype).removeprefix("torch."), list(t.shape)]
-
-    def read(self, torch: Any, reference: Reference) -> Any:
-        """A stored tensor."""
-        name, dtype, shape = reference
-        with open(os.path.join(self.tensors, name), "rb") as file:
-            data = bytearray(file.read())
-        return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape) if data else torch.empty(shape, dtype=getattr(torch, dtype))
+def stored(t: Tensor, folder: str, room: int) -> tuple[Reference, int]:
+    """Store a tensor under its hash, if there is room; its reference, and the room left. A collective where it is in parts."""
+    t = full(t)
+    t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
+    data = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
+    path = os.path.join(folder, hashlib.blake2b(data, digest_size=16).hexdigest())
+    if not os.path.exists(path):
+        room -= len(data)
+        if room >= 0:
+            with open(f"{path}.{os.getpid()}", "wb") as file:
+                file.write(data)
+            os.replace(file.name, path)
+    return [os.path.basename(path), str(t.dtype).removeprefix("torch."), list(t.shape)], room
 
 
-class Epoch:
-    """One pass over a loader."""
+def is_split(t: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor lies in parts on several ranks."""
+    return hasattr(t, "full_tensor")
 
-    def __init__(self, loader: int, number: int, size: int | None):
-        self.loader, self.number, self.size = loader, number, size
-        self.order: list[list[Any]] = []
-        """The script's own batches, as indices."""
-        self.read = 0
-        """Batches that the script got."""
-        self.rest: Iterator[Any] | None = None
-        """What its sampler has not drawn yet."""
 
-    def drain(self) -> None:
-        """Draw the rest of the sampler, without loading anything."""
-        for batch in self.rest or ():
-            self.order.append(listed(batch))
-        self.rest = None
+def full(t: Tensor) -> Tensor:
+    """A tensor that may be in parts."""
+    t = t.detach()
+    return t.full_tensor() if is_split(t) else t
 
-    @property
-    def key(self) -> str:
-        """As in the rows to read."""
-        return f"{self.loader} {self.number}"
+
+def loaded(reference: Reference, folder: str) -> Tensor:
+    """A stored tensor."""
+    name, dtype, shape = reference
+    with open(os.path.join(folder, name), "rb") as file:
+        data = bytearray(file.read())
+    return (torch.frombuffer(data, dtype=getattr(torch, dtype)) if data else torch.empty(0, dtype=getattr(torch, dtype))).reshape(shape)
+
+
+class Pass:
+    """One pass of a loader: the script's own batches as indices, how many were read, and what the sampler has not drawn yet."""
+
+    def __init__(self, loader: "Loader"):
+        self.loader, self.number = loader, len(loader.passes)
+        self.order, self.read, self.rest = list[list[Any]](), 0, iter(())
+        self.key = f"{loader.number} {self.number}"
+        loader.passes.append(self)
+
+    def draw(self) -> Iterator[Any]:
+        """The script's own batches."""
+        for batch in self.rest:
+            self.order.append([int(i) if hasattr(i, "__index__") else i for i in (batch if isinstance(batch, (list, tuple)) else [batch])])
+            yield batch
 
 
 class Loader:
-    """A loader that was iterated."""
+    """A loader that was iterated. `trains`: a loss was differentiated after one of its batches."""
 
-    def __init__(self, number: int, loader: Any):
-        self.number, self.loader = number, loader
-        self.epochs: list[Epoch] = []
-        self.trains = False
-        """A loss was differentiated after one of its batches."""
-
-    def begin(self) -> Epoch:
-        """A new pass."""
-        size = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
-        self.epochs.append(Epoch(self.number, len(self.epochs), size))
-        return self.epochs[-1]
+    def __init__(self, number: int, loader: object):
+        self.number, self.loader, self.passes, self.trains = number, loader, list[Pass](), False
 
 
 class Indices:
     """What a DataLoader draws indices from, in place of its own sampler."""
 
-    def __init__(self, recorder: "Recorder", loader: Any, own: Any):
+    def __init__(self, recorder: "Recorder", loader: DataLoader[object], own: Collection[object]):
         self.recorder, self.loader, self.own = recorder, loader, own
 
     def __len__(self) -> int:
         return len(self.own)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.recorder.loader(self.loader).begin()
-        epoch.rest = iter(self.own)
-        return self.drawn(epoch, epoch.rest)
+        began = Pass(self.recorder.loader(self.loader))
+        began.rest = iter(self.own)
+        rows = (self.recorder.replay.get("rows") or {}).get(began.key)
+        return began.draw() if rows is None else self.recorded(began, rows)
 
-    def drawn(self, epoch: Epoch, rest: Iterator[Any]) -> Iterator[Any]:
-        """The script's batches, or the recorded ones."""
-        replay = self.recorder.replay
-        if replay is None or replay["rows"] is None or epoch.loader != replay["loader"]:
-            for batch in rest:
-                epoch.order.append(listed(batch))
-                yield batch
-            return
-        single = False
-        for batch in rest:
-            single = not isinstance(batch, (list, tuple))
-            epoch.order.append(listed(batch))
-        size = max(map(len, epoch.order), default=1)
-        for rows in replay["rows"].get(epoch.key, []):
-            for start in range(0, len(rows), size):
-                yield rows[start] if single else rows[start : start + size]
+    def recorded(self, began: Pass, rows: list[list[Any]]) -> Iterator[Any]:
+        """The recorded rows, in batches of the script's own size."""
+        single = [not isinstance(batch, (list, tuple)) for batch in began.draw()][:1] == [True]
+        size = max(map(len, began.order), default=1)
+        for step in rows:
+            for start in range(0, len(step), size):
+                yield step[start] if single else step[start : start + size]
 
 
 class Recorder:
     """The state of the recording in this process."""
 
-    def __init__(self, settings: dict[str, Any], torch: Any):
-        self.settings, self.torch, self.watches = settings, torch, bool(settings.get("watch"))
-        self.store = Store(settings["out"], settings["limit"])
-        self.replay = json.load(open(settings["replay"], encoding="utf-8")) if settings.get("replay") else None
-        self.born: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.loaders: dict[int, Loader] = {}
-        self.read: Epoch | None = None
-        """The pass that the last batch is of."""
-        self.batches = 0
-        self.names: dict[int, str] = {}
-        self.optimizers: list[int] = []
-        self.depth = 0
-        """Steps of optimizers that have begun and not ended."""
-        self.round, self.stepped = 0, set[int]()
-        """Steps of the first optimizer, and the optimizers that stepped since."""
-        self.losses: list[float] = []
-        self.per = 0
-        """Batches of the first step."""
-        self.after: dict[str, Reference] = {}
-        self.before: dict[int, Reference] = {}
-        self.step: Event = {}
-        self.started = self.is_finished = False
-        self.generators: str = ""
+    def __init__(self, settings: dict[str, Any]):
+        self.settings, self.watches, self.room = settings, bool(settings["watch"]), int(settings["room"])
+        self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
+        self.replay = dict[str, Any]()
+        if settings["replay"]:
+            with open(settings["replay"], encoding="utf-8") as file:
+                self.replay = json.load(file)
+        self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.loaders, self.names, self.optimizers = dict[int, Loader](), dict[int, str](), list[int]()
+        self.read: Pass | None = None
+        """The pass of the last batch. Then: batches read, those of the first step, steps that have not ended, steps of the first optimizer."""
+        self.batches = self.per = self.depth = self.round = 0
+        self.stepped, self.losses = set[int](), list[float]()
+        self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
+        self.started, self.is_finished, self.drew, self.generators, self.first_hook = False, False, False, "", list[Any]()
 
-    # names
+    def event(self, what: str, **values: Any) -> None:
+        """Write an event."""
+        print(json.dumps({"is": what, **values}, default=str), file=self.file, flush=True)
 
-    def modules(self) -> list[Any]:
+    def store(self, t: Tensor) -> Reference:
+        """Store a tensor."""
+        reference, self.room = stored(t, self.settings["tensors"], self.room)
+        return reference
+
+    def modules(self) -> list[nn.Module]:
         """The outermost modules with parameters, in the order in which they were made."""
-        module = self.torch.nn.Module
-        every = [m for m in gc.get_objects() if isinstance(type(m), type) and issubclass(type(m), module)]
+        every = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
         inner = {id(child) for m in every for child in m.children()}
         tops = [m for m in every if id(m) not in inner and next(m.parameters(), None) is not None]
         return sorted(tops, key=lambda m: (min((self.born.get(child, 1 << 60) for child in m.modules()), default=0), -sum(1 for _ in m.parameters())))
 
-    def named(self, parameters: Iterable[Any] = ()) -> dict[int, str]:
-        """Names of parameters by id: of the first model as they are, of others with m1., m2. in front."""
-        if not self.names or any(id(p) not in self.names for p in parameters):
-            self.names, number = {}, 0
-            for top in self.modules():
-                found = {id(p): name for name, p in walk(top, "parameters") if id(p) not in self.names}
-                self.names |= {key: f"m{number}." * (number > 0) + name for key, name in found.items()}
-                number += bool(found)
-        return self.names
-
-    def tensors(self) -> dict[str, Any]:
-        """Parameters and buffers of all models, by name."""
-        by, found = self.named(), {}
-        for number, top in enumerate(self.modules()):
-            found |= {by[id(p)]: p for _, p in walk(top, "parameters") if id(p) in by}
-            found |= {f"m{number}." * (number > 0) + name: b for name, b in walk(top, "buffers")}
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name: of the first model as they are, of others with m1., m2. in front. Keeps the names by id."""
+        self.names, found, number = {}, dict[str, Tensor](), 0
+        for top in self.modules():
+            new = [(name, p) for name, p in walk(top, "_parameters") if id(p) not in self.names]
+            prefix = f"m{number}." * (number > 0)
+            self.names |= {id(p): prefix + name for name, p in reversed(new)}
+            found |= {self.names[id(p)]: p for _, p in new} | {prefix + name: b for name, b in walk(top, "_buffers")}
+            number += bool(new)
         return found
 
-    # the first forward pass
+    def name(self, p: Tensor) -> str:
+        """The name of a parameter; `?` of one that no module has."""
+        if id(p) not in self.names:
+            self.tensors()
+        return self.names.setdefault(id(p), "?")
 
-    def first(self, module: Any, arguments: tuple[Any, ...]) -> None:
+    def first(self, module: nn.Module, arguments: object) -> None:
         """Before the first forward pass that trains: write down the weights, or start with recorded ones."""
-        torch = self.torch
         if not (torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters())):
             return
-        self.hook.remove()
+        self.first_hook.pop().remove()
+        self.started, tensors = True, self.tensors()
         with torch.no_grad():
-            for each in (each for top in self.modules() for each in top.modules()):
-                if not self.watches and isinstance(each, torch.nn.RNNBase):
-                    each.dropout = 0.0
-            tensors = self.tensors()
-            for name, reference in (self.replay or {}).get("weights", {}).items():
+            for name, reference in self.replay.get("weights", {}).items():
                 if name in tensors and list(tensors[name].shape) == reference[2]:
-                    place(torch, tensors[name], self.store.read(torch, reference))
-            self.begin({name: self.store.tensor(torch, t) for name, t in tensors.items()})
+                    target, value = tensors[name], loaded(reference, self.settings["tensors"])
+                    if is_split(target):
+                        value = sys.modules["torch.distributed.tensor"].distribute_tensor(value, target.device_mesh, target.placements)
+                    target.copy_(value)
+            weights = {name: self.store(t) for name, t in tensors.items()}
+        every = [each for top in self.modules() for each in top.modules()]
+        for each in every:
+            if not self.watches and isinstance(each, nn.RNNBase):
+                each.dropout = 0.0
+        distributed = torch.distributed
+        joined = distributed.is_available() and distributed.is_initialized()
+        rank = distributed.get_rank() if joined else 0
+        trainable = [name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+        norms = sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__})
+        self.event(
+            "start", rank=rank, world=distributed.get_world_size() if joined else 1, weights=weights, trainable=trainable, batch_norms=norms,
+            group=sorted(self.group(rank)), narrow=self.narrow(tensors) if self.settings["float64"] else "",
+        )  # fmt: skip
         if self.read is None:  # rows that come from no loader are seen where the model gets them
             self.inputs(arguments)
-            self.seen = module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
+            module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
 
-    def begin(self, weights: dict[str, Reference]) -> None:
-        """Write down who this process is, and its first weights."""
-        self.started = True
-        distributed = self.torch.distributed
-        joined = distributed.is_available() and distributed.is_initialized()
-        rank = distributed.get_rank() if joined else int(os.environ.get("RANK", "0"))
-        world = distributed.get_world_size() if joined else 1
-        trainable = sorted({self.named().get(id(p), "?") for top in self.modules() for p in top.parameters() if p.requires_grad})
-        batch_norms = [type(m).__name__ for top in self.modules() for m in top.modules() if "BatchNorm" in type(m).__name__]
-        formats = sorted({str(p.dtype).removeprefix("torch.") for top in self.modules() for p in top.parameters()})
-        problem = self.narrow() if self.settings["float64"] else ""
-        self.store.event(
-            "start", rank=rank, world=world, weights=weights, trainable=trainable, batch_norms=batch_norms[:1], formats=formats,
-            group=sorted(self.group(rank)), torch=self.torch.__version__, narrow=problem,
-        )  # fmt: skip
-
-    def narrow(self) -> str:
-        """What computes in another format than float64 though that was asked for."""
-        policy = getattr(sys.modules.get("torch.distributed.fsdp"), "MixedPrecisionPolicy", None)
-        for each in gc.get_objects() if policy is not None else ():
-            if type(each) is policy and (each.param_dtype or each.reduce_dtype):
-                return str(each)
-        kinds = {p.dtype for top in self.modules() for p in top.parameters() if p.is_floating_point()}
-        return ", ".join(sorted(str(kind) for kind in kinds - {self.torch.float64}))
+    def narrow(self, tensors: dict[str, Tensor]) -> str:
+        """What computes in another format, though float64 was asked for."""
+        policies = [each for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]
+        found = [str(each) for each in policies if vars(each).get("param_dtype") or vars(each).get("reduce_dtype")]
+        found += [f"{name} is {t.dtype}" for name, t in tensors.items() if t.is_floating_point() and t.dtype != torch.float64]
+        return next(iter(found), "")
 
     def group(self, rank: int) -> set[int]:
         """Ranks that read the same rows as this one because they have parts of the same layers (tensor parallelism), by placements alone."""
         sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        under, meshes = set[int](), dict[str, tuple[Any, list[Any], list[bool]]]()
+        under, meshes = set[int](), dict[str, list[Any]]()
         for top in self.modules():
-            for module in top.modules():
-                if sharded and isinstance(module, sharded):
-                    under |= {id(p) for p in module.parameters()}
+            under |= {id(p) for module in top.modules() if sharded and isinstance(module, sharded) for p in module.parameters()}
             for p in top.parameters():
-                if hasattr(p, "device_mesh"):
-                    mesh, placed, is_sharded = meshes.setdefault(str(p.device_mesh.mesh.tolist()), (p.device_mesh, [], []))
-                    placed.append(p.placements)
-                    is_sharded.append(id(p) in under)
+                if is_split(p):
+                    meshes.setdefault(str(p.device_mesh.mesh.tolist()), []).append(p)
         found = {rank}
-        for mesh, placed, is_sharded in meshes.values():
-            of_data = {d for d in range(mesh.ndim) if not any(each[d].is_shard() for each in placed)}
-            if any(is_sharded):  # fully_shard puts its dimensions in front of others
+        for parameters in meshes.values():
+            mesh = parameters[0].device_mesh
+            of_data = {d for d in range(mesh.ndim) if not any(p.placements[d].is_shard() for p in parameters)}
+            if any(id(p) in under for p in parameters):  # fully_shard puts its dimensions in front of others
                 of_data |= {0, 1} if mesh.ndim > 1 and 0 in of_data else {0}
             here = mesh.get_coordinate()
             if here is not None:
                 found |= set(mesh.mesh[tuple(here[d] if d in of_data else slice(None) for d in range(mesh.ndim))].flatten().tolist())
         return found
 
-    # data
-
-    def loader(self, loader: Any) -> Loader:
+    def loader(self, loader: object) -> Loader:
         """What is known of a loader."""
         return self.loaders.setdefault(id(loader), Loader(len(self.loaders), loader))
 
-    def next(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        """The next batch of a loader, written down; ends the epoch where enough of it was read."""
-        source = getattr(iterator, "_index_sampler", None)
-        if isinstance(source, Indices):
-            known = self.loader(source.loader)
-            epoch = known.epochs[-1]
-        else:
-            known = self.loader(iterator)  # a stream: each iterator is a pass
-            epoch = known.epochs[-1] if known.epochs else self.stream(known)
+    def next(self, iterator: "_BaseDataLoaderIter", fetch: Callable[[Any], Any]) -> object:
+        """The next batch of a loader, written down; ends the pass where enough of it was read."""
+        source = iterator._index_sampler
+        known = self.loader(source.loader if isinstance(source, Indices) else iterator)
+        now = known.passes[-1] if known.passes else Pass(known)  # each iterator of a stream is a pass
         if not self.watches and known.trains:
-            self.boundary()
-            if self.replay is None and self.per and epoch.read >= EPOCH_STEPS * self.per and epoch.read % self.per == 0:
-                epoch.drain()
+            if self.round >= self.settings["steps"]:
+                self.finish()
+            if not self.replay and self.per and now.read >= EPOCH_STEPS * self.per and now.read % self.per == 0:
+                [*now.draw()]  # the rest of the order, of which nothing is loaded
                 raise StopIteration
-        batch = self.replaced(epoch, fetch, iterator)
+        contents = (self.replay.get("contents") or {}).get(now.key)
+        if contents is not None and now.read >= len(contents):
+            raise StopIteration
+        batch = fetch(iterator)
+        if contents is not None:
+            self.event("batch", own=True, loader=known.number, epoch=now.number, rows=hashes(batch), labels=None, stored={}, shapes=[])
+            rows = {name: [loaded(each, self.settings["tensors"]) for each in parts] for name, parts in contents[now.read].items()}
+            batch = filled(batch, {name: torch.cat(parts) for name, parts in rows.items()})
         if self.settings["float64"]:
-            batch = mapped(batch, lambda t: t.double() if t.is_floating_point() else t, self.torch)
-        self.read = epoch
-        self.batch(batch, epoch.loader, epoch.number)
-        epoch.read += 1
-        self.generators = state(self.torch)
+            batch = filled(batch, {name: t.double() for name, t in tree(batch) if t.is_floating_point()})
+        self.read = now
+        self.batch(batch, known.number, now.number)
+        now.read += 1
         return batch
 
-    def stream(self, known: Loader) -> Epoch:
-        """A pass over a loader without indices."""
-        known.epochs.append(Epoch(known.number, 0, None))
-        return known.epochs[-1]
-
-    def replaced(self, epoch: Epoch, fetch: Callable[[Any], Any], iterator: Any) -> Any:
-        """The batch to read: the script's own, or one made of recorded rows."""
-        contents = self.replay and self.replay["contents"]
-        if not contents or epoch.loader != self.replay["loader"]:
-            return fetch(iterator)
-        steps = contents.get(epoch.key, [])
-        if epoch.read >= len(steps):
-            raise StopIteration
-        own = fetch(iterator)
-        rows = {name: [self.store.read(self.torch, each) for each in parts] for name, parts in steps[epoch.read].items()}
-        self.store.event("own", loader=epoch.loader, epoch=epoch.number, rows=hashes(own, self.torch))
-        return filled(own, {name: self.torch.cat(parts) for name, parts in rows.items()}, self.torch)
-
-    def inputs(self, given: Any) -> None:
+    def inputs(self, given: object) -> None:
         """Rows that the model gets, where no loader gives any."""
-        if self.read is None and self.torch.is_grad_enabled():
+        if self.read is None and torch.is_grad_enabled():
             self.batch(given, -1, 0)
-            self.generators = state(self.torch)
 
-    def batch(self, batch: Any, loader: int, epoch: int) -> None:
+    def batch(self, batch: object, loader: int, epoch: int) -> None:
         """Write a batch down."""
         self.batches += 1
-        leaves = dict(tree(batch, self.torch))
-        stored = {name: self.store.tensor(self.torch, t) for name, t in leaves.items()} if self.replay is None and not self.watches else {}
-        self.store.event("batch", loader=loader, epoch=epoch, rows=hashes(batch, self.torch), labels=labels(leaves), stored=stored,
-                         shapes=[list(t.shape[1:]) for t in leaves.values()])  # fmt: skip
+        leaves = dict(tree(batch))
+        kept = {name: self.store(t) for name, t in leaves.items() if not self.replay and not self.watches}
+        shapes = [list(t.shape[1:]) for t in leaves.values()]
+        self.event("batch", loader=loader, epoch=epoch, rows=hashes(batch), labels=labels(leaves), stored=kept, shapes=shapes)
+        self.generators = generators()
 
-    # gradients and steps
-
-    def boundary(self) -> None:
-        """End the process where the last step to compare has ended."""
-        if self.round >= self.settings["steps"] and not self.watches and not self.depth:
-            self.finish()
-
-    def backward(self, tensors: Any) -> None:
+    def backward(self, tensors: Tensor | Iterable[Tensor]) -> None:
         """A loss is differentiated."""
         if self.read is not None:
-            next(known for known in self.loaders.values() if known.number == self.read.loader).trains = True
-        given = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
-        with self.torch.no_grad():
-            self.losses += [float((t.full_tensor() if hasattr(t, "full_tensor") else t).detach().double().sum()) for t in given[:1]]
-        if self.generators and self.generators != state(self.torch):
-            self.drew = True
-
-    drew = False
-    """Random numbers were drawn between a batch and its loss."""
+            self.read.loader.trains = True
+        self.losses.append(float(full(tensors if isinstance(tensors, Tensor) else next(iter(tensors))).double().sum()))
+        self.drew = self.drew or self.generators not in ("", generators())
 
     def differentiated(self) -> None:
         """Gradients as the first backward passes leave them."""
         if self.round == 0:
-            by = self.named()
-            self.after = {by[id(p)]: self.store.tensor(self.torch, p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None and id(p) in by}
+            self.after = {self.name(p): self.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
 
-    def clipped(self, parameters: Any) -> list[Any]:
+    def clipped(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Gradients that are about to be clipped; the parameters as a list."""
-        given = [parameters] if isinstance(parameters, self.torch.Tensor) else list(parameters)
-        self.before = {id(p): self.store.tensor(self.torch, p.grad) for p in given if p.grad is not None}
+        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        self.before = {id(p): self.store(p.grad) for p in given if p.grad is not None}
         return given
 
-    def stepping(self, optimizer: Any) -> None:
+    def stepping(self, optimizer: Optimizer) -> None:
         """Gradients as an optimizer is about to apply them."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        by = self.named(parameters)
         if id(optimizer) not in self.optimizers:
             self.optimizers.append(id(optimizer))
         number = self.optimizers.index(id(optimizer))
-        if number == 0:
-            self.stepped = set()
-            self.round += 1
-        self.stepped.add(number)
-        name = lambda p: by.get(id(p), "?")  # noqa: E731
-        with_gradient = [p for p in parameters if p.grad is not None]
+        self.round, self.stepped = (self.round + 1, {0}) if number == 0 else (self.round, self.stepped | {number})
+        groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+        with_gradient = [p for _, p in groups if p.grad is not None]
         self.step = {
-            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "decay": {name(p): float(group.get("weight_decay") or 0) for group in optimizer.param_groups for p in group["params"]},
-            "without": sorted(name(p) for p in parameters if p.grad is None), "losses": self.losses, "loader": self.read.loader if self.read else -1,
-            "epoch": self.read.number if self.read else 0, "after": self.after, "drew": self.drew,
-            "before": {name(p): self.before[id(p)] for p in with_gradient if id(p) in self.before},
-            "applied": {name(p): self.store.tensor(self.torch, p.grad) for p in with_gradient},
+            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__,
+            "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
+            "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
+            "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
+            "loader": self.read.loader.number if self.read else -1, "epoch": self.read.number if self.read else 0,
+            "before": {self.name(p): self.before[id(p)] for p in with_gradient if id(p) in self.before},
+            "applied": {self.name(p): self.store(p.grad) for p in with_gradient},
         }  # fmt: skip
         self.losses, self.after, self.before = [], {}, {}
 
-    def has_stepped(self, optimizer: Any) -> None:
-        """Weights and buffers after a step."""
-        if not self.per:
-            self.per = max(1, min(len(self.step["losses"]), self.batches))
-        by = self.named()
-        weights = {by.get(id(p), "?"): self.store.tensor(self.torch, p) for group in optimizer.param_groups for p in group["params"]}
-        of_models = [(f"m{n}." * (n > 0) + name, b) for n, top in enumerate(self.modules()) for name, b in walk(top, "buffers")]
-        self.store.event("step", **self.step, weights=weights, buffers={name: self.store.tensor(self.torch, b) for name, b in of_models},
-                         complete=self.store.left >= 0)  # fmt: skip
-        if len(self.stepped) == len(self.optimizers) > 0 and (self.round >= self.settings["steps"] or self.store.left < 0):
-            if len(self.optimizers) == 1 or self.round > 1:
-                self.boundary() if self.store.left >= 0 else self.watches or self.finish()
+    def has_stepped(self, optimizer: Optimizer) -> None:
+        """Weights and buffers after a step; ends the process after the last step to compare."""
+        self.per = self.per or max(1, min(len(self.step["losses"]), self.batches))
+        weights = {self.name(p): self.store(p) for group in optimizer.param_groups for p in group["params"]}
+        buffers = {name: self.store(t) for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
+        is_full = self.room < 0
+        self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
+        if not self.watches and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
+            self.finish()
 
     def finish(self, leave: bool = True) -> None:
-        """Write down the orders of epochs; end the process."""
-        if not self.is_finished and self.started:
+        """Write down the orders of passes; end the process."""
+        if self.started and not self.is_finished:
             self.is_finished = True
-            for known in self.loaders.values():
-                for epoch in known.epochs:
-                    if not self.watches and known.trains:
-                        epoch.drain()
-                    self.store.event("epoch", loader=epoch.loader, epoch=epoch.number, order=epoch.order, size=epoch.size, read=epoch.read)
-            self.store.event("end", steps=self.round)
+            for each in (each for known in self.loaders.values() for each in known.passes):
+                if each.loader.trains and not self.watches:
+                    [*each.draw()]
+                self.event("epoch", loader=each.loader.number, epoch=each.number, order=each.order)
         if leave:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
 
-def listed(batch: Any) -> list[Any]:
-    """The indices of a batch."""
-    return [int(i) if hasattr(i, "__index__") else i for i in (batch if isinstance(batch, (list, tuple)) else [batch])]
-
-
-def walk(module: Any, what: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk(module: nn.Module, what: str, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Parameters or buffers with their names, in which wrappers do not show."""
-    own = module._parameters if what == "parameters" else module._buffers
-    yield from ((prefix + name, t) for name, t in own.items() if t is not None)
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    yield from ((prefix + name, t) for name, t in getattr(module, what).items() if t is not None)
+    children = [*module.named_children()]
     is_wrapper = len(children) == 1 and children[0][0] in WRAPPERS and not module._parameters
     for name, child in children:
         yield from walk(child, what, prefix if is_wrapper else f"{prefix}{name}.")
 
 
-def place(torch: Any, target: Any, value: Any) -> None:
-    """Write a value into a tensor, which may be in parts."""
-    value = value.to(target.dtype)
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(value, target.device_mesh, target.placements)
-    target.copy_(value)
-
-
-def tree(value: Any, torch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch with rows, by place."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         if value.dim():
             yield name, value
-    elif hasattr(value, "items"):
+    elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from tree(each, torch, f"{name}.{key}")
+            yield from tree(each, f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for key, each in enumerate(value):
-            yield from tree(each, torch, f"{name}.{key}")
+            yield from tree(each, f"{name}.{key}")
 
 
-def mapped(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
-    """A batch with each tensor changed."""
-    return filled(value, {name: change(t) for name, t in tree(value, torch)}, torch)
-
-
-def filled(value: Any, new: dict[str, Any], torch: Any, name: str = "") -> Any:
+def filled(value: object, new: dict[str, Tensor], name: str = "") -> object:
     """A batch with tensors replaced by place."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return new.get(name, value)
-    if hasattr(value, "items"):
-        found = {key: filled(each, new, torch, f"{name}.{key}") for key, each in value.items()}
-        if type(value) is dict:
-            return found
-        for key, each in found.items():
-            value[key] = each
-        return value
-    if isinstance(value, (list, tuple)):
-        found = [filled(each, new, torch, f"{name}.{key}") for key, each in enumerate(value)]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, MutableMapping):
+        value.update({key: filled(each, new, f"{name}.{key}") for key, each in value.items()})
+    elif isinstance(value, (list, tuple)):
+        found = [filled(each, new, f"{name}.{key}") for key, each in enumerate(value)]
+        make: Callable[..., object] = type(value)
+        return make(*found) if hasattr(value, "_fields") else make(found)
     return value
 
 
-def hashes(batch: Any, torch: Any) -> list[str]:
+def hashes(batch: object) -> list[str]:
     """A hash of each row of a batch."""
-    leaves = [t.detach().cpu().contiguous() for _, t in tree(batch, torch) if t.layout == torch.strided]
+    leaves = [t.detach().cpu().contiguous() for _, t in tree(batch) if t.layout == torch.strided]
     count = leaves[0].shape[0] if leaves else 0
     rows = [t.reshape(count, -1).view(torch.uint8).numpy() for t in leaves if t.shape[0] == count and t.numel()]
     return [hashlib.blake2b(b"".join(row[i].tobytes() for row in rows), digest_size=8).hexdigest() for i in range(count)]
 
 
-def labels(leaves: dict[str, Any]) -> list[int] | None:
+def labels(leaves: dict[str, Tensor]) -> list[int] | None:
     """How many labels count in a batch: as they are, and without the first of each row (which a causal model shifts out)."""
-    whole = {name: t for name, t in leaves.items() if not t.is_floating_point()}
-    found = [t for t in whole.values() if (t == -100).any()] or [t for name, t in whole.items() if "label" in name] or [*whole.values()]
-    if not found:
-        return None
-    return [int((found[-1] != -100).sum()), int((found[-1][:, 1:] != -100).sum()) if found[-1].dim() == 2 else 0]
+    integers = {name: t for name, t in leaves.items() if not t.is_floating_point()}
+    found = [t for t in integers.values() if (t == -100).any()] or [t for name, t in integers.items() if "label" in name] or [*integers.values()]
+    return [int((t != -100).sum()) for t in (found[-1], found[-1][:, 1:] if found[-1].dim() == 2 else found[-1])] if found else None
 
 
-def state(torch: Any) -> str:
+def generators() -> str:
     """A hash of the states of the generators that scripts draw from."""
     found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
     found.update(repr(random.getstate()).encode())
-    if "numpy" in sys.modules:
-        found.update(repr(sys.modules["numpy"].random.get_state()[1:3]).encode())
+    found.update(repr(sys.modules["numpy"].random.get_state()[1:3]).encode() if "numpy" in sys.modules else b"")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found.update(torch.cuda.get_rng_state().numpy().tobytes())
     return found.hexdigest()
 
 
-def install(torch: Any, settings: dict[str, Any]) -> None:
-    """Hook a process's torch."""
+def install(settings: dict[str, Any]) -> None:
+    """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
     try:
-        loader, iterator, indices, stream = seams(torch)
-    except Unsupported as error:
+        loader, iterator, indices, stream = seams()
+        steps, modules, fetch = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__
+        recorder = Recorder(settings)
+        steps.register_optimizer_step_pre_hook(lambda *given: before_step(recorder, *given))
+        steps.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(recorder, optimizer))
+        modules.register_module_parameter_registration_hook(lambda module, *_: (recorder.born.setdefault(module, len(recorder.born)), None)[1])
+        recorder.first_hook.append(modules.register_module_forward_pre_hook(recorder.first))
+        hook_gradients(recorder)
+    except (AttributeError, KeyError) as error:
         with open(os.path.join(settings["out"], "unsupported"), "w", encoding="utf-8") as file:
-            file.write(str(error))
+            file.write(f"torch {torch.__version__}: {error}")
         return
-    recorder = Recorder(settings, torch)
     own = lambda self: indices(self) if self._dataset_kind == stream else Indices(recorder, self, indices(self))  # noqa: E731
     loader._index_sampler = property(own)
-    fetch = iterator.__next__
     iterator.__next__ = lambda self: recorder.next(self, fetch)
-    torch.nn.modules.module.register_module_parameter_registration_hook(lambda module, *_: born(recorder, module))
-    recorder.hook = torch.nn.modules.module.register_module_forward_pre_hook(recorder.first)
-    hook_gradients(torch, recorder)
-    optimizers = sys.modules["torch.optim.optimizer"]
-    optimizers.register_optimizer_step_pre_hook(lambda *given: before_step(recorder, *given))
-    optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(recorder, optimizer))
     if not recorder.watches:
-        without_dropout(torch)
+        without_dropout()
     if settings["float64"]:
-        in_float64(torch)
+        in_float64()
     atexit.register(recorder.finish, False)
 
 
-def born(recorder: Recorder, module: Any) -> None:
-    """Remember the order in which modules got parameters."""
-    recorder.born.setdefault(module, len(recorder.born))
-
-
-def before_step(recorder: Recorder, optimizer: Any, given: Any, keywords: Any) -> Any:
+def before_step(recorder: Recorder, optimizer: Optimizer, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Before a step; with a closure, in which gradients are made, after that."""
     recorder.depth += 1
     if recorder.depth > 1:  # of an optimizer inside of another
@@ -571,25 +444,24 @@ def before_step(recorder: Recorder, optimizer: Any, given: Any, keywords: Any) -
     return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
 
 
-def after_step(recorder: Recorder, optimizer: Any) -> None:
+def after_step(recorder: Recorder, optimizer: Optimizer) -> None:
     """After a step."""
     recorder.depth -= 1
-    if recorder.depth == 0:
+    if not recorder.depth:
         recorder.has_stepped(optimizer)
 
 
-def hook_gradients(torch: Any, recorder: Recorder) -> None:
+def hook_gradients(recorder: Recorder) -> None:
     """Losses, gradients after backward, and before clipping."""
     backward = torch.autograd.backward
 
-    def differentiate(tensors: Any, *given: Any, **keywords: Any) -> Any:
+    def differentiate(tensors: Tensor, *given: Any, **keywords: Any) -> None:
         recorder.backward(tensors)
-        result = backward(tensors, *given, **keywords)
+        backward(tensors, *given, **keywords)
         recorder.differentiated()
-        return result
 
     torch.autograd.backward = differentiate
-    places = (torch.nn.utils, torch.nn.utils.clip_grad)
+    places = (nn.utils, nn.utils.clip_grad)
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         if (clip := getattr(places[1], name, None)) is not None:
             clipping = lambda parameters, *a, _clip=clip, **k: _clip(recorder.clipped(parameters), *a, **k)  # noqa: E731
@@ -597,77 +469,34 @@ def hook_gradients(torch: Any, recorder: Recorder) -> None:
                 setattr(each, name, clipping)
 
 
-def without_dropout(torch: Any) -> None:
+def without_dropout() -> None:
     """Dropout gives its input: ranks cannot draw the masks of one process."""
-    functional = torch.nn.functional
-    for name in DROPOUTS:
-        setattr(functional, name, lambda input, *_, **__: input)
-    for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout"):
-        if hasattr(torch, name):
-            setattr(torch, name, lambda input, *_, **__: input)
+    functional = nn.functional
+    for place, name in itertools.product((functional, torch), DROPOUTS):
+        if hasattr(place, name):
+            setattr(place, name, lambda input, *_, **__: input)
     attention = functional.scaled_dot_product_attention
 
-    def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *given: Any, **keywords: Any) -> Any:
-        return attention(query, key, value, attn_mask, 0.0, *given, **keywords)
+    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *given: Any, **more: Any) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *given, **more)
 
-    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    functional.scaled_dot_product_attention = without
 
 
-def in_float64(torch: Any) -> None:
+def in_float64() -> None:
     """Whatever would be made in a narrower format is made in float64; autocast is off."""
     narrow = {torch.float32, torch.float16, torch.bfloat16}
     wide = lambda value: torch.float64 if isinstance(value, torch.dtype) and value in narrow else value  # noqa: E731
     casts = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     class Wide(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Event | None = None) -> Any:
             given = {name: wide(value) for name, value in (kwargs or {}).items()}
-            if function in casts:
+            if func in casts:
                 return torch.Tensor.double(args[0])
-            return function(*map(wide, args), **given)
+            return func(*map(wide, args), **given)
 
     torch.set_default_dtype(torch.float64)
     Wide().__enter__()
     begin = torch.autocast.__init__
-
-    def off(self: Any, *given: Any, **keywords: Any) -> None:
-        begin(self, *given, **(keywords | {"enabled": False}) if len(given) < 3 else {**keywords})
-
-    torch.autocast.__init__ = off
-
-
-class AfterTorch(importlib.abc.MetaPathFinder):
-    """Hooks torch when the script itself imports it."""
-
-    def __init__(self, settings: dict[str, Any]):
-        self.settings = settings
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of torch, which hooks it after it was loaded."""
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_and_hook(module: ModuleType) -> None:
-            load(module)
-            install(module, self.settings)
-
-        spec.loader.exec_module = load_and_hook
-        return spec
-
-
-def run_own_site() -> None:
-    """Load the `sitecustomize` that this file stands in front of, if there is one."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != here])
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-if __name__ == "sitecustomize" and VARIABLE in os.environ:
-    sys.meta_path.insert(0, AfterTorch(json.loads(os.environ[VARIABLE])))
-    run_own_site()
+    torch.autocast.__init__ = lambda self, device, *_, **more: begin(self, device, **more | {"enabled": False})

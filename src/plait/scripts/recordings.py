@@ -1,15 +1,17 @@
 """What the recorder of each process left (`scripts/recorder.py`): its batches, steps and epochs, and which batches a step used."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
+
+from plait.scripts.recorder import loaded
 
 Stored = list[Any]
 """A stored tensor: its hash, dtype and shape."""
@@ -23,13 +25,12 @@ class Start(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
     weights: dict[str, Stored]
     trainable: list[str]
     batch_norms: list[str]
-    formats: list[str]
     group: list[int]
-    narrow: str = ""
+    narrow: str
 
 
 class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
-    """A batch that a process read, or rows that a model got where no loader read any (loader -1)."""
+    """A batch that a process read; `own`: would have read, but for the recorded rows. Loader -1: rows that a model got and no loader read."""
 
     loader: int
     epoch: int
@@ -37,18 +38,11 @@ class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
     labels: list[int] | None
     stored: dict[str, Stored]
     shapes: list[list[int]]
-
-
-class OwnBatch(msgspec.Struct, frozen=True, tag_field="is", tag="own"):
-    """A batch that the reference would have read."""
-
-    loader: int
-    epoch: int
-    rows: list[str]
+    own: bool = False
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
-    """A step of an optimizer."""
+    """A step of an optimizer; `step` counts those of the first one, `drew` says that random numbers were drawn between batch and loss."""
 
     step: int
     optimizer: int
@@ -73,24 +67,15 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
         return {**self.applied, **self.before}
 
 
-class EpochOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
+class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
     """The batches of one pass, as indices, in the script's own order."""
 
     loader: int
     epoch: int
     order: list[list[Any]]
-    size: int | None
-    read: int
 
 
-class End(msgspec.Struct, frozen=True, tag_field="is", tag="end"):
-    """The end of a recording."""
-
-    steps: int
-
-
-Event = Start | ReadBatch | OwnBatch | OptimizerStep | EpochOrder | End
-_DECODER = msgspec.json.Decoder(Event)
+_DECODER = msgspec.json.Decoder(Start | ReadBatch | OptimizerStep | PassOrder)
 _KEY = tuple[int, int]
 
 
@@ -100,13 +85,17 @@ class Recording:
 
     start: Start
     batches: tuple[ReadBatch, ...]
-    own: tuple[OwnBatch, ...]
+    own: tuple[ReadBatch, ...]
     steps: tuple[OptimizerStep, ...]
-    orders: Mapping[_KEY, EpochOrder] = field(default_factory=dict)
+    orders: Mapping[_KEY, PassOrder]
 
     @property
     def rank(self) -> int:
         return self.start.rank
+
+    def other_start(self, first: "Recording") -> list[str]:
+        """The parameters that begin with other values than on another rank."""
+        return [name for name in first.start.trainable if self.start.weights.get(name, first.start.weights[name]) != first.start.weights[name]]
 
     @cached_property
     def rounds(self) -> tuple[tuple[OptimizerStep, ...], ...]:
@@ -130,8 +119,7 @@ class Recording:
             counts = [sum(len(step.losses) for step in steps) for steps in rounds]
             if sum(counts) > len(read) or (len(rounds) > 1 and len(read) >= 2 * sum(counts)):
                 counts = [len(read) // len(rounds)] * len(rounds)
-            places = [sum(counts[:i]) for i in range(len(counts) + 1)]
-            found += [tuple(read[a:b]) for a, b in zip(places, places[1:])]
+            found += [tuple(read[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
         return tuple(found)
 
     def indices(self, batch: ReadBatch) -> list[Any] | None:
@@ -161,23 +149,18 @@ def recordings(folder: Path) -> tuple[Recording, ...]:
     return tuple(sorted((each for each in found if each is not None), key=lambda each: each.rank))
 
 
-def _events(path: Path) -> Iterator[Event]:
-    for line in path.read_bytes().splitlines():
-        try:
-            yield _DECODER.decode(line)
-        except msgspec.DecodeError:  # torn: the process was ended
-            return
+def _events(path: Path) -> Iterator[Start | ReadBatch | OptimizerStep | PassOrder]:
+    with contextlib.suppress(msgspec.DecodeError):  # torn: the process was ended
+        yield from map(_DECODER.decode, path.read_bytes().splitlines())
 
 
-def _recording(events: Sequence[Event]) -> Recording | None:
-    start = next((each for each in events if isinstance(each, Start)), None)
-    steps = tuple(each for each in events if isinstance(each, OptimizerStep) and each.complete)
-    if start is None or not steps:
+def _recording(events: Sequence[Any]) -> Recording | None:
+    of = lambda kind: tuple(each for each in events if isinstance(each, kind))  # noqa: E731
+    starts, steps, batches = of(Start), tuple(each for each in of(OptimizerStep) if each.complete), of(ReadBatch)
+    if not starts or not steps:
         return None
-    batches = tuple(each for each in events if isinstance(each, ReadBatch))
-    own = tuple(each for each in events if isinstance(each, OwnBatch))
-    orders = {(each.loader, each.epoch): each for each in events if isinstance(each, EpochOrder)}
-    return Recording(start, batches, own, steps, orders)
+    read, own = (tuple(each for each in batches if each.own is kind) for kind in (False, True))
+    return Recording(starts[0], read, own, steps, {(each.loader, each.epoch): each for each in of(PassOrder)})
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -187,10 +170,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self.folder, self.stored = folder, stored
 
     def __getitem__(self, name: str) -> Tensor:
-        digest, dtype, shape = self.stored[name]
-        data = bytearray((self.folder / digest).read_bytes())
-        kind = getattr(torch, dtype)
-        return torch.frombuffer(data, dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+        return loaded(self.stored[name], str(self.folder))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

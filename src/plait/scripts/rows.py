@@ -5,15 +5,12 @@ themselves: against the order that the reference's own sampler drew, and against
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
-from plait.proof.probes import Probe
 from plait.scripts.recordings import ReadBatch, Recording
-
-ONE_READER = "all {} ranks read the same rows"
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,7 @@ class Readers:
     @staticmethod
     def of(ranks: tuple[Recording, ...]) -> "Readers":
         reading = [each for each in ranks if any(each.used)]
+        reading = [each for each in reading if each.loader >= 0] or reading  # some frameworks read on one rank, and send
         groups = dict[tuple[int, ...], Recording]()
         unlike = list[int]()
         for each in reading:
@@ -61,9 +59,8 @@ def _rows(each: Recording) -> list[list[str]]:
 def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
     """What the reference reads: indices where loaders have them, else the stored rows; nothing where no loader read any. S006."""
     first = readers.distinct[0]
-    found: dict[str, Any] = {"loader": first.loader, "rows": None, "contents": None}
     if first.loader < 0:
-        return found
+        return {}
     indices, contents = dict[str, list[list[Any]]](), dict[str, list[dict[str, list[Any]]]]()
     known = True
     for k in range(readers.steps):
@@ -74,31 +71,30 @@ def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
         indices.setdefault(key, []).append([i for rows in each for i in rows or ()])
         contents.setdefault(key, []).append({name: [batch.stored[name] for _, batch in batches] for name in batches[0][1].stored} if batches else {})
     if known and not by_content:
-        return found | {"rows": indices}
+        return {"rows": indices}
     shapes = {str(batch.shapes) for k in range(readers.steps) for _, batch in readers.step(k)}
     if len(shapes) > 1 or not any(contents.values()):
         why = f"batches have rows of {len(shapes)} shapes" if len(shapes) > 1 else "batches hold no tensors with rows"
         fix = ("read from a torch.utils.data.DataLoader over a dataset with indices", "or pad all rows to one length")
         raise PlaitError(Problem("S006", "the candidate's rows cannot be given to the reference", why=why, fix=fix))
-    return found | {"contents": contents}
+    return {"contents": contents}
 
 
-def probe(readers: Readers, reference: Recording) -> Probe:
-    """Whether each step read as many rows as the reference's own batches have, from no rank twice, and each epoch every row."""
-    title, code, detail = "rows, every step and epoch", "D", ""
-    own = own_batch(reference)
-    read = len(readers.hashes(0))
-    if own and read and own != read:
-        detail = f"a step reads {read} rows, the reference's own batch has {own}"
-    elif readers.unlike:
-        detail = f"rank {readers.unlike[0]} reads other rows than the rest of its tensor-parallel group"
-    elif same_order(readers, reference):
-        detail = "epoch 2 has the order of epoch 1, and the reference's order changes"
-    else:
-        twice, never, allowed = coverage(readers, reference)
-        if twice > allowed or never > allowed:
-            detail = f"in epoch 1 {twice} rows are read twice and {never} never"
-    return Probe(code, title, float(bool(detail)), 0, "step 1" if detail.startswith("a step") else "", detail)
+def faults(readers: Readers, reference: Recording) -> Iterator[tuple[str, str]]:
+    """What is wrong with the rows: codes of `plait help`, and sentences."""
+    ranks, read, own = len(readers.all), len(readers.hashes(0)), own_batch(reference)
+    if own and read != own:
+        unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
+        if readers.alike:
+            yield "S022", f"all {ranks} ranks read the same rows: {unlike}"
+        yield ("S021", f"one process ran: {unlike}") if ranks == 1 else ("S025", unlike)
+    if readers.unlike:
+        yield "S036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism"
+    if same_order(readers, reference):
+        yield "S023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes"
+    twice, never, allowed = coverage(readers, reference)
+    if max(twice, never) > allowed and not readers.alike:
+        yield "S024", f"in epoch 1 the ranks read {twice} rows twice and {never} never"
 
 
 def own_batch(reference: Recording) -> int:
@@ -136,7 +132,7 @@ def notes(readers: Readers, reference: Recording) -> list[str]:
     found = [f"the end of an epoch is filled with {twice} rows that are read twice (DistributedSampler, Accelerate's even_batches)"] * bool(twice)
     found += [f"the last {never} rows of an epoch are left out"] * bool(never)
     if readers.alike:
-        found.append(f"{ONE_READER.format(len(readers.all))}, and nothing of the model is split: each does the work of all")
+        found.append(f"all {len(readers.all)} ranks read the same rows, and nothing of the model is split: each does the work of all")
     return found
 
 
