@@ -38,49 +38,49 @@ RIGHT = {
 }
 """Pairs that train the same model."""
 WRONG = {
-    "ddp, no sampler": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-sampler", "S022"),
-    "ddp, no set_epoch": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-epoch", "S023"),
-    "ddp, batch norm": (f"{ONE}ddp.py --wrong batch-norm", f"{TWO}ddp.py --batch-size 8 --wrong batch-norm", "S035"),
-    "ddp, accumulation": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 4 --accumulation 2 --wrong accumulation", "S031"),
-    "ddp, tokens": (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out", "S030"),
-    "by hand, left out": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong by-hand-left-out", "S034"),
-    "by hand, other seed": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong other-seed", "S026"),
-    "ddp, no process group": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-group", "S022"),
-    "ddp, own shuffles": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong seeded-shuffle", "S024"),
-    "ddp, weight decay by name": (f"{ONE}ddp.py --wrong decay", f"{TWO}ddp.py --batch-size 8 --wrong decay", "S028"),
-    "one process": (f"{ONE}ddp.py", f"{ONE}ddp.py --batch-size 8", "S021"),
-    "fsdp2, clips shards": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong clips-shards", "S033"),
-    "fsdp2, scheduler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong scheduler", "S027"),
-    "fsdp2, no sampler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong no-sampler", "S022"),
-    "fsdp2, times ranks": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong times-ranks", "S031"),
-    "accelerate, accumulation": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 4 --accumulation 2 --wrong accumulation", "S031"),
-    "accelerate, tokens": (f"{ONE}accelerated.py --tokens", f"{TWO}accelerated.py --batch-size 8 --tokens", "S030"),
-    "accelerate, scheduler": (f"{ONE}accelerated.py --wrong scheduler", f"{TWO}accelerated.py --batch-size 8 --wrong scheduler", "S027"),
-    "accelerate, times ranks": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 8 --wrong times-ranks", "S031"),
-    "trainer, own mean": (f"{ONE}trained.py --wrong own-mean", f"{TWO}trained.py --batch-size 8 --wrong own-mean", "S030"),
-    "trainer, tokens of ranks": (f"{ONE}trained.py", f"{TWO}trained.py --batch-size 8 --wrong tokens-of-ranks", "S030"),
+    "ddp, no sampler": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-sampler", "E022"),
+    "ddp, no set_epoch": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-epoch", "E023"),
+    "ddp, batch norm": (f"{ONE}ddp.py --wrong batch-norm", f"{TWO}ddp.py --batch-size 8 --wrong batch-norm", "E035"),
+    "ddp, accumulation": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 4 --accumulation 2 --wrong accumulation", "E031"),
+    "ddp, tokens": (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out", "E030"),
+    "by hand, left out": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong by-hand-left-out", "E034"),
+    "by hand, other seed": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong other-seed", "E026"),
+    "ddp, no process group": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-group", "E022"),
+    "ddp, own shuffles": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong seeded-shuffle", "E024"),
+    "ddp, weight decay by name": (f"{ONE}ddp.py --wrong decay", f"{TWO}ddp.py --batch-size 8 --wrong decay", "E028"),
+    "one process": (f"{ONE}ddp.py", f"{ONE}ddp.py --batch-size 8", "E021"),
+    "fsdp2, clips shards": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong clips-shards", "E033"),
+    "fsdp2, scheduler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong scheduler", "E027"),
+    "fsdp2, no sampler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong no-sampler", "E022"),
+    "fsdp2, times ranks": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong times-ranks", "E031"),
+    "accelerate, accumulation": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 4 --accumulation 2 --wrong accumulation", "E031"),
+    "accelerate, tokens": (f"{ONE}accelerated.py --tokens", f"{TWO}accelerated.py --batch-size 8 --tokens", "E030"),
+    "accelerate, scheduler": (f"{ONE}accelerated.py --wrong scheduler", f"{TWO}accelerated.py --batch-size 8 --wrong scheduler", "E027"),
+    "accelerate, times ranks": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 8 --wrong times-ranks", "E031"),
+    "trainer, own mean": (f"{ONE}trained.py --wrong own-mean", f"{TWO}trained.py --batch-size 8 --wrong own-mean", "E030"),
+    "trainer, tokens of ranks": (f"{ONE}trained.py", f"{TWO}trained.py --batch-size 8 --wrong tokens-of-ranks", "E030"),
     "trainer, times ranks": (f"{ONE}trained.py --wrong own-mean", f"{TWO}trained.py --batch-size 8 --wrong times-ranks", None),
-    "lightning, batch norm": (f"{ONE}lightened.py --wrong batch-norm", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong batch-norm", "S035"),
-    "lightning, times ranks": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong times-ranks", "S031"),
-    "lightning, no sampler": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong no-sampler", "S022"),
-    "lightning, tokens": (f"{ONE}lightened.py --wrong tokens", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong tokens", "S030"),
-    "dtensor, other rows": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong other-rows", "S036"),
-    "dtensor, sums twice": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong sums-twice", "S032"),
-    "dtensor and fsdp2, no sampler": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2 --wrong no-sampler", "S022"),
-    "dtensor, clips shards": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong clips-shards", "S033"),
-    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all-read-all", "S022"),
+    "lightning, batch norm": (f"{ONE}lightened.py --wrong batch-norm", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong batch-norm", "E035"),
+    "lightning, times ranks": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong times-ranks", "E031"),
+    "lightning, no sampler": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong no-sampler", "E022"),
+    "lightning, tokens": (f"{ONE}lightened.py --wrong tokens", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong tokens", "E030"),
+    "dtensor, other rows": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong other-rows", "E036"),
+    "dtensor, sums twice": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong sums-twice", "E032"),
+    "dtensor and fsdp2, no sampler": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2 --wrong no-sampler", "E022"),
+    "dtensor, clips shards": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong clips-shards", "E033"),
+    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all-read-all", "E022"),
 }
 """Pairs of which the second trains another model, and the cause. None: any but a wrong one, where two mistakes are made at once."""
 UNCLEAR = {
-    "no command": (f"{ONE}ddp.py", "no-such-command", "S001"),
-    "fails": (f"{ONE}ddp.py", f"{ONE}ddp.py --no-such-option", "S001"),
-    "isolated": (f"{ONE}ddp.py", f"{sys.executable} -I ddp.py", "S002"),
-    "no Python": (f"{ONE}ddp.py", "true", "S002"),
-    "never steps": (f"{ONE}ddp.py", f"{ONE}-c 'import torch'", "S003"),
-    "never ends": (f"{ONE}ddp.py", f"{ONE}-c 'import torch, time; print(5 * 2**20 * \"x\"); time.sleep(9999)'", "S003"),
-    "a rank steps less often": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong short-rank", "S004"),
-    "the reference accumulates": (f"{ONE}ddp.py --batch-size 8 --accumulation 2", f"{TWO}ddp.py --batch-size 8", "S010"),
-    "noise": (f"{ONE}ddp.py --noise", f"{TWO}ddp.py --batch-size 8 --noise", "S008"),
+    "no command": (f"{ONE}ddp.py", "no-such-command", "E001"),
+    "fails": (f"{ONE}ddp.py", f"{ONE}ddp.py --no-such-option", "E001"),
+    "isolated": (f"{ONE}ddp.py", f"{sys.executable} -I ddp.py", "E002"),
+    "no Python": (f"{ONE}ddp.py", "true", "E002"),
+    "never steps": (f"{ONE}ddp.py", f"{ONE}-c 'import torch'", "E003"),
+    "never ends": (f"{ONE}ddp.py", f"{ONE}-c 'import torch, time; print(5 * 2**20 * \"x\"); time.sleep(9999)'", "E003"),
+    "a rank steps less often": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong short-rank", "E004"),
+    "the reference accumulates": (f"{ONE}ddp.py --batch-size 8 --accumulation 2", f"{TWO}ddp.py --batch-size 8", "E010"),
+    "noise": (f"{ONE}ddp.py --noise", f"{TWO}ddp.py --batch-size 8 --noise", "E008"),
 }
 """Pairs of which nothing can be told, and why."""
 long = pytest.mark.prove
@@ -142,7 +142,7 @@ def test_a_recorder_changes_no_loss(name: str, tmp_path: Path) -> None:
 def test_a_mistake_that_bf16_hides_is_seen_in_float64(tmp_path: Path) -> None:
     pair = (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out")
     code, told = proved(*pair, tmp_path, "--float64")
-    assert (code, told["cause"]["code"]) == (3, "S030")
+    assert (code, told["cause"]["code"]) == (3, "E030")
     code, told = proved(f"{ONE}fsdp2.py --bf16", f"{TWO}fsdp2.py --batch-size 8 --bf16", tmp_path, "--float64")
     assert (code, told["verdict"]) == (0, "SAME"), told
     assert told["probes"]["G"]["worst"] < 1e-9
@@ -151,4 +151,4 @@ def test_a_mistake_that_bf16_hides_is_seen_in_float64(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_room_on_disk_is_bounded(tmp_path: Path) -> None:
     code, told = proved(f"{ONE}ddp.py", f"{ONE}ddp.py", tmp_path, "--room", "0.000001")
-    assert (code, told["errors"][0]["code"]) == (2, "S011"), told
+    assert (code, told["errors"][0]["code"]) == (2, "E011"), told

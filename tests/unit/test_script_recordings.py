@@ -75,14 +75,14 @@ def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mine", "other", "code"), [
-    ([batch("ab"), step(1), order("ab")], [batch("ab"), step(1), order("ab")], "S022"),
+    ([batch("ab"), step(1), order("ab")], [batch("ab"), step(1), order("ab")], "E022"),
     ([batch("ab"), step(1), order("ab")], [batch("cd"), step(1), order("cd")], None),
-    ([batch("a"), step(1), order("a")], [batch("b"), step(1), order("b")], "S025"),
-    ([batch("ab"), step(1), order("ab", "cdef")], [batch("bc"), step(1), order("bc", "cdef")], "S024"),
+    ([batch("a"), step(1), order("a")], [batch("b"), step(1), order("b")], "E025"),
+    ([batch("ab"), step(1), order("ab", "cdef")], [batch("bc"), step(1), order("bc", "cdef")], "E024"),
 ])  # fmt: skip
 def test_what_is_wrong_with_rows(mine: list[dict], other: list[dict], code: str | None, tmp_path: Path) -> None:
     readers = two(tmp_path, mine, other)
-    reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "efgh" if code == "S024" else "")], 0, 1, [0, 7])
+    reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "efgh" if code == "E024" else "")], 0, 1, [0, 7])
     assert next((each for each, _ in faults(readers, reference)), None) == code
 
 
@@ -97,7 +97,7 @@ def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
     events = [batch("ab"), step(1), batch("ab", 1), step(2, epoch=1), order("ab", "cd"), order("ab", "cd", epoch=1)]
     own = [batch("ab"), step(1), batch("da", 1), step(2, epoch=1), order("ab", "cd"), order("da", "bc", epoch=1)]
     reference = recorded(tmp_path, [*own, order("", epoch=8)], 0, 1, [0, 7])
-    assert [code for code, _ in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["S023"]
+    assert [code for code, _ in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
 
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def run(options: ProveOptions) -> int:
         with ProgressLine("prove", options.json) as line:
             verdict = prove(Question(*sides), line.show)
     except PlaitError as error:
-        if error.exit_code != USAGE or error.codes[0][:1] != "S":
+        if error.exit_code != USAGE or error.codes[0][:1] != "E":
             raise
         print(json.dumps({"verdict": "CANNOT TELL", "errors": [vars(p) for p in error.problems]}) if options.json else f"CANNOT TELL\n{error}")
         return error.exit_code

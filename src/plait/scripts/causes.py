@@ -12,50 +12,50 @@ from plait.scripts.rows import Readers, faults
 AGREES = 1e-3
 """How far a number that explains a difference may be from it, relative."""
 FIXES = {
-    "S020": ("--float64 shows whether it is rounding",),
-    "S021": (
+    "E020": ("--float64 shows whether it is rounding",),
+    "E021": (
         "start several processes that join: torchrun --nproc-per-node 2, or accelerate launch --multi_cpu --num_processes 2",
         "and call torch.distributed.init_process_group(), or give both commands the same number of rows a step",
     ),
-    "S022": (
+    "E022": (
         "DataLoader(..., sampler=DistributedSampler(dataset)), and sampler.set_epoch(epoch) in each epoch",
         "Accelerate: accelerator.prepare(loader)",
     ),
-    "S023": ("call sampler.set_epoch(epoch) at the start of each epoch",),
-    "S024": ("DataLoader(..., sampler=DistributedSampler(dataset)): ranks shuffle with one seed and take different rows",),
-    "S025": ("choose batch sizes so that processes × batch × accumulation = the reference's batch",),
-    "S026": (
+    "E023": ("call sampler.set_epoch(epoch) at the start of each epoch",),
+    "E024": ("DataLoader(..., sampler=DistributedSampler(dataset)): ranks shuffle with one seed and take different rows",),
+    "E025": ("choose batch sizes so that processes × batch × accumulation = the reference's batch",),
+    "E026": (
         "call torch.manual_seed with the same seed on all ranks before the model is made",
         "or wrap the model in DistributedDataParallel, which sends rank 0's weights",
     ),
-    "S027": (
+    "E027": (
         "step the scheduler once for each optimizer step, not once for each process or micro-batch",
         "Accelerate steps a prepared scheduler once for each process: leave it out of prepare(), or multiply its numbers of steps by the processes",
     ),
-    "S028": ("use the same optimizer and parameter groups: names of parameters change where a model is wrapped",),
-    "S029": ("make the optimizer of all parameters, after the model was wrapped, and freeze the same ones",),
-    "S030": (
+    "E028": ("use the same optimizer and parameter groups: names of parameters change where a model is wrapped",),
+    "E029": ("make the optimizer of all parameters, after the model was wrapped, and freeze the same ones",),
+    "E030": (
         "sum the loss over tokens, and divide by the tokens of all ranks and micro-batches of the step (all_reduce), times the number of ranks",
         "Trainer: let the model compute its loss (num_items_in_batch), with average_tokens_across_devices=True",
     ),
-    "S031": (
+    "E031": (
         "divide once: DistributedDataParallel and FSDP divide by the number of ranks, Accelerate and Trainer by the accumulation steps",
         "by hand: (loss / accumulation_steps).backward()",
     ),
-    "S032": ("these gradients are summed twice, or not at all: sum each one once",),
-    "S033": (
+    "E032": ("these gradients are summed twice, or not at all: sum each one once",),
+    "E033": (
         "clip by the norm of the whole gradient: torch.nn.utils.clip_grad_norm_(model.parameters(), ...) knows FSDP2's and DTensor's parts",
         "with the same limit, after GradScaler.unscale_ and after the sum over ranks",
     ),
-    "S034": (
+    "E034": (
         "DistributedDataParallel sums all gradients in backward, but not inside of no_sync()",
         "by hand: all_reduce every parameter's gradient, and divide by the number of ranks",
     ),
-    "S035": (
+    "E035": (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before DistributedDataParallel (GPUs)",
         "or a norm that does not couple rows (LayerNorm, GroupNorm)",
     ),
-    "S036": ("give the ranks of a tensor-parallel group the same rows: DistributedSampler(dataset, num_replicas=DP, rank=DP_RANK)",),
+    "E036": ("give the ranks of a tensor-parallel group the same rows: DistributedSampler(dataset, num_replicas=DP, rank=DP_RANK)",),
 }
 """What to change, by the code of the cause."""
 Told = Iterator[tuple[str, str]]
@@ -80,7 +80,7 @@ def cause_of(case: Case) -> tuple[str, str]:
     for find in (_rows, _starts, _settings, _gradients, _buffers):
         if (found := next(find(case), None)) is not None:
             return found
-    return "S020", "unknown: none of the known mistakes gives these numbers"
+    return "E020", "unknown: none of the known mistakes gives these numbers"
 
 
 def _several(names: Sequence[str]) -> str:
@@ -94,25 +94,25 @@ def _rows(case: Case) -> Told:
 def _starts(case: Case) -> Told:
     ranks = case.sides.candidate
     if len(ranks) > 1 and all(each.start.world == 1 for each in ranks):
-        yield "S021", f"{len(ranks)} processes trained, and none joined the others"
+        yield "E021", f"{len(ranks)} processes trained, and none joined the others"
     for each in ranks[1:]:
         if names := each.other_start(ranks[0]):
-            yield "S026", f"{_several(names)} of the parameters begin with other values on rank {each.rank} than on rank 0"
+            yield "E026", f"{_several(names)} of the parameters begin with other values on rank {each.rank} than on rank 0"
 
 
 def _settings(case: Case) -> Told:
     for each in case.sides.compared:
         mine, other, when = each.candidate, each.reference, f"in step {each.number}"
         if mine.kind != other.kind:
-            yield "S028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}"
+            yield "E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}"
         if len(mine.lr) != len(other.lr) or any(abs(a - b) > 1e-6 * abs(b) for a, b in zip(mine.lr, other.lr)):
-            yield "S027", f"{when} the learning rate is {mine.lr[0]:.6g}, the reference's {other.lr[0]:.6g}{_pace(case, each)}"
+            yield "E027", f"{when} the learning rate is {mine.lr[0]:.6g}, the reference's {other.lr[0]:.6g}{_pace(case, each)}"
         if left := sorted(set(other.weights) - set(mine.weights)):
-            yield "S029", f"{_several(left)} of the parameters are not in the optimizer"
+            yield "E029", f"{_several(left)} of the parameters are not in the optimizer"
         if names := [name for name in other.decay if mine.decay.get(name) != other.decay[name]]:
-            yield "S028", f"weight decay of {names[0]} is {mine.decay.get(names[0]):.6g}, the reference's {other.decay[names[0]]:.6g}"
+            yield "E028", f"weight decay of {names[0]} is {mine.decay.get(names[0]):.6g}, the reference's {other.decay[names[0]]:.6g}"
         if left := sorted(set(mine.without) - set(other.without)):
-            yield "S029", f"{when} {_several(left)} of the parameters have no gradient, as they have in the reference"
+            yield "E029", f"{when} {_several(left)} of the parameters have no gradient, as they have in the reference"
 
 
 def _pace(case: Case, each: StepDifference) -> str:
@@ -150,7 +150,7 @@ def _tokens(case: Case, step: StepDifference) -> Told:
             for factor in {1.0, float(micros)}:
                 if abs(weighted / factor - right) < 2e-6 * abs(right) < abs(plain / factor - right):
                     told = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {plain / factor:.7g}: {counts}"
-                    yield "S030", f"a mean over unequal numbers of tokens {name}; {told}"
+                    yield "E030", f"a mean over unequal numbers of tokens {name}; {told}"
 
 
 def _weightings(counts: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -192,7 +192,7 @@ def _scaled(case: Case, step: StepDifference) -> Told:
         micros: ", the number of micro-batches: the loss is not divided by it", 1 / micros: ", one over the number of micro-batches: divided twice",
     }  # fmt: skip
     told = next((told for n, told in known.items() if abs(factor / n - 1) < AGREES), "")
-    yield "S031", f"every gradient is {factor:.5g} times the reference's{told}"
+    yield "E031", f"every gradient is {factor:.5g} times the reference's{told}"
 
 
 def _some_scaled(case: Case, step: StepDifference) -> Told:
@@ -201,7 +201,7 @@ def _some_scaled(case: Case, step: StepDifference) -> Told:
     factor = _one([found[name] for name in found if name in wrong])
     if factor is not None and any(name not in wrong for name in found):
         names = sorted(wrong & found.keys())
-        yield "S032", f"{_several(names)} of {len(found)} gradients are {factor:.5g} times the reference's, the others are right"
+        yield "E032", f"{_several(names)} of {len(found)} gradients are {factor:.5g} times the reference's, the others are right"
 
 
 def _not_averaged(case: Case, step: StepDifference) -> Told:
@@ -215,14 +215,14 @@ def _not_averaged(case: Case, step: StepDifference) -> Told:
             return
     if names:
         which = "no gradient is" if len(names) == len(expected) else f"{_several(names)} of {len(expected)} gradients are not"
-        yield "S034", f"{which} averaged over the ranks: each rank has its own, and their mean is the reference's"
+        yield "E034", f"{which} averaged over the ranks: each rank has its own, and their mean is the reference's"
 
 
 def _statistics(case: Case, step: StepDifference) -> Told:
     kinds = case.candidate.start.batch_norms
     if kinds and (step.wrong("buffers") or _unlike_buffers(case)):
         part = "rank" if len(case.readers.distinct) > 1 else "micro-batch"
-        yield "S035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows"
+        yield "E035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows"
 
 
 def _unlike_buffers(case: Case) -> list[str]:
@@ -232,7 +232,7 @@ def _unlike_buffers(case: Case) -> list[str]:
 
 def _buffers(case: Case) -> Told:
     if names := _unlike_buffers(case):
-        yield "S035", f"buffer {names[0]} differs between ranks after step 1"
+        yield "E035", f"buffer {names[0]} differs between ranks after step 1"
 
 
 def _clipped(case: Case, step: StepDifference) -> Told:
@@ -240,4 +240,4 @@ def _clipped(case: Case, step: StepDifference) -> Told:
     norms = [sum(float(t.double().square().sum()) for t in case.sides.read(side.applied).values()) ** 0.5 for side in sides]
     factor = _one([*_ratios(case, step, "applied").values()])
     how = f"all by {factor:.5g}" if factor is not None else f"{len(step.wrong('applied'))} of {len(step.reference.applied)} by no single factor"
-    yield "S033", f"gradients agree after backward and differ as applied, {how}: their norm is {norms[0]:.5g}, the reference's {norms[1]:.5g}"
+    yield "E033", f"gradients agree after backward and differ as applied, {how}: their norm is {norms[0]:.5g}, the reference's {norms[1]:.5g}"

@@ -67,7 +67,7 @@ class RunningCommand:
             except (OSError, ValueError) as error:
                 what = f"the {command.side}'s command cannot be started: {command.words}"
                 fix = ('give each command as one quoted text:  plait prove "python train.py" "torchrun ... train.py"',)
-                raise PlaitError(Problem("S001", what, why=str(error), fix=fix)) from error
+                raise PlaitError(Problem("E001", what, why=str(error), fix=fix)) from error
 
     @property
     def steps(self) -> int:
@@ -75,7 +75,7 @@ class RunningCommand:
         return min(self.counts.values(), default=0)
 
     def look(self) -> bool:
-        """Take in what is new; whether the command still runs. It is ended when nothing new comes. S004."""
+        """Take in what is new; whether the command still runs. It is ended when nothing new comes. E004."""
         for path in self.folder.glob("*.jsonl"):
             before = self.sizes.get(path, 0)
             with open(path, "rb") as file:
@@ -99,10 +99,10 @@ class RunningCommand:
     def _stuck(self) -> Problem:
         patience, longer = f"{self.command.patience:.0f} s", "--limit 600   a longer time without a step"
         if not self.counts:
-            return Problem("S003", f"the {self.command.side} made no optimizer step within {patience}", why=self.last_lines(), fix=(longer,))
+            return Problem("E003", f"the {self.command.side} made no optimizer step within {patience}", why=self.last_lines(), fix=(longer,))
         why = f"its processes made {', '.join(map(str, self.counts.values()))} steps, and nothing since"
         fix = ("give all ranks as many batches: one that steps less often makes the others wait", longer)
-        return Problem("S004", f"the {self.command.side} did nothing for {patience}", why=why, where=self.last_lines(), fix=fix)
+        return Problem("E004", f"the {self.command.side} did nothing for {patience}", why=why, where=self.last_lines(), fix=fix)
 
     def last_lines(self, count: int = 8) -> str:
         """The last lines of the output."""
@@ -124,28 +124,28 @@ class RunningCommand:
         self.process.wait()
 
     def recorded(self) -> tuple[Recording, ...]:
-        """What its processes recorded. S001 to S003, S005, S011."""
+        """What its processes recorded. E001 to E003, E005, E011."""
         code, side, words = self.process.returncode, self.command.side, self.command.words
         if (unsupported := self.folder / "unsupported").exists():
             why, fix = unsupported.read_text(encoding="utf-8"), ("plait prove follows torch 2.11 to 2.13",)
-            raise PlaitError(Problem("S005", "the recorder cannot follow this torch", why=why, fix=fix))
+            raise PlaitError(Problem("E005", "the recorder cannot follow this torch", why=why, fix=fix))
         if found := recordings(self.folder):
             counts = [len(each.rounds) for each in found]
             if code or len({*counts}) > 1:
                 what = f"the {side} ended with {code} after {min(counts)} of {self.command.steps} steps"
                 why = f"its processes made {', '.join(map(str, counts))} steps"
-                raise PlaitError(Problem("S004", what, why=why, where=self.last_lines(), fix=("give all ranks as many batches",)))
+                raise PlaitError(Problem("E004", what, why=why, where=self.last_lines(), fix=("give all ranks as many batches",)))
             return found
         if any(b'"complete": false' in path.read_bytes() for path in self.folder.glob("*.jsonl")):
             why, fix = f"those of one step take more than {self.command.room / 2**30:.3g} GiB", ("--room 64   GiB that a process may write",)
-            raise PlaitError(Problem("S011", "the tensors of the first step do not fit", why=why, fix=fix))
+            raise PlaitError(Problem("E011", "the tensors of the first step do not fit", why=why, fix=fix))
         if code:
-            raise PlaitError(Problem("S001", f"the {side} ended with {code} before its first step", why=self.last_lines(), where=words))
+            raise PlaitError(Problem("E001", f"the {side} ended with {code} before its first step", why=self.last_lines(), where=words))
         if not self.counts and not [*self.folder.glob("*.jsonl")]:
             why = "no Python process of it imported torch with the recorder: `python -I` and `-E` ignore PYTHONPATH, other programs do not read it"
-            raise PlaitError(Problem("S002", f"nothing of the {side} was recorded", why=why, where=words, fix=("python train.py",)))
+            raise PlaitError(Problem("E002", f"nothing of the {side} was recorded", why=why, where=words, fix=("python train.py",)))
         why = "it ended, and no torch.optim.Optimizer stepped after a forward pass in training mode"
-        raise PlaitError(Problem("S003", f"the {side} made no optimizer step", why=why, where=words, fix=("train for at least one step",)))
+        raise PlaitError(Problem("E003", f"the {side} made no optimizer step", why=why, where=words, fix=("train for at least one step",)))
 
 
 def run(commands: Mapping[Path, ScriptCommand], show: Callable[[str, int, int], None]) -> list[tuple[Recording, ...]]:

@@ -37,7 +37,7 @@ class Question:
 
 
 def prove(question: Question, show: Show = lambda side, done, total: None) -> Verdict:
-    """Run both and compare. `show` gets how far a side is. PlaitError S001 to S011 where it cannot be told."""
+    """Run both and compare. `show` gets how far a side is. PlaitError E001 to E011 where it cannot be told."""
     with Scratch("prove") as folder:
         (candidate,) = run({folder / "candidate": question.candidate}, show)
         readers = Readers.of(candidate)
@@ -53,7 +53,7 @@ def prove(question: Question, show: Show = lambda side, done, total: None) -> Ve
 
 def _unread() -> Problem:
     why = "no rank read a batch from a torch.utils.data.DataLoader, and the model was called with no tensor that has rows"
-    return Problem("S006", "it cannot be seen which rows the candidate trained on", why=why, fix=("read batches from a torch.utils.data.DataLoader",))
+    return Problem("E006", "it cannot be seen which rows the candidate trained on", why=why, fix=("read batches from a torch.utils.data.DataLoader",))
 
 
 def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...], replay: dict[str, Any], show: Show) -> tuple[Sides, Problem | None]:
@@ -79,28 +79,28 @@ def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...]
         return sides, None  # judged as rows
     why = "the same indices give other rows: the dataset draws random numbers" if replay else "no DataLoader gave them, so they cannot be replayed"
     fix = ("read batches from a torch.utils.data.DataLoader", "turn augmentation off for the comparison")
-    return sides, Problem("S006", f"the reference read other rows in step {other + 1} than the candidate", why=why, fix=fix)
+    return sides, Problem("E006", f"the reference read other rows in step {other + 1} than the candidate", why=why, fix=fix)
 
 
 def _check(reference: tuple[Recording, ...], candidate: tuple[Recording, ...]) -> None:
-    """S007, S009, S010: what makes two recordings incomparable."""
+    """E007, E009, E010: what makes two recordings incomparable."""
     one, many = reference[0], candidate[0]
     batches = max(map(len, one.used), default=1) if one.loader >= 0 else 1
     if len(reference) > 1 or batches > 1:
         what = f"trains in {len(reference)} processes" if len(reference) > 1 else f"reads {batches} batches for a step"
         why = "it must be one process without accumulation: what is wrong on both sides is not seen"
         fix = ("python train.py, with a batch as large as a step of the candidate",)
-        raise PlaitError(Problem("S010", f"the reference {what}", why=why, fix=fix))
+        raise PlaitError(Problem("E010", f"the reference {what}", why=why, fix=fix))
     shapes = [{name: each.start.weights[name][2] for name in each.start.trainable} for each in (one, many)]
     if unlike := [name for name in sorted({**shapes[0], **shapes[1]}) if shapes[0].get(name) != shapes[1].get(name)]:
         told = [f"{shape.get(unlike[0], 'is missing')} in the {side}" for shape, side in zip(shapes, ("reference", "candidate"))]
         why = f"{len(unlike)} differ; {unlike[0]}: {', '.join(told)}. FSDP1 and hand-made tensor parallelism change parameters"
         fix = ("build the same model in both commands", "use DTensor (FSDP2, parallelize_module): its parts know the full shape")
-        raise PlaitError(Problem("S007", "the models have other parameters", why=why, fix=fix))
+        raise PlaitError(Problem("E007", "the models have other parameters", why=why, fix=fix))
     for side, each in (("candidate", many), ("reference", one)):
         if each.start.narrow:
             fix = ("leave out --float64", "or let the script take its formats from an option")
-            raise PlaitError(Problem("S009", f"the {side} does not compute in float64", why=each.start.narrow, fix=fix))
+            raise PlaitError(Problem("E009", f"the {side} does not compute in float64", why=each.start.narrow, fix=fix))
 
 
 def _judged(question: Question, sides: Sides, readers: Readers) -> Verdict:
@@ -119,11 +119,11 @@ def _judged(question: Question, sides: Sides, readers: Readers) -> Verdict:
         return verdict
     wrong = [each for each in compared if each.wrong("gradients") or each.wrong("applied")]
     code, text = cause_of(Case(sides, readers, wrong[0] if wrong else None))
-    if code == "S020" and any(step.drew for each in (*sides.candidate, sides.reference) for step in each.steps):
+    if code == "E020" and any(step.drew for each in (*sides.candidate, sides.reference) for step in each.steps):
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         fix = ("turn them off for the comparison", "or make them from the row's index")
-        raise PlaitError(Problem("S008", "the script draws random numbers that the reference cannot draw too", why=why, fix=fix))
-    without_effect = f", {WITHOUT_EFFECT}" * (code in ("S031", "S033") and weights.equal)
+        raise PlaitError(Problem("E008", "the script draws random numbers that the reference cannot draw too", why=why, fix=fix))
+    without_effect = f", {WITHOUT_EFFECT}" * (code in ("E031", "E033") and weights.equal)
     return replace(verdict, code=code, cause=text + without_effect, problems=(Problem(code, text, fix=FIXES[code]),))
 
 

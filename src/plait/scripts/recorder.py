@@ -35,8 +35,7 @@ WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_
 """Names under which a wrapper has its only child. They are no part of a parameter's name."""
 DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
 Event = dict[str, Any]
-Reference = list[Any]
-"""A stored tensor: its hash, dtype and shape."""
+Reference = list[Any]  # of a stored tensor: its hash, dtype and shape
 
 
 def seams() -> tuple[Any, ...]:
@@ -417,8 +416,7 @@ def install(settings: dict[str, Any]) -> None:
             file.write(f"torch {torch.__version__}: {error}")
         return
     own = lambda self: indices(self) if self._dataset_kind == stream else Indices(recorder, self, indices(self))  # noqa: E731
-    loader._index_sampler = property(own)
-    iterator.__next__ = lambda self: recorder.next(self, fetch)
+    loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
     if not recorder.watches:
         without_dropout()
     if settings["float64"]:
@@ -477,8 +475,8 @@ def without_dropout() -> None:
             setattr(place, name, lambda input, *_, **__: input)
     attention = functional.scaled_dot_product_attention
 
-    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *given: Any, **more: Any) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, *given, **more)
+    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *given[1:], **{name: each for name, each in more.items() if name != "dropout_p"})
 
     functional.scaled_dot_product_attention = without
 

@@ -57,7 +57,7 @@ def _rows(each: Recording) -> list[list[str]]:
 
 
 def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
-    """What the reference reads: indices where loaders have them, else the stored rows; nothing where no loader read any. S006."""
+    """What the reference reads: indices where loaders have them, else the stored rows; nothing where no loader read any. E006."""
     first = readers.distinct[0]
     if first.loader < 0:
         return {}
@@ -76,7 +76,7 @@ def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
     if len(shapes) > 1 or not any(contents.values()):
         why = f"batches have rows of {len(shapes)} shapes" if len(shapes) > 1 else "batches hold no tensors with rows"
         fix = ("read from a torch.utils.data.DataLoader over a dataset with indices", "or pad all rows to one length")
-        raise PlaitError(Problem("S006", "the candidate's rows cannot be given to the reference", why=why, fix=fix))
+        raise PlaitError(Problem("E006", "the candidate's rows cannot be given to the reference", why=why, fix=fix))
     return {"contents": contents}
 
 
@@ -86,15 +86,15 @@ def faults(readers: Readers, reference: Recording) -> Iterator[tuple[str, str]]:
     if own and read != own:
         unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
         if readers.alike:
-            yield "S022", f"all {ranks} ranks read the same rows: {unlike}"
-        yield ("S021", f"one process ran: {unlike}") if ranks == 1 else ("S025", unlike)
+            yield "E022", f"all {ranks} ranks read the same rows: {unlike}"
+        yield ("E021", f"one process ran: {unlike}") if ranks == 1 else ("E025", unlike)
     if readers.unlike:
-        yield "S036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism"
+        yield "E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism"
     if same_order(readers, reference):
-        yield "S023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes"
+        yield "E023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes"
     twice, never, allowed = coverage(readers, reference)
     if max(twice, never) > allowed and not readers.alike:
-        yield "S024", f"in epoch 1 the ranks read {twice} rows twice and {never} never"
+        yield "E024", f"in epoch 1 the ranks read {twice} rows twice and {never} never"
 
 
 def own_batch(reference: Recording) -> int:
