@@ -138,7 +138,7 @@ def test_a_recorder_changes_no_loss(name: str, tmp_path: Path) -> None:
     assert without == with_recorder and len(without.splitlines()) >= 12
 
 
-@pytest.mark.slow
+@long
 def test_a_mistake_that_bf16_hides_is_seen_in_float64(tmp_path: Path) -> None:
     pair = (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out")
     code, told = proved(*pair, tmp_path, "--float64")

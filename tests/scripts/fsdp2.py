@@ -73,7 +73,7 @@ if ranks > 1:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (ranks // 2, 2) if given.hybrid else (ranks,))
+    mesh = init_device_mesh("cpu", (ranks // 2, 2) if given.hybrid else (ranks,), mesh_dim_names=("replicas", "shards")[-1 - given.hybrid :])
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from plait.scripts import recorder, recordings
+from plait.scripts import recorder, recordings, values
 from plait.scripts.recordings import Recording
 from plait.scripts.rows import Readers, coverage, faults, replayed
 
@@ -31,7 +31,8 @@ def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
 
 def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loader: int = 0) -> dict:
     return {
-        "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "lr": [0.1], "decay": {}, "without": [], "losses": [1.0] * losses,
+        "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
+        "format": "float32", "lr": [0.1], "decay": {}, "without": [],
         "loader": loader, "epoch": epoch, "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 
@@ -104,12 +105,12 @@ def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
     kinds = [torch.randn(3, 2), torch.randn(4).bfloat16(), torch.tensor(5), torch.empty(0, 3), torch.tensor([True, False])]
     room, references = 1 << 20, []
     for t in [*kinds, kinds[0].clone()]:
-        reference, room = recorder.stored(t, str(tmp_path), room)
+        reference, room = values.stored(t, str(tmp_path), room)
         references.append(reference)
-        assert torch.equal(recorder.loaded(reference, str(tmp_path)), t)
+        assert torch.equal(values.loaded(reference, str(tmp_path)), t)
     assert references[0] == references[-1]
     assert room == (1 << 20) - sum(t.nbytes for t in kinds)
-    assert recorder.stored(torch.ones(1 << 20), str(tmp_path), room)[1] < 0
+    assert values.stored(torch.ones(1 << 20), str(tmp_path), room)[1] < 0
 
 
 def test_names_do_not_know_wrappers() -> None:

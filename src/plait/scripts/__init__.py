@@ -3,6 +3,7 @@
 prove          both commands are run and compared: the verdict
 sitecustomize  loads the recorder into each Python process of a command
 recorder       what such a process writes down, and how it follows a recording
+values         its tensors, rows, labels
 commands       a command that runs: its time, its output, its end
 recordings     what recorders left, and which batches a step used
 rows           which rows were read, and which the reference is to read

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -105,11 +106,12 @@ class RunningCommand:
         return Problem("E004", f"the {self.command.side} did nothing for {patience}", why=why, where=self.last_lines(), fix=fix)
 
     def last_lines(self, count: int = 8) -> str:
-        """The last lines of the output."""
+        """The last lines of the output, of a launcher's those before its own."""
         with contextlib.suppress(OSError):
-            text = self.log.read_text(encoding="utf-8", errors="replace").partition("torch.distributed.elastic.multiprocessing")[0]
-            lines = [line for line in text.splitlines() if line.strip() and "torch/distributed/elastic" not in line]
-            return "\n".join(lines[-count:])
+            lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+            of_launcher = (i for i, line in enumerate(lines) if i and re.search(r"elastic.multiprocessing.api|torch/distributed/run.py", line))
+            end = next(of_launcher, len(lines))
+            return "\n".join(lines[:end][-count:])
         return ""
 
     def end(self) -> None:

@@ -142,7 +142,7 @@ def probe(code: str, title: str, compared: Sequence[StepDifference], point: str)
     return Probe(code, title, differences.off[worst], differences.limit.get(worst, math.inf), worst[1].replace("|", ".").strip("."), detail)
 
 
-def moved_weights(tensors: StoredTensors, times: float) -> dict[str, Tensor]:
-    """First weights, each moved at random by up to so many roundings."""
-    generator = torch.Generator().manual_seed(int(times))
-    return {name: moved(t, times * rounding(t.dtype), generator) if t.is_floating_point() else t for name, t in tensors.items()}
+def moved_weights(tensors: StoredTensors, times: float, narrowest: str) -> dict[str, Tensor]:
+    """First weights, each moved at random by up to so many roundings of its own format, or of the narrowest that computes."""
+    generator, least = torch.Generator().manual_seed(int(times)), rounding(getattr(torch, narrowest))
+    return {name: moved(t, times * max(least, rounding(t.dtype)), generator) if t.is_floating_point() else t for name, t in tensors.items()}

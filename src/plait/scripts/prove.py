@@ -20,9 +20,9 @@ from plait.scripts import rows
 from plait.scripts.causes import FIXES, Case, cause_of
 from plait.scripts.commands import ScriptCommand, run
 from plait.scripts.numbers import Sides, moved_weights, probe
-from plait.scripts.recorder import stored
 from plait.scripts.recordings import Recording, StoredTensors
 from plait.scripts.rows import Readers
+from plait.scripts.values import stored
 
 Show = Callable[[str, int, int], None]
 WITHOUT_EFFECT = "without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
@@ -64,7 +64,7 @@ def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...]
     for times in (0.0, 1.0, TIMES):
         place = folder / f"{''.join(replay)}-{times:.0f}"
         path = folder / f"{place.name}.json"
-        moved = moved_weights(StoredTensors(tensors, weights), times) if times else {}
+        moved = moved_weights(StoredTensors(tensors, weights), times, candidate[0].steps[-1].format) if times else {}
         begins = weights | {name: stored(t, str(tensors), question.reference.room)[0] for name, t in moved.items()}
         path.write_text(json.dumps(replay | {"weights": begins}))
         commands[place] = replace(question.reference, steps=len(candidate[0].rounds), replay=path)
@@ -73,7 +73,7 @@ def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...]
     sides = Sides(candidate, runs[0][0], (runs[1][0], runs[2][0]), tensors, question.candidate.float64)
     readers = Readers.of(candidate)
     other = rows.other_rows(readers, sides.reference)
-    if other is None or "contents" in replay:
+    if other is None:
         return sides, None
     if readers.distinct[0].loader < 0 and readers.alike:
         return sides, None  # judged as rows

@@ -10,15 +10,13 @@ Torch's private names stand in `seams`: a torch without one is never followed by
 
 import atexit
 import gc
-import hashlib
 import itertools
 import json
 import os
-import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
     from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, stored, tree
 
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
@@ -35,47 +34,12 @@ WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_
 """Names under which a wrapper has its only child. They are no part of a parameter's name."""
 DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
 Event = dict[str, Any]
-Reference = list[Any]  # of a stored tensor: its hash, dtype and shape
 
 
 def seams() -> tuple[Any, ...]:
     """The private names: DataLoader and its iterator's class, the getter of a loader's indices, the kind of streams. AttributeError."""
     data = torch.utils.data.dataloader
     return data.DataLoader, data._BaseDataLoaderIter, data.DataLoader._index_sampler.fget, data._DatasetKind.Iterable
-
-
-def stored(t: Tensor, folder: str, room: int) -> tuple[Reference, int]:
-    """Store a tensor under its hash, if there is room; its reference, and the room left. A collective where it is in parts."""
-    t = full(t)
-    t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
-    data = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
-    path = os.path.join(folder, hashlib.blake2b(data, digest_size=16).hexdigest())
-    if not os.path.exists(path):
-        room -= len(data)
-        if room >= 0:
-            with open(f"{path}.{os.getpid()}", "wb") as file:
-                file.write(data)
-            os.replace(file.name, path)
-    return [os.path.basename(path), str(t.dtype).removeprefix("torch."), list(t.shape)], room
-
-
-def is_split(t: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor lies in parts on several ranks."""
-    return hasattr(t, "full_tensor")
-
-
-def full(t: Tensor) -> Tensor:
-    """A tensor that may be in parts."""
-    t = t.detach()
-    return t.full_tensor() if is_split(t) else t
-
-
-def loaded(reference: Reference, folder: str) -> Tensor:
-    """A stored tensor."""
-    name, dtype, shape = reference
-    with open(os.path.join(folder, name), "rb") as file:
-        data = bytearray(file.read())
-    return (torch.frombuffer(data, dtype=getattr(torch, dtype)) if data else torch.empty(0, dtype=getattr(torch, dtype))).reshape(shape)
 
 
 class Pass:
@@ -111,7 +75,9 @@ class Indices:
         return len(self.own)
 
     def __iter__(self) -> Iterator[Any]:
-        began = Pass(self.recorder.loader(self.loader))
+        known = self.recorder.loader(self.loader)
+        known.passes = [each for each in known.passes if each.order]  # a loader with workers begins twice
+        began = Pass(known)
         began.rest = iter(self.own)
         rows = (self.recorder.replay.get("rows") or {}).get(began.key)
         return began.draw() if rows is None else self.recorded(began, rows)
@@ -142,6 +108,8 @@ class Recorder:
         self.batches = self.per = self.depth = self.round = 0
         self.stepped, self.losses = set[int](), list[float]()
         self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
+        self.format = "float64"
+        """The narrowest number format of weights and of autocast so far."""
         self.started, self.is_finished, self.drew, self.generators, self.first_hook = False, False, False, "", list[Any]()
 
     def event(self, what: str, **values: Any) -> None:
@@ -198,6 +166,8 @@ class Recorder:
         distributed = torch.distributed
         joined = distributed.is_available() and distributed.is_initialized()
         rank = distributed.get_rank() if joined else 0
+        for dtype in {t.dtype for t in tensors.values()} | {vars(each).get("param_dtype") or torch.float64 for each in self.policies()}:
+            self.seen(dtype)
         trainable = [name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad]
         norms = sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__})
         self.event(
@@ -208,10 +178,13 @@ class Recorder:
             self.inputs(arguments)
             module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
 
+    def policies(self) -> list[object]:
+        """FSDP's policies of number formats."""
+        return [each for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]
+
     def narrow(self, tensors: dict[str, Tensor]) -> str:
         """What computes in another format, though float64 was asked for."""
-        policies = [each for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]
-        found = [str(each) for each in policies if vars(each).get("param_dtype") or vars(each).get("reduce_dtype")]
+        found = [str(each) for each in self.policies() if vars(each).get("param_dtype") or vars(each).get("reduce_dtype")]
         found += [f"{name} is {t.dtype}" for name, t in tensors.items() if t.is_floating_point() and t.dtype != torch.float64]
         return next(iter(found), "")
 
@@ -279,6 +252,11 @@ class Recorder:
         self.event("batch", loader=loader, epoch=epoch, rows=hashes(batch), labels=labels(leaves), stored=kept, shapes=shapes)
         self.generators = generators()
 
+    def seen(self, dtype: torch.dtype) -> None:
+        """A number format that something is computed in."""
+        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(getattr(torch, self.format)).eps:
+            self.format = str(dtype).removeprefix("torch.")
+
     def backward(self, tensors: Tensor | Iterable[Tensor]) -> None:
         """A loss is differentiated."""
         if self.read is not None:
@@ -306,7 +284,7 @@ class Recorder:
         groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         with_gradient = [p for _, p in groups if p.grad is not None]
         self.step = {
-            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__,
+            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "format": self.format,
             "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
             "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
             "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
@@ -349,57 +327,6 @@ def walk(module: nn.Module, what: str, prefix: str = "") -> Iterator[tuple[str, 
         yield from walk(child, what, prefix if is_wrapper else f"{prefix}{name}.")
 
 
-def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with rows, by place."""
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from tree(each, f"{name}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for key, each in enumerate(value):
-            yield from tree(each, f"{name}.{key}")
-
-
-def filled(value: object, new: dict[str, Tensor], name: str = "") -> object:
-    """A batch with tensors replaced by place."""
-    if isinstance(value, Tensor):
-        return new.get(name, value)
-    if isinstance(value, MutableMapping):
-        value.update({key: filled(each, new, f"{name}.{key}") for key, each in value.items()})
-    elif isinstance(value, (list, tuple)):
-        found = [filled(each, new, f"{name}.{key}") for key, each in enumerate(value)]
-        make: Callable[..., object] = type(value)
-        return make(*found) if hasattr(value, "_fields") else make(found)
-    return value
-
-
-def hashes(batch: object) -> list[str]:
-    """A hash of each row of a batch."""
-    leaves = [t.detach().cpu().contiguous() for _, t in tree(batch) if t.layout == torch.strided]
-    count = leaves[0].shape[0] if leaves else 0
-    rows = [t.reshape(count, -1).view(torch.uint8).numpy() for t in leaves if t.shape[0] == count and t.numel()]
-    return [hashlib.blake2b(b"".join(row[i].tobytes() for row in rows), digest_size=8).hexdigest() for i in range(count)]
-
-
-def labels(leaves: dict[str, Tensor]) -> list[int] | None:
-    """How many labels count in a batch: as they are, and without the first of each row (which a causal model shifts out)."""
-    integers = {name: t for name, t in leaves.items() if not t.is_floating_point()}
-    found = [t for t in integers.values() if (t == -100).any()] or [t for name, t in integers.items() if "label" in name] or [*integers.values()]
-    return [int((t != -100).sum()) for t in (found[-1], found[-1][:, 1:] if found[-1].dim() == 2 else found[-1])] if found else None
-
-
-def generators() -> str:
-    """A hash of the states of the generators that scripts draw from."""
-    found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
-    found.update(repr(random.getstate()).encode())
-    found.update(repr(sys.modules["numpy"].random.get_state()[1:3]).encode() if "numpy" in sys.modules else b"")
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found.update(torch.cuda.get_rng_state().numpy().tobytes())
-    return found.hexdigest()
-
-
 def install(settings: dict[str, Any]) -> None:
     """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
     try:
@@ -411,6 +338,7 @@ def install(settings: dict[str, Any]) -> None:
         modules.register_module_parameter_registration_hook(lambda module, *_: (recorder.born.setdefault(module, len(recorder.born)), None)[1])
         recorder.first_hook.append(modules.register_module_forward_pre_hook(recorder.first))
         hook_gradients(recorder)
+        hook_autocast(recorder)
     except (AttributeError, KeyError) as error:
         with open(os.path.join(settings["out"], "unsupported"), "w", encoding="utf-8") as file:
             file.write(f"torch {torch.__version__}: {error}")
@@ -465,6 +393,19 @@ def hook_gradients(recorder: Recorder) -> None:
             clipping = lambda parameters, *a, _clip=clip, **k: _clip(recorder.clipped(parameters), *a, **k)  # noqa: E731
             for each in places:
                 setattr(each, name, clipping)
+
+
+def hook_autocast(recorder: Recorder) -> None:
+    """The number formats of autocast."""
+    enter = torch.autocast.__enter__
+
+    def entered(self: torch.autocast) -> Any:
+        result, kind = enter(self), str(self.device)
+        if torch.is_autocast_enabled(kind):
+            recorder.seen(torch.get_autocast_dtype(kind))
+        return result
+
+    torch.autocast.__enter__ = entered
 
 
 def without_dropout() -> None:

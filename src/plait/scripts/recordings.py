@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from plait.scripts.recorder import loaded
+from plait.scripts.values import loaded
 
 Stored = list[Any]
 """A stored tensor: its hash, dtype and shape."""
@@ -47,6 +47,7 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     step: int
     optimizer: int
     kind: str
+    format: str
     lr: list[float]
     decay: dict[str, float]
     without: list[str]

@@ -9,19 +9,13 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 SETTINGS = "settings.json"
 """The recorder's settings lie in this file next to the link to this one."""
 
 
-def load(path: str, name: str) -> Any:
-    """The module in a file."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PACKAGE = "plait_recorder"
+"""The name under which scripts have the recorder's files, so that plait itself is not imported."""
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -43,7 +37,9 @@ class AfterTorch(importlib.abc.MetaPathFinder):
                 execute(module)
                 with open(self.settings, encoding="utf-8") as file:
                     settings = json.load(file)
-                load(os.path.join(os.path.dirname(os.path.realpath(__file__)), "recorder.py"), "plait_recorder").install(settings)
+                package = sys.modules[PACKAGE] = ModuleType(PACKAGE)
+                package.__path__ = [os.path.dirname(os.path.realpath(__file__))]
+                importlib.import_module(f"{PACKAGE}.recorder").install(settings)
 
             spec.loader.exec_module = execute_and_hook
         return spec
@@ -53,5 +49,5 @@ here = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "sitecustomize" and os.path.exists(os.path.join(here, SETTINGS)):
     sys.meta_path.insert(0, AfterTorch(os.path.join(here, SETTINGS)))
     own = importlib.machinery.PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != here])
-    if own is not None and own.origin is not None:  # the one that this file stands in front of
-        load(own.origin, "sitecustomize")
+    if own is not None and own.loader is not None:  # the one that this file stands in front of
+        own.loader.exec_module(importlib.util.module_from_spec(own))
