@@ -19,7 +19,7 @@ FLOORS = (
     ("model", "losses"),  # what a model is
     ("parallel",),  # how it is split
     ("checkpoint", "engine"),  # a run
-    ("planner", "report", "proof", "chaos", "cli", "api"),  # who uses one
+    ("planner", "report", "proof", "chaos", "scripts", "cli", "api"),  # who uses one
     ("integrations", "ray"),  # what connects it to other software: `ray` is the public name of a file of integrations
 )
 """From the ground up. On a floor a folder may import those before it."""

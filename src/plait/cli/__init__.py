@@ -15,6 +15,7 @@ kept_sketch       plait plan: the sketch of an earlier one
 learning          what plait plan learns from earlier runs
 check             plait check
 verify            plait verify
+prove             plait prove
 sketch            plait sketch
 bench             plait bench
 chaos             plait chaos

@@ -268,6 +268,10 @@ COMMANDS = {
         "prove that the split run computes what one device computes", of.VerifyOptions, _in("plait.cli.verify"),
         ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
     ),
+    "prove": Command(
+        "see whether your own distributed script, without plait, trains what it trains on one device", of.ProveOptions, _in("plait.cli.prove"),
+        ('"python train.py --batch-size 32" "torchrun --nproc-per-node 2 train.py --batch-size 16"',),
+    ),
     "check": Command(
         "see in seconds whether a plan can cut the job's batches", of.CheckOptions, _in("plait.cli.check"),
         ('job.py --plan "dp=2"', 'job.py --plan "dp=8 microbatches=4" --full'),

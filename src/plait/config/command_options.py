@@ -404,6 +404,20 @@ class ReportOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProveOptions(CommandOptions):
+    """Of `plait prove`."""
+
+    reference: str = option(REQUIRED, "the command that trains on one device, as one text", by_place=True, metavar="REFERENCE")
+    candidate: str = option(REQUIRED, "the command that trains on several", by_place=True, metavar="CANDIDATE")
+    steps: int = option(6, "optimizer steps to compare (6)", metavar="N", least=2)
+    float64: bool = option(False, "compute in float64 on both sides, as far as the scripts allow it")
+    limit: float = option(120.0, "seconds without a new step after which a command is ended (120)", metavar="SECONDS", least=1)
+    room: float = option(8.0, "GiB of tensors that a process may write to disk (8)", metavar="GIB")
+    json: bool = json_option()
+    verbose: bool = verbose_option()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayOptions(CommandOptions):
     """Of `plait replay`."""
 

@@ -44,14 +44,14 @@ Key = tuple[str, str]
 class StepResult:
     """What a run has before the step and after it: by kind, name -> tensor; state is `name|key`."""
 
-    start: dict[str, Tensor]
-    gradient: dict[str, Tensor]
-    weight: dict[str, Tensor]
-    state: dict[str, Tensor]
+    start: Mapping[str, Tensor]
+    gradient: Mapping[str, Tensor]
+    weight: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     """Of each part, by its first sample."""
 
-    def of(self, kind: str) -> dict[str, Tensor]:
+    def of(self, kind: str) -> Mapping[str, Tensor]:
         """The tensors of a kind; of weights how far they moved."""
         if kind == "weight":
             return {n: _wide(t) - _wide(self.start[n]) for n, t in self.weight.items() if n in self.start}
@@ -128,7 +128,7 @@ def distances(base: StepResult, other: StepResult) -> dict[Key, float]:
     return found
 
 
-def _scales(tensors: dict[str, Tensor]) -> dict[str, float]:
+def _scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     sizes, largest = {name: _size(t) for name, t in tensors.items()}, dict[str, float]()
     for name, value in sizes.items():
         key = name.partition("|")[2]

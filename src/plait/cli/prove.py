@@ -1,0 +1,44 @@
+"""`plait prove`: whether a distributed script trains the same model as another command does on one device."""
+
+import json
+
+from plait.cli.progress import ProgressLine
+from plait.config.command_options import ProveOptions, check_range
+from plait.config.errors import USAGE, PlaitError, Problem, shown
+from plait.proof.verdict import Verdict, row
+from plait.scripts.commands import ScriptCommand
+from plait.scripts.prove import Question, prove
+
+
+def run(options: ProveOptions) -> int:
+    """The command."""
+    check_range(options)
+    sides = [
+        ScriptCommand(side, words, options.steps, options.limit, int(options.room * 2**30), options.float64)
+        for side, words in (("reference", options.reference), ("candidate", options.candidate))
+    ]
+    try:
+        with ProgressLine("prove", options.json) as line:
+            verdict = prove(Question(*sides), line.show)
+    except PlaitError as error:
+        if error.exit_code != USAGE or error.codes[0][:1] != "E":
+            raise
+        print(json.dumps({"verdict": "CANNOT TELL", "errors": [vars(p) for p in error.problems]}) if options.json else f"CANNOT TELL\n{error}")
+        return error.exit_code
+    if options.json:
+        print(json.dumps({"verdict": "SAME" if verdict.equal else "DIFFERENT"} | verdict.to_dict()))
+    else:
+        print(shown("\n".join(lines(verdict))))
+    return verdict.exit_code
+
+
+def lines(verdict: Verdict) -> list[str]:
+    """What is printed."""
+    processes = f"{verdict.world} process" + ("es" if verdict.world > 1 else "")
+    found = [f"reference   {verdict.job}", f"candidate   {verdict.plan}   {processes}", f"{'':32}{'worst relative':>16}   tolerance"]
+    found += [*map(row, verdict.probes), *(f"note  {line}" for line in verdict.notes)]
+    if verdict.equal:
+        return [*found, "SAME  both commands train the same model"]
+    found.append(f"DIFFERENT  {verdict.cause}.   `plait help {verdict.code}`")
+    problem: Problem = verdict.problems[0]
+    return [*found, *(f"  fix   {line}" for line in problem.fix)]

@@ -1,0 +1,180 @@
+"""What the recorder of each process left (`scripts/recorder.py`): its batches, steps and epochs, and which batches a step used."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from plait.scripts.values import loaded
+
+Stored = list[Any]
+"""A stored tensor: its hash, dtype and shape."""
+
+
+class Start(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
+    """A process before its first forward pass that trains."""
+
+    rank: int
+    world: int
+    weights: dict[str, Stored]
+    trainable: list[str]
+    batch_norms: list[str]
+    group: list[int]
+    narrow: str
+
+
+class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
+    """A batch that a process read; `own`: would have read, but for the recorded rows. Loader -1: rows that a model got and no loader read."""
+
+    loader: int
+    epoch: int
+    rows: list[str]
+    labels: list[int] | None
+    stored: dict[str, Stored]
+    shapes: list[list[int]]
+    own: bool = False
+
+
+class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
+    """A step of an optimizer; `step` counts those of the first one, `drew` says that random numbers were drawn between batch and loss."""
+
+    step: int
+    optimizer: int
+    kind: str
+    format: str
+    lr: list[float]
+    decay: dict[str, float]
+    without: list[str]
+    losses: list[float]
+    loader: int
+    epoch: int
+    drew: bool
+    after: dict[str, Stored]
+    before: dict[str, Stored]
+    applied: dict[str, Stored]
+    weights: dict[str, Stored]
+    buffers: dict[str, Stored]
+    complete: bool
+
+    @property
+    def gradients(self) -> dict[str, Stored]:
+        """Before clipping, as far as it was seen."""
+        return {**self.applied, **self.before}
+
+
+class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
+    """The batches of one pass, as indices, in the script's own order."""
+
+    loader: int
+    epoch: int
+    order: list[list[Any]]
+
+
+_DECODER = msgspec.json.Decoder(Start | ReadBatch | OptimizerStep | PassOrder)
+_KEY = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Of one process that trained."""
+
+    start: Start
+    batches: tuple[ReadBatch, ...]
+    own: tuple[ReadBatch, ...]
+    steps: tuple[OptimizerStep, ...]
+    orders: Mapping[_KEY, PassOrder]
+
+    @property
+    def rank(self) -> int:
+        return self.start.rank
+
+    def other_start(self, first: "Recording") -> list[str]:
+        """The parameters that begin with other values than on another rank."""
+        return [name for name in first.start.trainable if self.start.weights.get(name, first.start.weights[name]) != first.start.weights[name]]
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[OptimizerStep, ...], ...]:
+        """The steps of all optimizers, by those of the first."""
+        found = defaultdict[int, list[OptimizerStep]](list)
+        for step in self.steps:
+            found[step.step].append(step)
+        return tuple(tuple(steps) for _, steps in sorted(found.items()))
+
+    @property
+    def loader(self) -> int:
+        """The one that steps read from."""
+        return self.steps[0].loader
+
+    @cached_property
+    def used(self) -> tuple[tuple[ReadBatch, ...], ...]:
+        """The batches of each round. Those of a pass belong to its rounds in order: as many as losses were differentiated, else equally many."""
+        found = list[tuple[ReadBatch, ...]]()
+        for key, rounds in _grouped(self.rounds).items():
+            read = [batch for batch in self.batches if (batch.loader, batch.epoch) == key]
+            counts = [sum(len(step.losses) for step in steps) for steps in rounds]
+            if sum(counts) > len(read) or (len(rounds) > 1 and len(read) >= 2 * sum(counts)):
+                counts = [len(read) // len(rounds)] * len(rounds)
+            found += [tuple(read[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
+        return tuple(found)
+
+    def indices(self, batch: ReadBatch) -> list[Any] | None:
+        """The indices of a batch that was read; None of a stream."""
+        order = self.orders.get((batch.loader, batch.epoch))
+        place = [id(each) for each in self.batches if (each.loader, each.epoch) == (batch.loader, batch.epoch)].index(id(batch))
+        found = order.order[place] if order and place < len(order.order) else None
+        return found if found is not None and all(isinstance(i, (int, str)) for i in found) else None
+
+    @cached_property
+    def passes(self) -> tuple[list[Any], ...]:
+        """All indices of each pass that steps read from, as the script's own sampler drew them."""
+        orders = (self.orders.get(key) for key in _grouped(self.rounds))
+        return tuple([i for batch in order.order for i in batch] for order in orders if order and order.order)
+
+
+def _grouped(rounds: Sequence[tuple[OptimizerStep, ...]]) -> dict[_KEY, list[tuple[OptimizerStep, ...]]]:
+    found = dict[_KEY, list[tuple[OptimizerStep, ...]]]()
+    for steps in rounds:
+        found.setdefault((steps[0].loader, steps[0].epoch), []).append(steps)
+    return found
+
+
+def recordings(folder: Path) -> tuple[Recording, ...]:
+    """Of all processes that stepped an optimizer, by rank."""
+    found = (_recording([*_events(path)]) for path in sorted(folder.glob("*.jsonl")))
+    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.rank))
+
+
+def _events(path: Path) -> Iterator[Start | ReadBatch | OptimizerStep | PassOrder]:
+    with contextlib.suppress(msgspec.DecodeError):  # torn: the process was ended
+        yield from map(_DECODER.decode, path.read_bytes().splitlines())
+
+
+def _recording(events: Sequence[Any]) -> Recording | None:
+    of = lambda kind: tuple(each for each in events if isinstance(each, kind))  # noqa: E731
+    starts, steps, batches = of(Start), tuple(each for each in of(OptimizerStep) if each.complete), of(ReadBatch)
+    if not starts or not steps:
+        return None
+    read, own = (tuple(each for each in batches if each.own is kind) for kind in (False, True))
+    return Recording(starts[0], read, own, steps, {(each.loader, each.epoch): each for each in of(PassOrder)})
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is looked at."""
+
+    def __init__(self, folder: Path, stored: Mapping[str, Stored]):
+        self.folder, self.stored = folder, stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        return loaded(self.stored[name], str(self.folder))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)

@@ -1,0 +1,105 @@
+"""What a recorder makes of tensors, batches and generators: stored tensors, rows by their hashes, numbers of labels.
+
+It is loaded into scripts with `scripts/recorder.py`, and imports nothing of plait.
+"""
+
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Reference = list[Any]
+"""A stored tensor: its hash, dtype and shape."""
+
+
+def stored(t: Tensor, folder: str, room: int) -> tuple[Reference, int]:
+    """Store a tensor under its hash, if there is room; its reference, and the room left. A collective where it is in parts."""
+    t = full(t)
+    t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
+    data = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
+    path = os.path.join(folder, hashlib.blake2b(data, digest_size=16).hexdigest())
+    if not os.path.exists(path):
+        room -= len(data)
+        if room >= 0:
+            with open(f"{path}.{os.getpid()}", "wb") as file:
+                file.write(data)
+            os.replace(file.name, path)
+    return [os.path.basename(path), str(t.dtype).removeprefix("torch."), list(t.shape)], room
+
+
+def is_split(t: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor lies in parts on several ranks."""
+    return hasattr(t, "full_tensor")
+
+
+def full(t: Tensor) -> Tensor:
+    """A tensor that may be in parts."""
+    t = t.detach()
+    return t.full_tensor() if is_split(t) else t
+
+
+def loaded(reference: Reference, folder: str) -> Tensor:
+    """A stored tensor."""
+    name, dtype, shape = reference
+    with open(os.path.join(folder, name), "rb") as file:
+        data = bytearray(file.read())
+    return (torch.frombuffer(data, dtype=getattr(torch, dtype)) if data else torch.empty(0, dtype=getattr(torch, dtype))).reshape(shape)
+
+
+def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch with rows, by place."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tree(each, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for key, each in enumerate(value):
+            yield from tree(each, f"{name}.{key}")
+
+
+def filled(value: object, new: dict[str, Tensor], name: str = "") -> object:
+    """A batch with tensors replaced by place."""
+    if isinstance(value, Tensor):
+        return new.get(name, value)
+    if isinstance(value, MutableMapping):
+        value.update({key: filled(each, new, f"{name}.{key}") for key, each in value.items()})
+    elif isinstance(value, (list, tuple)):
+        found = [filled(each, new, f"{name}.{key}") for key, each in enumerate(value)]
+        make: Callable[..., object] = type(value)
+        return make(*found) if hasattr(value, "_fields") else make(found)
+    return value
+
+
+def hashes(batch: object) -> list[str]:
+    """A hash of each row of a batch."""
+    leaves = [t.detach().cpu().contiguous() for _, t in tree(batch) if t.layout == torch.strided]
+    count = leaves[0].shape[0] if leaves else 0
+    rows = [t.reshape(count, -1).view(torch.uint8).numpy() for t in leaves if t.shape[0] == count and t.numel()]
+    return [hashlib.blake2b(b"".join(row[i].tobytes() for row in rows), digest_size=8).hexdigest() for i in range(count)]
+
+
+def labels(leaves: dict[str, Tensor]) -> list[int] | None:
+    """How many labels count in a batch: as they are, and without the first of each row (which a causal model shifts out)."""
+    integers = {name: t for name, t in leaves.items() if not t.is_floating_point()}
+    found = [t for t in integers.values() if (t == -100).any()] or [t for name, t in integers.items() if "label" in name] or [*integers.values()]
+    return [int((t != -100).sum()) for t in (found[-1], found[-1][:, 1:] if found[-1].dim() == 2 else found[-1])] if found else None
+
+
+def generators() -> str:
+    """A hash of the states of the generators that scripts draw from."""
+    found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
+    found.update(repr(random.getstate()).encode())
+    found.update(repr(sys.modules["numpy"].random.get_state()[1:3]).encode() if "numpy" in sys.modules else b"")
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,154 @@
+"""`plait prove` on scripts of others: six trainers, right and wrong, and commands that cannot be compared."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from plait.scripts.commands import RunningCommand, ScriptCommand
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+ONE, TWO = f"{sys.executable} ", f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 "
+FOUR = TWO.replace("2 ", "4 ")
+RIGHT = {
+    "ddp": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8"),
+    "ddp, accumulation": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 4 --accumulation 2"),
+    "ddp, augmented rows": (f"{ONE}ddp.py --augment", f"{TWO}ddp.py --batch-size 8 --augment"),
+    "fsdp2": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8"),
+    "fsdp2, compiled, workers": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --compile --workers 2"),
+    "fsdp2, bf16": (f"{ONE}fsdp2.py --bf16", f"{TWO}fsdp2.py --batch-size 8 --bf16"),
+    "fsdp2, hybrid": (f"{ONE}fsdp2.py", f"{FOUR}fsdp2.py --batch-size 4 --hybrid"),
+    "accelerate, accumulation": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 4 --accumulation 2"),
+    "accelerate, dispatched": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 8 --dispatch"),
+    "trainer": (f"{ONE}trained.py", f"{TWO}trained.py --batch-size 8"),
+    "trainer, accumulation, workers": (f"{ONE}trained.py", f"{TWO}trained.py --batch-size 4 --accumulation 2 --workers 1"),
+    "lightning": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2"),
+    "lightning, accumulation": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 4 --devices 2 --accumulation 2"),
+    "dtensor": (f"{ONE}sliced.py", f"{TWO}sliced.py"),
+    "dtensor and fsdp2": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2"),
+    "stream": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8"),
+    "no loader": (f"{ONE}streamed.py --bare", f"{TWO}streamed.py --batch-size 8 --bare"),
+    "two optimizers, spawned": (f"{ONE}streamed.py --gan", f"{ONE}streamed.py --batch-size 8 --gan --spawn 2"),
+}
+"""Pairs that train the same model."""
+WRONG = {
+    "ddp, no sampler": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-sampler", "E022"),
+    "ddp, no set_epoch": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-epoch", "E023"),
+    "ddp, batch norm": (f"{ONE}ddp.py --wrong batch-norm", f"{TWO}ddp.py --batch-size 8 --wrong batch-norm", "E035"),
+    "ddp, accumulation": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 4 --accumulation 2 --wrong accumulation", "E031"),
+    "ddp, tokens": (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out", "E030"),
+    "by hand, left out": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong by-hand-left-out", "E034"),
+    "by hand, other seed": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong other-seed", "E026"),
+    "ddp, no process group": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-group", "E022"),
+    "ddp, own shuffles": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong seeded-shuffle", "E024"),
+    "ddp, weight decay by name": (f"{ONE}ddp.py --wrong decay", f"{TWO}ddp.py --batch-size 8 --wrong decay", "E028"),
+    "one process": (f"{ONE}ddp.py", f"{ONE}ddp.py --batch-size 8", "E021"),
+    "fsdp2, clips shards": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong clips-shards", "E033"),
+    "fsdp2, scheduler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong scheduler", "E027"),
+    "fsdp2, no sampler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong no-sampler", "E022"),
+    "fsdp2, times ranks": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong times-ranks", "E031"),
+    "accelerate, accumulation": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 4 --accumulation 2 --wrong accumulation", "E031"),
+    "accelerate, tokens": (f"{ONE}accelerated.py --tokens", f"{TWO}accelerated.py --batch-size 8 --tokens", "E030"),
+    "accelerate, scheduler": (f"{ONE}accelerated.py --wrong scheduler", f"{TWO}accelerated.py --batch-size 8 --wrong scheduler", "E027"),
+    "accelerate, times ranks": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 8 --wrong times-ranks", "E031"),
+    "trainer, own mean": (f"{ONE}trained.py --wrong own-mean", f"{TWO}trained.py --batch-size 8 --wrong own-mean", "E030"),
+    "trainer, tokens of ranks": (f"{ONE}trained.py", f"{TWO}trained.py --batch-size 8 --wrong tokens-of-ranks", "E030"),
+    "trainer, times ranks": (f"{ONE}trained.py --wrong own-mean", f"{TWO}trained.py --batch-size 8 --wrong times-ranks", None),
+    "lightning, batch norm": (f"{ONE}lightened.py --wrong batch-norm", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong batch-norm", "E035"),
+    "lightning, times ranks": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong times-ranks", "E031"),
+    "lightning, no sampler": (f"{ONE}lightened.py", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong no-sampler", "E022"),
+    "lightning, tokens": (f"{ONE}lightened.py --wrong tokens", f"{ONE}lightened.py --batch-size 8 --devices 2 --wrong tokens", "E030"),
+    "dtensor, other rows": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong other-rows", "E036"),
+    "dtensor, sums twice": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong sums-twice", "E032"),
+    "dtensor and fsdp2, no sampler": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2 --wrong no-sampler", "E022"),
+    "dtensor, clips shards": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong clips-shards", "E033"),
+    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all-read-all", "E022"),
+}
+"""Pairs of which the second trains another model, and the cause. None: any but a wrong one, where two mistakes are made at once."""
+UNCLEAR = {
+    "no command": (f"{ONE}ddp.py", "no-such-command", "E001"),
+    "fails": (f"{ONE}ddp.py", f"{ONE}ddp.py --no-such-option", "E001"),
+    "isolated": (f"{ONE}ddp.py", f"{sys.executable} -I ddp.py", "E002"),
+    "no Python": (f"{ONE}ddp.py", "true", "E002"),
+    "never steps": (f"{ONE}ddp.py", f"{ONE}-c 'import torch'", "E003"),
+    "never ends": (f"{ONE}ddp.py", f"{ONE}-c 'import torch, time; print(5 * 2**20 * \"x\"); time.sleep(9999)'", "E003"),
+    "a rank steps less often": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong short-rank", "E004"),
+    "the reference accumulates": (f"{ONE}ddp.py --batch-size 8 --accumulation 2", f"{TWO}ddp.py --batch-size 8", "E010"),
+    "noise": (f"{ONE}ddp.py --noise", f"{TWO}ddp.py --batch-size 8 --noise", "E008"),
+}
+"""Pairs of which nothing can be told, and why."""
+long = pytest.mark.prove
+
+
+def proved(reference: str, candidate: str, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the result of `plait prove` on two commands, whose scripts are found by name."""
+    found = lambda word: str(SCRIPTS / word) if word.endswith(".py") else word  # noqa: E731
+    words = [shlex.join(map(found, shlex.split(each))) for each in (reference, candidate)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "plait", "prove", "--json", *options, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+@long
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_the_same(name: str, tmp_path: Path) -> None:
+    code, told = proved(*RIGHT[name], tmp_path)
+    assert (code, told["verdict"]) == (0, "SAME"), told
+
+
+@long
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_script_differs_by_its_cause(name: str, tmp_path: Path) -> None:
+    reference, candidate, cause = WRONG[name]
+    code, told = proved(reference, candidate, tmp_path)
+    assert (code, told["verdict"]) == (3, "DIFFERENT"), told
+    assert cause is None or told["cause"]["code"] == cause, told["cause"]
+
+
+@long
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_what_cannot_be_told_is_said(name: str, tmp_path: Path) -> None:
+    reference, candidate, cause = UNCLEAR[name]
+    code, told = proved(reference, candidate, tmp_path, "--limit", "45")
+    assert (code, told["verdict"]) == (2, "CANNOT TELL"), told
+    assert told["errors"][0]["code"] == cause, told
+    assert not [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(tmp_path)]
+
+
+@long
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "accelerated", "trained", "lightened", "sliced"])
+def test_a_recorder_changes_no_loss(name: str, tmp_path: Path) -> None:
+    command = f"{ONE}{SCRIPTS / name}.py --batch-size 8 --devices 2" if name == "lightened" else f"{TWO}{SCRIPTS / name}.py --batch-size 8"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(shlex.split(f"{command} --losses {tmp_path}/without"), check=True, cwd=tmp_path, env=environment, capture_output=True)
+    watched = ScriptCommand("candidate", f"{command} --losses {tmp_path}/with", 6, 600.0, 1 << 30, watch=True)
+    running = RunningCommand(watched, tmp_path / "recorded" / name)
+    while running.look():
+        running.process.wait()
+    assert running.recorded()
+    without, with_recorder = ((tmp_path / each).read_text() for each in ("without", "with"))
+    assert without == with_recorder and len(without.splitlines()) >= 12
+
+
+@long
+def test_a_mistake_that_bf16_hides_is_seen_in_float64(tmp_path: Path) -> None:
+    pair = (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out")
+    code, told = proved(*pair, tmp_path, "--float64")
+    assert (code, told["cause"]["code"]) == (3, "E030")
+    code, told = proved(f"{ONE}fsdp2.py --bf16", f"{TWO}fsdp2.py --batch-size 8 --bf16", tmp_path, "--float64")
+    assert (code, told["verdict"]) == (0, "SAME"), told
+    assert told["probes"]["G"]["worst"] < 1e-9
+
+
+@pytest.mark.slow
+def test_room_on_disk_is_bounded(tmp_path: Path) -> None:
+    code, told = proved(f"{ONE}ddp.py", f"{ONE}ddp.py", tmp_path, "--room", "0.000001")
+    assert (code, told["errors"][0]["code"]) == (2, "E011"), told

@@ -1,0 +1,156 @@
+"""What `plait prove` makes of recordings: the batches of a step, the rows of an epoch, causes, and the seams of torch that it hooks."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from plait.scripts import recorder, recordings, values
+from plait.scripts.recordings import Recording
+from plait.scripts.rows import Readers, coverage, faults, replayed
+
+
+def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int = 2, group: Sequence[int] = ()) -> Recording:
+    """A recording of these events."""
+    start = {"is": "start", "rank": rank, "world": world, "weights": {}, "trainable": [], "batch_norms": []}
+    start |= {"group": [*group] or [rank], "narrow": ""}
+    folder = tmp_path / str(len([*tmp_path.iterdir()]))
+    folder.mkdir()
+    (folder / "1.jsonl").write_text("\n".join(map(json.dumps, [start, *events])) + '\n{"is": "st')
+    return recordings.recordings(folder)[0]
+
+
+def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
+    return {"is": "batch", "loader": loader, "epoch": epoch, "rows": [*rows], "labels": None, "stored": {}, "shapes": [[2]]}
+
+
+def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loader: int = 0) -> dict:
+    return {
+        "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
+        "format": "float32", "lr": [0.1], "decay": {}, "without": [],
+        "loader": loader, "epoch": epoch, "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
+    }  # fmt: skip
+
+
+def order(*batches: str, epoch: int = 0) -> dict:
+    return {"is": "epoch", "loader": 0, "epoch": epoch, "order": [[ord(i) for i in each] for each in batches]}
+
+
+def used(recording: Recording) -> list[list[str]]:
+    return [["".join(each.rows) for each in batches] for batches in recording.used]
+
+
+@pytest.mark.parametrize(("events", "expected"), [
+    ([batch("a"), step(1), batch("b"), step(2)], [["a"], ["b"]]),
+    ([batch("a"), batch("b"), step(1), batch("c"), step(2), step(3)], [["a"], ["b"], ["c"]]),  # one batch is read ahead
+    ([batch("a"), batch("b"), step(1, 2), batch("c"), batch("d"), step(2, 2)], [["a", "b"], ["c", "d"]]),  # accumulation
+    ([batch("a"), step(1), step(1, 1, 1), batch("b"), step(2), step(2, 1, 1)], [["a"], ["b"]]),  # two optimizers, one batch
+    ([batch("a"), batch("b"), step(1), batch("c"), batch("d"), step(2)], [["a", "b"], ["c", "d"]]),  # batches of several ranks, read by one
+    ([batch("a"), step(1), batch("b", 1), step(2, epoch=1)], [["a"], ["b"]]),
+    ([batch("x", loader=1), batch("a"), step(1), batch("x", loader=1), batch("b"), step(2)], [["a"], ["b"]]),  # an evaluation between
+])  # fmt: skip
+def test_batches_belong_to_steps(events: list[dict], expected: list[list[str]], tmp_path: Path) -> None:
+    assert used(recorded(tmp_path, events)) == expected
+
+
+def two(tmp_path: Path, mine: Sequence[dict], other: Sequence[dict], **more: Sequence[int]) -> Readers:
+    return Readers.of((recorded(tmp_path, mine, 0, **more), recorded(tmp_path, [*other, order("", epoch=9)], 1, **more)))
+
+
+def test_rows_of_ranks_are_joined_micro_batch_by_micro_batch(tmp_path: Path) -> None:
+    readers = two(tmp_path, [batch("a"), batch("b"), step(1, 2), order("a", "b")], [batch("c"), batch("d"), step(1, 2), order("c", "d")])
+    assert "".join(readers.hashes(0)) == "acbd"
+    assert replayed(readers) == {"rows": {"0 0": [[ord(i) for i in "acbd"]]}}
+
+
+def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
+    readers = two(tmp_path, [batch("a"), step(1)], [batch("a"), step(1)], group=(0, 1))
+    assert len(readers.distinct) == 1 and not readers.alike and not readers.unlike
+    unlike = two(tmp_path, [batch("a"), step(1)], [batch("b"), step(1)], group=(0, 1))
+    assert unlike.unlike == (1,)
+
+
+@pytest.mark.parametrize(("mine", "other", "code"), [
+    ([batch("ab"), step(1), order("ab")], [batch("ab"), step(1), order("ab")], "E022"),
+    ([batch("ab"), step(1), order("ab")], [batch("cd"), step(1), order("cd")], None),
+    ([batch("a"), step(1), order("a")], [batch("b"), step(1), order("b")], "E025"),
+    ([batch("ab"), step(1), order("ab", "cdef")], [batch("bc"), step(1), order("bc", "cdef")], "E024"),
+])  # fmt: skip
+def test_what_is_wrong_with_rows(mine: list[dict], other: list[dict], code: str | None, tmp_path: Path) -> None:
+    readers = two(tmp_path, mine, other)
+    reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "efgh" if code == "E024" else "")], 0, 1, [0, 7])
+    assert next((each for each, _ in faults(readers, reference)), None) == code
+
+
+def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
+    readers = two(tmp_path, [batch("ab"), step(1), order("ab", "ea")], [batch("cd"), step(1), order("cd", "fb")])
+    reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "ef")], 0, 1, [0, 7])
+    assert coverage(readers, reference)[:2] == (2, 0)
+    assert not [*faults(readers, reference)]
+
+
+def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
+    events = [batch("ab"), step(1), batch("ab", 1), step(2, epoch=1), order("ab", "cd"), order("ab", "cd", epoch=1)]
+    own = [batch("ab"), step(1), batch("da", 1), step(2, epoch=1), order("ab", "cd"), order("da", "bc", epoch=1)]
+    reference = recorded(tmp_path, [*own, order("", epoch=8)], 0, 1, [0, 7])
+    assert [code for code, _ in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
+
+
+def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
+    kinds = [torch.randn(3, 2), torch.randn(4).bfloat16(), torch.tensor(5), torch.empty(0, 3), torch.tensor([True, False])]
+    room, references = 1 << 20, []
+    for t in [*kinds, kinds[0].clone()]:
+        reference, room = values.stored(t, str(tmp_path), room)
+        references.append(reference)
+        assert torch.equal(values.loaded(reference, str(tmp_path)), t)
+    assert references[0] == references[-1]
+    assert room == (1 << 20) - sum(t.nbytes for t in kinds)
+    assert values.stored(torch.ones(1 << 20), str(tmp_path), room)[1] < 0
+
+
+def test_names_do_not_know_wrappers() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    assert [name for name, _ in recorder.walk(Wrapper(Wrapper(inner)), "_parameters")] == [name for name, _ in inner.named_parameters()]
+    assert [name for name, _ in recorder.walk(Wrapper(inner), "_buffers")] == [name for name, _ in inner.named_buffers()]
+    assert "module.weight" in dict(recorder.walk(Named(), "_parameters"))
+
+
+def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, iterator, indices, stream = recorder.seams()
+    own = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    assert [*indices(own)] == [[0, 1], [2, 3], [4, 5]]
+    assert own._dataset_kind != stream
+    monkeypatch.setattr(loader, "_index_sampler", property(lambda self: [[5], [0, 1]]))
+    assert [batch.tolist() for (batch,) in own] == [[5.0], [0.0, 1.0]]
+    assert isinstance(iter(own), iterator)
+    called = []
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda *given, **more: (called.append(given[0]), backward(*given, **more))[1])
+    (torch.ones(2, requires_grad=True) * 3).sum().backward()
+    assert len(called) == 1
+    monkeypatch.delattr(loader, "_index_sampler")
+    with pytest.raises(AttributeError):
+        recorder.seams()
+
+
+def test_dropouts_of_torch_are_known() -> None:
+    """A dropout that is new in torch would be left on, and right scripts accused."""
+    found = {name for name in itertools.chain(dir(nn.functional), dir(torch)) if "dropout" in name and not name.startswith("_")}
+    known = {*recorder.DROPOUTS, "native_dropout", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"}
+    assert found <= known, found - known
