@@ -45,13 +45,12 @@ def train(rank: int, ranks: int, given: argparse.Namespace) -> None:
     size = given.batch_size * part[1]
     bare = ((points[k : k + size][part[0] :: part[1]], targets[k : k + size][part[0] :: part[1]]) for k in range(0, 160, size))
     for x, y in bare if given.bare else DataLoader(Stream(*part), given.batch_size):
-        made = models[1](x) if given.gan else x
-        losses = [F.binary_cross_entropy_with_logits(models[0](made.detach()), y)]
-        if given.gan:
-            losses.append(models[0](made).square().mean())
-        for loss, optimizer in zip(losses, optimizers):
-            optimizer.zero_grad()
-            loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+        for k, optimizer in enumerate(optimizers):
+            made = models[1](x) if given.gan else x
+            loss = models[0](made).square().mean() if k else F.binary_cross_entropy_with_logits(models[0](made.detach()), y)
+            for each in optimizers:
+                each.zero_grad()
+            loss.backward()
             optimizer.step()
     if ranks > 1:
         dist.destroy_process_group()

@@ -136,7 +136,8 @@ class RunningCommand:
             if code or len({*counts}) > 1:
                 what = f"the {side} ended with {code} after {min(counts)} of {self.command.steps} steps"
                 why = f"its processes made {', '.join(map(str, counts))} steps"
-                raise PlaitError(Problem("E004", what, why=why, where=self.last_lines(), fix=("give all ranks as many batches",)))
+                fix = ("give all ranks as many batches",) if len({*counts}) > 1 else (f"run the command by itself:  {words}",)
+                raise PlaitError(Problem("E004", what, why=why, where=self.last_lines(), fix=fix))
             return found
         if any(b'"complete": false' in path.read_bytes() for path in self.folder.glob("*.jsonl")):
             why, fix = f"those of one step take more than {self.command.room / 2**30:.3g} GiB", ("--room 64   GiB that a process may write",)
