@@ -20,6 +20,8 @@ from plait.scripts.recordings import Recording, recordings
 
 LOG_BYTES = 16 << 20
 """A log that grows beyond this is emptied: what a command prints last is what matters."""
+OFTEN = 0.5
+"""Seconds between two looks at the processes of a command."""
 STEP = b'{"is": "step"'
 
 
@@ -58,7 +60,7 @@ class RunningCommand:
         self.sizes = dict[Path, int]()
         self.counts = dict[Path, int]()
         self.changed = time.monotonic()
-        self.descendants = dict[int, psutil.Process]()
+        self.descendants, self.counted = dict[int, psutil.Process](), 0.0
         with open(self.log, "ab") as output:
             try:
                 self.process = subprocess.Popen(
@@ -88,10 +90,10 @@ class RunningCommand:
         with contextlib.suppress(OSError):
             if self.log.stat().st_size > LOG_BYTES:
                 os.truncate(self.log, 0)
-        with contextlib.suppress(psutil.Error):
-            self.descendants |= {each.pid: each for each in psutil.Process(self.process.pid).children(recursive=True)}
         if self.process.poll() is not None:
             return False
+        if time.monotonic() - self.counted > OFTEN:
+            self.count()
         if time.monotonic() - self.changed > self.command.patience:
             self.end()
             raise PlaitError(self._stuck())
@@ -114,10 +116,15 @@ class RunningCommand:
             return "\n".join(lines[:end][-count:])
         return ""
 
-    def end(self) -> None:
-        """End the command and all that it started."""
+    def count(self) -> None:
+        """Remember the processes that it has started: some outlive it."""
+        self.counted = time.monotonic()
         with contextlib.suppress(psutil.Error):
             self.descendants |= {each.pid: each for each in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def end(self) -> None:
+        """End the command and all that it started."""
+        self.count()
         if self.process.poll() is None:
             self.process.kill()
         for each in self.descendants.values():
@@ -159,7 +166,7 @@ def run(commands: Mapping[Path, ScriptCommand], show: Callable[[str, int, int], 
             running.append(RunningCommand(command, folder))
         while sum(each.look() for each in running):  # all of them
             _show(running, show)
-            time.sleep(0.05)
+            time.sleep(0.1)
         return [each.recorded() for each in running]
     finally:
         for each in running:
