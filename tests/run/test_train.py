@@ -35,7 +35,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert plait.Plan.load(run / "plan.toml") == plait.Plan(dp=2)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000020", "step-000030"]
     spans = {span[0] for span in json.loads((run / "events/rank1.jsonl").read_text().splitlines()[0])["spans"]}
-    assert spans == {"data", "forward", "backward", "reduce", "wait dp", "optimizer"}
+    assert spans == {"data", "forward", "backward", "reduce", "wait dp", "optimizer", "step"}
     assert "done  30 steps" in command.output
 
 
