@@ -85,7 +85,7 @@ def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Improvement:
+class BetterPlan:
     """A plan or a batch that saves `gain`, a part of the run's step."""
 
     cause: str
@@ -96,14 +96,14 @@ class Improvement:
     batch: int
 
 
-def improvements(costs: StepCosts, others: Sequence[Alternative]) -> Iterable[Improvement]:
+def improvements(costs: StepCosts, others: Sequence[Alternative]) -> Iterable[BetterPlan]:
     """The best of each kind of change."""
     for change in ("micro-batches", "batch", "plan"):
         if same := [other for other in others if other.change == change]:
             yield _improvement(costs, max(same, key=costs.saved))
 
 
-def _improvement(costs: StepCosts, best: Alternative) -> Improvement:
+def _improvement(costs: StepCosts, best: Alternative) -> BetterPlan:
     gain, by_axis, other = costs.saved(best), costs.sent, Plan.parse(best.plan)
     cause, what, why = "plan", f"Use the plan {best.plan}", "The planner predicts that it is faster on this machine."
     if best.change == "micro-batches":
@@ -115,4 +115,4 @@ def _improvement(costs: StepCosts, best: Alternative) -> Improvement:
     elif costs.plan.tp > other.tp and max(by_axis, key=lambda axis: by_axis[axis], default="") == "tp":
         cause = OVER_TP
         why = f"Messages of tp take {100 * by_axis['tp'] / costs.seconds:.0f} % of a step, and this plan sends less over the same link."
-    return Improvement(cause, what, why, gain, best.plan, best.batch)
+    return BetterPlan(cause, what, why, gain, best.plan, best.batch)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.scripts.numbers import Sides, StepDifference
+from plait.scripts.numbers import BothSides, StepDifference
 from plait.scripts.recordings import Recording
 from plait.scripts.rows import Readers, faults
 
@@ -66,7 +66,7 @@ Told = Iterator[tuple[str, str]]
 class Case:
     """What both sides did. `first`: the first step whose gradients, before clipping or as applied, are not the reference's."""
 
-    sides: Sides
+    sides: BothSides
     readers: Readers
     first: StepDifference | None
 

@@ -23,7 +23,7 @@ POINTS = ("after", "gradients", "applied")
 
 
 @dataclass(frozen=True)
-class Sides:
+class BothSides:
     """The recordings of both sides."""
 
     candidate: tuple[Recording, ...]

@@ -19,7 +19,7 @@ from plait.proof.verdict import Verdict
 from plait.scripts import rows
 from plait.scripts.causes import FIXES, Case, cause_of
 from plait.scripts.commands import ScriptCommand, run
-from plait.scripts.numbers import Sides, moved_weights, probe
+from plait.scripts.numbers import BothSides, moved_weights, probe
 from plait.scripts.recordings import Recording, StoredTensors
 from plait.scripts.rows import Readers
 from plait.scripts.values import stored
@@ -56,7 +56,9 @@ def _unread() -> Problem:
     return Problem("E006", "it cannot be seen which rows the candidate trained on", why=why, fix=("read batches from a torch.utils.data.DataLoader",))
 
 
-def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...], replay: dict[str, Any], show: Show) -> tuple[Sides, Problem | None]:
+def _followed(
+    question: Question, folder: Path, candidate: tuple[Recording, ...], replay: dict[str, Any], show: Show
+) -> tuple[BothSides, Problem | None]:
     """The reference's three runs on the candidate's rows and weights; a problem where it read others."""
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
     tensors = folder / "tensors"
@@ -70,7 +72,7 @@ def _followed(question: Question, folder: Path, candidate: tuple[Recording, ...]
         commands[place] = replace(question.reference, steps=len(candidate[0].rounds), replay=path)
     runs = run(commands, show)
     _check(runs[0], candidate)
-    sides = Sides(candidate, runs[0][0], (runs[1][0], runs[2][0]), tensors, question.candidate.float64)
+    sides = BothSides(candidate, runs[0][0], (runs[1][0], runs[2][0]), tensors, question.candidate.float64)
     readers = Readers.of(candidate)
     other = rows.other_rows(readers, sides.reference)
     if other is None:
@@ -103,7 +105,7 @@ def _check(reference: tuple[Recording, ...], candidate: tuple[Recording, ...]) -
             raise PlaitError(Problem("E009", f"the {side} does not compute in float64", why=each.start.narrow, fix=fix))
 
 
-def _judged(question: Question, sides: Sides, readers: Readers) -> Verdict:
+def _judged(question: Question, sides: BothSides, readers: Readers) -> Verdict:
     compared = sides.compared
     weights, wrong_rows = probe("U", "weights", compared, "weights"), [text for _, text in rows.faults(readers, sides.reference)]
     probes = (
@@ -127,7 +129,7 @@ def _judged(question: Question, sides: Sides, readers: Readers) -> Verdict:
     return replace(verdict, code=code, cause=text + without_effect, problems=(Problem(code, text, fix=FIXES[code]),))
 
 
-def _settings(sides: Sides) -> Probe:
+def _settings(sides: BothSides) -> Probe:
     title = "learning rates, every step"
     for each in sides.compared:
         for mine, other in zip(each.candidate.lr, each.reference.lr):
@@ -137,14 +139,14 @@ def _settings(sides: Sides) -> Probe:
     return Probe("S", title, 0.0, 1e-6)
 
 
-def _starts(sides: Sides) -> Probe:
+def _starts(sides: BothSides) -> Probe:
     ranks = sides.candidate
     names = {name for each in ranks[1:] for name in each.other_start(ranks[0])}
     detail = "ranks begin with other weights" if names else ""
     return Probe("I", "first weights, all ranks alike", float(len(names)), 0, min(names, default=""), detail)
 
 
-def _alike(sides: Sides) -> Probe:
+def _alike(sides: BothSides) -> Probe:
     """Whether weights and buffers are the same on all ranks after every step."""
     ranks = sides.candidate
     for k in range(sides.steps):
@@ -156,7 +158,7 @@ def _alike(sides: Sides) -> Probe:
     return Probe("R", "ranks alike, bit for bit", tolerance=0)
 
 
-def _notes(question: Question, sides: Sides, readers: Readers) -> list[str]:
+def _notes(question: Question, sides: BothSides, readers: Readers) -> list[str]:
     found = rows.notes(readers, sides.reference)
     made = len(sides.candidate[0].rounds)
     if made < question.candidate.steps:

@@ -45,7 +45,7 @@ def seams() -> tuple[Any, ...]:
 class Pass:
     """One pass of a loader: the script's own batches as indices, how many were read, and what the sampler has not drawn yet."""
 
-    def __init__(self, loader: "Loader"):
+    def __init__(self, loader: "RecordedLoader"):
         self.loader, self.number = loader, len(loader.passes)
         self.order, self.read, self.rest = list[list[Any]](), 0, iter(())
         self.key = f"{loader.number} {self.number}"
@@ -58,7 +58,7 @@ class Pass:
             yield batch
 
 
-class Loader:
+class RecordedLoader:
     """A loader that was iterated. `trains`: a loss was differentiated after one of its batches."""
 
     def __init__(self, number: int, loader: object):
@@ -68,7 +68,7 @@ class Loader:
 class Indices:
     """What a DataLoader draws indices from, in place of its own sampler."""
 
-    def __init__(self, recorder: "Recorder", loader: DataLoader[object], own: Collection[object]):
+    def __init__(self, recorder: "ScriptRecorder", loader: DataLoader[object], own: Collection[object]):
         self.recorder, self.loader, self.own = recorder, loader, own
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Indices:
                 yield step[start] if single else step[start : start + size]
 
 
-class Recorder:
+class ScriptRecorder:
     """The state of the recording in this process."""
 
     def __init__(self, settings: dict[str, Any]):
@@ -102,7 +102,7 @@ class Recorder:
             with open(settings["replay"], encoding="utf-8") as file:
                 self.replay = json.load(file)
         self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self.loaders, self.names, self.optimizers = dict[int, Loader](), dict[int, str](), list[int]()
+        self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), list[int]()
         self.read: Pass | None = None
         """The pass of the last batch. Then: batches read, those of the first step, steps that have not ended, steps of the first optimizer."""
         self.batches = self.per = self.depth = self.round = 0
@@ -208,9 +208,9 @@ class Recorder:
                 found |= set(mesh.mesh[tuple(here[d] if d in of_data else slice(None) for d in range(mesh.ndim))].flatten().tolist())
         return found
 
-    def loader(self, loader: object) -> Loader:
+    def loader(self, loader: object) -> RecordedLoader:
         """What is known of a loader."""
-        return self.loaders.setdefault(id(loader), Loader(len(self.loaders), loader))
+        return self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader))
 
     def next(self, iterator: "_BaseDataLoaderIter", fetch: Callable[[Any], Any]) -> object:
         """The next batch of a loader, written down; ends the pass where enough of it was read."""
@@ -332,7 +332,7 @@ def install(settings: dict[str, Any]) -> None:
     try:
         loader, iterator, indices, stream = seams()
         steps, modules, fetch = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__
-        recorder = Recorder(settings)
+        recorder = ScriptRecorder(settings)
         steps.register_optimizer_step_pre_hook(lambda *given: before_step(recorder, *given))
         steps.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(recorder, optimizer))
         modules.register_module_parameter_registration_hook(lambda module, *_: (recorder.born.setdefault(module, len(recorder.born)), None)[1])
@@ -352,7 +352,7 @@ def install(settings: dict[str, Any]) -> None:
     atexit.register(recorder.finish, False)
 
 
-def before_step(recorder: Recorder, optimizer: Optimizer, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def before_step(recorder: ScriptRecorder, optimizer: Optimizer, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Before a step; with a closure, in which gradients are made, after that."""
     recorder.depth += 1
     if recorder.depth > 1:  # of an optimizer inside of another
@@ -370,14 +370,14 @@ def before_step(recorder: Recorder, optimizer: Optimizer, given: tuple[Any, ...]
     return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
 
 
-def after_step(recorder: Recorder, optimizer: Optimizer) -> None:
+def after_step(recorder: ScriptRecorder, optimizer: Optimizer) -> None:
     """After a step."""
     recorder.depth -= 1
     if not recorder.depth:
         recorder.has_stepped(optimizer)
 
 
-def hook_gradients(recorder: Recorder) -> None:
+def hook_gradients(recorder: ScriptRecorder) -> None:
     """Losses, gradients after backward, and before clipping."""
     backward = torch.autograd.backward
 
@@ -395,7 +395,7 @@ def hook_gradients(recorder: Recorder) -> None:
                 setattr(each, name, clipping)
 
 
-def hook_autocast(recorder: Recorder) -> None:
+def hook_autocast(recorder: ScriptRecorder) -> None:
     """The number formats of autocast."""
     enter = torch.autocast.__enter__
 
@@ -428,7 +428,7 @@ def in_float64() -> None:
     wide = lambda value: torch.float64 if isinstance(value, torch.dtype) and value in narrow else value  # noqa: E731
     casts = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
-    class Wide(torch.overrides.TorchFunctionMode):
+    class InFloat64(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Event | None = None) -> Any:
             given = {name: wide(value) for name, value in (kwargs or {}).items()}
             if func in casts:
@@ -436,6 +436,6 @@ def in_float64() -> None:
             return func(*map(wide, args), **given)
 
     torch.set_default_dtype(torch.float64)
-    Wide().__enter__()
+    InFloat64().__enter__()
     begin = torch.autocast.__init__
     torch.autocast.__init__ = lambda self, device, *_, **more: begin(self, device, **more | {"enabled": False})

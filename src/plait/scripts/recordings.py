@@ -17,7 +17,7 @@ Stored = list[Any]
 """A stored tensor: its hash, dtype and shape."""
 
 
-class Start(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
+class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
     """A process before its first forward pass that trains."""
 
     rank: int
@@ -76,7 +76,7 @@ class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
     order: list[list[Any]]
 
 
-_DECODER = msgspec.json.Decoder(Start | ReadBatch | OptimizerStep | PassOrder)
+_DECODER = msgspec.json.Decoder(ProcessStart | ReadBatch | OptimizerStep | PassOrder)
 _KEY = tuple[int, int]
 
 
@@ -84,7 +84,7 @@ _KEY = tuple[int, int]
 class Recording:
     """Of one process that trained."""
 
-    start: Start
+    start: ProcessStart
     batches: tuple[ReadBatch, ...]
     own: tuple[ReadBatch, ...]
     steps: tuple[OptimizerStep, ...]
@@ -150,14 +150,14 @@ def recordings(folder: Path) -> tuple[Recording, ...]:
     return tuple(sorted((each for each in found if each is not None), key=lambda each: each.rank))
 
 
-def _events(path: Path) -> Iterator[Start | ReadBatch | OptimizerStep | PassOrder]:
+def _events(path: Path) -> Iterator[ProcessStart | ReadBatch | OptimizerStep | PassOrder]:
     with contextlib.suppress(msgspec.DecodeError):  # torn: the process was ended
         yield from map(_DECODER.decode, path.read_bytes().splitlines())
 
 
 def _recording(events: Sequence[Any]) -> Recording | None:
     of = lambda kind: tuple(each for each in events if isinstance(each, kind))  # noqa: E731
-    starts, steps, batches = of(Start), tuple(each for each in of(OptimizerStep) if each.complete), of(ReadBatch)
+    starts, steps, batches = of(ProcessStart), tuple(each for each in of(OptimizerStep) if each.complete), of(ReadBatch)
     if not starts or not steps:
         return None
     read, own = (tuple(each for each in batches if each.own is kind) for kind in (False, True))
