@@ -84,13 +84,13 @@ def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
 def test_what_is_wrong_with_rows(mine: list[dict], other: list[dict], code: str | None, tmp_path: Path) -> None:
     readers = two(tmp_path, mine, other)
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "efgh" if code == "E024" else "")], 0, 1, [0, 7])
-    assert next((each for each, _ in faults(readers, reference)), None) == code
+    assert next((each.code for each in faults(readers, reference)), None) == code
 
 
 def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("ab"), step(1), order("ab", "ea")], [batch("cd"), step(1), order("cd", "fb")])
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "ef")], 0, 1, [0, 7])
-    assert coverage(readers, reference)[:2] == (2, 0)
+    assert (coverage(readers, reference).twice, coverage(readers, reference).never) == (2, 0)
     assert not [*faults(readers, reference)]
 
 
@@ -98,7 +98,7 @@ def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
     events = [batch("ab"), step(1), batch("ab", 1), step(2, epoch=1), order("ab", "cd"), order("ab", "cd", epoch=1)]
     own = [batch("ab"), step(1), batch("da", 1), step(2, epoch=1), order("ab", "cd"), order("da", "bc", epoch=1)]
     reference = recorded(tmp_path, [*own, order("", epoch=8)], 0, 1, [0, 7])
-    assert [code for code, _ in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
+    assert [each.code for each in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
 
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from plait.scripts.numbers import BothSides, StepDifference
-from plait.scripts.recordings import Recording
-from plait.scripts.rows import Readers, faults
+from plait.scripts.recordings import Recording, unlike
+from plait.scripts.rows import Cause, Readers, faults
 
 AGREES = 1e-3
 """How far a number that explains a difference may be from it, relative."""
@@ -58,8 +58,6 @@ FIXES = {
     "E036": ("give the ranks of a tensor-parallel group the same rows: DistributedSampler(dataset, num_replicas=DP, rank=DP_RANK)",),
 }
 """What to change, by the code of the cause."""
-Told = Iterator[tuple[str, str]]
-"""Causes: a code of `plait help`, and a sentence with the script's own numbers."""
 
 
 @dataclass(frozen=True)
@@ -75,44 +73,44 @@ class Case:
         return self.sides.candidate[0]
 
 
-def cause_of(case: Case) -> tuple[str, str]:
+def cause_of(case: Case) -> Cause:
     """The cause of a difference: the first that can be shown."""
     for find in (_rows, _starts, _settings, _gradients, _buffers):
         if (found := next(find(case), None)) is not None:
             return found
-    return "E020", "unknown: none of the known mistakes gives these numbers"
+    return Cause("E020", "unknown: none of the known mistakes gives these numbers")
 
 
 def _several(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _rows(case: Case) -> Told:
+def _rows(case: Case) -> Iterator[Cause]:
     return faults(case.readers, case.sides.reference)
 
 
-def _starts(case: Case) -> Told:
+def _starts(case: Case) -> Iterator[Cause]:
     ranks = case.sides.candidate
     if len(ranks) > 1 and all(each.start.world == 1 for each in ranks):
-        yield "E021", f"{len(ranks)} processes trained, and none joined the others"
+        yield Cause("E021", f"{len(ranks)} processes trained, and none joined the others")
     for each in ranks[1:]:
         if names := each.other_start(ranks[0]):
-            yield "E026", f"{_several(names)} of the parameters begin with other values on rank {each.rank} than on rank 0"
+            yield Cause("E026", f"{_several(names)} of the parameters begin with other values on rank {each.rank} than on rank 0")
 
 
-def _settings(case: Case) -> Told:
+def _settings(case: Case) -> Iterator[Cause]:
     for each in case.sides.compared:
         mine, other, when = each.candidate, each.reference, f"in step {each.number}"
         if mine.kind != other.kind:
-            yield "E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}"
+            yield Cause("E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}")
         if len(mine.lr) != len(other.lr) or any(abs(a - b) > 1e-6 * abs(b) for a, b in zip(mine.lr, other.lr)):
-            yield "E027", f"{when} the learning rate is {mine.lr[0]:.6g}, the reference's {other.lr[0]:.6g}{_pace(case, each)}"
+            yield Cause("E027", f"{when} the learning rate is {mine.lr[0]:.6g}, the reference's {other.lr[0]:.6g}{_pace(case, each)}")
         if left := sorted(set(other.weights) - set(mine.weights)):
-            yield "E029", f"{_several(left)} of the parameters are not in the optimizer"
+            yield Cause("E029", f"{_several(left)} of the parameters are not in the optimizer")
         if names := [name for name in other.decay if mine.decay.get(name) != other.decay[name]]:
-            yield "E028", f"weight decay of {names[0]} is {mine.decay.get(names[0]):.6g}, the reference's {other.decay[names[0]]:.6g}"
+            yield Cause("E028", f"weight decay of {names[0]} is {mine.decay.get(names[0]):.6g}, the reference's {other.decay[names[0]]:.6g}")
         if left := sorted(set(mine.without) - set(other.without)):
-            yield "E029", f"{when} {_several(left)} of the parameters have no gradient, as they have in the reference"
+            yield Cause("E029", f"{when} {_several(left)} of the parameters have no gradient, as they have in the reference")
 
 
 def _pace(case: Case, each: StepDifference) -> str:
@@ -123,7 +121,7 @@ def _pace(case: Case, each: StepDifference) -> str:
     return f", which has this one in its step {rates.index(each.candidate.lr) + 1}"
 
 
-def _gradients(case: Case) -> Told:
+def _gradients(case: Case) -> Iterator[Cause]:
     if case.first is None:
         return
     wrong = [point for point in ("after", "gradients", "applied") if case.first.wrong(point)]
@@ -135,7 +133,7 @@ def _gradients(case: Case) -> Told:
         yield from find(case, case.first)
 
 
-def _tokens(case: Case, step: StepDifference) -> Told:
+def _tokens(case: Case, step: StepDifference) -> Iterator[Cause]:
     """A mean of means: the weights of the losses that give the reference's loss say of what."""
     used = [each.used[step.number - 1] for each in case.readers.distinct if step.number <= len(each.used)]
     losses = [each.rounds[step.number - 1][0].losses for each in case.readers.distinct]
@@ -150,7 +148,7 @@ def _tokens(case: Case, step: StepDifference) -> Told:
             for factor in {1.0, float(micros)}:
                 if abs(weighted / factor - right) < 2e-6 * abs(right) < abs(plain / factor - right):
                     told = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {plain / factor:.7g}: {counts}"
-                    yield "E030", f"a mean over unequal numbers of tokens {name}; {told}"
+                    yield Cause("E030", f"a mean over unequal numbers of tokens {name}; {told}")
 
 
 def _weightings(counts: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -182,7 +180,7 @@ def _one(found: Sequence[float | None]) -> float | None:
     return numbers[0] if is_one and abs(numbers[0] - 1) > AGREES else None
 
 
-def _scaled(case: Case, step: StepDifference) -> Told:
+def _scaled(case: Case, step: StepDifference) -> Iterator[Cause]:
     factor = _one([*_ratios(case, step, "gradients").values()])
     if factor is None:
         return
@@ -192,19 +190,19 @@ def _scaled(case: Case, step: StepDifference) -> Told:
         micros: ", the number of micro-batches: the loss is not divided by it", 1 / micros: ", one over the number of micro-batches: divided twice",
     }  # fmt: skip
     told = next((told for n, told in known.items() if abs(factor / n - 1) < AGREES), "")
-    yield "E031", f"every gradient is {factor:.5g} times the reference's{told}"
+    yield Cause("E031", f"every gradient is {factor:.5g} times the reference's{told}")
 
 
-def _some_scaled(case: Case, step: StepDifference) -> Told:
+def _some_scaled(case: Case, step: StepDifference) -> Iterator[Cause]:
     point = next(point for point in ("gradients", "applied") if step.wrong(point))
     wrong, found = set(step.wrong(point)), _ratios(case, step, point)
     factor = _one([found[name] for name in found if name in wrong])
     if factor is not None and any(name not in wrong for name in found):
         names = sorted(wrong & found.keys())
-        yield "E032", f"{_several(names)} of {len(found)} gradients are {factor:.5g} times the reference's, the others are right"
+        yield Cause("E032", f"{_several(names)} of {len(found)} gradients are {factor:.5g} times the reference's, the others are right")
 
 
-def _not_averaged(case: Case, step: StepDifference) -> Told:
+def _not_averaged(case: Case, step: StepDifference) -> Iterator[Cause]:
     """Ranks' own gradients, of which the mean is the reference's."""
     steps = [s for each in case.sides.candidate for s in each.steps if (s.step, s.optimizer) == (step.number, step.candidate.optimizer)]
     known, expected = [case.sides.read(s.gradients) for s in steps], case.sides.read(step.reference.gradients)
@@ -215,29 +213,29 @@ def _not_averaged(case: Case, step: StepDifference) -> Told:
             return
     if names:
         which = "no gradient is" if len(names) == len(expected) else f"{_several(names)} of {len(expected)} gradients are not"
-        yield "E034", f"{which} averaged over the ranks: each rank has its own, and their mean is the reference's"
+        yield Cause("E034", f"{which} averaged over the ranks: each rank has its own, and their mean is the reference's")
 
 
-def _statistics(case: Case, step: StepDifference) -> Told:
+def _statistics(case: Case, step: StepDifference) -> Iterator[Cause]:
     kinds = case.candidate.start.batch_norms
     if kinds and (step.wrong("buffers") or _unlike_buffers(case)):
         part = "rank" if len(case.readers.distinct) > 1 else "micro-batch"
-        yield "E035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows"
+        yield Cause("E035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows")
 
 
 def _unlike_buffers(case: Case) -> list[str]:
     first, *others = case.sides.candidate
-    return [name for name, t in first.steps[0].buffers.items() for each in others if each.steps[0].buffers.get(name, t) != t]
+    return [name for each in others for name in unlike(first.steps[0].buffers, each.steps[0].buffers)]
 
 
-def _buffers(case: Case) -> Told:
+def _buffers(case: Case) -> Iterator[Cause]:
     if names := _unlike_buffers(case):
-        yield "E035", f"buffer {names[0]} differs between ranks after step 1"
+        yield Cause("E035", f"buffer {names[0]} differs between ranks after step 1")
 
 
-def _clipped(case: Case, step: StepDifference) -> Told:
+def _clipped(case: Case, step: StepDifference) -> Iterator[Cause]:
     sides = (step.candidate, step.reference)
     norms = [sum(float(t.double().square().sum()) for t in case.sides.read(side.applied).values()) ** 0.5 for side in sides]
     factor = _one([*_ratios(case, step, "applied").values()])
     how = f"all by {factor:.5g}" if factor is not None else f"{len(step.wrong('applied'))} of {len(step.reference.applied)} by no single factor"
-    yield "E033", f"gradients agree after backward and differ as applied, {how}: their norm is {norms[0]:.5g}, the reference's {norms[1]:.5g}"
+    yield Cause("E033", f"gradients agree after backward and differ as applied, {how}: their norm is {norms[0]:.5g}, the reference's {norms[1]:.5g}")

@@ -20,7 +20,7 @@ from plait.scripts import rows
 from plait.scripts.causes import FIXES, Case, cause_of
 from plait.scripts.commands import ScriptCommand, run
 from plait.scripts.numbers import BothSides, moved_weights, probe
-from plait.scripts.recordings import Recording, StoredTensors
+from plait.scripts.recordings import Recording, StoredTensors, unlike
 from plait.scripts.rows import Readers
 from plait.scripts.values import stored
 
@@ -43,11 +43,11 @@ def prove(question: Question, show: Show = lambda side, done, total: None) -> Ve
         readers = Readers.of(candidate)
         if not readers.distinct:
             raise PlaitError(_unread())
-        sides, problem = _followed(question, folder, candidate, rows.replayed(readers), show)
-        if problem is not None and readers.distinct[0].loader >= 0:  # a dataset that draws random numbers: its rows are given as they are
-            sides, problem = _followed(question, folder, candidate, rows.replayed(readers, by_content=True), show)
-        if problem is not None:
-            raise PlaitError(problem)
+        replay = rows.replayed(readers)
+        sides = _followed(question, folder, readers, replay, show)
+        if "rows" in replay and rows.other_rows(readers, sides.reference) is not None:  # a dataset that draws: its rows are given as they are
+            sides = _followed(question, folder, readers, rows.replayed(readers, by_content=True), show)
+        _check_rows(readers, sides.reference)
         return _judged(question, sides, readers)
 
 
@@ -56,12 +56,10 @@ def _unread() -> Problem:
     return Problem("E006", "it cannot be seen which rows the candidate trained on", why=why, fix=("read batches from a torch.utils.data.DataLoader",))
 
 
-def _followed(
-    question: Question, folder: Path, candidate: tuple[Recording, ...], replay: dict[str, Any], show: Show
-) -> tuple[BothSides, Problem | None]:
-    """The reference's three runs on the candidate's rows and weights; a problem where it read others."""
+def _followed(question: Question, folder: Path, readers: Readers, replay: dict[str, Any], show: Show) -> BothSides:
+    """The reference's three runs on the candidate's rows and weights."""
+    candidate, tensors = readers.all, folder / "tensors"
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
-    tensors = folder / "tensors"
     commands = dict[Path, ScriptCommand]()
     for times in (0.0, 1.0, TIMES):
         place = folder / f"{''.join(replay)}-{times:.0f}"
@@ -72,16 +70,17 @@ def _followed(
         commands[place] = replace(question.reference, steps=len(candidate[0].rounds), replay=path)
     runs = run(commands, show)
     _check(runs[0], candidate)
-    sides = BothSides(candidate, runs[0][0], (runs[1][0], runs[2][0]), tensors, question.candidate.float64)
-    readers = Readers.of(candidate)
-    other = rows.other_rows(readers, sides.reference)
-    if other is None:
-        return sides, None
-    if readers.distinct[0].loader < 0 and readers.alike:
-        return sides, None  # judged as rows
-    why = "the same indices give other rows: the dataset draws random numbers" if replay else "no DataLoader gave them, so they cannot be replayed"
+    return BothSides(candidate, runs[0][0], (runs[1][0], runs[2][0]), tensors, question.candidate.float64)
+
+
+def _check_rows(readers: Readers, reference: Recording) -> None:
+    """E006: the reference read other rows, which no loader gave or which no loader can give again. Ranks that are alike are judged as rows."""
+    of_loader, other = readers.distinct[0].loader >= 0, rows.other_rows(readers, reference)
+    if other is None or (readers.alike and not of_loader):
+        return
+    why = "the same indices give other rows: the dataset draws random numbers" if of_loader else "no DataLoader gave them, so they cannot be replayed"
     fix = ("read batches from a torch.utils.data.DataLoader", "turn augmentation off for the comparison")
-    return sides, Problem("E006", f"the reference read other rows in step {other + 1} than the candidate", why=why, fix=fix)
+    raise PlaitError(Problem("E006", f"the reference read other rows in step {other + 1} than the candidate", why=why, fix=fix))
 
 
 def _check(reference: tuple[Recording, ...], candidate: tuple[Recording, ...]) -> None:
@@ -107,7 +106,7 @@ def _check(reference: tuple[Recording, ...], candidate: tuple[Recording, ...]) -
 
 def _judged(question: Question, sides: BothSides, readers: Readers) -> Verdict:
     compared = sides.compared
-    weights, wrong_rows = probe("U", "weights", compared, "weights"), [text for _, text in rows.faults(readers, sides.reference)]
+    weights, wrong_rows = probe("U", "weights", compared, "weights"), [each.text for each in rows.faults(readers, sides.reference)]
     probes = (
         Probe("D", "rows, every step and epoch", float(len(wrong_rows)), 0, detail="; ".join(wrong_rows)), _starts(sides), _settings(sides),
         probe("A", "gradients after backward", compared, "after"),
@@ -120,13 +119,14 @@ def _judged(question: Question, sides: BothSides, readers: Readers) -> Verdict:
     if verdict.equal:
         return verdict
     wrong = [each for each in compared if each.wrong("gradients") or each.wrong("applied")]
-    code, text = cause_of(Case(sides, readers, wrong[0] if wrong else None))
-    if code == "E020" and any(step.drew for each in (*sides.candidate, sides.reference) for step in each.steps):
+    cause = cause_of(Case(sides, readers, wrong[0] if wrong else None))
+    if cause.code == "E020" and any(step.drew for each in (*sides.candidate, sides.reference) for step in each.steps):
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         fix = ("turn them off for the comparison", "or make them from the row's index")
         raise PlaitError(Problem("E008", "the script draws random numbers that the reference cannot draw too", why=why, fix=fix))
-    without_effect = f", {WITHOUT_EFFECT}" * (code in ("E031", "E033") and weights.equal)
-    return replace(verdict, code=code, cause=text + without_effect, problems=(Problem(code, text, fix=FIXES[code]),))
+    without_effect = f", {WITHOUT_EFFECT}" * (cause.code in ("E031", "E033") and weights.equal)
+    problem = Problem(cause.code, cause.text, fix=FIXES[cause.code])
+    return replace(verdict, code=cause.code, cause=cause.text + without_effect, problems=(problem,))
 
 
 def _settings(sides: BothSides) -> Probe:
@@ -153,7 +153,7 @@ def _alike(sides: BothSides) -> Probe:
         for each in ranks[1:]:
             for mine, other in zip(ranks[0].rounds[k], each.rounds[k] if k < len(each.rounds) else ()):
                 both = ({**mine.weights, **mine.buffers}, {**other.weights, **other.buffers})
-                if names := [name for name, t in both[0].items() if both[1].get(name, t) != t]:
+                if names := unlike(*both):
                     return Probe("R", "ranks alike, bit for bit", float(len(names)), 0, names[0], f"it differs on rank {each.rank} from step {k + 1}")
     return Probe("R", "ranks alike, bit for bit", tolerance=0)
 

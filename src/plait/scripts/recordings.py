@@ -17,6 +17,11 @@ Stored = list[Any]
 """A stored tensor: its hash, dtype and shape."""
 
 
+def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:
+    """The names in both of tensors that are not the same, bit for bit."""
+    return [name for name, t in first.items() if other.get(name, t) != t]
+
+
 class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
     """A process before its first forward pass that trains."""
 
@@ -96,7 +101,7 @@ class Recording:
 
     def other_start(self, first: "Recording") -> list[str]:
         """The parameters that begin with other values than on another rank."""
-        return [name for name in first.start.trainable if self.start.weights.get(name, first.start.weights[name]) != first.start.weights[name]]
+        return [name for name in unlike(first.start.weights, self.start.weights) if name in first.start.trainable]
 
     @cached_property
     def rounds(self) -> tuple[tuple[OptimizerStep, ...], ...]:

@@ -14,6 +14,23 @@ from plait.scripts.recordings import ReadBatch, Recording
 
 
 @dataclass(frozen=True)
+class Cause:
+    """Why both sides differ: a code of `plait help`, and a sentence with the script's own numbers."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Rows of the first epoch: how many are read twice, how many never, and how many of each the end of an epoch explains."""
+
+    twice: int = 0
+    never: int = 0
+    explained: int = 0
+
+
+@dataclass(frozen=True)
 class Readers:
     """The ranks whose batches count: one of each group that shares its rows, of those that read any."""
 
@@ -80,21 +97,21 @@ def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
     return {"contents": contents}
 
 
-def faults(readers: Readers, reference: Recording) -> Iterator[tuple[str, str]]:
-    """What is wrong with the rows: codes of `plait help`, and sentences."""
+def faults(readers: Readers, reference: Recording) -> Iterator[Cause]:
+    """What is wrong with the rows."""
     ranks, read, own = len(readers.all), len(readers.hashes(0)), own_batch(reference)
     if own and read != own:
         unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
         if readers.alike:
-            yield "E022", f"all {ranks} ranks read the same rows: {unlike}"
-        yield ("E021", f"one process ran: {unlike}") if ranks == 1 else ("E025", unlike)
+            yield Cause("E022", f"all {ranks} ranks read the same rows: {unlike}")
+        yield Cause("E021", f"one process ran: {unlike}") if ranks == 1 else Cause("E025", unlike)
     if readers.unlike:
-        yield "E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism"
+        yield Cause("E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism")
     if same_order(readers, reference):
-        yield "E023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes"
-    twice, never, allowed = coverage(readers, reference)
-    if max(twice, never) > allowed and not readers.alike:
-        yield "E024", f"in epoch 1 the ranks read {twice} rows twice and {never} never"
+        yield Cause("E023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes")
+    found = coverage(readers, reference)
+    if max(found.twice, found.never) > found.explained and not readers.alike:
+        yield Cause("E024", f"in epoch 1 the ranks read {found.twice} rows twice and {found.never} never")
 
 
 def own_batch(reference: Recording) -> int:
@@ -115,22 +132,23 @@ def same_order(readers: Readers, reference: Recording) -> bool:
     return repeats(mine) and not repeats(theirs)
 
 
-def coverage(readers: Readers, reference: Recording) -> tuple[int, int, int]:
-    """(rows of the first epoch read twice, rows never read, how many of each the end of an epoch explains)."""
+def coverage(readers: Readers, reference: Recording) -> Coverage:
+    """How often the rows of the first epoch are read."""
     if not readers.distinct[0].passes or not reference.passes:
-        return 0, 0, 0
+        return Coverage()
     counts = Counter(str(i) for each in readers.distinct for i in each.passes[0])
     own = Counter(str(i) for i in reference.passes[0])
     twice = sum(max(0, count - own.get(i, 0)) for i, count in counts.items())
     never = sum(max(0, count - counts.get(i, 0)) for i, count in own.items())
-    return twice, never, max(len(readers.hashes(0)), 1) - 1
+    return Coverage(twice, never, max(len(readers.hashes(0)), 1) - 1)
 
 
 def notes(readers: Readers, reference: Recording) -> list[str]:
     """What is no difference, and worth knowing."""
-    twice, never, _ = coverage(readers, reference)
-    found = [f"the end of an epoch is filled with {twice} rows that are read twice (DistributedSampler, Accelerate's even_batches)"] * bool(twice)
-    found += [f"the last {never} rows of an epoch are left out"] * bool(never)
+    read = coverage(readers, reference)
+    filled = f"the end of an epoch is filled with {read.twice} rows that are read twice (DistributedSampler, Accelerate's even_batches)"
+    found = [filled] * bool(read.twice)
+    found += [f"the last {read.never} rows of an epoch are left out"] * bool(read.never)
     if readers.alike:
         found.append(f"all {len(readers.all)} ranks read the same rows, and nothing of the model is split: each does the work of all")
     return found
