@@ -75,7 +75,7 @@ class Case:
 
 def cause_of(case: Case) -> Cause:
     """The cause of a difference: the first that can be shown."""
-    for find in (_rows, _starts, _settings, _gradients, _buffers):
+    for find in (_rows, _starts, _settings, _gradients, _differing_buffers):
         if (found := next(find(case), None)) is not None:
             return found
     return Cause("E020", "unknown: none of the known mistakes gives these numbers")
@@ -228,7 +228,7 @@ def _unlike_buffers(case: Case) -> list[str]:
     return [name for each in others for name in unlike(first.steps[0].buffers, each.steps[0].buffers)]
 
 
-def _buffers(case: Case) -> Iterator[Cause]:
+def _differing_buffers(case: Case) -> Iterator[Cause]:
     if names := _unlike_buffers(case):
         yield Cause("E035", f"buffer {names[0]} differs between ranks after step 1")
 
