@@ -59,9 +59,9 @@ SLOWDOWNS = (
     Slowdown("uneven stages", "uneven stages", "--plan 'pp=2 microbatches=8'", "--job.uneven=1"),
     Slowdown("synchronous save", "checkpoint", "--plan dp=2 --job.width=1024 --save-every 1", advised=True),
     Slowdown("too many micro-batches", "too many micro-batches", "--plan 'dp=1 microbatches=16' --job.each=0 --job.depth=24", advised=True),
-    Slowdown("tp over the slow link", "tp over a slow link", "--plan tp=2 --job.latency=0.01 --job.each=0.001", advised=True),
+    Slowdown("tp over the slow link", "tp over a slow link", "--plan tp=2 --job.latency=0.01 --job.each=0 --job.width=512 --batch 64", advised=True),
     Slowdown("Python in the step", "Python", f"--plan dp=2 --callbacks {FILE}:callbacks", advised=True),
-    Slowdown("no overlap", "no overlap", "--plan dp=2 --job.width=1024 --job.rate=1e8 --job.each=0.006", "--job.scaled=1"),
+    Slowdown("no overlap", "no overlap", "--plan dp=2 --job.width=1024 --job.depth=8 --job.rate=1e8 --job.each=0.006", "--job.scaled=1"),
     Slowdown("recompute where memory is free", "recompute", "--plan 'dp=2 recompute=full'", advised=True),
 )
 
@@ -118,13 +118,14 @@ class Layer(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
         self.each, self.late = each, late
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, up: Tensor | None = None, down: Tensor | None = None) -> Tensor:
         ranks = dist.group.WORLD  # None where the model is analyzed
-        seconds = 0.0 if ranks is None else self.each * len(x) * (1 + self.late * (ranks.rank() == 1))
+        part = self.up.weight.numel() / x.shape[-1] ** 2  # of the layer on this rank
+        seconds = 0.0 if ranks is None else self.each * part * len(x) * (1 + self.late * (ranks.rank() == 1))
         time.sleep(seconds)
         normed = self.norm(x)
-        made = self.up(normed) if weight is None else nn.functional.linear(normed, weight, self.up.bias)
-        made = self.down(torch.tanh(made))
+        made = torch.tanh(self.up(normed) if up is None else nn.functional.linear(normed, up, self.up.bias))
+        made = self.down(made) if down is None else nn.functional.linear(made, down, self.down.bias)
         if made.requires_grad and seconds:
             made.register_hook(lambda gradient: time.sleep(2 * seconds))
         return x + made
@@ -138,9 +139,9 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = [self.scale * layer.up.weight for layer in self.layers] if self.scaled else [None for _ in self.layers]
-        for layer, weight in zip(self.layers, weights):
-            x = layer(x, weight)
+        weights = [[self.scale * w for w in (layer.up.weight, layer.down.weight)] if self.scaled else [] for layer in self.layers]
+        for layer, scaled in zip(self.layers, weights):
+            x = layer(x, *scaled)
         return self.head(x).squeeze(-1) * (1 if self.scaled else self.scale)
 
 

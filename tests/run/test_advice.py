@@ -73,10 +73,14 @@ def test_other_plans_and_batches_save_what_the_planner_predicts() -> None:
     own = {"compute": 0.5, "fixed": 0.1}
     fewer = Alternative("micro-batches", "dp=1", 32, own | {"compute": 0.2})
     said = first(split_of({}), "dp=1 microbatches=4", predicted=own, others=(fewer,))
-    assert said.cause == "too many micro-batches" and said.gain == pytest.approx(0.3)
+    assert said.cause == "too many micro-batches" and said.gain == pytest.approx(1 - 0.3 / 0.6), "half of what computing was measured to take"
     larger = Alternative("batch", "dp=1", 64, own | {"compute": 0.6})
     said = first(split_of({}), "dp=1", predicted=own, others=(larger,))
-    assert said.cause == "small batch" and said.gain == pytest.approx(0.25) and "--batch=64" in said.command
+    assert said.cause == "small batch" and said.gain == pytest.approx(1 - 0.35 / 0.6) and "--batch=64" in said.command
+    around = first(split_of({"Python": 0.5, "data": 0.1}), "dp=1", predicted={"compute": 0.4}, others=(replace(larger, parts={"compute": 0.8}),))
+    assert [around.cause, around.gain] == ["Python", 0.5], "computing and loading a sample take as long in a larger batch"
+    unknown = first(split_of({}), "dp=1", predicted={"compute": 0.1}, others=(replace(larger, parts={"compute": 0.1}),))
+    assert unknown.gain == pytest.approx(2 * 0.1 * 0.5), "of 1 s no more than twice the predicted 0.1 s is known to be saved"
 
 
 def test_a_slow_link_of_tp_is_left_by_another_plan() -> None:
@@ -130,6 +134,8 @@ def test_try_prints_predicted_and_measured_gains(tmp_path: Path, capsys: pytest.
     assert [(a["gain"], a["measured"], a["note"]) for a in found] == [
         (0.5, 0.75, ""), (0.4, None, "cannot be tried by a run here"), (0.3, None, "failed: P001 no"),
     ]  # fmt: skip
+    page = (run / "report.html").read_text()
+    assert "measured: −75 %" in page and "With --try: cannot be tried by a run here." in page
     assert [(o.plan, o.save_every) for o in seen[:4]] == [("dp=1", 1), (None, 9), ("dp=7", 100), ("dp=1", 1)], "they take turns"
     assert main(["report", str(run), "--try", "1"]) == 0
     assert any(line.split()[:2] == ["50", "%"] and "75 %" in line for line in capsys.readouterr().out.splitlines())

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from plait.planner.question import PlanRequest
     from plait.planner.search import SearchSpace
 
-SENT, COMPUTED = ("tensor", "gradients"), ("compute", "recompute", "optimizer", "fixed")
+SENT, COMPUTED = ("tensor", "gradients"), ("compute", "recompute", "optimizer", "fixed", "bubble")
 """Parts of a prediction."""
+COMPUTING, AROUND = ("computing", "gradients", "optimizer", "bubble"), ("Python", "checkpoint", "other")
+"""Parts of a measured step."""
 OVER_TP = "tp over a slow link"
+KNOWN = 2.0
+"""Times the predicted seconds of computing: what a step takes beyond them is work that the planner does not know, which each sample needs."""
 LARGER = (2, 4)
 """Times the batch."""
 
@@ -63,21 +67,29 @@ def _variants(plan: Plan, batch: int) -> Iterator[tuple[str, Plan, int]]:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A run's step: its measured seconds, those of communication by axes after all ranks have arrived, and the parts that were predicted of it."""
+    """A run's step of `batch` samples: measured seconds by the parts of its split, those of communication by axes after all ranks have arrived,
+    and the seconds that were predicted of it, by what they are spent on."""
 
     plan: Plan
     batch: int
-    seconds: float
+    measured: Mapping[str, float]
     sent: Mapping[str, float]
     predicted: Mapping[str, float]
 
+    @property
+    def seconds(self) -> float:
+        return sum(self.measured.values())
+
     def saved(self, other: Alternative) -> float:
-        """The part of a step that another plan or batch saves, per sample: what the planner predicts to save; of another plan's communication,
-        as many times more as the run's link is slower than predicted."""
-        own, times = self.predicted, other.batch / self.batch
-        computed, sent = (_sum(other.parts, names) / times - _sum(own, names) for names in ((*COMPUTED, "bubble"), SENT))
-        slower = sum(self.sent.values()) / _sum(own, SENT) if _sum(own, SENT) and other.change == "plan" else 1.0
-        return -(computed + sent * max(1.0, slower)) / self.seconds
+        """The part of a step that another plan or batch saves, per sample. Measured communication and known computing change as the planner's
+        predictions do; what surrounds a step's passes does not depend on the number of samples."""
+        times = other.batch / self.batch
+        saved = _sum(self.measured, AROUND) * (1 - 1 / times)
+        known = min(_sum(self.measured, COMPUTING), KNOWN * _sum(self.predicted, COMPUTED))
+        for names, took in ((COMPUTED, known), (SENT, sum(self.sent.values()))):
+            own, others = _sum(self.predicted, names), _sum(other.parts, names) / times
+            saved += took * (1 - others / own) if own else -others
+        return saved / self.seconds
 
 
 def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:

@@ -58,7 +58,7 @@ def advise(found: StepSplit, facts: RunFacts) -> list[Advice]:
     if not found.seconds:
         return []
     advice = [*_loader(found, facts), *_slow_rank(found, facts), *_overlap(found, facts), *_bubble(found, facts), *_rest(found, facts)]
-    costs = StepCosts(facts.plan, facts.batch, found.seconds, found.sent, facts.predicted)
+    costs = StepCosts(facts.plan, facts.batch, found.mean, found.sent, facts.predicted)
     for one in improvements(costs, facts.others):
         words = () if one.batch == facts.batch else (f"--batch={one.batch}", "--scale-lr=sqrt")
         advice.append(Advice(one.cause, one.what, one.why, one.gain, facts.train(*words, plan=one.plan)))

@@ -63,7 +63,7 @@ def figures(runs: Sequence[RunFiles], step: int | None = None, predict: Predict 
         notes.append(f"The runs are of {len(jobs)} different jobs ({', '.join(jobs)}): curves are overlaid, and scaling is not shown.")
     return {
         "plait": __version__, "runs": made, "head": _head(made[0]), "notes": list(dict.fromkeys(notes)),
-        "advice": [vars(a) for a in advise(splits[0], facts)],
+        "advice": [vars(a) | {"measured": None, "note": ""} for a in advise(splits[0], facts)],
         "curves": {name: [_curve(run, name) for run in runs] for name in CURVES},
         "marks": [{"run": i, **vars(mark)} for i, run in enumerate(runs) for mark in _some(run.marks)],
         "evaluations": _evaluations(runs), "timeline": shown, "memory": _memory(first, predicted[0]),
