@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WRONG = ("", "no-sampler", "no-epoch", "batch-norm", "accumulation", "by-hand-left-out", "other-seed", "no-group", "seeded-shuffle", "decay")
+WRONG = (
+    "", "no-sampler", "no-epoch", "batch-norm", "accumulation", "by-hand-left-out", "other-seed", "no-group", "seeded-shuffle", "decay", "left-out",
+)  # fmt: skip
 options = argparse.ArgumentParser()
 options.add_argument("--batch-size", type=int, default=16)
 options.add_argument("--accumulation", type=int, default=1)
@@ -43,7 +45,7 @@ model = nn.Sequential(nn.Linear(6, 24), norm, nn.GELU(), nn.Dropout(0.2), nn.Lin
 by_hand = given.wrong in ("by-hand-left-out", "other-seed")
 wrapped = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() and not by_hand else model
 no_decay = [p for name, p in wrapped.named_parameters() if name.startswith("0.")] if given.wrong == "decay" else []
-others = [p for p in wrapped.parameters() if all(p is not each for each in no_decay)]
+others = [p for p in wrapped.parameters() if all(p is not each for each in no_decay)][: -1 if given.wrong == "left-out" else None]
 optimizer = torch.optim.AdamW([{"params": others}, {"params": no_decay, "weight_decay": 0.5}] if no_decay else others, lr=0.01)
 data = Points(points, targets)
 sampler = DistributedSampler(data) if dist.is_initialized() and given.wrong not in ("no-sampler", "seeded-shuffle") else None

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from plait.scripts import recorder, recordings, values
 from plait.scripts.recordings import Recording
-from plait.scripts.rows import Readers, coverage, faults, replayed
+from plait.scripts.rows import Readers, coverage, faults, notes, replayed
 
 
 def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int = 2, group: Sequence[int] = ()) -> Recording:
     """A recording of these events."""
     start = {"is": "start", "rank": rank, "world": world, "weights": {}, "trainable": [], "batch_norms": []}
-    start |= {"group": [*group] or [rank], "narrow": ""}
+    start |= {"group": [*group] or [rank]}
     folder = tmp_path / str(len([*tmp_path.iterdir()]))
     folder.mkdir()
     (folder / "1.jsonl").write_text("\n".join(map(json.dumps, [start, *events])) + '\n{"is": "st')
@@ -26,19 +26,21 @@ def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int =
 
 
 def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
-    return {"is": "batch", "loader": loader, "epoch": epoch, "rows": [*rows], "labels": None, "stored": {}, "shapes": [[2]]}
+    indices = [*map(ord, rows)]
+    return {"is": "batch", "source": f"{loader} {epoch}", "rows": [*rows], "indices": indices, "labels": None, "stored": {}, "shapes": [[2]]}
 
 
 def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loader: int = 0) -> dict:
     return {
         "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
-        "format": "float32", "lr": [0.1], "decay": {}, "without": [],
-        "loader": loader, "epoch": epoch, "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
+        "format": "float32", "lr": {}, "decay": {}, "without": [],
+        "source": f"{loader} {epoch}", "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 
 
-def order(*batches: str, epoch: int = 0) -> dict:
-    return {"is": "epoch", "loader": 0, "epoch": epoch, "order": [[ord(i) for i in each] for each in batches]}
+def order(*batches: str, epoch: int = 0, complete: bool = True) -> dict:
+    indices = [[ord(i) for i in each] for each in batches]
+    return {"is": "epoch", "source": f"0 {epoch}", "order": indices, "own": len(indices[0]), "complete": complete}
 
 
 def used(recording: Recording) -> list[list[str]]:
@@ -92,6 +94,24 @@ def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "ef")], 0, 1, [0, 7])
     assert (coverage(readers, reference).twice, coverage(readers, reference).never) == (2, 0)
     assert not [*faults(readers, reference)]
+
+
+def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
+    """Each of them is rank 0 to itself, and no ranks share layers."""
+    own = [recorded(tmp_path, [batch(rows), step(1), order(rows)], world=1) for rows in ("ab", "cd")]
+    assert Readers.of(tuple(own)).unlike == () and len(Readers.of(tuple(own)).distinct) == 2
+    assert Readers.of((own[0], own[0])).alike
+
+
+def test_rows_of_an_endless_sampler_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_INDICES", 100)
+    endless = recorder.Pass(recorder.RecordedLoader(0, None, {}), ([i, i + 1] for i in itertools.count()))
+    endless.draw_rest()
+    assert len(endless.order) == 50 and not endless.is_complete
+    mine = [batch("ab"), step(1), order("ab", "ab", "ab", complete=False)]
+    reference = recorded(tmp_path, [batch("ab"), step(1), order("ab", "cd", "ef", complete=False)], 0, 1)
+    readers = Readers.of((recorded(tmp_path, mine),))
+    assert not [*faults(readers, reference)] and "not counted" in notes(readers, reference)[0]
 
 
 def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ limit is the larger of what these runs show and the median of all tensors' limit
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,18 +15,28 @@ import torch
 from torch import Tensor
 
 from plait.proof.probes import TOLERANCE, Probe
-from plait.proof.rounding import TIMES, Key, StepResult, distances, limits, moved, rounding, wider
-from plait.scripts.recordings import OptimizerStep, Recording, Stored, StoredTensors
+from plait.proof.rounding import TIMES, Key, Noise, StepResult, distances, limits, rounding, wider
+from plait.scripts.recordings import OptimizerStep, Recording, Stored, StoredTensors, unlike
+from plait.scripts.rows import Readers
 
 POINTS = ("after", "gradients", "applied")
 """Where gradients are compared: as backward leaves them (in the first step), before clipping, and as the optimizer gets them."""
 
 
 @dataclass(frozen=True)
+class Drift:
+    """Tensors that a rank has otherwise than rank 0, bit for bit, from a step on."""
+
+    rank: int
+    step: int
+    names: list[str]
+
+
+@dataclass(frozen=True)
 class BothSides:
     """The recordings of both sides."""
 
-    candidate: tuple[Recording, ...]
+    readers: Readers
     reference: Recording
     moved: tuple[Recording, Recording]
     """The reference with weights moved by one rounding, and by many."""
@@ -34,34 +44,47 @@ class BothSides:
     float64: bool
 
     @property
+    def ranks(self) -> tuple[Recording, ...]:
+        """The candidate's."""
+        return self.readers.all
+
+    @cached_property
+    def all(self) -> tuple[Recording, ...]:
+        """The candidate's rank 0, and the runs of the reference."""
+        return (self.ranks[0], self.reference, *self.moved)
+
+    @property
     def steps(self) -> int:
         """Rounds that both sides made."""
-        return min(len(each.rounds) for each in (self.candidate[0], self.reference, *self.moved))
+        return min(len(each.rounds) for each in self.all)
 
     @cached_property
     def compared(self) -> tuple["StepDifference", ...]:
         """The differences of each optimizer's step, in order."""
         found = list[StepDifference]()
-        for k in range(self.steps):
-            sides = [{step.optimizer: step for step in each.rounds[k]} for each in (self.candidate[0], self.reference, *self.moved)]
-            for optimizer in sorted(set.intersection(*(set(side) for side in sides))):
+        for rounds in zip(*(each.rounds for each in self.all)):
+            sides = [{step.optimizer: step for step in steps} for steps in rounds]
+            for optimizer in sorted(set.intersection(*map(set, sides))):
                 found.append(self._difference([side[optimizer] for side in sides]))
         return tuple(found)
+
+    @property
+    def drifts(self) -> Iterator[Drift]:
+        """Where ranks have other weights or buffers after a step."""
+        for k, mine in enumerate(self.ranks[0].rounds[: self.steps]):
+            for rank in self.ranks[1:]:
+                for a, b in zip(mine, rank.rounds[k] if k < len(rank.rounds) else ()):
+                    if names := unlike({**a.weights, **a.buffers}, {**b.weights, **b.buffers}):
+                        yield Drift(rank.rank, k + 1, names)
 
     def _difference(self, steps: Sequence[OptimizerStep]) -> "StepDifference":
         found = dict[str, Differences]()
         for point in POINTS:
-            gradients: list[Mapping[str, Stored]] = [getattr(step, point) for step in steps]
-            found[point] = self._compared([StepResult({}, self.read(each), {}, {}) for each in gradients])
-        recordings = (self.candidate[0], self.reference, *self.moved)
-        after = [StepResult(self.read(self._start(each, step)), {}, self.read(step.weights), self.read(_grouped(step.buffers)))
-                 for each, step in zip(recordings, steps)]  # fmt: skip
+            found[point] = self._compared([StepResult({}, self.read(getattr(step, point)), {}, {}) for step in steps])
+        after = [StepResult(self.read(_start(each, step)), {}, self.read(step.weights), self.read(_grouped(step.buffers)))
+                 for each, step in zip(self.all, steps)]  # fmt: skip
         found |= {"weights": self._compared(after, "weight"), "buffers": self._compared(after, "state")}
         return StepDifference(steps[0].step, steps[0], steps[1], found)
-
-    def _start(self, recording: Recording, step: OptimizerStep) -> Mapping[str, Stored]:
-        before = [each for each in recording.steps if each.optimizer == step.optimizer and each.step < step.step]
-        return before[-1].weights if before else {name: t for name, t in recording.start.weights.items() if name in step.weights}
 
     def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> "Differences":
         candidate, base, small, large = results
@@ -77,6 +100,11 @@ class BothSides:
         return StoredTensors(self.tensors, stored)
 
 
+def _start(recording: Recording, step: OptimizerStep) -> Mapping[str, Stored]:
+    before = [each for each in recording.steps if each.optimizer == step.optimizer and each.step < step.step]
+    return before[-1].weights if before else {name: t for name, t in recording.start.weights.items() if name in step.weights}
+
+
 def _grouped(buffers: Mapping[str, Stored]) -> dict[str, Stored]:
     """Buffers as optimizer state is named: those of one name are judged at one scale."""
     return {f"{name.rpartition('.')[0]}|{name.rpartition('.')[2]}": t for name, t in buffers.items()}
@@ -90,23 +118,19 @@ class Differences:
     limit: Mapping[Key, float]
 
     @cached_property
+    def times(self) -> dict[Key, float]:
+        """How many times as far away as it may be each tensor is."""
+        return {key: off / self.limit[key] if math.isfinite(off) else math.inf for key, off in self.off.items()}
+
+    @cached_property
     def wrong(self) -> tuple[str, ...]:
         """The tensors that are farther away than rounding takes them."""
-        return tuple(key[1] for key, off in self.off.items() if not off <= self.limit.get(key, math.inf))
+        return tuple(key[1] for key, times in self.times.items() if times > 1)
 
     @property
-    def worst(self) -> Key | None:
-        """The tensor that is farthest beyond its limit, or nearest to it."""
-        return max(self.off, key=lambda key: _times(self.off[key], self.limit.get(key, math.inf)), default=None)
-
-    @property
-    def times(self) -> float:
-        """How many times as far as its limit the worst tensor is."""
-        return _times(self.off[self.worst], self.limit.get(self.worst, math.inf)) if self.worst is not None else 0.0
-
-
-def _times(off: float, limit: float) -> float:
-    return math.inf if not math.isfinite(off) else off / limit if limit else 0.0
+    def most(self) -> float:
+        """How many times as far as it may be the worst tensor is."""
+        return max(self.times.values(), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -123,26 +147,19 @@ class StepDifference:
         return self.points[point].wrong
 
 
-def first_wrong(compared: Sequence[StepDifference], point: str) -> StepDifference | None:
-    """The first step in which a point differs."""
-    return next((each for each in compared if each.wrong(point)), None)
-
-
 def probe(code: str, title: str, compared: Sequence[StepDifference], point: str) -> Probe:
     """The comparison of a point over all steps: the first step that differs, else the tensor that came nearest to its limit."""
-    wrong = first_wrong(compared, point)
     seen = [each for each in compared if each.points[point].off]
-    shown = wrong or max(seen, key=lambda each: each.points[point].times, default=None)
-    if shown is None:
+    if not seen:
         return Probe(code, title)
+    shown = next((each for each in seen if each.wrong(point)), max(seen, key=lambda each: each.points[point].most))
     differences = shown.points[point]
-    worst = differences.worst
-    assert worst is not None
-    detail = f"step {shown.number}, {len(differences.wrong)} of {len(differences.off)} tensors" if wrong else ""
-    return Probe(code, title, differences.off[worst], differences.limit.get(worst, math.inf), worst[1].replace("|", ".").strip("."), detail)
+    worst = max(differences.times, key=lambda key: differences.times[key])
+    detail = f"step {shown.number}, {len(differences.wrong)} of {len(differences.off)} tensors"
+    return Probe(code, title, differences.off[worst], differences.limit[worst], worst[1].replace("|", ".").strip("."), detail)
 
 
 def moved_weights(tensors: StoredTensors, times: float, narrowest: str) -> dict[str, Tensor]:
     """First weights, each moved at random by up to so many roundings of its own format, or of the narrowest that computes."""
-    generator, least = torch.Generator().manual_seed(int(times)), rounding(getattr(torch, narrowest))
-    return {name: moved(t, times * max(least, rounding(t.dtype)), generator) if t.is_floating_point() else t for name, t in tensors.items()}
+    generator, noise = torch.Generator().manual_seed(int(times)), Noise(0, times, rounding(getattr(torch, narrowest)))
+    return {name: noise.operand(t, generator) for name, t in tensors.items()}

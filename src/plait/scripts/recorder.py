@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -30,6 +29,8 @@ from .values import Reference, filled, full, generators, hashes, is_split, label
 
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
+MOST_INDICES = 1 << 22
+"""Indices of a pass that are drawn at its end; which rows a longer one reads is not counted."""
 WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names under which a wrapper has its only child. They are no part of a parameter's name."""
 DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
@@ -45,10 +46,9 @@ def seams() -> tuple[Any, ...]:
 class Pass:
     """One pass of a loader: the script's own batches as indices, how many were read, and what the sampler has not drawn yet."""
 
-    def __init__(self, loader: "RecordedLoader"):
-        self.loader, self.number = loader, len(loader.passes)
-        self.order, self.read, self.rest = list[list[Any]](), 0, iter(())
-        self.key = f"{loader.number} {self.number}"
+    def __init__(self, loader: "RecordedLoader", own: Iterable[object] = ()):
+        self.loader, self.source = loader, f"{loader.number} {len(loader.passes)}"
+        self.order, self.rest, self.read, self.size, self.is_complete = list[list[Any]](), iter(own), 0, 0, False
         loader.passes.append(self)
 
     def draw(self) -> Iterator[Any]:
@@ -56,48 +56,57 @@ class Pass:
         for batch in self.rest:
             self.order.append([int(i) if hasattr(i, "__index__") else i for i in (batch if isinstance(batch, (list, tuple)) else [batch])])
             yield batch
+        self.is_complete = True
+
+    def draw_rest(self) -> None:
+        """Draw the rest of the order, of which nothing is loaded. A sampler may be endless."""
+        left = MOST_INDICES
+        for _ in self.draw():
+            left -= len(self.order[-1])
+            if left <= 0:
+                return
+
+    def recorded(self, rows: list[list[Any]]) -> Iterator[Any]:
+        """The recorded rows of each step, in batches of the script's own size."""
+        single = [not isinstance(batch, (list, tuple)) for batch in itertools.islice(self.draw(), 1)] == [True]
+        size = max(map(len, self.order), default=1)
+        for step in rows:
+            for start in range(0, len(step), size):
+                yield step[start] if single else step[start : start + size]
 
 
 class RecordedLoader:
-    """A loader that was iterated. `trains`: a loss was differentiated after one of its batches."""
+    """A loader that was iterated, and what it draws indices from in place of its own sampler.
 
-    def __init__(self, number: int, loader: object):
-        self.number, self.loader, self.passes, self.trains = number, loader, list[Pass](), False
+    `trains`: a loss was differentiated after one of its batches.
+    """
 
+    def __init__(self, number: int, loader: object, rows: dict[str, list[list[Any]]]):
+        self.number, self.loader, self.rows, self.own = number, loader, rows, list[object]()
+        self.passes, self.trains = list[Pass](), False
 
-class Indices:
-    """What a DataLoader draws indices from, in place of its own sampler."""
-
-    def __init__(self, recorder: "ScriptRecorder", loader: DataLoader[object], own: Collection[object]):
-        self.recorder, self.loader, self.own = recorder, loader, own
+    def drawing(self, own: Collection[object]) -> "RecordedLoader":
+        """This, for a sampler of the script."""
+        self.own = own
+        return self
 
     def __len__(self) -> int:
         return len(self.own)
 
     def __iter__(self) -> Iterator[Any]:
-        known = self.recorder.loader(self.loader)
-        known.passes = [each for each in known.passes if each.order]  # a loader with workers begins twice
-        began = Pass(known)
-        began.rest = iter(self.own)
-        rows = (self.recorder.replay.get("rows") or {}).get(began.key)
-        return began.draw() if rows is None else self.recorded(began, rows)
-
-    def recorded(self, began: Pass, rows: list[list[Any]]) -> Iterator[Any]:
-        """The recorded rows, in batches of the script's own size."""
-        single = [not isinstance(batch, (list, tuple)) for batch in began.draw()][:1] == [True]
-        size = max(map(len, began.order), default=1)
-        for step in rows:
-            for start in range(0, len(step), size):
-                yield step[start] if single else step[start : start + size]
+        self.passes = [each for each in self.passes if each.order]  # a loader with workers begins twice
+        began = Pass(self, self.own)
+        rows = self.rows.get(began.source)
+        return began.draw() if rows is None else began.recorded(rows)
 
 
 class ScriptRecorder:
     """The state of the recording in this process."""
 
     def __init__(self, settings: dict[str, Any]):
-        self.settings, self.watches, self.room = settings, bool(settings["watch"]), int(settings["room"])
+        self.settings, self.room = settings, int(settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
-        self.replay = dict[str, Any]()
+        self.replay = Event()
         if settings["replay"]:
             with open(settings["replay"], encoding="utf-8") as file:
                 self.replay = json.load(file)
@@ -161,32 +170,21 @@ class ScriptRecorder:
             weights = {name: self.store(t) for name, t in tensors.items()}
         every = [each for top in self.modules() for each in top.modules()]
         for each in every:
-            if not self.watches and isinstance(each, nn.RNNBase):
+            if isinstance(each, nn.RNNBase) and not self.settings["watch"]:
                 each.dropout = 0.0
-        distributed = torch.distributed
-        joined = distributed.is_available() and distributed.is_initialized()
-        rank = distributed.get_rank() if joined else 0
-        for dtype in {t.dtype for t in tensors.values()} | {vars(each).get("param_dtype") or torch.float64 for each in self.policies()}:
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+        policies = [vars(each) for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]  # of FSDP
+        for dtype in {t.dtype for t in tensors.values()} | {each.get(of) for each in policies for of in ("param_dtype", "reduce_dtype")} - {None}:
             self.seen(dtype)
-        trainable = [name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad]
-        norms = sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__})
         self.event(
-            "start", rank=rank, world=distributed.get_world_size() if joined else 1, weights=weights, trainable=trainable, batch_norms=norms,
-            group=sorted(self.group(rank)), narrow=self.narrow(tensors) if self.settings["float64"] else "",
+            "start", rank=rank, world=world, weights=weights, group=sorted(self.group(rank)),
+            trainable=[name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad],
+            batch_norms=sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__}),
         )  # fmt: skip
         if self.read is None:  # rows that come from no loader are seen where the model gets them
             self.inputs(arguments)
             module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
-
-    def policies(self) -> list[object]:
-        """FSDP's policies of number formats."""
-        return [each for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]
-
-    def narrow(self, tensors: dict[str, Tensor]) -> str:
-        """What computes in another format, though float64 was asked for."""
-        found = [str(each) for each in self.policies() if vars(each).get("param_dtype") or vars(each).get("reduce_dtype")]
-        found += [f"{name} is {t.dtype}" for name, t in tensors.items() if t.is_floating_point() and t.dtype != torch.float64]
-        return next(iter(found), "")
 
     def group(self, rank: int) -> set[int]:
         """Ranks that read the same rows as this one because they have parts of the same layers (tensor parallelism), by placements alone."""
@@ -210,46 +208,47 @@ class ScriptRecorder:
 
     def loader(self, loader: object) -> RecordedLoader:
         """What is known of a loader."""
-        return self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader))
+        return self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader, self.replay.get("rows", {})))
 
     def next(self, iterator: "_BaseDataLoaderIter", fetch: Callable[[Any], Any]) -> object:
         """The next batch of a loader, written down; ends the pass where enough of it was read."""
         source = iterator._index_sampler
-        known = self.loader(source.loader if isinstance(source, Indices) else iterator)
-        now = known.passes[-1] if known.passes else Pass(known)  # each iterator of a stream is a pass
-        if not self.watches and known.trains:
+        known = source if isinstance(source, RecordedLoader) else self.loader(iterator)  # each iterator of a stream is a pass
+        now = known.passes[-1] if known.passes else Pass(known)
+        if known.trains and not self.settings["watch"]:
             if self.round >= self.settings["steps"]:
                 self.finish()
             if not self.replay and self.per and now.read >= EPOCH_STEPS * self.per and now.read % self.per == 0:
-                [*now.draw()]  # the rest of the order, of which nothing is loaded
+                now.draw_rest()
                 raise StopIteration
-        contents = (self.replay.get("contents") or {}).get(now.key)
+        contents = self.replay.get("contents", {}).get(now.source)
         if contents is not None and now.read >= len(contents):
             raise StopIteration
         batch = fetch(iterator)
+        now.size = now.size or len(hashes(batch))
         if contents is not None:
-            self.event("batch", own=True, loader=known.number, epoch=now.number, rows=hashes(batch), labels=None, stored={}, shapes=[])
             rows = {name: [loaded(each, self.settings["tensors"]) for each in parts] for name, parts in contents[now.read].items()}
             batch = filled(batch, {name: torch.cat(parts) for name, parts in rows.items()})
         if self.settings["float64"]:
             batch = filled(batch, {name: t.double() for name, t in tree(batch) if t.is_floating_point()})
         self.read = now
-        self.batch(batch, known.number, now.number)
+        self.batch(batch, now.source, now.order[now.read] if now.read < len(now.order) else None)
         now.read += 1
         return batch
 
     def inputs(self, given: object) -> None:
         """Rows that the model gets, where no loader gives any."""
         if self.read is None and torch.is_grad_enabled():
-            self.batch(given, -1, 0)
+            self.batch(given)
 
-    def batch(self, batch: object, loader: int, epoch: int) -> None:
-        """Write a batch down."""
+    def batch(self, batch: object, source: str = "", indices: list[Any] | None = None) -> None:
+        """Write a batch down; `indices`: what the script's own sampler drew for it."""
         self.batches += 1
         leaves = dict(tree(batch))
-        kept = {name: self.store(t) for name, t in leaves.items() if not self.replay and not self.watches}
+        kept = {} if self.replay else {name: self.store(t) for name, t in leaves.items()}
+        known = indices if indices is not None and all(isinstance(i, (int, str)) for i in indices) else None
         shapes = [list(t.shape[1:]) for t in leaves.values()]
-        self.event("batch", loader=loader, epoch=epoch, rows=hashes(batch), labels=labels(leaves), stored=kept, shapes=shapes)
+        self.event("batch", source=source, rows=hashes(batch), indices=known, labels=labels(leaves), stored=kept, shapes=shapes)
         self.generators = generators()
 
     def seen(self, dtype: torch.dtype) -> None:
@@ -285,10 +284,10 @@ class ScriptRecorder:
         with_gradient = [p for _, p in groups if p.grad is not None]
         self.step = {
             "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "format": self.format,
-            "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
+            "lr": {self.name(p): float(group.get("lr") or 0) for group, p in groups},
             "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
             "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
-            "loader": self.read.loader.number if self.read else -1, "epoch": self.read.number if self.read else 0,
+            "source": self.read.source if self.read else "",
             "before": {self.name(p): self.before[id(p)] for p in with_gradient if id(p) in self.before},
             "applied": {self.name(p): self.store(p.grad) for p in with_gradient},
         }  # fmt: skip
@@ -301,7 +300,7 @@ class ScriptRecorder:
         buffers = {name: self.store(t) for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
         is_full = self.room < 0
         self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
-        if not self.watches and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
+        if not self.settings["watch"] and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
             self.finish()
 
     def finish(self, leave: bool = True) -> None:
@@ -309,9 +308,10 @@ class ScriptRecorder:
         if self.started and not self.is_finished:
             self.is_finished = True
             for each in (each for known in self.loaders.values() for each in known.passes):
-                if each.loader.trains and not self.watches:
-                    [*each.draw()]
-                self.event("epoch", loader=each.loader.number, epoch=each.number, order=each.order)
+                if each.loader.trains and not self.settings["watch"]:
+                    each.draw_rest()
+                own = len(each.order[0]) if each.order else each.size
+                self.event("epoch", source=each.source, order=each.order, own=own, complete=each.is_complete)
         if leave:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -343,9 +343,9 @@ def install(settings: dict[str, Any]) -> None:
         with open(os.path.join(settings["out"], "unsupported"), "w", encoding="utf-8") as file:
             file.write(f"torch {torch.__version__}: {error}")
         return
-    own = lambda self: indices(self) if self._dataset_kind == stream else Indices(recorder, self, indices(self))  # noqa: E731
+    own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self).drawing(indices(self))  # noqa: E731
     loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
-    if not recorder.watches:
+    if not settings["watch"]:
         without_dropout()
     if settings["float64"]:
         in_float64()
