@@ -1,13 +1,14 @@
 """Why a script trains another model: each cause is shown by what would have been right, else it is unknown."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from plait.config.errors import Problem, problem_of_page
 from plait.proof.probes import as_double, off
 from plait.scripts.numbers import BothSides, StepDifference
 from plait.scripts.recordings import unlike
-from plait.scripts.rows import Cause
 from plait.tensors.norm import several
 
 AGREES = 1e-3
@@ -16,39 +17,40 @@ RATE_AGREES = 1e-6
 """How far learning rates may be from each other, relative: a schedule may compute them in another order."""
 
 
-def cause_of(sides: BothSides, exact: Sequence[Cause]) -> Cause:
+def cause_of(sides: BothSides, exact: Sequence[Problem]) -> Problem:
     """The cause of a difference: the first that can be shown. `exact`: what is wrong with rows, first weights and settings."""
     first = next((each for each in sides.compared if each.wrong("gradients") or each.wrong("applied")), None)
     of_numbers = _gradients(sides, first) if first is not None else iter(())
-    unknown = Cause("E020", "unknown: none of the known mistakes gives these numbers")
-    return next((cause for causes in (exact, of_numbers, _buffers(sides)) for cause in causes), unknown)
+    of_buffers = (each for each in unlike_ranks(sides) if each.code != "E020")
+    unknown = problem_of_page("E020", "unknown: none of the known mistakes gives these numbers")
+    return next(itertools.chain(exact, of_numbers, of_buffers), unknown)
 
 
-def starts(sides: BothSides) -> Iterator[Cause]:
+def starts(sides: BothSides) -> Iterator[Problem]:
     """Ranks that begin with other weights."""
     first, *others = sides.ranks
     if others and all(each.start.world == 1 for each in sides.ranks):
-        yield Cause("E021", f"{len(sides.ranks)} processes trained, and none joined the others")
+        yield problem_of_page("E021", f"{len(sides.ranks)} processes trained, and none joined the others")
     for each in others:
         if names := [name for name in unlike(first.start.weights, each.start.weights) if name in first.start.trainable]:
-            yield Cause("E026", f"parameters begin with other values on rank {each.rank} than on rank 0: {several(names)}")
+            yield problem_of_page("E026", f"parameters begin with other values on rank {each.rank} than on rank 0: {several(names)}")
 
 
-def settings(sides: BothSides) -> Iterator[Cause]:
+def settings(sides: BothSides) -> Iterator[Problem]:
     """Steps with another optimizer, or other learning rates, weight decay or parameters."""
     for each in sides.compared:
         mine, other, when = each.candidate, each.reference, f"in step {each.number}"
         if mine.kind != other.kind:
-            yield Cause("E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}")
+            yield problem_of_page("E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}")
         for name in _unlike(mine.lr, other.lr)[:1]:
             rate = f"{when} the learning rate of {name} is {mine.lr[name]:.6g}, the reference's {other.lr[name]:.6g}"
-            yield Cause("E027", rate + _pace(sides, each))
+            yield problem_of_page("E027", rate + _pace(sides, each))
         if left := sorted(other.weights.keys() - mine.weights.keys()):
-            yield Cause("E029", f"parameters are not in the optimizer: {several(left)}")
+            yield problem_of_page("E029", f"parameters are not in the optimizer: {several(left)}")
         for name in _unlike(mine.decay, other.decay)[:1]:
-            yield Cause("E028", f"weight decay of {name} is {mine.decay[name]:.6g}, the reference's {other.decay[name]:.6g}")
+            yield problem_of_page("E028", f"weight decay of {name} is {mine.decay[name]:.6g}, the reference's {other.decay[name]:.6g}")
         if left := sorted({*mine.without} - {*other.without}):
-            yield Cause("E029", f"{when} parameters have no gradient, as they have in the reference: {several(left)}")
+            yield problem_of_page("E029", f"{when} parameters have no gradient, as they have in the reference: {several(left)}")
 
 
 def _unlike(mine: dict[str, float], other: dict[str, float]) -> list[str]:
@@ -62,8 +64,24 @@ def _pace(sides: BothSides, each: StepDifference) -> str:
     return f", which has this one in its step {rates.index(each.candidate.lr) + 1}" if is_ahead else ""
 
 
-def _gradients(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
-    if step.wrong("after") or not step.points["after"].off:
+def unlike_ranks(sides: BothSides) -> Iterator[Problem]:
+    """Weights and buffers that a rank has otherwise than rank 0, bit for bit, after the first step where any are."""
+    for rounds in zip(*(each.rounds for each in sides.ranks)):
+        found = list[Problem]()
+        for rank, steps in zip(sides.ranks, rounds):
+            for mine, first in zip(steps, rounds[0]):
+                after = f"differ between ranks 0 and {rank.rank} after step {mine.step}"
+                if names := unlike(first.buffers, mine.buffers):
+                    found.append(problem_of_page("E035", f"buffers {after}: {several(names)}"))
+                if names := unlike(first.weights, mine.weights):
+                    found.append(problem_of_page("E020", f"weights {after}: {several(names)}"))
+        if found:
+            yield from found
+            return
+
+
+def _gradients(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
+    if step.wrong("after") or not step.points["after"]:
         finds = (_tokens, _scaled, _not_averaged, _statistics, _some_scaled)
     else:  # right after backward
         finds = (_not_averaged, _some_scaled, _clipped)
@@ -71,7 +89,7 @@ def _gradients(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
         yield from find(sides, step)
 
 
-def _tokens(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
+def _tokens(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """A mean of means: the weights of the losses that give the reference's loss say of what."""
     readers, k = sides.readers.distinct, step.number - 1
     used = [each.used[k] for each in readers if k < len(each.used)]
@@ -87,7 +105,7 @@ def _tokens(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
             for factor in {1.0, float(micros)}:
                 if off(right, weighted / factor) < 2e-6 < off(right, plain / factor):
                     shown = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {plain / factor:.7g}: {counts}"
-                    yield Cause("E030", f"a mean over unequal numbers of tokens {name}; {shown}")
+                    yield problem_of_page("E030", f"a mean over unequal numbers of tokens {name}; {shown}")
 
 
 def _weightings(counts: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -120,7 +138,7 @@ def _one(ratios: Iterable[float | None]) -> float | None:
     return first if first is not None and is_one and abs(first - 1) > AGREES else None
 
 
-def _scaled(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
+def _scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     factor = _one(_ratios(sides, step, "gradients").values())
     if factor is None:
         return
@@ -130,49 +148,42 @@ def _scaled(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
         micros: ", the number of micro-batches: the loss is not divided by it", 1 / micros: ", one over the number of micro-batches: divided twice",
     }  # fmt: skip
     meaning = next((meaning for n, meaning in known.items() if abs(factor / n - 1) < AGREES), "")
-    yield Cause("E031", f"every gradient is {factor:.5g} times the reference's{meaning}")
+    yield problem_of_page("E031", f"every gradient is {factor:.5g} times the reference's{meaning}")
 
 
-def _some_scaled(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
+def _some_scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     point = "gradients" if step.wrong("gradients") else "applied"
     found = _ratios(sides, step, point)
     names = [name for name in found if name in step.wrong(point)]
     factor = _one(found[name] for name in names)
     if factor is not None and len(names) < len(found):
-        yield Cause("E032", f"of {len(found)} gradients these are {factor:.5g} times the reference's, the others are right: {several(names)}")
+        yield problem_of_page("E032", f"{len(names)} of {len(found)} gradients are {factor:.5g} times the reference's: {several(names)}")
 
 
-def _not_averaged(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
+def _not_averaged(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """Ranks' own gradients, of which the mean is the reference's."""
     steps = [s for each in sides.ranks for s in each.steps if (s.step, s.optimizer) == (step.number, step.candidate.optimizer)]
+    names = [name for name in step.wrong("gradients") if len({str(s.gradients.get(name)) for s in steps}) > 1]
     known, expected = [sides.read(s.gradients) for s in steps], sides.read(step.reference.gradients)
-    names = [name for name in step.wrong("gradients") if len({str(each.stored.get(name)) for each in known}) > 1]
     for name in names:
         mean, right = torch.stack([as_double(each[name]) for each in known if name in each]).mean(0), as_double(expected[name])
         if float((mean - right).norm()) > AGREES * float(right.norm()):
             return
     if names:
         what = f"{len(names)} of {len(expected)} gradients are not averaged over the ranks: {several(names)}"
-        yield Cause("E034", f"{what}. Each rank has its own, and their mean is the reference's")
+        yield problem_of_page("E034", f"{what}. Each rank has its own, and their mean is the reference's")
 
 
-def _statistics(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
+def _statistics(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     kinds = sides.ranks[0].start.batch_norms
-    if kinds and (step.wrong("buffers") or any(_buffers(sides))):
+    if kinds and (step.wrong("buffers") or any(each.code == "E035" for each in unlike_ranks(sides))):
         part = "rank" if len(sides.readers.distinct) > 1 else "micro-batch"
-        yield Cause("E035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows")
+        yield problem_of_page("E035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows")
 
 
-def _buffers(sides: BothSides) -> Iterator[Cause]:
-    for drift in sides.drifts:
-        for name in drift.names:
-            if drift.step == 1 and name in sides.ranks[0].steps[0].buffers:
-                yield Cause("E035", f"buffer {name} differs between ranks after step 1")
-
-
-def _clipped(sides: BothSides, step: StepDifference) -> Iterator[Cause]:
+def _clipped(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     applied = (step.candidate.applied, step.reference.applied)
     mine, other = (sum(float(as_double(t).square().sum()) for t in sides.read(each).values()) ** 0.5 for each in applied)
     factor = _one(_ratios(sides, step, "applied").values())
-    how = f"all by {factor:.5g}" if factor is not None else f"{len(step.wrong('applied'))} of {len(step.reference.applied)} by no single factor"
-    yield Cause("E033", f"gradients agree after backward and differ as applied, {how}: their norm is {mine:.5g}, the reference's {other:.5g}")
+    how = f"all by {factor:.5g}" if factor is not None else f"{len(step.wrong('applied'))} of {len(step.reference.applied)} not by one factor"
+    yield problem_of_page("E033", f"gradients agree after backward and differ as applied, {how}: norm {mine:.5g}, the reference's {other:.5g}")

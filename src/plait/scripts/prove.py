@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.config.errors import PlaitError, problem_of_page
+from plait.config.errors import PlaitError, Problem, problem_of_page
 from plait.launch.scratch import Scratch
 from plait.proof.probes import Probe
 from plait.proof.rounding import TIMES
@@ -19,9 +19,9 @@ from plait.proof.verdict import Verdict
 from plait.scripts import causes, rows
 from plait.scripts.commands import ScriptCommand, Show, run
 from plait.scripts.numbers import BothSides, moved_weights, probe
-from plait.scripts.recordings import Recording, StoredTensors
-from plait.scripts.rows import Cause, Readers
-from plait.scripts.values import stored
+from plait.scripts.recordings import Recording
+from plait.scripts.rows import Readers
+from plait.scripts.values import loaded, stored
 
 WITHOUT_EFFECT = "without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
 
@@ -49,7 +49,8 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
     for times in (0.0, 1.0, TIMES):
         place = folder / f"{''.join(replay)}-{times:.0f}"
         path = folder / f"{place.name}.json"
-        moved = moved_weights(StoredTensors(tensors, weights), times, candidate[0].steps[-1].format) if times else {}
+        known = {name: loaded(t, str(tensors)) for name, t in weights.items()}
+        moved = moved_weights(known, times, candidate[0].steps[-1].format) if times else {}
         begins = weights | {name: stored(t, str(tensors), reference.room)[0] for name, t in moved.items()}
         path.write_text(json.dumps(replay | {"weights": begins}))
         commands[place] = replace(reference, steps=len(candidate[0].rounds), replay=path)
@@ -93,7 +94,8 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
         _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", _with("E026", starts)),
         _exact("S", "learning rates, every step", _with("E027", settings)), probe("A", "gradients after backward", compared, "after"),
         probe("G", "gradients", compared, "gradients"), probe("P", "gradients as applied", compared, "applied"), weights,
-        probe("B", "buffers", compared, "buffers"), _alike(sides),
+        probe("B", "buffers", compared, "buffers"),
+        _exact("R", "ranks alike, bit for bit", [*causes.unlike_ranks(sides)]),
     )  # fmt: skip
     notes = tuple(_notes(candidate.steps, sides))
     verdict = Verdict(candidate.words, probes, world=len(sides.ranks), notes=notes, job=reference.words)
@@ -104,31 +106,24 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         raise PlaitError(problem_of_page("E008", "the script draws random numbers that the reference cannot draw too", why))
     without_effect = f", {WITHOUT_EFFECT}" * (cause.code in ("E031", "E033") and weights.equal)
-    return replace(verdict, code=cause.code, cause=cause.text + without_effect, problems=(problem_of_page(cause.code, cause.text),))
+    return replace(verdict, code=cause.code, cause=cause.what + without_effect, problems=(cause,))
 
 
-def _with(code: str, found: Sequence[Cause]) -> list[Cause]:
+def _with(code: str, found: Sequence[Problem]) -> list[Problem]:
     return [each for each in found if each.code == code]
 
 
-def _exact(code: str, title: str, wrong: Sequence[Cause]) -> Probe:
-    return Probe(code, title, float(len(wrong)), 0, detail="; ".join(each.text for each in wrong[:3]))
-
-
-def _alike(sides: BothSides) -> Probe:
-    title = "ranks alike, bit for bit"
-    for drift in sides.drifts:
-        return Probe("R", title, float(len(drift.names)), 0, drift.names[0], f"it differs on rank {drift.rank} from step {drift.step}")
-    return Probe("R", title, tolerance=0)
+def _exact(code: str, title: str, wrong: Sequence[Problem]) -> Probe:
+    return Probe(code, title, float(len(wrong)), 0, detail="; ".join(each.what for each in wrong[:3]))
 
 
 def _notes(steps: int, sides: BothSides) -> list[str]:
     found, made = rows.notes(sides.readers, sides.reference), len(sides.ranks[0].rounds)
     if made < steps:
-        found.append(f"{sides.steps} of {steps} steps were compared: the candidate made no more, or its tensors take more room")
-    if sides.steps < made:
-        found.append(f"the reference made {sides.steps} steps of the candidate's {made}")
-    coarse = max((value for each in sides.compared for value in each.points["gradients"].limit.values()), default=0.0)
+        found.append(f"{made} of {steps} steps were compared: the candidate made no more, or its tensors take more room")
+    if len(sides.compared) and sides.compared[-1].number < made:
+        found.append(f"the reference made {sides.compared[-1].number} steps of the candidate's {made}")
+    coarse = max((tensor.tolerance for each in sides.compared for tensor in each.points["gradients"]), default=0.0)
     if coarse > 1e-2 and not sides.float64:
         found.append(f"in these number formats differences of up to {100 * coarse:.2g} % of a gradient are rounding; --float64 sees smaller ones")
     return [*found, "dropout is off on both sides, and epochs end after 3 steps"]

@@ -9,6 +9,7 @@ Torch's private names stand in `seams`: a torch without one is never followed by
 """
 
 import atexit
+import functools
 import gc
 import itertools
 import json
@@ -31,8 +32,8 @@ EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
 MOST_INDICES = 1 << 22
 """Indices of a pass that are drawn at its end; which rows a longer one reads is not counted."""
-WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which a wrapper has its only child. They are no part of a parameter's name."""
+OUTER, INNER = ("module", "_forward_module"), ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names under which wrappers have their only child: of a model, and of any module. They are no part of a parameter's name."""
 DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
 Event = dict[str, Any]
 
@@ -69,6 +70,7 @@ class Pass:
     def recorded(self, rows: list[list[Any]]) -> Iterator[Any]:
         """The recorded rows of each step, in batches of the script's own size."""
         single = [not isinstance(batch, (list, tuple)) for batch in itertools.islice(self.draw(), 1)] == [True]
+        self.draw_rest()
         size = max(map(len, self.order), default=1)
         for step in rows:
             for start in range(0, len(step), size):
@@ -103,7 +105,7 @@ class RecordedLoader:
 class ScriptRecorder:
     """The state of the recording in this process."""
 
-    def __init__(self, settings: dict[str, Any]):
+    def __init__(self, settings: Event):
         self.settings, self.room = settings, int(settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
         self.replay = Event()
@@ -113,8 +115,8 @@ class ScriptRecorder:
         self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), list[int]()
         self.read: Pass | None = None
-        """The pass of the last batch. Then: batches read, those of the first step, steps that have not ended, steps of the first optimizer."""
-        self.batches = self.per = self.depth = self.round = 0
+        """The pass of the last batch. Then: steps that have not ended, steps of the first optimizer, batches read until each of them."""
+        self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
         self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
         self.format = "float64"
@@ -141,10 +143,10 @@ class ScriptRecorder:
         """Parameters and buffers by name: of the first model as they are, of others with m1., m2. in front. Keeps the names by id."""
         self.names, found, number = {}, dict[str, Tensor](), 0
         for top in self.modules():
-            new = [(name, p) for name, p in walk(top, "_parameters") if id(p) not in self.names]
+            new = [(own_name(name), p) for name, p in top.named_parameters() if id(p) not in self.names]
             prefix = f"m{number}." * (number > 0)
-            self.names |= {id(p): prefix + name for name, p in reversed(new)}
-            found |= {self.names[id(p)]: p for _, p in new} | {prefix + name: b for name, b in walk(top, "_buffers")}
+            self.names |= {id(p): prefix + name for name, p in new}
+            found |= {prefix + name: t for name, t in (*new, *((own_name(name), b) for name, b in top.named_buffers()))}
             number += bool(new)
         return found
 
@@ -169,9 +171,6 @@ class ScriptRecorder:
                     target.copy_(value)
             weights = {name: self.store(t) for name, t in tensors.items()}
         every = [each for top in self.modules() for each in top.modules()]
-        for each in every:
-            if isinstance(each, nn.RNNBase) and not self.settings["watch"]:
-                each.dropout = 0.0
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
         policies = [vars(each) for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]  # of FSDP
@@ -218,7 +217,8 @@ class ScriptRecorder:
         if known.trains and not self.settings["watch"]:
             if self.round >= self.settings["steps"]:
                 self.finish()
-            if not self.replay and self.per and now.read >= EPOCH_STEPS * self.per and now.read % self.per == 0:
+            per = max(1, self.reads[1] - self.reads[0]) if len(self.reads) > 1 else sys.maxsize  # one rank may read for others, or ahead
+            if not self.replay and now.read >= EPOCH_STEPS * per and now.read % per == 0:
                 now.draw_rest()
                 raise StopIteration
         contents = self.replay.get("contents", {}).get(now.source)
@@ -243,7 +243,6 @@ class ScriptRecorder:
 
     def batch(self, batch: object, source: str = "", indices: list[Any] | None = None) -> None:
         """Write a batch down; `indices`: what the script's own sampler drew for it."""
-        self.batches += 1
         leaves = dict(tree(batch))
         kept = {} if self.replay else {name: self.store(t) for name, t in leaves.items()}
         known = indices if indices is not None and all(isinstance(i, (int, str)) for i in indices) else None
@@ -256,23 +255,45 @@ class ScriptRecorder:
         if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(getattr(torch, self.format)).eps:
             self.format = str(dtype).removeprefix("torch.")
 
-    def backward(self, tensors: Tensor | Iterable[Tensor]) -> None:
-        """A loss is differentiated."""
+    def backward(self, own: Callable[..., None], tensors: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> None:
+        """A loss is differentiated: its value, and gradients as the first backward passes leave them."""
         if self.read is not None:
             self.read.loader.trains = True
         self.losses.append(float(full(tensors if isinstance(tensors, Tensor) else next(iter(tensors))).double().sum()))
         self.drew = self.drew or self.generators not in ("", generators())
-
-    def differentiated(self) -> None:
-        """Gradients as the first backward passes leave them."""
+        own(tensors, *given, **keywords)
         if self.round == 0:
             self.after = {self.name(p): self.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
 
-    def clipped(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-        """Gradients that are about to be clipped; the parameters as a list."""
-        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        self.before = {id(p): self.store(p.grad) for p in given if p.grad is not None}
-        return given
+    def clip(self, own: Callable[..., Any], parameters: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> Any:
+        """Gradients as they are before they are clipped."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        self.before = {id(p): self.store(p.grad) for p in parameters if p.grad is not None}
+        return own(parameters, *given, **keywords)
+
+    def enter_autocast(self, own: Callable[[torch.autocast], Any], context: torch.autocast) -> Any:
+        """The number format of autocast."""
+        entered, kind = own(context), str(context.device)
+        if torch.is_autocast_enabled(kind):
+            self.seen(torch.get_autocast_dtype(kind))
+        return entered
+
+    def before_step(self, optimizer: Optimizer, given: tuple[Any, ...], keywords: Event) -> Any:
+        """Before a step; with a closure, in which gradients are made, after that."""
+        self.depth += 1
+        closure = given[1] if len(given) > 1 else keywords.get("closure")
+        if self.depth > 1:  # of an optimizer inside of another
+            return None
+        if not callable(closure):
+            self.stepping(optimizer)
+            return None
+
+        def inside() -> Any:
+            value = closure()
+            self.stepping(optimizer)
+            return value
+
+        return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Gradients as an optimizer is about to apply them."""
@@ -293,9 +314,13 @@ class ScriptRecorder:
         }  # fmt: skip
         self.losses, self.after, self.before = [], {}, {}
 
-    def has_stepped(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Weights and buffers after a step; ends the process after the last step to compare."""
-        self.per = self.per or max(1, min(len(self.step["losses"]), self.batches))
+        self.depth -= 1
+        if self.depth:
+            return
+        if self.step["optimizer"] == 0:
+            self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
         weights = {self.name(p): self.store(p) for group in optimizer.param_groups for p in group["params"]}
         buffers = {name: self.store(t) for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
         is_full = self.room < 0
@@ -318,31 +343,36 @@ class ScriptRecorder:
             os._exit(0)
 
 
-def walk(module: nn.Module, what: str, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters or buffers with their names, in which wrappers do not show."""
-    yield from ((prefix + name, t) for name, t in getattr(module, what).items() if t is not None)
-    children = [*module.named_children()]
-    is_wrapper = len(children) == 1 and children[0][0] in WRAPPERS and not module._parameters
-    for name, child in children:
-        yield from walk(child, what, prefix if is_wrapper else f"{prefix}{name}.")
+def own_name(name: str) -> str:
+    """The name of a parameter or buffer, in which wrappers do not show.
+
+    >>> own_name("module._orig_mod.layers._checkpoint_wrapped_module.module.weight")
+    'layers.module.weight'
+    """
+    parts = [part for part in name.split(".") if part not in INNER]
+    return ".".join(itertools.dropwhile(lambda part: part in OUTER, parts))
 
 
-def install(settings: dict[str, Any]) -> None:
+def install(settings: Event) -> None:
     """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
     try:
         loader, iterator, indices, stream = seams()
-        steps, modules, fetch = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__
-        recorder = ScriptRecorder(settings)
-        steps.register_optimizer_step_pre_hook(lambda *given: before_step(recorder, *given))
-        steps.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(recorder, optimizer))
+        steps, modules, fetch, clips = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__, nn.utils.clip_grad
+        recorder, enter = ScriptRecorder(settings), torch.autocast.__enter__
+        steps.register_optimizer_step_pre_hook(recorder.before_step)
+        steps.register_optimizer_step_post_hook(recorder.after_step)
         modules.register_module_parameter_registration_hook(lambda module, *_: (recorder.born.setdefault(module, len(recorder.born)), None)[1])
         recorder.first_hook.append(modules.register_module_forward_pre_hook(recorder.first))
-        hook_gradients(recorder)
-        hook_autocast(recorder)
     except (AttributeError, KeyError) as error:
         with open(os.path.join(settings["out"], "unsupported"), "w", encoding="utf-8") as file:
             file.write(f"torch {torch.__version__}: {error}")
         return
+    torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        if (clip := getattr(clips, name, None)) is not None:
+            for place in (nn.utils, clips):
+                setattr(place, name, functools.partial(recorder.clip, clip))
+    torch.autocast.__enter__ = lambda context: recorder.enter_autocast(enter, context)
     own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self).drawing(indices(self))  # noqa: E731
     loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
     if not settings["watch"]:
@@ -352,68 +382,13 @@ def install(settings: dict[str, Any]) -> None:
     atexit.register(recorder.finish, False)
 
 
-def before_step(recorder: ScriptRecorder, optimizer: Optimizer, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Before a step; with a closure, in which gradients are made, after that."""
-    recorder.depth += 1
-    if recorder.depth > 1:  # of an optimizer inside of another
-        return None
-    closure = given[1] if len(given) > 1 else keywords.get("closure")
-    if not callable(closure):
-        recorder.stepping(optimizer)
-        return None
-
-    def inside() -> Any:
-        value = closure()
-        recorder.stepping(optimizer)
-        return value
-
-    return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
-
-
-def after_step(recorder: ScriptRecorder, optimizer: Optimizer) -> None:
-    """After a step."""
-    recorder.depth -= 1
-    if not recorder.depth:
-        recorder.has_stepped(optimizer)
-
-
-def hook_gradients(recorder: ScriptRecorder) -> None:
-    """Losses, gradients after backward, and before clipping."""
-    backward = torch.autograd.backward
-
-    def differentiate(tensors: Tensor, *given: Any, **keywords: Any) -> None:
-        recorder.backward(tensors)
-        backward(tensors, *given, **keywords)
-        recorder.differentiated()
-
-    torch.autograd.backward = differentiate
-    places = (nn.utils, nn.utils.clip_grad)
-    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        if (clip := getattr(places[1], name, None)) is not None:
-            clipping = lambda parameters, *a, _clip=clip, **k: _clip(recorder.clipped(parameters), *a, **k)  # noqa: E731
-            for each in places:
-                setattr(each, name, clipping)
-
-
-def hook_autocast(recorder: ScriptRecorder) -> None:
-    """The number formats of autocast."""
-    enter = torch.autocast.__enter__
-
-    def entered(self: torch.autocast) -> Any:
-        result, kind = enter(self), str(self.device)
-        if torch.is_autocast_enabled(kind):
-            recorder.seen(torch.get_autocast_dtype(kind))
-        return result
-
-    torch.autocast.__enter__ = entered
-
-
 def without_dropout() -> None:
     """Dropout gives its input: ranks cannot draw the masks of one process."""
     functional = nn.functional
     for place, name in itertools.product((functional, torch), DROPOUTS):
         if hasattr(place, name):
             setattr(place, name, lambda input, *_, **__: input)
+    nn.RNNBase.dropout = property(lambda _: 0.0, lambda *_: None)
     attention = functional.scaled_dot_product_attention
 
     def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
-
-from plait.scripts.values import loaded
 
 Stored = list[Any]
 """A stored tensor: its hash, dtype and shape."""
@@ -146,22 +143,6 @@ def _recording(events: Sequence[Any]) -> Recording | None:
     starts, steps = of(ProcessStart), tuple(each for each in of(OptimizerStep) if each.complete)
     orders = {each.source: each for each in of(PassOrder)}
     return Recording(starts[0], of(ReadBatch), steps, orders) if starts and steps else None
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is looked at."""
-
-    def __init__(self, folder: Path, stored: Mapping[str, Stored]):
-        self.folder, self.stored = folder, stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        return loaded(self.stored[name], str(self.folder))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
 
 
 def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:

@@ -10,25 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from plait.config.errors import PlaitError, problem_of_page
+from plait.config.errors import PlaitError, Problem, problem_of_page
 from plait.scripts.recordings import ReadBatch, Recording
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why both sides differ: a code of `plait help`, and a sentence with the script's own numbers."""
-
-    code: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Rows of the first epoch: how many are read twice, how many never, and how many of each the end of an epoch explains."""
-
-    twice: int = 0
-    never: int = 0
-    explained: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,22 +69,23 @@ def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
     return {"contents": contents}
 
 
-def faults(readers: Readers, reference: Recording) -> Iterator[Cause]:
+def faults(readers: Readers, reference: Recording) -> Iterator[Problem]:
     """What is wrong with the rows."""
     ranks, read, own = len(readers.all), len(readers.hashes(0)), own_batch(reference)
     if own and read != own:
         unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
         if readers.alike:
-            yield Cause("E022", f"all {ranks} ranks read the same rows: {unlike}")
-        yield Cause("E021", f"one process ran: {unlike}") if ranks == 1 else Cause("E025", unlike)
+            yield problem_of_page("E022", f"all {ranks} ranks read the same rows: {unlike}")
+        yield problem_of_page("E021", f"one process ran: {unlike}") if ranks == 1 else problem_of_page("E025", unlike)
     if readers.unlike:
-        yield Cause("E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism")
+        yield problem_of_page("E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism")
     mine, theirs = readers.distinct[0].passes, reference.passes
     if min(len(mine), len(theirs)) > 1 and _repeats(mine) and not _repeats(theirs):
-        yield Cause("E023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes")
-    found = coverage(readers, reference)
-    if max(found.twice, found.never) > found.explained and not readers.alike:
-        yield Cause("E024", f"in epoch 1 the ranks read {found.twice} rows twice and {found.never} never")
+        yield problem_of_page("E023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes")
+    surplus = surplus_rows(readers, reference)
+    twice, never = (+surplus).total(), (-surplus).total()
+    if max(twice, never) >= max(read, 1) and not readers.alike:  # fewer fill the last batch, or are left out of it
+        yield problem_of_page("E024", f"in epoch 1 the ranks read {twice} rows twice and {never} never")
 
 
 def own_batch(reference: Recording) -> int:
@@ -114,20 +98,21 @@ def _repeats(passes: tuple[list[Any], ...]) -> bool:
     return passes[0][: len(passes[1])] == passes[1][: len(passes[0])]
 
 
-def coverage(readers: Readers, reference: Recording) -> Coverage:
-    """How often the rows of the first epoch are read."""
-    if not all(each.passes for each in (*readers.distinct, reference)):
-        return Coverage()
-    counts = Counter(str(i) for each in readers.distinct for i in each.passes[0])
-    own = Counter(map(str, reference.passes[0]))
-    return Coverage((counts - own).total(), (own - counts).total(), max(len(readers.hashes(0)), 1) - 1)
+def surplus_rows(readers: Readers, reference: Recording) -> Counter[str]:
+    """How many times more than the reference the ranks read each row in the first epoch; negative for rows that they leave out."""
+    found = Counter[str]()
+    if all(each.passes for each in (*readers.distinct, reference)):
+        found.update(str(i) for each in readers.distinct for i in each.passes[0])
+        found.subtract(map(str, reference.passes[0]))
+    return found
 
 
 def notes(readers: Readers, reference: Recording) -> list[str]:
     """What is no difference, and worth knowing."""
-    read = coverage(readers, reference)
-    filled = f"the end of an epoch is filled with {read.twice} rows that are read twice (DistributedSampler, Accelerate's even_batches)"
-    found = [filled] * bool(read.twice) + [f"the last {read.never} rows of an epoch are left out"] * bool(read.never)
+    surplus = surplus_rows(readers, reference)
+    twice, never = (+surplus).total(), (-surplus).total()
+    filled = f"the end of an epoch is filled with {twice} rows that are read twice (DistributedSampler, Accelerate's even_batches)"
+    found = [filled] * bool(twice) + [f"the last {never} rows of an epoch are left out"] * bool(never)
     if any(not order.complete for order in reference.orders.values() if order.order):
         found.append("rows of an epoch were not counted: the sampler draws very many, or never ends")
     if readers.alike:

@@ -4,6 +4,7 @@ It is loaded into scripts with `scripts/recorder.py`, and imports nothing of pla
 """
 
 import hashlib
+import math
 import os
 import random
 import sys
@@ -47,11 +48,9 @@ def full(t: Tensor) -> Tensor:
 
 
 def loaded(reference: Reference, folder: str) -> Tensor:
-    """A stored tensor."""
+    """A stored tensor, of which the system reads the file as its numbers are used."""
     name, dtype, shape = reference
-    with open(os.path.join(folder, name), "rb") as file:
-        data = bytearray(file.read())
-    return (torch.frombuffer(data, dtype=getattr(torch, dtype)) if data else torch.empty(0, dtype=getattr(torch, dtype))).reshape(shape)
+    return torch.from_file(os.path.join(folder, name), size=math.prod(shape), dtype=getattr(torch, dtype)).reshape(shape)
 
 
 def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
