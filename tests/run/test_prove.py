@@ -19,6 +19,7 @@ FOUR = TWO.replace("2 ", "4 ")
 RIGHT = {
     "ddp": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8"),
     "ddp, accumulation": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 4 --accumulation 2"),
+    "by hand": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --by-hand"),
     "ddp, augmented rows": (f"{ONE}ddp.py --augment", f"{TWO}ddp.py --batch-size 8 --augment"),
     "fsdp2": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8"),
     "fsdp2, compiled, workers": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --compile --workers 2"),

@@ -18,6 +18,7 @@ options.add_argument("--accumulation", type=int, default=1)
 options.add_argument("--labels-left-out", action="store_true")
 options.add_argument("--wrong", default="", choices=WRONG)
 options.add_argument("--losses", default="")
+options.add_argument("--by-hand", action="store_true", help="ranks average their gradients after backward, without the wrapper")
 options.add_argument("--noise", action="store_true")
 options.add_argument("--augment", action="store_true")
 given = options.parse_args()
@@ -42,7 +43,7 @@ if given.labels_left_out:
     targets[torch.rand(140, generator=torch.Generator().manual_seed(2)) < 0.3] = -100
 norm = nn.BatchNorm1d(24) if given.wrong == "batch-norm" else nn.LayerNorm(24)
 model = nn.Sequential(nn.Linear(6, 24), norm, nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 2))
-by_hand = given.wrong in ("by-hand-left-out", "other-seed")
+by_hand = given.by_hand or given.wrong in ("by-hand-left-out", "other-seed")
 wrapped = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() and not by_hand else model
 no_decay = [p for name, p in wrapped.named_parameters() if name.startswith("0.")] if given.wrong == "decay" else []
 others = [p for p in wrapped.parameters() if all(p is not each for each in no_decay)][: -1 if given.wrong == "left-out" else None]

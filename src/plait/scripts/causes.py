@@ -1,6 +1,7 @@
 """Why a script trains another model: each cause is shown by what would have been right, else it is unknown."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -33,7 +34,7 @@ def starts(sides: BothSides) -> Iterator[Problem]:
         yield problem_of_page("E021", f"{len(sides.ranks)} processes trained, and none joined the others")
     for each in others:
         if names := [name for name in unlike(first.start.weights, each.start.weights) if name in first.start.trainable]:
-            yield problem_of_page("E026", f"parameters begin with other values on rank {each.rank} than on rank 0: {several(names)}")
+            yield problem_of_page("E026", f"parameters begin with other values on rank {each.start.rank} than on rank 0: {several(names)}")
 
 
 def settings(sides: BothSides) -> Iterator[Problem]:
@@ -70,7 +71,7 @@ def unlike_ranks(sides: BothSides) -> Iterator[Problem]:
         found = list[Problem]()
         for rank, steps in zip(sides.ranks, rounds):
             for mine, first in zip(steps, rounds[0]):
-                after = f"differ between ranks 0 and {rank.rank} after step {mine.step}"
+                after = f"differ between ranks 0 and {rank.start.rank} after step {mine.step}"
                 if names := unlike(first.buffers, mine.buffers):
                     found.append(problem_of_page("E035", f"buffers {after}: {several(names)}"))
                 if names := unlike(first.weights, mine.weights):
@@ -93,29 +94,27 @@ def _tokens(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """A mean of means: the weights of the losses that give the reference's loss say of what."""
     readers, k = sides.readers.distinct, step.number - 1
     used = [each.used[k] for each in readers if k < len(each.used)]
-    losses = [each.rounds[k][0].losses for each in readers]
-    right, plain, micros = sum(step.reference.losses), sum(map(sum, losses)) / len(losses), len(losses[0])
+    losses, right = [each.rounds[k][0].losses for each in readers], sum(step.reference.losses)
+    micros = len(losses[0])
     if not used or any(len(each) != micros for each in (*used, *losses)):
         return
+    plain = _mean(losses, [[1] * micros] * len(losses))
     for shifted in (0, 1):
         counts = [[batch.labels[shifted] if batch.labels else 0 for batch in batches] for batches in used]
-        if len({n for each in counts for n in each}) == 1:
-            continue
-        for name, weighted in _weightings(counts, losses).items():
-            for factor in {1.0, float(micros)}:
-                if off(right, weighted / factor) < 2e-6 < off(right, plain / factor):
-                    shown = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {plain / factor:.7g}: {counts}"
-                    yield problem_of_page("E030", f"a mean over unequal numbers of tokens {name}; {shown}")
+        of_micros = [sum(each) for each in zip(*counts)]
+        weightings = {"rank and micro-batch": counts, "micro-batch": [of_micros] * len(counts), "rank": [[sum(each)] * micros for each in counts]}
+        for (name, weights), times in itertools.product(weightings.items(), {1, micros}):
+            weighted = _mean(losses, weights)
+            if off(right, times * weighted) < 2e-6 < off(right, times * plain):
+                shown = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {times * plain:.7g}: {counts}"
+                yield problem_of_page("E030", f"a mean over unequal numbers of tokens of each {name}; {shown}")
 
 
-def _weightings(counts: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> dict[str, float]:
-    ranks, micros, total = range(len(losses)), range(len(losses[0])), sum(map(sum, counts))
-    by_micro = [(sum(counts[r][m] for r in ranks), sum(losses[r][m] for r in ranks) / len(losses)) for m in micros]
-    return {
-        "of each rank and micro-batch": sum(counts[r][m] * losses[r][m] for r in ranks for m in micros) / total * len(micros),
-        "of each micro-batch": sum(count * loss for count, loss in by_micro) / total * len(micros),
-        "of each rank": sum(sum(counts[r]) * sum(losses[r]) for r in ranks) / total,
-    }
+def _mean(losses: Sequence[Sequence[float]], weights: Sequence[Sequence[int]]) -> float:
+    """The mean of the losses of each rank and micro-batch, weighted; not a number without weights."""
+    total = sum(map(sum, weights))
+    pairs = (pair for each in zip(losses, weights) for pair in zip(*each))
+    return sum(loss * weight for loss, weight in pairs) / total if total else math.nan
 
 
 def _ratios(sides: BothSides, step: StepDifference, point: str) -> dict[str, float | None]:
@@ -162,7 +161,7 @@ def _some_scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
 
 def _not_averaged(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """Ranks' own gradients, of which the mean is the reference's."""
-    steps = [s for each in sides.ranks for s in each.steps if (s.step, s.optimizer) == (step.number, step.candidate.optimizer)]
+    steps = sides.steps_of_ranks(step.candidate)
     names = [name for name in step.wrong("gradients") if len({str(s.gradients.get(name)) for s in steps}) > 1]
     known, expected = [sides.read(s.gradients) for s in steps], sides.read(step.reference.gradients)
     for name in names:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.proof.probes import TOLERANCE, Probe
 from plait.proof.rounding import TIMES, Noise, StepResult, distances, limits, rounding, wider
-from plait.scripts.recordings import OptimizerStep, Recording, Stored
+from plait.scripts.recordings import OptimizerStep, Recording, Stored, unlike
 from plait.scripts.rows import Readers
 from plait.scripts.values import loaded
 
@@ -75,8 +75,14 @@ class BothSides:
                     for each, step in zip(recordings, steps)
                 ]
                 points |= {"weights": self._compared(after, "weight"), "buffers": self._compared(after, "state")}
+                if any(unlike(steps[0].after, each.after) for each in self.steps_of_ranks(steps[0])):
+                    points["after"] = []  # the script sums over ranks itself, after backward
                 found.append(StepDifference(steps[0].step, steps[0], steps[1], points))
         return tuple(found)
+
+    def steps_of_ranks(self, step: OptimizerStep) -> list[OptimizerStep]:
+        """A step of the candidate on every rank."""
+        return [each for rank in self.ranks for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
 
     def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> list[Probe]:
         candidate, base, small, large = results
@@ -111,7 +117,8 @@ def probe(code: str, title: str, compared: Sequence[StepDifference], point: str)
     return replace(worst, code=code, title=title, name=worst.name.replace("|", ".").strip("."), detail=detail)
 
 
-def moved_weights(weights: Mapping[str, Tensor], times: float, narrowest: str) -> dict[str, Tensor]:
+def moved_weights(weights: Mapping[str, Tensor], times: float, formats: Sequence[str]) -> dict[str, Tensor]:
     """First weights, each moved at random by up to so many roundings of its own format, or of the narrowest that computes."""
-    generator, noise = torch.Generator().manual_seed(int(times)), Noise(0, times, rounding(getattr(torch, narrowest)))
+    coarsest = max((rounding(getattr(torch, each)) for each in formats), default=0.0)
+    generator, noise = torch.Generator().manual_seed(int(times)), Noise(0, times, coarsest)
     return {name: noise.operand(t, generator) for name, t in weights.items()}

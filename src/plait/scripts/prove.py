@@ -50,7 +50,7 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
         place = folder / f"{''.join(replay)}-{times:.0f}"
         path = folder / f"{place.name}.json"
         known = {name: loaded(t, str(tensors)) for name, t in weights.items()}
-        moved = moved_weights(known, times, candidate[0].steps[-1].format) if times else {}
+        moved = moved_weights(known, times, candidate[0].steps[-1].formats) if times else {}
         begins = weights | {name: stored(t, str(tensors), reference.room)[0] for name, t in moved.items()}
         path.write_text(json.dumps(replay | {"weights": begins}))
         commands[place] = replace(reference, steps=len(candidate[0].rounds), replay=path)
@@ -81,7 +81,7 @@ def _check(reference: Sequence[Recording], candidate: Recording, float64: bool) 
         raise PlaitError(problem_of_page("E007", "the models have other parameters", why))
     for side, each in (("candidate", candidate), ("reference", one)):
         narrow = [f"{name} is {kind}" for name, (_, kind, _) in each.start.weights.items() if "float" in kind and kind != "float64"]
-        narrow += [f"it computes in {step.format}" for step in each.steps if step.format != "float64"]
+        narrow += [f"it computes in {kind}" for step in each.steps for kind in step.formats if kind != "float64"]
         if float64 and narrow:
             raise PlaitError(problem_of_page("E009", f"the {side} does not compute in float64", narrow[0]))
 
@@ -91,8 +91,8 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
     starts, settings = [*causes.starts(sides)], [*causes.settings(sides)]
     weights = probe("U", "weights", compared, "weights")
     probes = (
-        _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", _with("E026", starts)),
-        _exact("S", "learning rates, every step", _with("E027", settings)), probe("A", "gradients after backward", compared, "after"),
+        _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", starts, "E026"),
+        _exact("S", "learning rates, every step", settings, "E027"), probe("A", "gradients after backward", compared, "after"),
         probe("G", "gradients", compared, "gradients"), probe("P", "gradients as applied", compared, "applied"), weights,
         probe("B", "buffers", compared, "buffers"),
         _exact("R", "ranks alike, bit for bit", [*causes.unlike_ranks(sides)]),
@@ -109,12 +109,10 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
     return replace(verdict, code=cause.code, cause=cause.what + without_effect, problems=(cause,))
 
 
-def _with(code: str, found: Sequence[Problem]) -> list[Problem]:
-    return [each for each in found if each.code == code]
-
-
-def _exact(code: str, title: str, wrong: Sequence[Problem]) -> Probe:
-    return Probe(code, title, float(len(wrong)), 0, detail="; ".join(each.what for each in wrong[:3]))
+def _exact(code: str, title: str, wrong: Sequence[Problem], of: str = "") -> Probe:
+    """How many things are wrong, of one code if one is given."""
+    found = [each.what for each in wrong if each.code.startswith(of)]
+    return Probe(code, title, float(len(found)), 0, detail="; ".join(found[:3]))
 
 
 def _notes(steps: int, sides: BothSides) -> list[str]:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, stored, tree
+from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, name_of, stored, tree
 
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
@@ -119,8 +119,8 @@ class ScriptRecorder:
         self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
         self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
-        self.format = "float64"
-        """The narrowest number format of weights and of autocast so far."""
+        self.formats = set[str]()
+        """Number formats of weights, of FSDP and of autocast so far."""
         self.started, self.is_finished, self.drew, self.generators, self.first_hook = False, False, False, "", list[Any]()
 
     def event(self, what: str, **values: Any) -> None:
@@ -174,8 +174,8 @@ class ScriptRecorder:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
         policies = [vars(each) for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]  # of FSDP
-        for dtype in {t.dtype for t in tensors.values()} | {each.get(of) for each in policies for of in ("param_dtype", "reduce_dtype")} - {None}:
-            self.seen(dtype)
+        of_policies = {each.get(of) for each in policies for of in ("param_dtype", "reduce_dtype")} - {None}
+        self.formats |= {name_of(dtype) for dtype in {t.dtype for t in tensors.values() if t.is_floating_point()} | of_policies}
         self.event(
             "start", rank=rank, world=world, weights=weights, group=sorted(self.group(rank)),
             trainable=[name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad],
@@ -250,11 +250,6 @@ class ScriptRecorder:
         self.event("batch", source=source, rows=hashes(batch), indices=known, labels=labels(leaves), stored=kept, shapes=shapes)
         self.generators = generators()
 
-    def seen(self, dtype: torch.dtype) -> None:
-        """A number format that something is computed in."""
-        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(getattr(torch, self.format)).eps:
-            self.format = str(dtype).removeprefix("torch.")
-
     def backward(self, own: Callable[..., None], tensors: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> None:
         """A loss is differentiated: its value, and gradients as the first backward passes leave them."""
         if self.read is not None:
@@ -275,7 +270,7 @@ class ScriptRecorder:
         """The number format of autocast."""
         entered, kind = own(context), str(context.device)
         if torch.is_autocast_enabled(kind):
-            self.seen(torch.get_autocast_dtype(kind))
+            self.formats.add(name_of(torch.get_autocast_dtype(kind)))
         return entered
 
     def before_step(self, optimizer: Optimizer, given: tuple[Any, ...], keywords: Event) -> Any:
@@ -304,7 +299,7 @@ class ScriptRecorder:
         groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         with_gradient = [p for _, p in groups if p.grad is not None]
         self.step = {
-            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "format": self.format,
+            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "formats": sorted(self.formats),
             "lr": {self.name(p): float(group.get("lr") or 0) for group, p in groups},
             "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
             "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +42,7 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     step: int
     optimizer: int
     kind: str
-    format: str
+    formats: list[str]
     lr: dict[str, float]
     decay: dict[str, float]
     without: list[str]
@@ -82,10 +82,6 @@ class Recording:
     batches: tuple[ReadBatch, ...]
     steps: tuple[OptimizerStep, ...]
     orders: Mapping[str, PassOrder]
-
-    @property
-    def rank(self) -> int:
-        return self.start.rank
 
     @property
     def source(self) -> str:
@@ -129,20 +125,20 @@ class Recording:
 
 def recordings(folder: Path) -> tuple[Recording, ...]:
     """Of all processes that stepped an optimizer, by rank."""
-    found = (_recording([*_events(path)]) for path in sorted(folder.glob("*.jsonl")))
-    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.rank))
+    found = (_recording(path) for path in sorted(folder.glob("*.jsonl")))
+    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.start.rank))
 
 
-def _events(path: Path) -> Iterator[ProcessStart | ReadBatch | OptimizerStep | PassOrder]:
+def _recording(path: Path) -> Recording | None:
+    events = list[ProcessStart | ReadBatch | OptimizerStep | PassOrder]()
     with contextlib.suppress(msgspec.DecodeError):  # torn: the process was ended
-        yield from map(_DECODER.decode, path.read_bytes().splitlines())
-
-
-def _recording(events: Sequence[Any]) -> Recording | None:
-    of = lambda kind: tuple(each for each in events if isinstance(each, kind))  # noqa: E731
-    starts, steps = of(ProcessStart), tuple(each for each in of(OptimizerStep) if each.complete)
-    orders = {each.source: each for each in of(PassOrder)}
-    return Recording(starts[0], of(ReadBatch), steps, orders) if starts and steps else None
+        for line in path.read_bytes().splitlines():
+            events.append(_DECODER.decode(line))
+    starts = [each for each in events if isinstance(each, ProcessStart)]
+    batches = tuple(each for each in events if isinstance(each, ReadBatch))
+    steps = tuple(each for each in events if isinstance(each, OptimizerStep) and each.complete)
+    orders = {each.source: each for each in events if isinstance(each, PassOrder)}
+    return Recording(starts[0], batches, steps, orders) if starts and steps else None
 
 
 def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:

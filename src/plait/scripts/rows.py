@@ -30,11 +30,11 @@ class Readers:
         reading = [each for each in ranks if any(each.used)]
         reading = [each for each in reading if each.source] or reading  # some frameworks read on one rank, and send
         rows = [[batch.rows for batches in each.used for batch in batches] for each in reading]
-        groups = [(*each.start.group,) if each.start.world > 1 else (each.rank, i) for i, each in enumerate(reading)]
+        groups = [(*each.start.group,) if each.start.world > 1 else (each.start.rank, i) for i, each in enumerate(reading)]
         firsts = [groups.index(group) for group in groups]
         distinct = tuple(reading[i] for i in sorted({*firsts}))
         alike = len(distinct) > 1 and all(rows[i] == rows[0] for i in firsts)
-        unlike = tuple(each.rank for each, own, first in zip(reading, rows, firsts) if own != rows[first])
+        unlike = tuple(each.start.rank for each, own, first in zip(reading, rows, firsts) if own != rows[first])
         return Readers(ranks, distinct[:1] if alike else distinct, alike, unlike)
 
     @cached_property

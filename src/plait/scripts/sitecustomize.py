@@ -1,6 +1,5 @@
 """Loads the recorder into every Python process of a command, once the process itself imports torch: it stands in a folder on PYTHONPATH."""
 
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
@@ -8,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 SETTINGS = "settings.json"
 """The recorder's settings lie in this file next to the link to this one."""
@@ -17,19 +16,19 @@ PACKAGE = "plait_recorder"
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
-    """Loads the recorder after torch was imported."""
+def find_torch(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """The spec of torch, which loads the recorder after torch; None of other modules."""
+    if name != "torch":
+        return None
+    sys.meta_path.remove(FINDER)
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), load_recorder())[0]
+    return spec
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of torch."""
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), load_recorder())[0]
-        return spec
+
+FINDER = SimpleNamespace(find_spec=find_torch)
 
 
 def load_recorder() -> None:
@@ -41,7 +40,7 @@ def load_recorder() -> None:
 
 
 if __name__ == "sitecustomize" and os.path.exists(os.path.join(HERE, SETTINGS)):
-    sys.meta_path.insert(0, AfterTorch())
+    sys.meta_path.insert(0, FINDER)
     own = importlib.machinery.PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != HERE])
     if own is not None and own.loader is not None:  # the one that this file stands in front of
         own.loader.exec_module(importlib.util.module_from_spec(own))

@@ -33,7 +33,12 @@ def stored(t: Tensor, folder: str, room: int) -> tuple[Reference, int]:
             with open(f"{path}.{os.getpid()}", "wb") as file:
                 file.write(data)
             os.replace(file.name, path)
-    return [os.path.basename(path), str(t.dtype).removeprefix("torch."), list(t.shape)], room
+    return [os.path.basename(path), name_of(t.dtype), list(t.shape)], room
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Its name in torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_split(t: Tensor) -> "TypeGuard[DTensor]":
