@@ -131,10 +131,11 @@ def _ratios(sides: BothSides, step: StepDifference, point: str) -> dict[str, flo
 
 def _one(ratios: Iterable[float | None]) -> float | None:
     """The number that all are; None without one, and for 1."""
-    numbers = [*ratios]
-    first = numbers[0] if numbers else None
-    is_one = first is not None and all(each is not None and abs(each - first) <= AGREES * abs(first) for each in numbers)
-    return first if first is not None and is_one and abs(first - 1) > AGREES else None
+    known = [*ratios]
+    first = known[0] if known else None
+    if first is None or any(each is None or off(first, each) > AGREES for each in known):
+        return None
+    return first if off(1.0, first) > AGREES else None
 
 
 def _scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:

@@ -84,7 +84,8 @@ class RecordedLoader:
     """
 
     def __init__(self, number: int, loader: object, rows: dict[str, list[list[Any]]]):
-        self.number, self.loader, self.rows, self.own = number, loader, rows, list[object]()
+        self.number, self.loader, self.rows = number, loader, rows
+        self.own: Collection[object] = ()
         self.passes, self.trains = list[Pass](), False
 
     def drawing(self, own: Collection[object]) -> "RecordedLoader":
@@ -383,7 +384,7 @@ def without_dropout() -> None:
     for place, name in itertools.product((functional, torch), DROPOUTS):
         if hasattr(place, name):
             setattr(place, name, lambda input, *_, **__: input)
-    nn.RNNBase.dropout = property(lambda _: 0.0, lambda *_: None)
+    setattr(nn.RNNBase, "dropout", property(lambda _: 0.0, lambda *_: None))
     attention = functional.scaled_dot_product_attention
 
     def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:
