@@ -4,13 +4,17 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
+from plait.scripts.causes import settings
+from plait.scripts.numbers import StepDifference
 from plait.scripts.recordings import Recording
 from plait.scripts.rows import Readers, faults, notes, replayed, surplus_rows
 
@@ -119,6 +123,18 @@ def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
     own = [batch("ab"), step(1), batch("da", 1), step(2, epoch=1), order("ab", "cd"), order("da", "bc", epoch=1)]
     reference = recorded(tmp_path, [*own, order("", epoch=8)], 0, 1, [0, 7])
     assert [each.code for each in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
+
+
+@pytest.mark.parametrize(("applied", "weights", "codes"), [
+    (0.0, 1.0, ["E028"]),
+    (1.0, 1.0, []),  # the gradients are the cause
+    (0.0, 0.0, []),  # ZeroRedundancyOptimizer does what the optimizer inside of it does
+])  # fmt: skip
+def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, weights: float, codes: list[str], tmp_path: Path) -> None:
+    mine, other = (recorded(tmp_path, [batch("a"), step(1) | {"kind": kind}]).steps[0] for kind in ("Adam", "SGD"))
+    points = {"applied": [Probe("", "", applied, 0.5, "a")], "weights": [Probe("", "", weights, 0.5, "a")]}
+    sides = SimpleNamespace(compared=[StepDifference(1, mine, other, points)])
+    assert [each.code for each in settings(sides)] == codes
 
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:

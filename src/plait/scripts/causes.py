@@ -41,8 +41,6 @@ def settings(sides: BothSides) -> Iterator[Problem]:
     """Steps with another optimizer, or other learning rates, weight decay or parameters."""
     for each in sides.compared:
         mine, other, when = each.candidate, each.reference, f"in step {each.number}"
-        if mine.kind != other.kind:
-            yield problem_of_page("E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}")
         for name in _unlike(mine.lr, other.lr)[:1]:
             rate = f"{when} the learning rate of {name} is {mine.lr[name]:.6g}, the reference's {other.lr[name]:.6g}"
             yield problem_of_page("E027", rate + _pace(sides, each))
@@ -52,6 +50,8 @@ def settings(sides: BothSides) -> Iterator[Problem]:
             yield problem_of_page("E028", f"weight decay of {name} is {mine.decay[name]:.6g}, the reference's {other.decay[name]:.6g}")
         if left := sorted({*mine.without} - {*other.without}):
             yield problem_of_page("E029", f"{when} parameters have no gradient, as they have in the reference: {several(left)}")
+        if mine.kind != other.kind and each.wrong("weights") and not each.wrong("applied"):
+            yield problem_of_page("E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}")
 
 
 def _unlike(mine: dict[str, float], other: dict[str, float]) -> list[str]:

@@ -368,7 +368,11 @@ def install(settings: Event) -> None:
         if (clip := getattr(clips, name, None)) is not None:
             for place in (nn.utils, clips):
                 setattr(place, name, functools.partial(recorder.clip, clip))
-    torch.autocast.__enter__ = lambda context: recorder.enter_autocast(enter, context)
+
+    def entered(self: torch.autocast) -> Any:
+        return recorder.enter_autocast(enter, self)
+
+    torch.autocast.__enter__ = entered
     own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self).drawing(indices(self))  # noqa: E731
     loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
     if not settings["watch"]:
@@ -381,10 +385,9 @@ def install(settings: Event) -> None:
 def without_dropout() -> None:
     """Dropout gives its input: ranks cannot draw the masks of one process."""
     functional = nn.functional
-    for place, name in itertools.product((functional, torch), DROPOUTS):
-        if hasattr(place, name):
-            setattr(place, name, lambda input, *_, **__: input)
-    setattr(nn.RNNBase, "dropout", property(lambda _: 0.0, lambda *_: None))
+    found = [(place, name, lambda input, *_, **__: input) for place, name in itertools.product((functional, torch), DROPOUTS) if hasattr(place, name)]
+    for place, name, new in (*found, (nn.RNNBase, "dropout", property(lambda _: 0.0, lambda *_: None))):
+        setattr(place, name, new)
     attention = functional.scaled_dot_product_attention
 
     def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:
