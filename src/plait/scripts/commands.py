@@ -65,11 +65,6 @@ class RunningCommand:
                 what = f"the {command.side}'s command cannot be started: {command.words}"
                 raise PlaitError(problem_of_page("E001", what, str(error))) from error
 
-    @property
-    def steps(self) -> int:
-        """Steps that the slowest process has made, of those that have written anything."""
-        return min(self.command.steps, *self.counts) if self.counts else 0
-
     def look(self) -> bool:
         """Take in what is new; whether the command still runs. E003, E004: it has done nothing for too long."""
         sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
@@ -136,7 +131,8 @@ def run(commands: Mapping[Path, ScriptCommand], show: Show) -> list[tuple[Record
         for folder, command in commands.items():
             running.append(RunningCommand(command, folder))
         while sum(each.look() for each in running):  # all of them
-            show(running[0].command.side, sum(each.steps for each in running), sum(each.command.steps for each in running))
+            done = sum(min(each.command.steps, *each.counts) for each in running if each.counts)  # by the slowest process
+            show(running[0].command.side, done, sum(each.command.steps for each in running))
             time.sleep(0.1)
         return [each.recorded() for each in running]
     finally:

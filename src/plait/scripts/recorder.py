@@ -122,7 +122,7 @@ class ScriptRecorder:
         self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
         self.formats = set[str]()
         """Number formats of weights, of FSDP and of autocast so far."""
-        self.started, self.is_finished, self.drew, self.generators, self.first_hook = False, False, False, "", list[Any]()
+        self.drew, self.generators, self.first_hook = False, "", list[Any]()
 
     def event(self, what: str, **values: Any) -> None:
         """Write an event."""
@@ -162,7 +162,7 @@ class ScriptRecorder:
         if not (torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters())):
             return
         self.first_hook.pop().remove()
-        self.started, tensors = True, self.tensors()
+        tensors = self.tensors()
         with torch.no_grad():
             for name, reference in self.replay.get("weights", {}).items():
                 if name in tensors and list(tensors[name].shape) == reference[2]:
@@ -326,13 +326,11 @@ class ScriptRecorder:
 
     def finish(self, leave: bool = True) -> None:
         """Write down the orders of passes; end the process."""
-        if self.started and not self.is_finished:
-            self.is_finished = True
-            for each in (each for known in self.loaders.values() for each in known.passes):
-                if each.loader.trains and not self.settings["watch"]:
-                    each.draw_rest()
-                own = len(each.order[0]) if each.order else each.size
-                self.event("epoch", source=each.source, order=each.order, own=own, complete=each.is_complete)
+        for each in (each for known in self.loaders.values() for each in known.passes):
+            if each.loader.trains and not self.settings["watch"]:
+                each.draw_rest()
+            own = len(each.order[0]) if each.order else each.size
+            self.event("epoch", source=each.source, order=each.order, own=own, complete=each.is_complete)
         if leave:
             sys.stdout.flush()
             sys.stderr.flush()
