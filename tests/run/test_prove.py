@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from plait.scripts.commands import RunningCommand, ScriptCommand
+from plait.scripts.commands import ScriptCommand, run
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ONE, TWO = f"{sys.executable} ", f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 "
@@ -19,6 +19,7 @@ FOUR = TWO.replace("2 ", "4 ")
 RIGHT = {
     "ddp": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8"),
     "ddp, accumulation": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 4 --accumulation 2"),
+    "by hand": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --by-hand"),
     "ddp, augmented rows": (f"{ONE}ddp.py --augment", f"{TWO}ddp.py --batch-size 8 --augment"),
     "fsdp2": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8"),
     "fsdp2, compiled, workers": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --compile --workers 2"),
@@ -48,6 +49,7 @@ WRONG = {
     "ddp, no process group": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-group", "E022"),
     "ddp, own shuffles": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong seeded-shuffle", "E024"),
     "ddp, weight decay by name": (f"{ONE}ddp.py --wrong decay", f"{TWO}ddp.py --batch-size 8 --wrong decay", "E028"),
+    "ddp, a parameter left out": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong left-out", "E029"),
     "one process": (f"{ONE}ddp.py", f"{ONE}ddp.py --batch-size 8", "E021"),
     "fsdp2, clips shards": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong clips-shards", "E033"),
     "fsdp2, scheduler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong scheduler", "E027"),
@@ -130,10 +132,7 @@ def test_a_recorder_changes_no_loss(name: str, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(shlex.split(f"{command} --losses {tmp_path}/without"), check=True, cwd=tmp_path, env=environment, capture_output=True)
     watched = ScriptCommand("candidate", f"{command} --losses {tmp_path}/with", 6, 600.0, 1 << 30, watch=True)
-    running = RunningCommand(watched, tmp_path / "recorded" / name)
-    while running.look():
-        running.process.wait()
-    assert running.recorded()
+    assert run({tmp_path / "recorded" / name: watched}, lambda side, done, total: None)[0]
     without, with_recorder = ((tmp_path / each).read_text() for each in ("without", "with"))
     assert without == with_recorder and len(without.splitlines()) >= 12
 

@@ -9,13 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WRONG = ("", "no-sampler", "no-epoch", "batch-norm", "accumulation", "by-hand-left-out", "other-seed", "no-group", "seeded-shuffle", "decay")
+WRONG = (
+    "", "no-sampler", "no-epoch", "batch-norm", "accumulation", "by-hand-left-out", "other-seed", "no-group", "seeded-shuffle", "decay", "left-out",
+)  # fmt: skip
 options = argparse.ArgumentParser()
 options.add_argument("--batch-size", type=int, default=16)
 options.add_argument("--accumulation", type=int, default=1)
 options.add_argument("--labels-left-out", action="store_true")
 options.add_argument("--wrong", default="", choices=WRONG)
 options.add_argument("--losses", default="")
+options.add_argument("--by-hand", action="store_true", help="ranks average their gradients after backward, without the wrapper")
 options.add_argument("--noise", action="store_true")
 options.add_argument("--augment", action="store_true")
 given = options.parse_args()
@@ -40,10 +43,10 @@ if given.labels_left_out:
     targets[torch.rand(140, generator=torch.Generator().manual_seed(2)) < 0.3] = -100
 norm = nn.BatchNorm1d(24) if given.wrong == "batch-norm" else nn.LayerNorm(24)
 model = nn.Sequential(nn.Linear(6, 24), norm, nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 2))
-by_hand = given.wrong in ("by-hand-left-out", "other-seed")
+by_hand = given.by_hand or given.wrong in ("by-hand-left-out", "other-seed")
 wrapped = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() and not by_hand else model
 no_decay = [p for name, p in wrapped.named_parameters() if name.startswith("0.")] if given.wrong == "decay" else []
-others = [p for p in wrapped.parameters() if all(p is not each for each in no_decay)]
+others = [p for p in wrapped.parameters() if all(p is not each for each in no_decay)][: -1 if given.wrong == "left-out" else None]
 optimizer = torch.optim.AdamW([{"params": others}, {"params": no_decay, "weight_decay": 0.5}] if no_decay else others, lr=0.01)
 data = Points(points, targets)
 sampler = DistributedSampler(data) if dist.is_initialized() and given.wrong not in ("no-sampler", "seeded-shuffle") else None

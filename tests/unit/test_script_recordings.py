@@ -4,21 +4,25 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
+from plait.scripts.causes import settings
+from plait.scripts.numbers import StepDifference
 from plait.scripts.recordings import Recording
-from plait.scripts.rows import Readers, coverage, faults, replayed
+from plait.scripts.rows import Readers, faults, notes, replayed, surplus_rows
 
 
 def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int = 2, group: Sequence[int] = ()) -> Recording:
     """A recording of these events."""
     start = {"is": "start", "rank": rank, "world": world, "weights": {}, "trainable": [], "batch_norms": []}
-    start |= {"group": [*group] or [rank], "narrow": ""}
+    start |= {"group": [*group] or [rank]}
     folder = tmp_path / str(len([*tmp_path.iterdir()]))
     folder.mkdir()
     (folder / "1.jsonl").write_text("\n".join(map(json.dumps, [start, *events])) + '\n{"is": "st')
@@ -26,19 +30,21 @@ def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int =
 
 
 def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
-    return {"is": "batch", "loader": loader, "epoch": epoch, "rows": [*rows], "labels": None, "stored": {}, "shapes": [[2]]}
+    indices = [*map(ord, rows)]
+    return {"is": "batch", "source": f"{loader} {epoch}", "rows": [*rows], "indices": indices, "labels": None, "stored": {}, "shapes": [[2]]}
 
 
 def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loader: int = 0) -> dict:
     return {
         "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
-        "format": "float32", "lr": [0.1], "decay": {}, "without": [],
-        "loader": loader, "epoch": epoch, "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
+        "formats": ["float32"], "lr": {}, "decay": {}, "without": [],
+        "source": f"{loader} {epoch}", "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 
 
-def order(*batches: str, epoch: int = 0) -> dict:
-    return {"is": "epoch", "loader": 0, "epoch": epoch, "order": [[ord(i) for i in each] for each in batches]}
+def order(*batches: str, epoch: int = 0, complete: bool = True) -> dict:
+    indices = [[ord(i) for i in each] for each in batches]
+    return {"is": "epoch", "source": f"0 {epoch}", "order": indices, "own": len(indices[0]), "complete": complete}
 
 
 def used(recording: Recording) -> list[list[str]]:
@@ -90,8 +96,26 @@ def test_what_is_wrong_with_rows(mine: list[dict], other: list[dict], code: str 
 def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("ab"), step(1), order("ab", "ea")], [batch("cd"), step(1), order("cd", "fb")])
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "ef")], 0, 1, [0, 7])
-    assert (coverage(readers, reference).twice, coverage(readers, reference).never) == (2, 0)
+    assert sorted(surplus_rows(readers, reference).elements()) == sorted(str(ord(i)) for i in "ab")
     assert not [*faults(readers, reference)]
+
+
+def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
+    """Each of them is rank 0 to itself, and no ranks share layers."""
+    own = [recorded(tmp_path, [batch(rows), step(1), order(rows)], world=1) for rows in ("ab", "cd")]
+    assert Readers.of(tuple(own)).unlike == () and len(Readers.of(tuple(own)).distinct) == 2
+    assert Readers.of((own[0], own[0])).alike
+
+
+def test_rows_of_an_endless_sampler_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_INDICES", 100)
+    endless = recorder.Pass(recorder.RecordedLoader(0, None, {}), ([i, i + 1] for i in itertools.count()))
+    endless.draw_rest()
+    assert len(endless.order) == 50 and not endless.is_complete
+    mine = [batch("ab"), step(1), order("ab", "ab", "ab", complete=False)]
+    reference = recorded(tmp_path, [batch("ab"), step(1), order("ab", "cd", "ef", complete=False)], 0, 1)
+    readers = Readers.of((recorded(tmp_path, mine),))
+    assert not [*faults(readers, reference)] and "not counted" in notes(readers, reference)[0]
 
 
 def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
@@ -99,6 +123,18 @@ def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
     own = [batch("ab"), step(1), batch("da", 1), step(2, epoch=1), order("ab", "cd"), order("da", "bc", epoch=1)]
     reference = recorded(tmp_path, [*own, order("", epoch=8)], 0, 1, [0, 7])
     assert [each.code for each in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
+
+
+@pytest.mark.parametrize(("applied", "weights", "codes"), [
+    (0.0, 1.0, ["E028"]),
+    (1.0, 1.0, []),  # the gradients are the cause
+    (0.0, 0.0, []),  # ZeroRedundancyOptimizer does what the optimizer inside of it does
+])  # fmt: skip
+def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, weights: float, codes: list[str], tmp_path: Path) -> None:
+    mine, other = (recorded(tmp_path, [batch("a"), step(1) | {"kind": kind}]).steps[0] for kind in ("Adam", "SGD"))
+    points = {"applied": [Probe("", "", applied, 0.5, "a")], "weights": [Probe("", "", weights, 0.5, "a")]}
+    sides = SimpleNamespace(compared=[StepDifference(1, mine, other, points)])
+    assert [each.code for each in settings(sides)] == codes
 
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
@@ -113,22 +149,14 @@ def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
     assert values.stored(torch.ones(1 << 20), str(tmp_path), room)[1] < 0
 
 
-def test_names_do_not_know_wrappers() -> None:
-    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    assert [name for name, _ in recorder.walk(Wrapper(Wrapper(inner)), "_parameters")] == [name for name, _ in inner.named_parameters()]
-    assert [name for name, _ in recorder.walk(Wrapper(inner), "_buffers")] == [name for name, _ in inner.named_buffers()]
-    assert "module.weight" in dict(recorder.walk(Named(), "_parameters"))
+@pytest.mark.parametrize(("name", "expected"), [
+    ("0.weight", "0.weight"),
+    ("module.module.0.weight", "0.weight"),  # DistributedDataParallel, twice
+    ("_orig_mod.layers.1._checkpoint_wrapped_module.weight", "layers.1.weight"),
+    ("_forward_module.module.head.module.bias", "head.module.bias"),  # a child of the user's
+])  # fmt: skip
+def test_names_do_not_know_wrappers(name: str, expected: str) -> None:
+    assert recorder.own_name(name) == expected
 
 
 def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,23 @@
 """`plait prove`: whether a distributed script trains the same model as another command does on one device."""
 
 import json
+from dataclasses import replace
 
 from plait.cli.progress import ProgressLine
 from plait.config.command_options import ProveOptions, check_range
-from plait.config.errors import USAGE, PlaitError, Problem, shown
+from plait.config.errors import USAGE, PlaitError, shown
 from plait.proof.verdict import Verdict, row
 from plait.scripts.commands import ScriptCommand
-from plait.scripts.prove import Question, prove
+from plait.scripts.prove import prove
 
 
 def run(options: ProveOptions) -> int:
     """The command."""
     check_range(options)
-    sides = [
-        ScriptCommand(side, words, options.steps, options.limit, int(options.room * 2**30), options.float64)
-        for side, words in (("reference", options.reference), ("candidate", options.candidate))
-    ]
+    reference = ScriptCommand("reference", options.reference, options.steps, options.limit, int(options.room * 2**30), options.float64)
     try:
         with ProgressLine("prove", options.json) as line:
-            verdict = prove(Question(*sides), line.show)
+            verdict = prove(reference, replace(reference, side="candidate", words=options.candidate), line.show)
     except PlaitError as error:
         if error.exit_code != USAGE or error.codes[0][:1] != "E":
             raise
@@ -40,5 +38,4 @@ def lines(verdict: Verdict) -> list[str]:
     if verdict.equal:
         return [*found, "SAME  both commands train the same model"]
     found.append(f"DIFFERENT  {verdict.cause}.   `plait help {verdict.code}`")
-    problem: Problem = verdict.problems[0]
-    return [*found, *(f"  fix   {line}" for line in problem.fix)]
+    return [*found, *(f"  fix   {line}" for problem in verdict.problems for line in problem.fix)]

@@ -157,3 +157,9 @@ def codes() -> dict[str, str]:
 def explain(code: str) -> str | None:
     """The page of an error code from ``errors.md``, or None when there is no such code."""
     return codes().get(code)
+
+
+def problem_of_page(code: str, what: str, why: str = "", where: str = "") -> Problem:
+    """A problem whose fixes are those that its page of ``errors.md`` lists."""
+    lines = codes()[code].splitlines()
+    return Problem(code, what, why, where, tuple(line.removeprefix("- ") for line in lines if line.startswith("- ")))

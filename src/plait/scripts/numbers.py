@@ -4,9 +4,8 @@ The reference runs three times: as it is, with its first weights moved by one ro
 limit is the larger of what these runs show and the median of all tensors' limits, since one element may by chance hardly move.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -15,18 +14,42 @@ import torch
 from torch import Tensor
 
 from plait.proof.probes import TOLERANCE, Probe
-from plait.proof.rounding import TIMES, Key, StepResult, distances, limits, moved, rounding, wider
-from plait.scripts.recordings import OptimizerStep, Recording, Stored, StoredTensors
+from plait.proof.rounding import TIMES, Noise, StepResult, distances, limits, rounding, wider
+from plait.scripts.recordings import OptimizerStep, Recording, Stored, unlike
+from plait.scripts.rows import Readers
+from plait.scripts.values import loaded
 
 POINTS = ("after", "gradients", "applied")
 """Where gradients are compared: as backward leaves them (in the first step), before clipping, and as the optimizer gets them."""
 
 
 @dataclass(frozen=True)
+class StepDifference:
+    """How far an optimizer's step is from the reference's: by point, a comparison of each tensor."""
+
+    number: int
+    candidate: OptimizerStep
+    reference: OptimizerStep
+    points: Mapping[str, Sequence[Probe]]
+
+    def wrong(self, point: str) -> list[str]:
+        """The tensors that are farther away at a point than rounding takes them."""
+        return [each.name for each in self.points[point] if not each.equal]
+
+    def worst(self, point: str) -> Probe:
+        """The tensor that is farthest beyond its limit, or nearest to it."""
+        return max(self.points[point], key=_times)
+
+
+def _times(probe: Probe) -> float:
+    return probe.worst / probe.tolerance
+
+
+@dataclass(frozen=True)
 class BothSides:
     """The recordings of both sides."""
 
-    candidate: tuple[Recording, ...]
+    readers: Readers
     reference: Recording
     moved: tuple[Recording, Recording]
     """The reference with weights moved by one rounding, and by many."""
@@ -34,47 +57,48 @@ class BothSides:
     float64: bool
 
     @property
-    def steps(self) -> int:
-        """Rounds that both sides made."""
-        return min(len(each.rounds) for each in (self.candidate[0], self.reference, *self.moved))
+    def ranks(self) -> tuple[Recording, ...]:
+        """The candidate's."""
+        return self.readers.all
 
     @cached_property
-    def compared(self) -> tuple["StepDifference", ...]:
+    def compared(self) -> tuple[StepDifference, ...]:
         """The differences of each optimizer's step, in order."""
-        found = list[StepDifference]()
-        for k in range(self.steps):
-            sides = [{step.optimizer: step for step in each.rounds[k]} for each in (self.candidate[0], self.reference, *self.moved)]
-            for optimizer in sorted(set.intersection(*(set(side) for side in sides))):
-                found.append(self._difference([side[optimizer] for side in sides]))
+        found, recordings = list[StepDifference](), (self.ranks[0], self.reference, *self.moved)
+        for rounds in zip(*(each.rounds for each in recordings)):
+            sides = [{step.optimizer: step for step in steps} for steps in rounds]
+            for optimizer in sorted(set.intersection(*map(set, sides))):
+                steps = [side[optimizer] for side in sides]
+                points = {point: self._compared([StepResult({}, self.read(getattr(step, point)), {}, {}) for step in steps]) for point in POINTS}
+                after = [
+                    StepResult(self.read(_start(each, step)), {}, self.read(step.weights), self.read(_grouped(step.buffers)))
+                    for each, step in zip(recordings, steps)
+                ]
+                points |= {"weights": self._compared(after, "weight"), "buffers": self._compared(after, "state")}
+                if any(unlike(steps[0].after, each.after) for each in self.steps_of_ranks(steps[0])):
+                    points["after"] = []  # the script sums over ranks itself, after backward
+                found.append(StepDifference(steps[0].step, steps[0], steps[1], points))
         return tuple(found)
 
-    def _difference(self, steps: Sequence[OptimizerStep]) -> "StepDifference":
-        found = dict[str, Differences]()
-        for point in POINTS:
-            gradients: list[Mapping[str, Stored]] = [getattr(step, point) for step in steps]
-            found[point] = self._compared([StepResult({}, self.read(each), {}, {}) for each in gradients])
-        recordings = (self.candidate[0], self.reference, *self.moved)
-        after = [StepResult(self.read(self._start(each, step)), {}, self.read(step.weights), self.read(_grouped(step.buffers)))
-                 for each, step in zip(recordings, steps)]  # fmt: skip
-        found |= {"weights": self._compared(after, "weight"), "buffers": self._compared(after, "state")}
-        return StepDifference(steps[0].step, steps[0], steps[1], found)
+    def steps_of_ranks(self, step: OptimizerStep) -> list[OptimizerStep]:
+        """A step of the candidate on every rank."""
+        return [each for rank in self.ranks for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
 
-    def _start(self, recording: Recording, step: OptimizerStep) -> Mapping[str, Stored]:
-        before = [each for each in recording.steps if each.optimizer == step.optimizer and each.step < step.step]
-        return before[-1].weights if before else {name: t for name, t in recording.start.weights.items() if name in step.weights}
-
-    def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> "Differences":
+    def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> list[Probe]:
         candidate, base, small, large = results
         limit = {key: value for key, value in wider(limits(base, [small], TIMES), limits(base, [large])).items() if key[0] == kind}
-        if self.float64:
-            limit = {key: max(value, TOLERANCE) for key, value in limit.items()}
-        usual = median(limit.values()) if limit else 0.0
-        off = {key: value for key, value in distances(base, candidate).items() if key[0] == kind}
-        return Differences(off, {key: max(value, usual) for key, value in limit.items()})
+        least = max(median(limit.values()) if limit else 0.0, TOLERANCE * self.float64)
+        far = distances(base, candidate).items()
+        return [Probe("", "", off, max(limit[key], least), key[1]) for key, off in far if key[0] == kind]
 
-    def read(self, stored: Mapping[str, Stored]) -> StoredTensors:
-        """Stored tensors by name."""
-        return StoredTensors(self.tensors, stored)
+    def read(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Stored tensors by name. The system reads their numbers from the disk as they are used."""
+        return {name: loaded(each, str(self.tensors)) for name, each in stored.items()}
+
+
+def _start(recording: Recording, step: OptimizerStep) -> Mapping[str, Stored]:
+    before = [each for each in recording.steps if each.optimizer == step.optimizer and each.step < step.step]
+    return before[-1].weights if before else {name: t for name, t in recording.start.weights.items() if name in step.weights}
 
 
 def _grouped(buffers: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -82,67 +106,19 @@ def _grouped(buffers: Mapping[str, Stored]) -> dict[str, Stored]:
     return {f"{name.rpartition('.')[0]}|{name.rpartition('.')[2]}": t for name, t in buffers.items()}
 
 
-@dataclass(frozen=True)
-class Differences:
-    """How far each tensor is away, relative to its scale, and may be."""
-
-    off: Mapping[Key, float]
-    limit: Mapping[Key, float]
-
-    @cached_property
-    def wrong(self) -> tuple[str, ...]:
-        """The tensors that are farther away than rounding takes them."""
-        return tuple(key[1] for key, off in self.off.items() if not off <= self.limit.get(key, math.inf))
-
-    @property
-    def worst(self) -> Key | None:
-        """The tensor that is farthest beyond its limit, or nearest to it."""
-        return max(self.off, key=lambda key: _times(self.off[key], self.limit.get(key, math.inf)), default=None)
-
-    @property
-    def times(self) -> float:
-        """How many times as far as its limit the worst tensor is."""
-        return _times(self.off[self.worst], self.limit.get(self.worst, math.inf)) if self.worst is not None else 0.0
-
-
-def _times(off: float, limit: float) -> float:
-    return math.inf if not math.isfinite(off) else off / limit if limit else 0.0
-
-
-@dataclass(frozen=True)
-class StepDifference:
-    """How far an optimizer's step is from the reference's."""
-
-    number: int
-    candidate: OptimizerStep
-    reference: OptimizerStep
-    points: Mapping[str, Differences]
-
-    def wrong(self, point: str) -> tuple[str, ...]:
-        """The tensors that differ at a point."""
-        return self.points[point].wrong
-
-
-def first_wrong(compared: Sequence[StepDifference], point: str) -> StepDifference | None:
-    """The first step in which a point differs."""
-    return next((each for each in compared if each.wrong(point)), None)
-
-
 def probe(code: str, title: str, compared: Sequence[StepDifference], point: str) -> Probe:
     """The comparison of a point over all steps: the first step that differs, else the tensor that came nearest to its limit."""
-    wrong = first_wrong(compared, point)
-    seen = [each for each in compared if each.points[point].off]
-    shown = wrong or max(seen, key=lambda each: each.points[point].times, default=None)
-    if shown is None:
+    seen = [each for each in compared if each.points[point]]
+    if not seen:
         return Probe(code, title)
-    differences = shown.points[point]
-    worst = differences.worst
-    assert worst is not None
-    detail = f"step {shown.number}, {len(differences.wrong)} of {len(differences.off)} tensors" if wrong else ""
-    return Probe(code, title, differences.off[worst], differences.limit.get(worst, math.inf), worst[1].replace("|", ".").strip("."), detail)
+    shown = next((each for each in seen if each.wrong(point)), max(seen, key=lambda each: _times(each.worst(point))))
+    detail = f"step {shown.number}, {len(shown.wrong(point))} of {len(shown.points[point])} tensors"
+    worst = shown.worst(point)
+    return replace(worst, code=code, title=title, name=worst.name.replace("|", ".").strip("."), detail=detail)
 
 
-def moved_weights(tensors: StoredTensors, times: float, narrowest: str) -> dict[str, Tensor]:
+def moved_weights(weights: Mapping[str, Tensor], times: float, formats: Sequence[str]) -> dict[str, Tensor]:
     """First weights, each moved at random by up to so many roundings of its own format, or of the narrowest that computes."""
-    generator, least = torch.Generator().manual_seed(int(times)), rounding(getattr(torch, narrowest))
-    return {name: moved(t, times * max(least, rounding(t.dtype)), generator) if t.is_floating_point() else t for name, t in tensors.items()}
+    coarsest = max((rounding(getattr(torch, each)) for each in formats), default=0.0)
+    generator, noise = torch.Generator().manual_seed(int(times)), Noise(0, times, coarsest)
+    return {name: noise.operand(t, generator) for name, t in weights.items()}

@@ -9,6 +9,7 @@ Torch's private names stand in `seams`: a torch without one is never followed by
 """
 
 import atexit
+import functools
 import gc
 import itertools
 import json
@@ -21,17 +22,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, stored, tree
+from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, name_of, stored, tree
 
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
-WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which a wrapper has its only child. They are no part of a parameter's name."""
+MOST_INDICES = 1 << 22
+"""Indices of a pass that are drawn at its end; which rows a longer one reads is not counted."""
+OUTER, INNER = ("module", "_forward_module"), ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names under which wrappers have their only child: of a model, and of any module. They are no part of a parameter's name."""
 DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
 Event = dict[str, Any]
 
@@ -45,10 +47,9 @@ def seams() -> tuple[Any, ...]:
 class Pass:
     """One pass of a loader: the script's own batches as indices, how many were read, and what the sampler has not drawn yet."""
 
-    def __init__(self, loader: "RecordedLoader"):
-        self.loader, self.number = loader, len(loader.passes)
-        self.order, self.read, self.rest = list[list[Any]](), 0, iter(())
-        self.key = f"{loader.number} {self.number}"
+    def __init__(self, loader: "RecordedLoader", own: Iterable[object] = ()):
+        self.loader, self.source = loader, f"{loader.number} {len(loader.passes)}"
+        self.order, self.rest, self.read, self.size, self.is_complete = list[list[Any]](), iter(own), 0, 0, False
         loader.passes.append(self)
 
     def draw(self) -> Iterator[Any]:
@@ -56,61 +57,72 @@ class Pass:
         for batch in self.rest:
             self.order.append([int(i) if hasattr(i, "__index__") else i for i in (batch if isinstance(batch, (list, tuple)) else [batch])])
             yield batch
+        self.is_complete = True
 
+    def draw_rest(self) -> None:
+        """Draw the rest of the order, of which nothing is loaded. A sampler may be endless."""
+        left = MOST_INDICES
+        for _ in self.draw():
+            left -= len(self.order[-1])
+            if left <= 0:
+                return
 
-class RecordedLoader:
-    """A loader that was iterated. `trains`: a loss was differentiated after one of its batches."""
-
-    def __init__(self, number: int, loader: object):
-        self.number, self.loader, self.passes, self.trains = number, loader, list[Pass](), False
-
-
-class Indices:
-    """What a DataLoader draws indices from, in place of its own sampler."""
-
-    def __init__(self, recorder: "ScriptRecorder", loader: DataLoader[object], own: Collection[object]):
-        self.recorder, self.loader, self.own = recorder, loader, own
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __iter__(self) -> Iterator[Any]:
-        known = self.recorder.loader(self.loader)
-        known.passes = [each for each in known.passes if each.order]  # a loader with workers begins twice
-        began = Pass(known)
-        began.rest = iter(self.own)
-        rows = (self.recorder.replay.get("rows") or {}).get(began.key)
-        return began.draw() if rows is None else self.recorded(began, rows)
-
-    def recorded(self, began: Pass, rows: list[list[Any]]) -> Iterator[Any]:
-        """The recorded rows, in batches of the script's own size."""
-        single = [not isinstance(batch, (list, tuple)) for batch in began.draw()][:1] == [True]
-        size = max(map(len, began.order), default=1)
+    def recorded(self, rows: list[list[Any]]) -> Iterator[Any]:
+        """The recorded rows of each step, in batches of the script's own size."""
+        single = [not isinstance(batch, (list, tuple)) for batch in itertools.islice(self.draw(), 1)] == [True]
+        self.draw_rest()
+        size = max(map(len, self.order), default=1)
         for step in rows:
             for start in range(0, len(step), size):
                 yield step[start] if single else step[start : start + size]
 
 
+class RecordedLoader:
+    """A loader that was iterated, and what it draws indices from in place of its own sampler.
+
+    `trains`: a loss was differentiated after one of its batches.
+    """
+
+    def __init__(self, number: int, loader: object, rows: dict[str, list[list[Any]]]):
+        self.number, self.loader, self.rows = number, loader, rows
+        self.own: Collection[object] = ()
+        self.passes, self.trains = list[Pass](), False
+
+    def drawing(self, own: Collection[object]) -> "RecordedLoader":
+        """This, for a sampler of the script."""
+        self.own = own
+        return self
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes = [each for each in self.passes if each.order]  # a loader with workers begins twice
+        began = Pass(self, self.own)
+        rows = self.rows.get(began.source)
+        return began.draw() if rows is None else began.recorded(rows)
+
+
 class ScriptRecorder:
     """The state of the recording in this process."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self.settings, self.watches, self.room = settings, bool(settings["watch"]), int(settings["room"])
+    def __init__(self, settings: Event):
+        self.settings, self.room = settings, int(settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
-        self.replay = dict[str, Any]()
+        self.replay = Event()
         if settings["replay"]:
             with open(settings["replay"], encoding="utf-8") as file:
                 self.replay = json.load(file)
         self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), list[int]()
         self.read: Pass | None = None
-        """The pass of the last batch. Then: batches read, those of the first step, steps that have not ended, steps of the first optimizer."""
-        self.batches = self.per = self.depth = self.round = 0
+        """The pass of the last batch. Then: steps that have not ended, steps of the first optimizer, batches read until each of them."""
+        self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
         self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
-        self.format = "float64"
-        """The narrowest number format of weights and of autocast so far."""
-        self.started, self.is_finished, self.drew, self.generators, self.first_hook = False, False, False, "", list[Any]()
+        self.formats = set[str]()
+        """Number formats of weights, of FSDP and of autocast so far."""
+        self.drew, self.generators, self.first_hook = False, "", list[Any]()
 
     def event(self, what: str, **values: Any) -> None:
         """Write an event."""
@@ -132,10 +144,10 @@ class ScriptRecorder:
         """Parameters and buffers by name: of the first model as they are, of others with m1., m2. in front. Keeps the names by id."""
         self.names, found, number = {}, dict[str, Tensor](), 0
         for top in self.modules():
-            new = [(name, p) for name, p in walk(top, "_parameters") if id(p) not in self.names]
+            new = [(own_name(name), p) for name, p in top.named_parameters() if id(p) not in self.names]
             prefix = f"m{number}." * (number > 0)
-            self.names |= {id(p): prefix + name for name, p in reversed(new)}
-            found |= {self.names[id(p)]: p for _, p in new} | {prefix + name: b for name, b in walk(top, "_buffers")}
+            self.names |= {id(p): prefix + name for name, p in new}
+            found |= {prefix + name: t for name, t in (*new, *((own_name(name), b) for name, b in top.named_buffers()))}
             number += bool(new)
         return found
 
@@ -150,7 +162,7 @@ class ScriptRecorder:
         if not (torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters())):
             return
         self.first_hook.pop().remove()
-        self.started, tensors = True, self.tensors()
+        tensors = self.tensors()
         with torch.no_grad():
             for name, reference in self.replay.get("weights", {}).items():
                 if name in tensors and list(tensors[name].shape) == reference[2]:
@@ -160,33 +172,19 @@ class ScriptRecorder:
                     target.copy_(value)
             weights = {name: self.store(t) for name, t in tensors.items()}
         every = [each for top in self.modules() for each in top.modules()]
-        for each in every:
-            if not self.watches and isinstance(each, nn.RNNBase):
-                each.dropout = 0.0
-        distributed = torch.distributed
-        joined = distributed.is_available() and distributed.is_initialized()
-        rank = distributed.get_rank() if joined else 0
-        for dtype in {t.dtype for t in tensors.values()} | {vars(each).get("param_dtype") or torch.float64 for each in self.policies()}:
-            self.seen(dtype)
-        trainable = [name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad]
-        norms = sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__})
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+        policies = [vars(each) for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]  # of FSDP
+        of_policies = {each.get(of) for each in policies for of in ("param_dtype", "reduce_dtype")} - {None}
+        self.formats |= {name_of(dtype) for dtype in {t.dtype for t in tensors.values() if t.is_floating_point()} | of_policies}
         self.event(
-            "start", rank=rank, world=distributed.get_world_size() if joined else 1, weights=weights, trainable=trainable, batch_norms=norms,
-            group=sorted(self.group(rank)), narrow=self.narrow(tensors) if self.settings["float64"] else "",
+            "start", rank=rank, world=world, weights=weights, group=sorted(self.group(rank)),
+            trainable=[name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad],
+            batch_norms=sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__}),
         )  # fmt: skip
         if self.read is None:  # rows that come from no loader are seen where the model gets them
             self.inputs(arguments)
             module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
-
-    def policies(self) -> list[object]:
-        """FSDP's policies of number formats."""
-        return [each for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]
-
-    def narrow(self, tensors: dict[str, Tensor]) -> str:
-        """What computes in another format, though float64 was asked for."""
-        found = [str(each) for each in self.policies() if vars(each).get("param_dtype") or vars(each).get("reduce_dtype")]
-        found += [f"{name} is {t.dtype}" for name, t in tensors.items() if t.is_floating_point() and t.dtype != torch.float64]
-        return next(iter(found), "")
 
     def group(self, rank: int) -> set[int]:
         """Ranks that read the same rows as this one because they have parts of the same layers (tensor parallelism), by placements alone."""
@@ -210,70 +208,88 @@ class ScriptRecorder:
 
     def loader(self, loader: object) -> RecordedLoader:
         """What is known of a loader."""
-        return self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader))
+        return self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader, self.replay.get("rows", {})))
 
     def next(self, iterator: "_BaseDataLoaderIter", fetch: Callable[[Any], Any]) -> object:
         """The next batch of a loader, written down; ends the pass where enough of it was read."""
         source = iterator._index_sampler
-        known = self.loader(source.loader if isinstance(source, Indices) else iterator)
-        now = known.passes[-1] if known.passes else Pass(known)  # each iterator of a stream is a pass
-        if not self.watches and known.trains:
+        known = source if isinstance(source, RecordedLoader) else self.loader(iterator)  # each iterator of a stream is a pass
+        now = known.passes[-1] if known.passes else Pass(known)
+        if known.trains and not self.settings["watch"]:
             if self.round >= self.settings["steps"]:
                 self.finish()
-            if not self.replay and self.per and now.read >= EPOCH_STEPS * self.per and now.read % self.per == 0:
-                [*now.draw()]  # the rest of the order, of which nothing is loaded
+            per = max(1, self.reads[1] - self.reads[0]) if len(self.reads) > 1 else sys.maxsize  # one rank may read for others, or ahead
+            if not self.replay and now.read >= EPOCH_STEPS * per and now.read % per == 0:
+                now.draw_rest()
                 raise StopIteration
-        contents = (self.replay.get("contents") or {}).get(now.key)
+        contents = self.replay.get("contents", {}).get(now.source)
         if contents is not None and now.read >= len(contents):
             raise StopIteration
         batch = fetch(iterator)
+        now.size = now.size or len(hashes(batch))
         if contents is not None:
-            self.event("batch", own=True, loader=known.number, epoch=now.number, rows=hashes(batch), labels=None, stored={}, shapes=[])
             rows = {name: [loaded(each, self.settings["tensors"]) for each in parts] for name, parts in contents[now.read].items()}
             batch = filled(batch, {name: torch.cat(parts) for name, parts in rows.items()})
         if self.settings["float64"]:
             batch = filled(batch, {name: t.double() for name, t in tree(batch) if t.is_floating_point()})
         self.read = now
-        self.batch(batch, known.number, now.number)
+        self.batch(batch, now.source, now.order[now.read] if now.read < len(now.order) else None)
         now.read += 1
         return batch
 
     def inputs(self, given: object) -> None:
         """Rows that the model gets, where no loader gives any."""
         if self.read is None and torch.is_grad_enabled():
-            self.batch(given, -1, 0)
+            self.batch(given)
 
-    def batch(self, batch: object, loader: int, epoch: int) -> None:
-        """Write a batch down."""
-        self.batches += 1
+    def batch(self, batch: object, source: str = "", indices: list[Any] | None = None) -> None:
+        """Write a batch down; `indices`: what the script's own sampler drew for it."""
         leaves = dict(tree(batch))
-        kept = {name: self.store(t) for name, t in leaves.items() if not self.replay and not self.watches}
+        kept = {} if self.replay else {name: self.store(t) for name, t in leaves.items()}
+        known = indices if indices is not None and all(isinstance(i, (int, str)) for i in indices) else None
         shapes = [list(t.shape[1:]) for t in leaves.values()]
-        self.event("batch", loader=loader, epoch=epoch, rows=hashes(batch), labels=labels(leaves), stored=kept, shapes=shapes)
+        self.event("batch", source=source, rows=hashes(batch), indices=known, labels=labels(leaves), stored=kept, shapes=shapes)
         self.generators = generators()
 
-    def seen(self, dtype: torch.dtype) -> None:
-        """A number format that something is computed in."""
-        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(getattr(torch, self.format)).eps:
-            self.format = str(dtype).removeprefix("torch.")
-
-    def backward(self, tensors: Tensor | Iterable[Tensor]) -> None:
-        """A loss is differentiated."""
+    def backward(self, own: Callable[..., None], tensors: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> None:
+        """A loss is differentiated: its value, and gradients as the first backward passes leave them."""
         if self.read is not None:
             self.read.loader.trains = True
         self.losses.append(float(full(tensors if isinstance(tensors, Tensor) else next(iter(tensors))).double().sum()))
         self.drew = self.drew or self.generators not in ("", generators())
-
-    def differentiated(self) -> None:
-        """Gradients as the first backward passes leave them."""
+        own(tensors, *given, **keywords)
         if self.round == 0:
             self.after = {self.name(p): self.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
 
-    def clipped(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-        """Gradients that are about to be clipped; the parameters as a list."""
-        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        self.before = {id(p): self.store(p.grad) for p in given if p.grad is not None}
-        return given
+    def clip(self, own: Callable[..., Any], parameters: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> Any:
+        """Gradients as they are before they are clipped."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        self.before = {id(p): self.store(p.grad) for p in parameters if p.grad is not None}
+        return own(parameters, *given, **keywords)
+
+    def enter_autocast(self, own: Callable[[torch.autocast], Any], context: torch.autocast) -> Any:
+        """The number format of autocast."""
+        entered, kind = own(context), str(context.device)
+        if torch.is_autocast_enabled(kind):
+            self.formats.add(name_of(torch.get_autocast_dtype(kind)))
+        return entered
+
+    def before_step(self, optimizer: Optimizer, given: tuple[Any, ...], keywords: Event) -> Any:
+        """Before a step; with a closure, in which gradients are made, after that."""
+        self.depth += 1
+        closure = given[1] if len(given) > 1 else keywords.get("closure")
+        if self.depth > 1:  # of an optimizer inside of another
+            return None
+        if not callable(closure):
+            self.stepping(optimizer)
+            return None
+
+        def inside() -> Any:
+            value = closure()
+            self.stepping(optimizer)
+            return value
+
+        return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Gradients as an optimizer is about to apply them."""
@@ -284,136 +300,92 @@ class ScriptRecorder:
         groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         with_gradient = [p for _, p in groups if p.grad is not None]
         self.step = {
-            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "format": self.format,
-            "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
+            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "formats": sorted(self.formats),
+            "lr": {self.name(p): float(group.get("lr") or 0) for group, p in groups},
             "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
             "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
-            "loader": self.read.loader.number if self.read else -1, "epoch": self.read.number if self.read else 0,
+            "source": self.read.source if self.read else "",
             "before": {self.name(p): self.before[id(p)] for p in with_gradient if id(p) in self.before},
             "applied": {self.name(p): self.store(p.grad) for p in with_gradient},
         }  # fmt: skip
         self.losses, self.after, self.before = [], {}, {}
 
-    def has_stepped(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Weights and buffers after a step; ends the process after the last step to compare."""
-        self.per = self.per or max(1, min(len(self.step["losses"]), self.batches))
+        self.depth -= 1
+        if self.depth:
+            return
+        if self.step["optimizer"] == 0:
+            self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
         weights = {self.name(p): self.store(p) for group in optimizer.param_groups for p in group["params"]}
         buffers = {name: self.store(t) for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
         is_full = self.room < 0
         self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
-        if not self.watches and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
+        if not self.settings["watch"] and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
             self.finish()
 
     def finish(self, leave: bool = True) -> None:
         """Write down the orders of passes; end the process."""
-        if self.started and not self.is_finished:
-            self.is_finished = True
-            for each in (each for known in self.loaders.values() for each in known.passes):
-                if each.loader.trains and not self.watches:
-                    [*each.draw()]
-                self.event("epoch", loader=each.loader.number, epoch=each.number, order=each.order)
+        for each in (each for known in self.loaders.values() for each in known.passes):
+            if each.loader.trains and not self.settings["watch"]:
+                each.draw_rest()
+            own = len(each.order[0]) if each.order else each.size
+            self.event("epoch", source=each.source, order=each.order, own=own, complete=each.is_complete)
         if leave:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
 
-def walk(module: nn.Module, what: str, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters or buffers with their names, in which wrappers do not show."""
-    yield from ((prefix + name, t) for name, t in getattr(module, what).items() if t is not None)
-    children = [*module.named_children()]
-    is_wrapper = len(children) == 1 and children[0][0] in WRAPPERS and not module._parameters
-    for name, child in children:
-        yield from walk(child, what, prefix if is_wrapper else f"{prefix}{name}.")
+def own_name(name: str) -> str:
+    """The name of a parameter or buffer, in which wrappers do not show.
+
+    >>> own_name("module._orig_mod.layers._checkpoint_wrapped_module.module.weight")
+    'layers.module.weight'
+    """
+    parts = [part for part in name.split(".") if part not in INNER]
+    return ".".join(itertools.dropwhile(lambda part: part in OUTER, parts))
 
 
-def install(settings: dict[str, Any]) -> None:
+def install(settings: Event) -> None:
     """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
     try:
         loader, iterator, indices, stream = seams()
-        steps, modules, fetch = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__
-        recorder = ScriptRecorder(settings)
-        steps.register_optimizer_step_pre_hook(lambda *given: before_step(recorder, *given))
-        steps.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(recorder, optimizer))
+        steps, modules, fetch, clips = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__, nn.utils.clip_grad
+        recorder, enter = ScriptRecorder(settings), torch.autocast.__enter__
+        steps.register_optimizer_step_pre_hook(recorder.before_step)
+        steps.register_optimizer_step_post_hook(recorder.after_step)
         modules.register_module_parameter_registration_hook(lambda module, *_: (recorder.born.setdefault(module, len(recorder.born)), None)[1])
         recorder.first_hook.append(modules.register_module_forward_pre_hook(recorder.first))
-        hook_gradients(recorder)
-        hook_autocast(recorder)
     except (AttributeError, KeyError) as error:
         with open(os.path.join(settings["out"], "unsupported"), "w", encoding="utf-8") as file:
             file.write(f"torch {torch.__version__}: {error}")
         return
-    own = lambda self: indices(self) if self._dataset_kind == stream else Indices(recorder, self, indices(self))  # noqa: E731
+    torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        if (clip := getattr(clips, name, None)) is not None:
+            for place in (nn.utils, clips):
+                setattr(place, name, functools.partial(recorder.clip, clip))
+
+    def entered(self: torch.autocast) -> Any:
+        return recorder.enter_autocast(enter, self)
+
+    torch.autocast.__enter__ = entered
+    own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self).drawing(indices(self))  # noqa: E731
     loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
-    if not recorder.watches:
+    if not settings["watch"]:
         without_dropout()
     if settings["float64"]:
         in_float64()
     atexit.register(recorder.finish, False)
 
 
-def before_step(recorder: ScriptRecorder, optimizer: Optimizer, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Before a step; with a closure, in which gradients are made, after that."""
-    recorder.depth += 1
-    if recorder.depth > 1:  # of an optimizer inside of another
-        return None
-    closure = given[1] if len(given) > 1 else keywords.get("closure")
-    if not callable(closure):
-        recorder.stepping(optimizer)
-        return None
-
-    def inside() -> Any:
-        value = closure()
-        recorder.stepping(optimizer)
-        return value
-
-    return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
-
-
-def after_step(recorder: ScriptRecorder, optimizer: Optimizer) -> None:
-    """After a step."""
-    recorder.depth -= 1
-    if not recorder.depth:
-        recorder.has_stepped(optimizer)
-
-
-def hook_gradients(recorder: ScriptRecorder) -> None:
-    """Losses, gradients after backward, and before clipping."""
-    backward = torch.autograd.backward
-
-    def differentiate(tensors: Tensor, *given: Any, **keywords: Any) -> None:
-        recorder.backward(tensors)
-        backward(tensors, *given, **keywords)
-        recorder.differentiated()
-
-    torch.autograd.backward = differentiate
-    places = (nn.utils, nn.utils.clip_grad)
-    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        if (clip := getattr(places[1], name, None)) is not None:
-            clipping = lambda parameters, *a, _clip=clip, **k: _clip(recorder.clipped(parameters), *a, **k)  # noqa: E731
-            for each in places:
-                setattr(each, name, clipping)
-
-
-def hook_autocast(recorder: ScriptRecorder) -> None:
-    """The number formats of autocast."""
-    enter = torch.autocast.__enter__
-
-    def entered(self: torch.autocast) -> Any:
-        result, kind = enter(self), str(self.device)
-        if torch.is_autocast_enabled(kind):
-            recorder.seen(torch.get_autocast_dtype(kind))
-        return result
-
-    torch.autocast.__enter__ = entered
-
-
 def without_dropout() -> None:
     """Dropout gives its input: ranks cannot draw the masks of one process."""
     functional = nn.functional
-    for place, name in itertools.product((functional, torch), DROPOUTS):
-        if hasattr(place, name):
-            setattr(place, name, lambda input, *_, **__: input)
+    found = [(place, name, lambda input, *_, **__: input) for place, name in itertools.product((functional, torch), DROPOUTS) if hasattr(place, name)]
+    for place, name, new in (*found, (nn.RNNBase, "dropout", property(lambda _: 0.0, lambda *_: None))):
+        setattr(place, name, new)
     attention = functional.scaled_dot_product_attention
 
     def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:

@@ -2,28 +2,20 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
-
-from plait.scripts.values import loaded
 
 Stored = list[Any]
 """A stored tensor: its hash, dtype and shape."""
 
 
-def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:
-    """The names in both of tensors that are not the same, bit for bit."""
-    return [name for name, t in first.items() if other.get(name, t) != t]
-
-
 class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
-    """A process before its first forward pass that trains."""
+    """A process before its first forward pass that trains. `group`: ranks that share its rows (tensor parallelism)."""
 
     rank: int
     world: int
@@ -31,19 +23,17 @@ class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
     trainable: list[str]
     batch_norms: list[str]
     group: list[int]
-    narrow: str
 
 
 class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
-    """A batch that a process read; `own`: would have read, but for the recorded rows. Loader -1: rows that a model got and no loader read."""
+    """A batch that a process read. `source`: the pass of a loader that gave it, empty if the model got rows that no loader read."""
 
-    loader: int
-    epoch: int
+    source: str
     rows: list[str]
+    indices: list[int | str] | None
     labels: list[int] | None
     stored: dict[str, Stored]
     shapes: list[list[int]]
-    own: bool = False
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
@@ -52,13 +42,12 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     step: int
     optimizer: int
     kind: str
-    format: str
-    lr: list[float]
+    formats: list[str]
+    lr: dict[str, float]
     decay: dict[str, float]
     without: list[str]
     losses: list[float]
-    loader: int
-    epoch: int
+    source: str
     drew: bool
     after: dict[str, Stored]
     before: dict[str, Stored]
@@ -74,15 +63,15 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
 
 
 class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
-    """The batches of one pass, as indices, in the script's own order."""
+    """The batches of one pass, as indices, in the script's own order, and the rows of its own first batch."""
 
-    loader: int
-    epoch: int
+    source: str
     order: list[list[Any]]
+    own: int
+    complete: bool
 
 
 _DECODER = msgspec.json.Decoder(ProcessStart | ReadBatch | OptimizerStep | PassOrder)
-_KEY = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -91,17 +80,13 @@ class Recording:
 
     start: ProcessStart
     batches: tuple[ReadBatch, ...]
-    own: tuple[ReadBatch, ...]
     steps: tuple[OptimizerStep, ...]
-    orders: Mapping[_KEY, PassOrder]
+    orders: Mapping[str, PassOrder]
 
     @property
-    def rank(self) -> int:
-        return self.start.rank
-
-    def other_start(self, first: "Recording") -> list[str]:
-        """The parameters that begin with other values than on another rank."""
-        return [name for name in unlike(first.start.weights, self.start.weights) if name in first.start.trainable]
+    def source(self) -> str:
+        """What the first step read from."""
+        return self.steps[0].source
 
     @cached_property
     def rounds(self) -> tuple[tuple[OptimizerStep, ...], ...]:
@@ -111,75 +96,51 @@ class Recording:
             found[step.step].append(step)
         return tuple(tuple(steps) for _, steps in sorted(found.items()))
 
-    @property
-    def loader(self) -> int:
-        """The one that steps read from."""
-        return self.steps[0].loader
+    @cached_property
+    def by_source(self) -> dict[str, list[tuple[OptimizerStep, ...]]]:
+        """The rounds that read from each pass."""
+        found = defaultdict[str, list[tuple[OptimizerStep, ...]]](list)
+        for steps in self.rounds:
+            found[steps[0].source].append(steps)
+        return found
 
     @cached_property
     def used(self) -> tuple[tuple[ReadBatch, ...], ...]:
         """The batches of each round. Those of a pass belong to its rounds in order: as many as losses were differentiated, else equally many."""
         found = list[tuple[ReadBatch, ...]]()
-        for key, rounds in _grouped(self.rounds).items():
-            read = [batch for batch in self.batches if (batch.loader, batch.epoch) == key]
+        for source, rounds in self.by_source.items():
+            read = [batch for batch in self.batches if batch.source == source]
             counts = [sum(len(step.losses) for step in steps) for steps in rounds]
             if sum(counts) > len(read) or (len(rounds) > 1 and len(read) >= 2 * sum(counts)):
                 counts = [len(read) // len(rounds)] * len(rounds)
             found += [tuple(read[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
         return tuple(found)
 
-    def indices(self, batch: ReadBatch) -> list[Any] | None:
-        """The indices of a batch that was read; None of a stream."""
-        order = self.orders.get((batch.loader, batch.epoch))
-        place = [id(each) for each in self.batches if (each.loader, each.epoch) == (batch.loader, batch.epoch)].index(id(batch))
-        found = order.order[place] if order and place < len(order.order) else None
-        return found if found is not None and all(isinstance(i, (int, str)) for i in found) else None
-
     @cached_property
     def passes(self) -> tuple[list[Any], ...]:
         """All indices of each pass that steps read from, as the script's own sampler drew them."""
-        orders = (self.orders.get(key) for key in _grouped(self.rounds))
-        return tuple([i for batch in order.order for i in batch] for order in orders if order and order.order)
-
-
-def _grouped(rounds: Sequence[tuple[OptimizerStep, ...]]) -> dict[_KEY, list[tuple[OptimizerStep, ...]]]:
-    found = dict[_KEY, list[tuple[OptimizerStep, ...]]]()
-    for steps in rounds:
-        found.setdefault((steps[0].loader, steps[0].epoch), []).append(steps)
-    return found
+        orders = (self.orders.get(source) for source in self.by_source)
+        return tuple([i for batch in order.order for i in batch] for order in orders if order and order.order and order.complete)
 
 
 def recordings(folder: Path) -> tuple[Recording, ...]:
     """Of all processes that stepped an optimizer, by rank."""
-    found = (_recording([*_events(path)]) for path in sorted(folder.glob("*.jsonl")))
-    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.rank))
+    found = (_recording(path) for path in sorted(folder.glob("*.jsonl")))
+    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.start.rank))
 
 
-def _events(path: Path) -> Iterator[ProcessStart | ReadBatch | OptimizerStep | PassOrder]:
+def _recording(path: Path) -> Recording | None:
+    events = list[ProcessStart | ReadBatch | OptimizerStep | PassOrder]()
     with contextlib.suppress(msgspec.DecodeError):  # torn: the process was ended
-        yield from map(_DECODER.decode, path.read_bytes().splitlines())
+        for line in path.read_bytes().splitlines():
+            events.append(_DECODER.decode(line))
+    starts = [each for each in events if isinstance(each, ProcessStart)]
+    batches = tuple(each for each in events if isinstance(each, ReadBatch))
+    steps = tuple(each for each in events if isinstance(each, OptimizerStep) and each.complete)
+    orders = {each.source: each for each in events if isinstance(each, PassOrder)}
+    return Recording(starts[0], batches, steps, orders) if starts and steps else None
 
 
-def _recording(events: Sequence[Any]) -> Recording | None:
-    of = lambda kind: tuple(each for each in events if isinstance(each, kind))  # noqa: E731
-    starts, steps, batches = of(ProcessStart), tuple(each for each in of(OptimizerStep) if each.complete), of(ReadBatch)
-    if not starts or not steps:
-        return None
-    read, own = (tuple(each for each in batches if each.own is kind) for kind in (False, True))
-    return Recording(starts[0], read, own, steps, {(each.loader, each.epoch): each for each in of(PassOrder)})
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is looked at."""
-
-    def __init__(self, folder: Path, stored: Mapping[str, Stored]):
-        self.folder, self.stored = folder, stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        return loaded(self.stored[name], str(self.folder))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
+def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:
+    """The names in both of tensors that are not the same, bit for bit."""
+    return [name for name, t in first.items() if other.get(name, t) != t]

@@ -4,6 +4,7 @@ It is loaded into scripts with `scripts/recorder.py`, and imports nothing of pla
 """
 
 import hashlib
+import math
 import os
 import random
 import sys
@@ -32,7 +33,12 @@ def stored(t: Tensor, folder: str, room: int) -> tuple[Reference, int]:
             with open(f"{path}.{os.getpid()}", "wb") as file:
                 file.write(data)
             os.replace(file.name, path)
-    return [os.path.basename(path), str(t.dtype).removeprefix("torch."), list(t.shape)], room
+    return [os.path.basename(path), name_of(t.dtype), list(t.shape)], room
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Its name in torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_split(t: Tensor) -> "TypeGuard[DTensor]":
@@ -47,11 +53,9 @@ def full(t: Tensor) -> Tensor:
 
 
 def loaded(reference: Reference, folder: str) -> Tensor:
-    """A stored tensor."""
+    """A stored tensor, of which the system reads the file as its numbers are used."""
     name, dtype, shape = reference
-    with open(os.path.join(folder, name), "rb") as file:
-        data = bytearray(file.read())
-    return (torch.frombuffer(data, dtype=getattr(torch, dtype)) if data else torch.empty(0, dtype=getattr(torch, dtype))).reshape(shape)
+    return torch.from_file(os.path.join(folder, name), size=math.prod(shape), dtype=getattr(torch, dtype)).reshape(shape)
 
 
 def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
