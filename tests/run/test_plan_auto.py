@@ -18,7 +18,7 @@ from plait.config.plan import Plan
 from plait.launch import detect
 from plait.planner.answer import ask
 from plait.planner.formulas import Cores
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.trial import in_turn, whole
 from tests import jobs
 
@@ -131,9 +131,9 @@ def test_try_runs_nothing_of_another_machine(
 
 
 def test_more_processes_than_cores_share_them() -> None:
-    four = sized(TWO, 4)
+    four = TWO.sized(4)
     assert four.devices_per_node == 4 and four.nodes == 1 and four.device.memory * 2 == TWO.device.memory
-    assert Cores.of(four).crowd == 2 and Cores.of(TWO).crowd == Cores.of(sized(TWO, 1)).crowd == 1
+    assert Cores.of(four).crowd == 2 and Cores.of(TWO).crowd == Cores.of(TWO.sized(1)).crowd == 1
     alone, crowded = (
         ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": m.devices}).rows[0].candidate.estimate for m in (TWO, four)
     )

@@ -14,13 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import plait
 from plait.cli.main import main
-from plait.cli.plan import impossible, size, toml
+from plait.cli.plan import impossible, toml
 from plait.cli.progress import ROOM, ProgressLine, bar
 from plait.config.errors import PlaitError
 from plait.config.hardware import Matmuls
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.config.plan_question import size
 from plait.engine.build import sketch_without_ranks
 from plait.launch.detect import read_machine
 from plait.parallel.order import shard_plan
@@ -34,7 +35,7 @@ from plait.planner.estimate import StageSchedule, alive, estimate, played, touch
 from plait.planner.formulas import Cores, Software, TimeModel, weights
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import PREFERENCES, Candidate, Found, branch_samples, branches, factors, search, shardings
 
 
@@ -294,7 +295,7 @@ def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: PlanRequest) -> N
 
 
 def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
-    cores = PlanRequest.of(job(layers=2, width=32, batch=8), "tiny.py", sized(read_machine("here"), 2))
+    cores = PlanRequest.of(job(layers=2, width=32, batch=8), "tiny.py", read_machine("here").sized(2))
     assert {b.sequence_parallel for b in branches(cores.question({"tp": 2}))} == {True, False}
     assert not ask(cores, {"tp": 2}).rows[0].candidate.plan.sequence_parallel
 
@@ -648,7 +649,7 @@ def test_the_longest_argument_that_fits() -> None:
 def test_sizes_of_a_machine() -> None:
     machine = Machine.named("h100x8x4")
     assert halves(machine) == [1, 2, 4, 8, 16, 32]
-    assert sized(machine, 4).devices == 4 and sized(machine, 16).nodes == 2
+    assert machine.sized(4).devices == 4 and machine.sized(16).nodes == 2
 
 
 @pytest.mark.parametrize("given, what", [("80GiB", 80 * 2**30), ("40gb", 40e9), ("1e9", 1e9)])

@@ -14,7 +14,7 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.planner.answer import ask, text
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import branch_samples, gain, price
 
 FILE = """
@@ -68,7 +68,7 @@ def test_a_machine_of_unlike_devices(machine: Machine, tmp_path: Path) -> None:
     assert machine.memory(3) == 24 * 2**30 and "speeds 1, 1, 1, 0.25" in str(machine)
     (tmp_path / "again.toml").write_text(machine.to_toml())
     assert Machine.load(tmp_path / "again.toml") == machine
-    fewer = sized(machine, 3)
+    fewer = machine.sized(3)
     assert fewer.devices == 3 and not fewer.unlike
 
 

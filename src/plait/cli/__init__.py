@@ -10,7 +10,8 @@ other_plans       plans instead of the given one: for fewer ranks, found while t
 request           what plait train was asked for
 console           what a person sees while a run goes on
 progress          how far a command is, in one line
-plan              plait plan
+plan_options      plait plan: what is wrong with its options and its machine
+plan              plait plan: the answer
 kept_sketch       plait plan: the sketch of an earlier one
 learning          what plait plan learns from earlier runs
 check             plait check

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,49 +11,30 @@ from typing import Any
 from plait.cli import kept_sketch
 from plait.cli.learning import learned
 from plait.cli.progress import ProgressLine
-from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions, check_range
+from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, shown
-from plait.config.files import check_writable, write
+from plait.config.files import write
 from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.config.plan_question import counts, hours, pinned, size
 from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
-from plait.launch.devices import kind_of
 from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, PlanRow, ask, duration, text
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.late_map_drawing import page
-from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
+from plait.planner.question import UNPRICED_CP, PlanRequest
 from plait.planner.search import divisors
 
 EVERY = 10**6
-BYTES = 2**20
-"""Numbers without a unit from which on they are taken for bytes."""
-HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
-UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def run(options: PlanOptions) -> int:
-    """The command."""
-    check_range(options)
-    if options.show:
-        from plait.cli.plan_tables import print_parameters, print_tensor
-
-        return {"tensor": print_tensor, "parameters": print_parameters}[options.show](options)
-    memory = size(options.memory)
-    if options.dry_run:
-        from plait.planner.dryrun import dry_run
-
-        named = memory is not None or options.machine != "here"
-        return dry_run.run(options, room(machine_of(options), memory) if named else None)
-    pinned(options)  # what is wrong with them is said before the job is read
-    machine = machine_of(options)
-    if options.out:
-        check_writable(options.out)
+def run(options: PlanOptions, machine: Machine) -> int:
+    """The command, for a machine and options that are right by themselves (`plan_options.py`)."""
     if options.tries:
         from plait.launch import fork
 
@@ -97,37 +77,11 @@ def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]
     """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: goals.scale(asked, pins, memory, counts(options.scale))
-    if options.objective == "cheapest":
-        return goals.cheapest
     if options.objective == "fewest":
-        if not options.deadline:
-            why = "the fewest devices are those that end before it"
-            raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
         return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline))
-    if options.objective == "largest":
-        return goals.longest(options.vary, options.arguments, again) if options.vary else goals.largest
-    if options.vary:
-        fix = (f"--objective largest --vary {options.vary}",)
-        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
-    if options.deadline:
-        fix = ("--objective fewest --deadline 24h",)
-        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
-    return None
-
-
-def counts(text: str) -> list[int]:
-    """1,8,64 as numbers."""
-    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
-        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
-    return sorted({int(n) for n in text.split(",")})
-
-
-def hours(text: str) -> float:
-    """24h, 90m or 3d as hours."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
-    if not found or not float(found[1]):
-        raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
-    return float(found[1]) * HOURS[found[2]]
+    if options.objective == "largest" and options.vary:
+        return goals.longest(options.vary, options.arguments, again)
+    return {"cheapest": goals.cheapest, "largest": goals.largest}.get(options.objective)
 
 
 def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
@@ -150,7 +104,7 @@ def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> in
     }
     sizes = [machine.devices_per_node] if machine.nodes > 1 else divisors(machine.devices)[:-1]
     for devices in sizes:
-        within = asked.on(sized(machine, devices))
+        within = asked.on(machine.sized(devices))
         job = replace(asked.job, batch=max(1, asked.job.batch * devices // machine.devices))
         found = ask(replace(within, job=job), own, memory, 1)
         if found.best is not None:
@@ -228,7 +182,7 @@ def chosen(job: Job, options: SplitOptions) -> Plan:
 
     def search(place: Place) -> dict[str, Any]:
         place.beat(-1, "build")
-        return _best(learned(PlanRequest.of(job, options.job, sized(machine, ranks), split=ranks > 1), options), ranks)
+        return _best(learned(PlanRequest.of(job, options.job, machine.sized(ranks), split=ranks > 1), options), ranks)
 
     best = search(Place()) if joining() else fork.run(search, 1)[0]
     print(f"plan      {best['plan']}, chosen of {best['of']}: {best['why']}", file=sys.stderr)
@@ -250,43 +204,6 @@ def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     return {"plan": str(best.plan), "of": found.found.counts.get("priced", 0), "why": why}
 
 
-def pinned(options: PlanOptions) -> dict[str, Any]:
-    """The keys of --pin, and of --plan: what the search must not change."""
-    words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
-    given = Plan.parse(words) if words else Plan()
-    named = {word.partition("=")[0] for word in words.split()}
-    return {key: getattr(given, key) for key in given.to_dict() if key in named}
-
-
-def size(text_: str | None) -> float | None:
-    """Bytes of 80GiB, 40GB or 1e9."""
-    if text_ is None:
-        return None
-    number = text_.strip().upper()
-    unit = next((u for u in sorted(UNITS, key=len, reverse=True) if number.endswith(u)), "")
-    try:
-        found = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < inf:
-        raise PlaitError(Problem("U002", f"--memory {text_} is not a size", fix=("--memory 80GiB",)))
-    if not unit and found < BYTES:
-        why, fix = "without a unit it is bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
-        raise PlaitError(Problem("U002", f"--memory {text_} has no unit", why=why, fix=fix))
-    return found
-
-
-def machine_of(options: PlanOptions) -> Machine:
-    """--machine, with as many devices as --gpus says."""
-    machine = read_machine(options.machine)
-    machine = sized(machine, options.gpus) if options.gpus else machine
-    if options.gpus and machine.devices != options.gpus:
-        why = f"{machine.nodes} nodes of {machine.devices_per_node} are {machine.devices} devices"
-        fix = (f"--gpus {machine.devices}",)
-        raise PlaitError(Problem("U002", f"--gpus {options.gpus} does not fill its nodes", why=why, fix=fix))
-    return machine
-
-
 def tried(found: Answer, options: PlanOptions) -> Answer:
     """The first plans run for a few steps each, and the answer in the order of what was measured.
 
@@ -294,9 +211,6 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
     """
     from plait.planner.trial import in_turn, measure
 
-    if found.asked.accelerated and kind_of("auto") == "cpu":
-        why = f"{found.asked.machine} is another machine, and plans are run on this one"
-        raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))
     asked, fitting = found.asked, [row for row in found.rows if row.fits]
     plans = [row.candidate.plan for row in fitting[: options.tries]]
     if asked.accelerated:

@@ -9,7 +9,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.machine import Machine
 from plait.model.table import aligned, short
 from plait.planner.answer import WORDS, Answer, One, PlanRow, ask, why_not
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import ALIKE, Found
 
 KEPT = ("precision", "recompute", "compile", "offload")
@@ -70,7 +70,7 @@ Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
 
 def at(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
     """The best plan on so many devices."""
-    machine = sized(asked.machine, devices)
+    machine = asked.machine.sized(devices)
     if machine.devices != devices:
         return Size(devices, why=f"does not fill nodes of {machine.devices_per_node}")
     if devices > asked.job.batch * 64:
@@ -209,7 +209,7 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
     own = {key: value for key, value in pins.items() if key in KEPT}
     alone = _searched(asked, own, memory, 1)
     large = min(alone.large, key=lambda c: c.estimate.hosted if c.estimate else 0.0, default=None)
-    why = why_not(large, None, asked.on(sized(asked.machine, 1)).question(own, memory, 1)) if large else ""
+    why = why_not(large, None, asked.on(asked.machine.sized(1)).question(own, memory, 1)) if large else ""
     found = replace(found, one=One(next(iter(alone.best), None), why))
     if best is None or not choose:
         return found
@@ -228,5 +228,5 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
 def _searched(
     asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
 ) -> Found:
-    fewer = asked.on(sized(asked.machine, devices))
+    fewer = asked.on(asked.machine.sized(devices))
     return fewer.searched(fewer.question(pins, memory, devices), within)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from math import ceil, gcd, inf, prod
+from math import gcd, inf, prod
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
@@ -279,16 +279,3 @@ def sped(machine: Machine) -> tuple[Machine, bool]:
     speed = Device(device.name, device.memory, device.memory_bandwidth or CORE[1],
                    peaks if known else Rates(fp32=CORE[0]), device.achievable)  # fmt: skip
     return replace(machine, device=speed, links=links), not known
-
-
-def sized(machine: Machine, devices: int) -> Machine:
-    """So many devices of a machine: fewer or more of its nodes, or a part of one. Processes share a host's memory and links."""
-    if machine.on_cores and machine.nodes == 1:
-        memory = round(machine.device.memory * machine.devices_per_node / devices)
-        links = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in machine.links)
-        if devices > machine.devices_per_node:
-            machine = replace(machine, speeds=(), memories=())
-        return replace(machine.cut(devices), device=replace(machine.device, memory=memory), links=links)
-    if devices <= machine.devices_per_node:
-        return machine.cut(devices)
-    return machine.with_nodes(ceil(devices / machine.devices_per_node))
