@@ -14,7 +14,7 @@ late_map          which way to synchronise is fastest, by link and spread of spe
 late_map_drawing  that map as a picture
 inexact           the best plans that are another training
 goals             what fewer and more devices do; the cheapest, fewest, largest
-alternatives      other plans and batches than a run's, and what they save of a measured step
+alternatives      other plans and batches than a run's
 trial             a few real steps of plans
 measure_machine   what `plait bench` measures
 refusals          what is refused before there are ranks

@@ -1,8 +1,6 @@
-"""Plans and batches to compare a run's plan with: fewer micro-batches, less computed again, larger batches, and the fastest plans; and what
-they are predicted to save of a step that was measured.
-"""
+"""Plans and batches to compare a run's plan with: fewer micro-batches, less computed again, larger batches, and the fastest plans."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,9 +11,6 @@ if TYPE_CHECKING:
     from plait.planner.question import PlanRequest
     from plait.planner.search import SearchSpace
 
-SENT, COMPUTED = ("tensor", "gradients"), ("compute", "recompute", "optimizer", "fixed")
-"""Parts of a prediction."""
-OVER_TP = "tp over a slow link"
 LARGER = (2, 4)
 """Times the batch."""
 
@@ -59,60 +54,3 @@ def _variants(plan: Plan, batch: int) -> Iterator[tuple[str, Plan, int]]:
         yield "recompute", replace(plan, recompute=less), batch
     for times in LARGER:
         yield "batch", plan, times * batch
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """A run's step: its measured seconds, those of communication by axes after all ranks have arrived, and the parts that were predicted of it."""
-
-    plan: Plan
-    batch: int
-    seconds: float
-    sent: Mapping[str, float]
-    predicted: Mapping[str, float]
-
-    def saved(self, other: Alternative) -> float:
-        """The part of a step that another plan or batch saves, per sample: what the planner predicts to save; of another plan's communication,
-        as many times more as the run's link is slower than predicted."""
-        own, times = self.predicted, other.batch / self.batch
-        computed, sent = (_sum(other.parts, names) / times - _sum(own, names) for names in ((*COMPUTED, "bubble"), SENT))
-        slower = sum(self.sent.values()) / _sum(own, SENT) if _sum(own, SENT) and other.change == "plan" else 1.0
-        return -(computed + sent * max(1.0, slower)) / self.seconds
-
-
-def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:
-    return sum(parts.get(name, 0.0) for name in names)
-
-
-@dataclass(frozen=True)
-class BetterPlan:
-    """A plan or a batch that saves `gain`, a part of the run's step."""
-
-    cause: str
-    what: str
-    why: str
-    gain: float
-    plan: str
-    batch: int
-
-
-def improvements(costs: StepCosts, others: Sequence[Alternative]) -> Iterable[BetterPlan]:
-    """The best of each kind of change."""
-    for change in ("micro-batches", "batch", "plan"):
-        if same := [other for other in others if other.change == change]:
-            yield _improvement(costs, max(same, key=costs.saved))
-
-
-def _improvement(costs: StepCosts, best: Alternative) -> BetterPlan:
-    gain, by_axis, other = costs.saved(best), costs.sent, Plan.parse(best.plan)
-    cause, what, why = "plan", f"Use the plan {best.plan}", "The planner predicts that it is faster on this machine."
-    if best.change == "micro-batches":
-        cause, what = "too many micro-batches", f"Use {other.microbatches} micro-batch{'es' * (other.microbatches > 1)}"
-        why = f"Each of {costs.plan.microbatches} micro-batches starts the same operators again; larger ones fit into memory."
-    elif best.change == "batch":
-        cause, what = "small batch", f"The batch is small: use {best.batch} samples"
-        why = f"Much of a step of {costs.batch} samples does not depend on their number, and {best.batch} fit. This changes the training result."
-    elif costs.plan.tp > other.tp and max(by_axis, key=lambda axis: by_axis[axis], default="") == "tp":
-        cause = OVER_TP
-        why = f"Messages of tp take {100 * by_axis['tp'] / costs.seconds:.0f} % of a step, and this plan sends less over the same link."
-    return BetterPlan(cause, what, why, gain, best.plan, best.batch)

@@ -7,6 +7,8 @@ colour has a contrast of at least 4.5.
 from html import escape
 from typing import Any
 
+from plait.planner.exactness import speed
+
 KINDS = {
     "dp": "none", "shares": "shares", "bf16": "format", "int8": "format", "powersgd": "format", "local": "rare",
     "post-local": "rare", "diloco": "outer", "streaming": "outer", "async": "async",
@@ -64,7 +66,7 @@ def _grid(
     found = [f'<text class="soft" x="8" y="{y + HEIGHT * j + 24}">{slow:g} ×</text>' for j, slow in enumerate(slower)]
     below = y + HEIGHT * len(slower) + 14
     found += [
-        f'<text class="soft" x="{LEFT + WIDTH * i + 8}" y="{below}">{_bits(bits)}</text>'
+        f'<text class="soft" x="{LEFT + WIDTH * i + 8}" y="{below}">{speed(bits)}</text>'
         for i, bits in enumerate(speeds)
     ]
     for cell in cells:
@@ -77,10 +79,3 @@ def _grid(
             f'<text x="{left + WIDTH / 2}" y="{top + 32}">{gain:.3g} ×</text></g>'
         )
     return found
-
-
-def _bits(bits: float) -> str:
-    unit, size = next(
-        ((u, s) for u, s in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits >= s), ("kbit/s", 1e3)
-    )
-    return f"{bits / size:.3g} {unit}"
