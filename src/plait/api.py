@@ -326,7 +326,7 @@ def _planned(options: PlanOptions, job: Job) -> dict[str, Any]:
     job = dataclasses.replace(job, batch=job.batch if options.batch is None else options.batch)
     asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1, tp=tp)
     found = answered(learned(asked, options, options.learn), options)
-    best = None if found.best is None else str(found.best.candidate.plan)
+    best = None if found.best is None else str(found.best.plan)
     return {"text": text(found), "facts": found.to_dict(), "best": best}
 
 

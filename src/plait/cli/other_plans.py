@@ -131,7 +131,7 @@ def _best(request: Request, ranks: int) -> Plan:
     refused: PlaitError | None = None
     for row in [row for row in found.rows if row.fits][:TRIED]:
         try:
-            return _checked(request, _shared(request.plan, row.candidate.plan))
+            return _checked(request, _shared(request.plan, row.plan))
         except PlaitError as error:
             refused = refused or error
     raise refused or PlaitError(Problem("M001", f"no plan fits on {ranks} devices"))
@@ -176,7 +176,7 @@ def _looked(request: Request, row: dict[str, Any], place: Place) -> dict[str, An
     pins = {"precision": plan.precision, "compile": plan.compile}  # another of either takes as much
     answer = ask(question, pins, row["total"] / wrong, devices=ranks)
     found: dict[str, Any] = {"bill": bill, "room": row["total"], "wrong": wrong}
-    for candidate in (each.candidate for each in answer.rows if each.fits):
+    for candidate in (each for each in answer.rows if each.fits):
         if candidate.estimate is not None and str(candidate.plan) != str(plan):
             found |= {"plan": str(candidate.plan), "takes": round(candidate.estimate.reserved * wrong)}
             break

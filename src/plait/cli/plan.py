@@ -23,12 +23,12 @@ from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals
-from plait.planner.answer import Answer, PlanRow, ask, duration, text
+from plait.planner.answer import Answer, ask, duration, text
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.late_map_drawing import page
 from plait.planner.question import UNPRICED_CP, PlanRequest
-from plait.planner.search import divisors
+from plait.planner.search import Candidate, divisors
 
 EVERY = 10**6
 
@@ -114,7 +114,7 @@ def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> in
     groups, refused = machine.devices // devices, asked.refused()
     every = [
         way
-        for way in ways(found.best.candidate.plan, groups, asked.job.steps)
+        for way in ways(found.best.plan, groups, asked.job.steps)
         if way.name == "dp" or not refused(way.plan)
     ]
     between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
@@ -191,13 +191,13 @@ def chosen(job: Job, options: SplitOptions) -> Plan:
 
 def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
-    if found.best is None or found.best.candidate.estimate is None:
+    if found.best is None or found.best.estimate is None:
         left = sized_up(max(0.0, found.question.memory))
         why = f"the least that any plan on {ranks} devices needs is more than {left}"
         raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("more processes: --nproc", "a smaller --batch")))
-    best = found.best.candidate
+    best = found.best
     second = next((row for row in found.rows[1:] if row.fits), None)
-    rest = f"; next best {second.candidate.plan}: {second.why}" if second else ""
+    rest = f"; next best {second.plan}: {second.why}" if second else ""
     runs = len(asked.learned.anchors)
     by = f" and corrected by {runs} earlier run{'s' * (runs > 1)}" if runs else ""
     why = f"{1000 * best.seconds:.3g} ms a step predicted{by}{rest}"
@@ -212,7 +212,7 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
     from plait.planner.trial import in_turn, measure
 
     asked, fitting = found.asked, [row for row in found.rows if row.fits]
-    plans = [row.candidate.plan for row in fitting[: options.tries]]
+    plans = [row.plan for row in fitting[: options.tries]]
     if asked.accelerated:
         runs = (
             TrainOptions(job=options.job, plan=str(plan), save_every=10**6, batch=options.batch, arguments=options.arguments) for plan in plans
@@ -226,11 +226,11 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
         fix = (f'plait train {options.job} --plan "{plans[0]}"',)
         raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
     times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
-    worked = [row for row in fitting if str(row.candidate.plan) not in failed]
-    order = sorted(worked, key=lambda row: times.get(str(row.candidate.plan), inf))
+    worked = [row for row in fitting if str(row.plan) not in failed]
+    order = sorted(worked, key=lambda row: times.get(str(row.plan), inf))
 
-    def told(row: PlanRow) -> PlanRow:
-        name, predicted = str(row.candidate.plan), row.candidate.estimate
+    def told(row: Candidate) -> Candidate:
+        name, predicted = str(row.plan), row.estimate
         if name in failed:
             return replace(row, fits=False, why=f"failed: {failed[name]}")
         if name not in times or predicted is None:
@@ -246,12 +246,12 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
 def toml(found: Answer) -> str:
     """The choice as a plan file, with the prediction, the reason and the next best as comments."""
     best = found.best
-    assert best is not None and best.candidate.estimate is not None
-    got = best.candidate.estimate
+    assert best is not None and best.estimate is not None
+    got = best.estimate
     lines = [
         f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
         f"# predicted: {duration(got.seconds)} a step, {sized_up(got.reserved)} on the fullest rank",
     ]
     if len(found.rows) > 1:
-        lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
-    return "\n".join(lines) + "\n" + best.candidate.plan.to_toml()
+        lines.append(f"# next best: {found.rows[1].plan} ({found.rows[1].why})")
+    return "\n".join(lines) + "\n" + best.plan.to_toml()

@@ -39,7 +39,7 @@ def alternatives(asked: "PlanRequest", question: "SearchSpace", plan: Plan) -> l
             got = asked.learned.applied(got)
             found.append(Alternative(change, str(other), batch, dict(got.parts)))
     rows = ask(asked, {"precision": plan.precision}, devices=plan.devices).rows
-    for got in (row.candidate.estimate for row in rows if row.fits):
+    for got in (row.estimate for row in rows if row.fits):
         if got is not None and str(got.plan) != str(plan):
             other = replace(got.plan, batch_shares=plan.batch_shares)
             found.append(Alternative("plan", str(other), question.batch, dict(got.parts)))
