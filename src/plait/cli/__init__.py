@@ -24,6 +24,6 @@ checkpoint        plait checkpoint
 report            plait report
 try_advice        plait report --try
 prediction        what the planner predicts of a run
-plan_tables       plait plan --show tensor, plait plan --show parameters
+plan_tables       plait plan --show tensor, --show parameters, --dry-run
 replay            plait replay
 """

@@ -25,10 +25,10 @@ def run(options: PlanOptions) -> int:
     machine = machine_of(options) if not options.dry_run or options.memory or options.machine != "here" else None
     if options.dry_run:
         with uncollected():
-            from plait.planner.dryrun import dry_run
+            from plait.cli.plan_tables import print_dry_run
             from plait.planner.question import room
 
-        return dry_run.run(options, machine and room(machine, size(options.memory)))
+        return print_dry_run(options, machine and room(machine, size(options.memory)))
     assert machine is not None
     if options.out:
         check_writable(options.out)

@@ -1,4 +1,4 @@
-"""The tables of `plait plan --show tensor` and `--show parameters`.
+"""The tables of `plait plan --show tensor`, `--show parameters` and `--dry-run`.
 
 [Note: Tensor]
 What `plait plan --show tensor` prints: which layers `tp` cuts, how, and what stays whole and why.
@@ -42,7 +42,7 @@ from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.spec import At, ParamSpec, Reduce, ShardPlan, sizes
 from plait.parallel.tensor import choose, wiring
-from plait.planner.dryrun.dry_run import known
+from plait.planner.dryrun.dry_run import dry_run, known
 from plait.tensors.rows import Rows
 
 
@@ -376,3 +376,18 @@ def parameter_text(found: ParametersShown, job: str) -> str:
     lines += aligned(rows, right=(1, 4))
     lines += ["", *(f"{told}: {why}" for told, why in found.why.items())] if found.why else []
     return "\n".join(lines)
+
+
+def print_dry_run(options: PlanOptions, room: float | None) -> int:
+    """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
+    found = dry_run(with_batch(load_job(options.job, options.arguments), options.batch), Plan.read(options.plan or "dp=1").fill(None))
+    need = found.fullest.peak.total
+    fits = room is None or need <= room
+    facts, text = found.to_dict(), found.table()
+    if room is not None:
+        facts |= {"fits": fits, "room": round(room)}
+        left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
+        told = f"of {options.machine}'s memory a plan may take {size(max(0.0, room))} on each device"
+        text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
+    print(json.dumps(facts) if options.json else text)
+    return 0 if fits else 1
