@@ -13,6 +13,7 @@ from torch import nn
 
 import plait
 from plait.cli.main import main
+from plait.cli.plan_map import page
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.parallel.compression.compressor import sent
@@ -22,7 +23,6 @@ from plait.planner.estimate import Estimate, estimate
 from plait.planner.exactness import crossing, progress, speed, told
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
-from plait.planner.late_map_drawing import page
 from plait.planner.question import PlanRequest
 
 SHAPES = ((512, 64), (256, 64), (256,), (64, 256), (64,), (512, 64), (512,))

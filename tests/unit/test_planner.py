@@ -684,8 +684,8 @@ def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_pa
 
 
 def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
+    from plait.cli.trial_run import measure
     from plait.config.command_options import TrainOptions
-    from plait.planner.trial import measure
 
     assert "J001" in measure(TrainOptions(job=str(tmp_path / "none.py"), plan="dp=1")).failed
 

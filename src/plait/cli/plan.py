@@ -4,7 +4,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import write
 from plait.config.job import Job, load_job
-from plait.config.keys import AXES, KEYS
+from plait.config.keys import AXES
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.config.plan_question import counts, hours, pinned, size
@@ -25,8 +25,6 @@ from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, duration, text
 from plait.planner.inexact import with_inexact
-from plait.planner.late_map import LateJob, LateMap, late_map, ways
-from plait.planner.late_map_drawing import page
 from plait.planner.question import UNPRICED_CP, PlanRequest
 from plait.planner.search import Candidate, divisors
 
@@ -56,12 +54,14 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
         return replace(PlanRequest.of(job, options.job, machine, split=split, tp=tp), learned=asked.learned)
 
     if options.map:
+        from plait.cli.plan_map import mapped
+
         return mapped(asked, pins, options)
     goal = goal_of(options, again)
     if goal is not None:
         sizes = goal(asked, pins, memory)
         say("")
-        print(json.dumps(sizes.to_dict()) if options.json else shown(sizes.text()))
+        print(json.dumps(asdict(sizes)) if options.json else shown(sizes.text()))
         return 0
     found = answered(asked, options)
     if options.tries:
@@ -92,48 +92,6 @@ def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
         raise PlaitError(impossible(found))
     found = goals.compared(found, pins, memory, choose=not options.tries)
     return with_inexact(found) if options.allow_inexact else found
-
-
-def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> int:
-    """--map: one group is a node, or, where there is one node, what the job needs of its devices; inside, the best exact plan."""
-    machine, memory = asked.machine, size(options.memory)
-    own = {
-        key: value
-        for key, value in pins.items()
-        if KEYS[key].table not in ("groups", "messages") and key != "replica_groups"
-    }
-    sizes = [machine.devices_per_node] if machine.nodes > 1 else divisors(machine.devices)[:-1]
-    for devices in sizes:
-        within = asked.on(machine.sized(devices))
-        job = replace(asked.job, batch=max(1, asked.job.batch * devices // machine.devices))
-        found = ask(replace(within, job=job), own, memory, 1)
-        if found.best is not None:
-            break
-    else:
-        raise PlaitError(no_groups(asked))
-    groups, refused = machine.devices // devices, asked.refused()
-    every = [
-        way
-        for way in ways(found.best.plan, groups, asked.job.steps)
-        if way.name == "dp" or not refused(way.plan)
-    ]
-    between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
-    cells = late_map(LateJob(asked.pace, asked.job.batch, asked.job.steps), every)
-    shown = LateMap(asked.name, between, tuple(every), cells)
-    if options.out:
-        write(options.out, page(shown.to_dict()))
-    print(json.dumps(shown.to_dict()) if options.json else shown.text())
-    return 0
-
-
-def no_groups(asked: PlanRequest) -> Problem:
-    """P070: there are no two groups that could each train the job."""
-    devices = asked.machine.devices
-    what = (
-        f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
-    )
-    why = "a map compares ways to synchronise groups, each of which holds the whole model"
-    return Problem("P070", what, why=why, fix=("--gpus 4", "--machine h100x8x4"))
 
 
 def impossible(found: Answer) -> Problem:
@@ -209,7 +167,8 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
 
     A plan that fails is no answer; M014 when all do.
     """
-    from plait.planner.trial import in_turn, measure
+    from plait.cli.trial_run import measure
+    from plait.planner.trial import in_turn
 
     asked, fitting = found.asked, [row for row in found.rows if row.fits]
     plans = [row.plan for row in fitting[: options.tries]]

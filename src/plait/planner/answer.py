@@ -263,8 +263,8 @@ def _notes(found: Answer) -> list[str]:
         if not found.found.counts.get("do not fit"):
             kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "the model"
             return [f"no plan for {question.devices} devices and a batch of {question.batch} goes with {kept}"]
-        least = min((row for row in found.rows if row.estimate), key=_bytes, default=None)
-        told = f"the least is {size(_bytes(least))} with {least.plan}" if least else "no plan is possible"
+        least = min((row for row in found.rows if row.estimate), key=lambda row: row.reserved, default=None)
+        told = f"the least is {size(least.reserved)} with {least.plan}" if least else "no plan is possible"
         if question.memory <= 0:
             return [f"nothing fits: a device's own context ({size(CONTEXT)}) takes all of its memory; {told}"]
         return [f"nothing fits into {size(question.memory)}, what a device's memory leaves to a plan: {told}"]
@@ -308,10 +308,6 @@ def _late(found: Answer, candidate: Candidate) -> list[str]:
     twin = branch_samples(late.exact_twin(plan), found.question)
     crossed = crossing(pace, plan, candidate.samples, twin).told("nodes" if machine.nodes > 1 else "devices")
     return [f"sent by each rank in a step, in the mean: {sent}", f"{crossed}, for the same samples"]
-
-
-def _bytes(candidate: Candidate | None) -> float:
-    return candidate.estimate.reserved if candidate is not None and candidate.estimate else inf
 
 
 def _next(name: str, plan: Plan) -> str:

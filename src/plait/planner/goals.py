@@ -1,7 +1,7 @@
 """Other questions than "which plan is fastest here": what fewer or more devices do, the cheapest, the largest; a try."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
@@ -45,9 +45,6 @@ class Sizes:
     sizes: tuple[Size, ...]
     chosen: int | None = None
     told: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def text(self) -> str:
         lines = [f"job       {self.job} · batch {self.batch}", f"machine   {self.machine}"]

@@ -66,18 +66,14 @@ def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Itera
             copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
             yield from (candidate for candidate in asked.searched(copies, best.cost).best[:KEPT] if candidate.plan.dp > 1)
     for groups in counts(question, asked.machine.nodes):
-        inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | _least(groups, pins))
+        free = {"replica_groups": groups, "every": pins.get("every", 1 << 20), "sync": "local"}  # keys with which groups cost next to nothing
+        inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | free)
         for candidate in search(asked.pace, inside, refused, within).best[:KEPT]:
             for plan in rarely(candidate.plan, pins, formats):
                 if not refused(plan):
                     priced = Candidate(plan, learned.applied(price(asked.pace, plan, question, candidate.samples)), candidate.samples)
                     if question.holds(priced.estimate) and priced.seconds < best.seconds:
                         yield priced
-
-
-def _least(groups: int, pins: dict[str, Any]) -> dict[str, Any]:
-    """Keys with which replica groups cost next to nothing: the search is for what is inside of them."""
-    return {"replica_groups": groups, "every": pins.get("every", 1 << 20), "sync": "local"}
 
 
 def counts(question: SearchSpace, nodes: int) -> list[int]:

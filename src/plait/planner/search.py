@@ -278,6 +278,11 @@ class Candidate:
         return self.estimate.seconds if self.estimate else inf
 
     @property
+    def reserved(self) -> float:
+        """Bytes of the fullest rank."""
+        return self.estimate.reserved if self.estimate else inf
+
+    @property
     def cost(self) -> float:
         """What plans are ordered by: seconds times factors."""
         return self.seconds * prod(self.factors.values())
@@ -470,7 +475,7 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 
 
 def _bytes(candidate: Candidate) -> tuple[float, str]:
-    return (candidate.estimate.reserved if candidate.estimate else inf), str(candidate.plan)
+    return candidate.reserved, str(candidate.plan)
 
 
 def bound(times: tuple[float, ...], kind: StageSchedule, microbatches: int) -> float:
