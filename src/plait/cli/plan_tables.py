@@ -42,8 +42,11 @@ from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.spec import At, ParamSpec, Reduce, ShardPlan, sizes
 from plait.parallel.tensor import choose, wiring
-from plait.planner.dryrun.dry_run import dry_run, known
+from plait.planner.dryrun.dry_run import DryRun, dry_run, known
 from plait.tensors.rows import Rows
+
+SHOWN = 12
+"""Kinds of ranks that the table of a dry run has lines for, the fullest first."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +386,7 @@ def print_dry_run(options: PlanOptions, room: float | None) -> int:
     found = dry_run(with_batch(load_job(options.job, options.arguments), options.batch), Plan.read(options.plan or "dp=1").fill(None))
     need = found.fullest.peak.total
     fits = room is None or need <= room
-    facts, text = found.to_dict(), found.table()
+    facts, text = found.to_dict(), _dry_table(found)
     if room is not None:
         facts |= {"fits": fits, "room": round(room)}
         left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
@@ -391,3 +394,23 @@ def print_dry_run(options: PlanOptions, room: float | None) -> int:
         text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
     print(json.dumps(facts) if options.json else text)
     return 0 if fits else 1
+
+
+def _dry_table(found: DryRun) -> str:
+    most, kinds = found.fullest, sorted(found.kinds, key=lambda k: -k.peak.total)
+    lines = [f"dry run  {found.plan}: one rank of each of {len(kinds)} kinds, of {found.world} ranks, {found.seconds:.0f} s",
+             f"memory   {size(most.peak.total)} on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
+    lines += _categories(most.peak.categories)
+    if found.host:
+        lines += [f"host     {size(sum(found.host.values()))} beside it", *_categories(found.host)]
+    lines.append("    rank  ranks like it    memory  sends in a step")
+    for kind in kinds[:SHOWN]:
+        sent = "  ".join(f"{axes} {n}× {size(sent)}" for axes, (n, sent) in kind.traffic.items()) or "nothing"
+        lines.append(f"{kind.rank:>8}{kind.ranks:>15}{size(kind.peak.total):>10}  {sent}")
+    if len(kinds) > SHOWN:
+        lines.append(f"and {len(kinds) - SHOWN} more kinds")
+    return "\n".join([*lines, "every rank sends what the others of its groups wait for, in the same order"])
+
+
+def _categories(held: dict[str, int]) -> list[str]:
+    return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]

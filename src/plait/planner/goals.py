@@ -133,8 +133,7 @@ def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadl
             break
     found = measured(asked, sizes, f"fewest devices that take at most {deadline:.3g} h for {asked.job.steps} steps")
     last = found.sizes[-1]
-    met = bool(last.seconds) and last.hours <= deadline
-    if met:
+    if last.seconds and last.hours <= deadline:
         return replace(found, chosen=len(sizes) - 1)
     return replace(found, told="not even the whole machine is fast enough")
 

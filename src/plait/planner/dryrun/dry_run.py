@@ -111,8 +111,6 @@ def _sequence(table: ShardPlan, sketch: Sketch, i: int) -> Hashable:
 
 CPU = torch.device("cpu")
 Found = TypeVar("Found")
-SHOWN = 12
-"""Kinds of ranks that the table has lines for, the fullest first."""
 
 
 @dataclass(frozen=True)
@@ -154,26 +152,6 @@ class DryRun:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fullest": self.fullest.rank}
-
-    def table(self) -> str:
-        """What `plait plan --dry-run` prints."""
-        most, kinds = self.fullest, sorted(self.kinds, key=lambda k: -k.peak.total)
-        lines = [f"dry run  {self.plan}: one rank of each of {len(self.kinds)} kinds, of {self.world} ranks, {self.seconds:.0f} s",
-                 f"memory   {size(most.peak.total)} on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
-        lines += _categories(most.peak.categories)
-        if self.host:
-            lines += [f"host     {size(sum(self.host.values()))} beside it", *_categories(self.host)]
-        lines.append("    rank  ranks like it    memory  sends in a step")
-        for kind in kinds[:SHOWN]:
-            sent = "  ".join(f"{axes} {n}× {size(sent)}" for axes, (n, sent) in kind.traffic.items()) or "nothing"
-            lines.append(f"{kind.rank:>8}{kind.ranks:>15}{size(kind.peak.total):>10}  {sent}")
-        if len(kinds) > SHOWN:
-            lines.append(f"and {len(kinds) - SHOWN} more kinds")
-        return "\n".join([*lines, "every rank sends what the others of its groups wait for, in the same order"])
-
-
-def _categories(held: dict[str, int]) -> list[str]:
-    return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]
 
 
 def dry_run(job: Job, plan: Plan) -> DryRun:
