@@ -78,7 +78,7 @@ def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]
     if options.scale:
         return lambda asked, pins, memory: goals.scale(asked, pins, memory, counts(options.scale))
     if options.objective == "fewest":
-        return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline))
+        return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline or ""))
     if options.objective == "largest" and options.vary:
         return goals.longest(options.vary, options.arguments, again)
     return {"cheapest": goals.cheapest, "largest": goals.largest}.get(options.objective)

@@ -28,7 +28,7 @@ def run(options: PlanOptions) -> int:
             from plait.cli.plan_tables import print_dry_run
             from plait.planner.question import room
 
-        return print_dry_run(options, machine and room(machine, size(options.memory)))
+        return print_dry_run(options, None if machine is None else room(machine, size(options.memory)))
     assert machine is not None
     if options.out:
         check_writable(options.out)
