@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.launch.detect import read_machine
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import Candidate, divisors, search
 from plait.planner.trial import in_turn
 
@@ -221,7 +221,7 @@ def machines(asked: Any, sizes: list[int]) -> Iterator[Machine]:
     """The machine with so many processes: as measured by `plait bench`, or as found here."""
     for n in sizes:
         path = Path(asked.machines.replace("{}", str(n)))
-        yield Machine.load(path) if path.exists() else sized(read_machine("here"), n)
+        yield Machine.load(path) if path.exists() else read_machine("here").sized(n)
 
 
 def show(row: dict[str, Any], every: bool) -> str:

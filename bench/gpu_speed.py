@@ -38,7 +38,7 @@ from plait.parallel.precision import autocast, plan_format
 from plait.planner import measure_machine
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import estimate
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.tensors.torch_private import tree_leaves, tree_map_only
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -234,7 +234,7 @@ def predictions(setting: Setting) -> dict[str, Look]:
 
 
 def measured_machine(setting: Setting) -> Row:
-    machine = sized(detect.found(setting.kind), 1)
+    machine = detect.found(setting.kind).sized(1)
     machine = with_compute(machine, [measure_machine.compute(Place(), setting.kind)], setting.kind)
     (setting.out / "machine.toml").write_text(machine.to_toml(), encoding="utf-8")
     rates = ((c.precision, max(p for _, p in c.points), machine.device.peak.of(c.precision)) for c in machine.matmuls)

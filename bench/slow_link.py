@@ -48,7 +48,7 @@ from plait.launch.place import Place
 from plait.parallel.order import ORDER
 from plait.planner.exactness import MEASURED, progress
 from plait.planner.late_map import LateJob, SyncWay, late_map
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 
 RANKS, BATCH, LENGTH, WIDTH, DEPTH = 4, 32, 64, 64, 2
 RATE = 3e-3
@@ -437,7 +437,7 @@ def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     target = {seed: goal(found, seed, size) for seed in size.seeds}
     computing = statistics.median(found["one", seed, False].run.computing for seed in size.seeds)
     links = (Link("link", None, rate, 1e-4, "loopback"),)
-    machine = replace(sized(read_machine("here"), RANKS), links=links, collectives=(), loaders=())
+    machine = replace(read_machine("here").sized(RANKS), links=links, collectives=(), loaders=())
     asked = PlanRequest.of(made(0, size.steps), "stdlib_gpt", machine, split=False)
     every = list(settings(rate, quick))
     served = {}

@@ -28,8 +28,9 @@ from msgspec import convert
 from plait.cli import sketch as sketches
 from plait.cli.console import Console
 from plait.cli.learning import learned
-from plait.cli.plan import answered, machine_of, pinned
+from plait.cli.plan import answered
 from plait.cli.plan_and_job import both
+from plait.cli.plan_options import machine_of
 from plait.cli.train import launch
 from plait.cli.train_options import requested, together
 from plait.cli.verify import proved, too_few
@@ -40,12 +41,12 @@ from plait.config.command_options import (
     SketchOptions,
     TrainOptions,
     VerifyOptions,
-    check_range,
     options_of,
 )
 from plait.config.errors import FAILED, NO_ROOM, PlaitError, Problem, did_you_mean, disk_full
 from plait.config.job import Job, load_job, made_by
 from plait.config.plan import Plan
+from plait.config.plan_question import check, pinned
 from plait.engine.callbacks import Callback
 from plait.launch import fork, forkable, fresh, limits
 from plait.launch.place import Place, joining
@@ -320,12 +321,12 @@ def _looked(asked: ApiRequest, work: Callable[[Any, Job], dict[str, Any]]) -> di
 
 def _planned(options: PlanOptions, job: Job) -> dict[str, Any]:
     _count("batch", options.batch)
-    check_range(options)
+    check(options)
     machine, tp = machine_of(options), pinned(options).get("tp") != 1
     job = dataclasses.replace(job, batch=job.batch if options.batch is None else options.batch)
     asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1, tp=tp)
     found = answered(learned(asked, options, options.learn), options)
-    best = None if found.best is None else str(found.best.candidate.plan)
+    best = None if found.best is None else str(found.best.plan)
     return {"text": text(found), "facts": found.to_dict(), "best": best}
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from plait.cli import try_advice
 from plait.cli.main import main
+from plait.cli.trial_run import TrialRun
 from plait.config.command_options import TrainOptions
 from plait.config.plan import Plan
 from plait.planner.alternatives import Alternative
-from plait.planner.trial import TrialRun
 from plait.report.advice import Advice, RunFacts, advise
 from plait.report.split import RankSplit, StepSplit
 

@@ -18,7 +18,7 @@ from plait.config.plan import Plan
 from plait.launch import detect
 from plait.planner.answer import ask
 from plait.planner.formulas import Cores
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.trial import in_turn, whole
 from tests import jobs
 
@@ -109,11 +109,11 @@ def test_failed_plans_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = ask(PlanRequest.of(jobs.mlp(), "job.py", TWO), {})
     options = SimpleNamespace(tries=2, job="job.py", arguments={})
-    plans = [str(row.candidate.plan) for row in found.rows]
+    plans = [str(row.plan) for row in found.rows]
     monkeypatch.setattr(trial, "in_turn", lambda job, plans, ranks: ["broke", 0.25])
     got = tried(found, options)
-    assert got.best is not None and str(got.best.candidate.plan) == plans[1] and "250 ms measured" in got.best.why
-    (row,) = (row for row in got.rows if str(row.candidate.plan) == plans[0])
+    assert got.best is not None and str(got.best.plan) == plans[1] and "250 ms measured" in got.best.why
+    (row,) = (row for row in got.rows if str(row.plan) == plans[0])
     assert not row.fits and row.why == "failed: broke" and len(got.rows) == len(found.rows)
     monkeypatch.setattr(trial, "in_turn", lambda job, plans, ranks: ["broke", "too"])
     with pytest.raises(PlaitError) as error:
@@ -131,11 +131,11 @@ def test_try_runs_nothing_of_another_machine(
 
 
 def test_more_processes_than_cores_share_them() -> None:
-    four = sized(TWO, 4)
+    four = TWO.sized(4)
     assert four.devices_per_node == 4 and four.nodes == 1 and four.device.memory * 2 == TWO.device.memory
-    assert Cores.of(four).crowd == 2 and Cores.of(TWO).crowd == Cores.of(sized(TWO, 1)).crowd == 1
+    assert Cores.of(four).crowd == 2 and Cores.of(TWO).crowd == Cores.of(TWO.sized(1)).crowd == 1
     alone, crowded = (
-        ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": m.devices}).rows[0].candidate.estimate for m in (TWO, four)
+        ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": m.devices}).rows[0].estimate for m in (TWO, four)
     )
     assert alone and crowded and crowded.parts["fixed"] == 2 * alone.parts["fixed"]
     assert sum(crowded.parts.values()) == pytest.approx(crowded.seconds) and crowded.seconds > alone.seconds
@@ -143,7 +143,7 @@ def test_more_processes_than_cores_share_them() -> None:
 
 def test_a_slow_core_launches_slowly() -> None:
     slow = replace(TWO, operator=1e-3)
-    fast, late = (ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": 2}).rows[0].candidate.seconds for m in (TWO, slow))
+    fast, late = (ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": 2}).rows[0].seconds for m in (TWO, slow))
     assert late > 50 * fast
 
 

@@ -1,6 +1,7 @@
 """A second plan of a job uses the sketch of the first, unless anything that the job looked at has changed."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -207,8 +208,25 @@ def test_code_that_may_do_something_else_next_time_is_not_trusted(tmp_path: Path
 def test_the_key_names_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = key_of("job")
     assert key_of("job") == before != key_of("other")
+    monkeypatch.setenv("WIDTH", "32")
+    assert key_of("job") != before
+    monkeypatch.delenv("WIDTH")
+    assert key_of("job") == before
     monkeypatch.chdir(tmp_path)
     assert key_of("job") != before
+
+
+def test_another_shell_has_the_same_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two shells of the system itself, one of them inside the other, in the other's folder, and after another command."""
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("bash is not there")
+    code = f"{sys.executable} -c 'from plait.launch.kept import key_of; print(key_of(1))'"
+    monkeypatch.chdir(tmp_path)
+    found = [
+        subprocess.run([bash, "-c", shell], capture_output=True, text=True, check=True).stdout
+        for shell in (f"{code}; true", f"cd /; cd - > /dev/null; true; {code}; true", f"{bash} -c \"{code}; true\"; true")
+    ]
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", bytes(100)])

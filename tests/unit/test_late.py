@@ -13,6 +13,7 @@ from torch import nn
 
 import plait
 from plait.cli.main import main
+from plait.cli.plan_map import page
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.parallel.compression.compressor import sent
@@ -22,7 +23,6 @@ from plait.planner.estimate import Estimate, estimate
 from plait.planner.exactness import crossing, progress, speed, told
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
-from plait.planner.late_map_drawing import page
 from plait.planner.question import PlanRequest
 
 SHAPES = ((512, 64), (256, 64), (256,), (64, 256), (64,), (512, 64), (512,))
@@ -178,14 +178,14 @@ def test_exactness_is_told_in_words_and_in_samples() -> None:
 def test_inexact_plans_are_offered_on_request_alone(asked: PlanRequest) -> None:
     found = ask(asked, {})
     assert found.question.devices == 8
-    assert all(told(row.candidate.plan) == "" for row in found.rows)
+    assert all(told(row.plan) == "" for row in found.rows)
     wide = with_inexact(found)
-    offers = [row for row in wide.rows if told(row.candidate.plan)]
+    offers = [row for row in wide.rows if told(row.plan)]
     assert offers and all(row.why.startswith("not the same training") for row in offers)
-    assert {row.candidate.plan for row in found.rows} <= {row.candidate.plan for row in wide.rows}
-    assert all(row.candidate.seconds < found.rows[0].candidate.seconds for row in offers)
+    assert {row.plan for row in found.rows} <= {row.plan for row in wide.rows}
+    assert all(row.seconds < found.rows[0].seconds for row in offers)
     given = ask(asked, {"replica_groups": 4, "every": 16, "sync": "diloco"})
-    best = given.rows[0].candidate.plan
+    best = given.rows[0].plan
     assert best.replica_groups == 4 and best.every == 16 and best.devices == 8
     assert "break-even: " in text(given) and "an outer optimizer steps on how far they moved" in text(given)
 

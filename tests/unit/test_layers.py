@@ -27,7 +27,7 @@ ORDER = [folder for floor in FLOORS for folder in floor]
 TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline", "server")
 """Of `parallel`, in the order in which one may import the ones before it."""
 WITHOUT_TORCH = (
-    "config/", "report/", "integrations/submit/", "cli/main", "cli/plan_keys", "parallel/pipeline/schedules",
+    "config/", "report/", "integrations/submit/", "cli/main", "cli/plan_options", "parallel/pipeline/schedules",
     "parallel/pipeline/simulate",
 )  # fmt: skip
 """What `plait --help`, `plait report` and a plan's words load: no import of torch at the top of these files."""

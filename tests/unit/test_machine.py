@@ -139,7 +139,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert [x.reached for x in machine.links] == [REACHED, REACHED, FITTED["network"]]
     assert machine.links[-1].latency == pytest.approx(20e-6) and machine.host == 2e10 and machine.devices == 8
     assert machine.price_per_hour == 1.5 and str(machine) == "2 nodes of 4 × some device, bridge"
-    assert not machine.measured and machine.with_nodes(5).devices == 20
+    assert not machine.measured and machine.sized(20).nodes == 5
 
 
 @pytest.mark.parametrize("name", ["v100x8x2", "rtx-4090x2", "tpu-v5e", "h100x8x16"])

@@ -14,19 +14,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import plait
 from plait.cli.main import main
-from plait.cli.plan import impossible, size, toml
+from plait.cli.plan import impossible, toml
 from plait.cli.progress import ROOM, ProgressLine, bar
 from plait.config.errors import PlaitError
 from plait.config.hardware import Matmuls
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.config.plan_question import size
 from plait.engine.build import sketch_without_ranks
 from plait.launch.detect import read_machine
 from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.schedule_search import simulate, table
 from plait.planner import goals
-from plait.planner.answer import One, answer, ask, text, why_not
+from plait.planner.answer import alone, answer, ask, text, why_not
 from plait.planner.constants import FITTED
 from plait.planner.correction import NOISE, Traits, correction
 from plait.planner.dryrun.memory_table import memory_table
@@ -34,7 +35,7 @@ from plait.planner.estimate import StageSchedule, alive, estimate, played, touch
 from plait.planner.formulas import Cores, Software, TimeModel, weights
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import PREFERENCES, Candidate, Found, branch_samples, branches, factors, search, shardings
 
 
@@ -139,7 +140,7 @@ def test_shards_over_cp_have_a_price_where_they_are_given(asked: PlanRequest) ->
     assert estimate(asked.pace, Plan.parse("fsdp=2 cp=2 shard_over_cp=true"), 4).sent == {"fsdp×cp": pytest.approx(fully.sent["fsdp"])}
     for zero in (1, 3):
         found = ask(asked, {"cp": 8, "shard_over_cp": True, "zero": zero})
-        assert found.best is not None and (found.best.candidate.plan.shards, found.best.candidate.plan.zero) == (8, zero)
+        assert found.best is not None and (found.best.plan.shards, found.best.plan.zero) == (8, zero)
 
 
 @pytest.mark.parametrize("ep, left", [(2, 4), (4, 2), (8, 1), (16, 1)])
@@ -276,7 +277,7 @@ def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_th
     pins = {"dp": 2, "precision": "bf16", "microbatches": 1}
     need = estimate(tall.pace, Plan(dp=2, precision="bf16", offload="optimizer"), 32)
     memory = (need.reserved * 1.02 + (1 << 30)) / 0.95
-    chosen = ask(tall, pins, memory).rows[0].candidate.plan
+    chosen = ask(tall, pins, memory).rows[0].plan
     assert (chosen.offload, chosen.recompute) == ("optimizer", "none")
     small = replace(machine, host_memory=round(need.hosted))  # of both ranks
     assert ask(tall.on(small), pins | {"offload": "optimizer"}, memory).best is None
@@ -289,14 +290,14 @@ def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: PlanRequest) -> N
     """The model has four heads: four ranks can share them out, eight cannot."""
     for cp, contexts in ((2, {"ring", "ulysses"}), (4, {"ring", "ulysses"}), (8, {"ring"})):
         assert {b.context for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
-    times = {c: ask(asked, {"cp": 4, "context": c}).rows[0].candidate.seconds for c in ("ring", "ulysses")}
-    assert ask(asked, {"cp": 4}).rows[0].candidate.seconds <= min(times.values()) * 1.02
+    times = {c: ask(asked, {"cp": 4, "context": c}).rows[0].seconds for c in ("ring", "ulysses")}
+    assert ask(asked, {"cp": 4}).rows[0].seconds <= min(times.values()) * 1.02
 
 
 def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
-    cores = PlanRequest.of(job(layers=2, width=32, batch=8), "tiny.py", sized(read_machine("here"), 2))
+    cores = PlanRequest.of(job(layers=2, width=32, batch=8), "tiny.py", read_machine("here").sized(2))
     assert {b.sequence_parallel for b in branches(cores.question({"tp": 2}))} == {True, False}
-    assert not ask(cores, {"tp": 2}).rows[0].candidate.plan.sequence_parallel
+    assert not ask(cores, {"tp": 2}).rows[0].plan.sequence_parallel
 
 
 @pytest.mark.parametrize("machine, gib, pins", [("h100x8", 80, {}), ("h100x2x4", 2.16, {}), ("h100x8", 2.16, {"compile": False})])
@@ -331,18 +332,18 @@ def test_the_words_of_an_answer(asked: PlanRequest) -> None:
     said = text(found)
     assert "pruned" in said and "exposed communication" in said and "MFU counts attention as a full square" in said
     assert not any(word in said for word in ("sent*", "bounded", "less simple", "tight:"))
-    assert found.best is not None and found.best.candidate.warnings == []
-    row = replace(found.rows[0], candidate=replace(found.rows[0].candidate, factors={"keys": 1.0, "tight": 10.0}))
+    assert found.best is not None and found.best.warnings == []
+    row = replace(found.rows[0], factors={"keys": 1.0, "tight": 10.0})
     tight = text(replace(found, rows=(row, *found.rows[1:])))
     assert "tight: nothing else fits" in tight and "tight: less than 5 % of a device's memory" in tight
-    away = replace(found.rows[0].candidate, plan=Plan(fsdp=8, offload="all"))
-    chosen = replace(found, rows=(replace(found.rows[0], candidate=away), *found.rows[1:]), without=Found((), (), {}))
+    away = replace(found.rows[0], plan=Plan(fsdp=8, offload="all"))
+    chosen = replace(found, rows=(away, *found.rows[1:]), without=Found((), (), {}))
     assert "without offload nothing fits" in text(chosen)
     slower = replace(away, estimate=replace(away.estimate, seconds=2 * away.seconds), factors={"tight": 10.0})
     assert "without offload 100 % slower, tight" in text(replace(chosen, without=Found((slower,), (), {})))
     lone = Plan(offload="all", precision="bf16")
-    one = One(Candidate(lone, estimate(asked.pace, lone, 32), 32))
-    assert one.told(found.best.candidate, 32).endswith(" samples/s, with offload=all")
+    one = Candidate(lone, estimate(asked.pace, lone, 32), 32)
+    assert alone(one, found.best, 32).endswith(" samples/s, with offload=all")
     compiled = ask(asked, {"dp": 8, "compile": True})
     assert 'plan gpt.py --plan "dp=8' in text(compiled) and "compile=true\" --dry-run" not in text(compiled)
     plain = replace(asked, sketch=replace(asked.sketch, calls=tuple(replace(c, work=replace(c.work, keys=0.0)) for c in asked.sketch.calls)))
@@ -376,7 +377,7 @@ def test_the_same_question_has_the_same_answer(asked: PlanRequest) -> None:
 
 def test_pins_are_kept_and_refusals_honoured(asked: PlanRequest) -> None:
     found = ask(asked, {"tp": 2, "recompute": "full"}, top=50)
-    assert {row.candidate.plan.tp for row in found.rows if row.why != "" and row.fits and row in found.rows[:1]} == {2}
+    assert {row.plan.tp for row in found.rows if row.why != "" and row.fits and row in found.rows[:1]} == {2}
     assert all(c.plan.tp == 2 and c.plan.recompute == "full" for c in found.found.best)
     assert all(c.plan.devices == 8 and c.plan.shares <= 32 for c in found.found.best)
     refused = asked.refused()
@@ -411,7 +412,7 @@ def test_what_does_not_fit_is_never_chosen_and_said() -> None:
     small = PlanRequest.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
     need = estimate(small.pace, Plan(dp=4, precision="bf16"), 16).reserved
     found = ask(small, {"offload": "none"}, memory=(need * 0.6 + (1 << 30)) / 0.95)
-    assert found.best is not None and found.best.candidate.plan.dp != 4
+    assert found.best is not None and found.best.plan.dp != 4
     assert any(" over: " in row.why for row in found.rows)
     nothing = ask(small, {}, memory=(1 << 30) / 0.95 + 1e6)
     assert nothing.best is None and "nothing fits" in text(nothing)
@@ -434,19 +435,19 @@ def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(as
     """A thousand parameters gain nothing from eight devices; a wide model with a large batch does."""
     tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x8"))
     found = compared(ask(tiny, {}), {}, None)
-    assert found.best is not None and found.best.candidate.plan.devices == 1 and "the fewest devices" in text(found)
+    assert found.best is not None and found.best.plan.devices == 1 and "the fewest devices" in text(found)
     assert "one device alone" in text(found) and "which is the choice" in text(found)
     assert any("same speed, but 8 devices" in row.why for row in found.rows)
     fastest = min(c.seconds for c in found.found.best)
-    assert found.best.candidate.seconds <= fastest * 1.02
+    assert found.best.seconds <= fastest * 1.02
     kept = compared(ask(tiny, {"dp": 8}), {"dp": 8}, None)
-    assert kept.best is not None and kept.best.candidate.plan.dp == 8 and "8 devices, is" in text(kept)
-    assert compared(ask(tiny, {}), {}, None, choose=False).rows[0].candidate.plan.devices == 8
+    assert kept.best is not None and kept.best.plan.dp == 8 and "8 devices, is" in text(kept)
+    assert compared(ask(tiny, {}), {}, None, choose=False).rows[0].plan.devices == 8
     wide = PlanRequest.of(job(layers=8, width=1024, batch=4096), "wide.py", Machine.named("h100x8"))
     large = compared(ask(wide, {"precision": "fp32", "tp": 1, "pp": 1}), {"precision": "fp32", "tp": 1, "pp": 1}, None)
-    assert large.best is not None and large.best.candidate.plan.devices == 8
+    assert large.best is not None and large.best.plan.devices == 8
     assert json.loads(json.dumps(large.to_dict()))["one_device"]["samples_per_s"] > 0
-    assert large.one is not None and float(large.one.told(large.best.candidate, 4096).split(" is ")[1].split()[0]) > 4
+    assert large.one is not None and float(alone(large.one, large.best, 4096).split(" is ")[1].split()[0]) > 4
 
 
 def test_a_plan_that_waits_for_its_host_says_so() -> None:
@@ -508,7 +509,7 @@ def test_a_dry_run_says_whether_a_machine_holds_it(tmp_path, capsys) -> None:
 
 def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: PlanRequest, tmp_path) -> None:
     found = ask(asked, {})
-    plans = [row.candidate.plan for row in found.rows]
+    plans = [row.plan for row in found.rows]
     assert any(p.dp == 8 for p in plans) and any(p.fsdp == 8 for p in plans) and len(plans) <= 8
     said = text(found)
     assert "confidence" in said and "memory of #1" in said and all(str(p) in said for p in plans)
@@ -520,7 +521,7 @@ def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: PlanReque
 def test_of_plans_alike_the_simplest_comes_first() -> None:
     tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x2"))
     found = ask(tiny, {"precision": "fp32", "compile": False})
-    first, fastest = found.rows[0].candidate, min(c.seconds for c in found.found.best)
+    first, fastest = found.rows[0], min(c.seconds for c in found.found.best)
     assert first.seconds <= fastest * 1.02 and len(first.plan.changed()) == 1
 
 
@@ -648,7 +649,7 @@ def test_the_longest_argument_that_fits() -> None:
 def test_sizes_of_a_machine() -> None:
     machine = Machine.named("h100x8x4")
     assert halves(machine) == [1, 2, 4, 8, 16, 32]
-    assert sized(machine, 4).devices == 4 and sized(machine, 16).nodes == 2
+    assert machine.sized(4).devices == 4 and machine.sized(16).nodes == 2
 
 
 @pytest.mark.parametrize("given, what", [("80GiB", 80 * 2**30), ("40gb", 40e9), ("1e9", 1e9)])
@@ -683,8 +684,8 @@ def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_pa
 
 
 def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
+    from plait.cli.trial_run import measure
     from plait.config.command_options import TrainOptions
-    from plait.planner.trial import measure
 
     assert "J001" in measure(TrainOptions(job=str(tmp_path / "none.py"), plan="dp=1")).failed
 

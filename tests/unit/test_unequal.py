@@ -14,7 +14,7 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.planner.answer import ask, text
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import branch_samples, gain, price
 
 FILE = """
@@ -68,7 +68,7 @@ def test_a_machine_of_unlike_devices(machine: Machine, tmp_path: Path) -> None:
     assert machine.memory(3) == 24 * 2**30 and "speeds 1, 1, 1, 0.25" in str(machine)
     (tmp_path / "again.toml").write_text(machine.to_toml())
     assert Machine.load(tmp_path / "again.toml") == machine
-    fewer = sized(machine, 3)
+    fewer = machine.sized(3)
     assert fewer.devices == 3 and not fewer.unlike
 
 
@@ -88,7 +88,7 @@ def test_speeds_that_are_none(tmp_path: Path, line: str, why: str) -> None:
 
 def test_shares_by_speed_are_offered_with_their_gain(asked: PlanRequest) -> None:
     found = ask(asked, {"precision": "fp32", "fsdp": 1, "tp": 1, "pp": 1, "microbatches": 1, "compile": False})
-    assert found.best is not None and str(found.best.candidate.plan) == "dp=4 batch_shares=auto"
+    assert found.best is not None and str(found.best.plan) == "dp=4 batch_shares=auto"
     question = found.question
     equal, auto = (
         price(asked.pace, Plan.parse(f"dp=4 precision=fp32 batch_shares={s}"), question, 1 << 14)
@@ -105,7 +105,7 @@ def test_shares_by_speed_are_offered_with_their_gain(asked: PlanRequest) -> None
 
 def test_parts_are_written_where_speeds_cannot_be_measured(asked: PlanRequest) -> None:
     found = ask(asked, {"precision": "bf16", "fsdp": 4, "tp": 1, "pp": 1})
-    assert found.best is not None and found.best.candidate.plan.batch_shares == "4:4:4:1"
+    assert found.best is not None and found.best.plan.batch_shares == "4:4:4:1"
 
 
 def test_every_rank_is_held_against_its_own_device(asked: PlanRequest) -> None:
@@ -124,5 +124,5 @@ def test_every_rank_is_held_against_its_own_device(asked: PlanRequest) -> None:
 def test_alike_devices_are_as_before(asked: PlanRequest, machine: Machine) -> None:
     alike = asked.on(replace(machine, speeds=(), memories=()))
     found = ask(alike, {"precision": "bf16"})
-    assert all(row.candidate.plan.batch_shares == "equal" and (row.candidate.estimate is None or row.candidate.estimate.spare is None)
+    assert all(row.plan.batch_shares == "equal" and (row.estimate is None or row.estimate.spare is None)
                for row in found.rows)  # fmt: skip

@@ -10,7 +10,9 @@ other_plans       plans instead of the given one: for fewer ranks, found while t
 request           what plait train was asked for
 console           what a person sees while a run goes on
 progress          how far a command is, in one line
-plan              plait plan
+plan_options      plait plan: what is wrong with its options and its machine
+plan              plait plan: the answer
+plan_map          plait plan --map
 kept_sketch       plait plan: the sketch of an earlier one
 learning          what plait plan learns from earlier runs
 check             plait check
@@ -22,7 +24,8 @@ chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
 try_advice        plait report --try
+trial_run         a few steps of plait train in a run of its own
 prediction        what the planner predicts of a run
-plan_tables       plait plan --show tensor, plait plan --show parameters
+plan_tables       plait plan --show tensor, --show parameters, --dry-run
 replay            plait replay
 """

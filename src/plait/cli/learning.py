@@ -7,14 +7,14 @@ from math import log
 from pathlib import Path
 
 from plait.config.command_options import JobOptions
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError
 from plait.config.job import load_job
 from plait.config.machine import Machine
 from plait.engine.run_directory import environment
 from plait.launch.detect import here
 from plait.planner.correction import Learned, Traits
 from plait.planner.estimate import Estimate
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.search import branch_samples, price
 from plait.report.measured_runs import MeasuredRun, MeasuredRuns, Unusable
 
@@ -25,14 +25,11 @@ VARIANTS = 3
 
 
 def learned(asked: PlanRequest, options: JobOptions, given: str | None = None, before: Path | None = None) -> PlanRequest:
-    """The request with what runs of its job on this machine say of predictions. `given`: the value of --learn, whose folder has to exist (U002).
+    """The request with what runs of its job on this machine say of predictions. `given`: the value of --learn.
     `before`: a run of the folder; only runs that were started before it count."""
     folder, default = Path(given or RUNS), given is None
     if given == "none":
         return asked
-    if not default and not folder.is_dir():
-        what, fix = f"--learn {folder} is no folder", ("--learn runs", "--learn none    predictions alone")
-        raise PlaitError(Problem("U002", what, why="it is the folder of run directories", fix=fix))
     local = _is_here(asked.machine)
     if default and not (folder.is_dir() and local):
         return asked
@@ -95,7 +92,7 @@ def _predicted(request: PlanRequest, run: MeasuredRun) -> Estimate:
     plan = run.plan
     if (plan.tp > 1 and not request.sliceable) or (plan.ep > 1 and not request.cuts.mixtures):
         raise Unusable("of a plan without a prediction")
-    machine = sized(request.machine, plan.devices)
+    machine = request.machine.sized(plan.devices)
     then = replace(request.on(machine), job=replace(request.job, batch=run.batch))
     question = then.question({}, None, plan.devices)
     try:

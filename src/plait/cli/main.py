@@ -285,7 +285,7 @@ COMMANDS = {
         ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
     ),
     "plan": Command(
-        "choose a plan: will it fit, how fast, why; or look at one", of.PlanOptions, _in("plait.cli.plan"),
+        "choose a plan: will it fit, how fast, why; or look at one", of.PlanOptions, _in("plait.cli.plan_options"),
         (
             "job.py --machine h100x8",
             "job.py --machine a100x8 --objective cheapest",

@@ -37,7 +37,7 @@ from plait.launch.place import Place
 from plait.launch.scratch import Scratch
 from plait.planner.answer import ask
 from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.question import PlanRequest, sized
+from plait.planner.question import PlanRequest
 from plait.planner.refusals import foresee
 from plait.proof.job import check as jobcheck
 
@@ -126,12 +126,12 @@ def _best(request: Request, ranks: int) -> Plan:
     """The fastest plan that fits and is the same training. PlaitError when there is none."""
     if ranks == 1 and kind_of(request.device) == "cpu":
         return _checked(request, replace(Plan(), precision=request.plan.precision))
-    asked = PlanRequest.of(request.job, request.name, sized(read_machine("here"), ranks), split=ranks > 1)
+    asked = PlanRequest.of(request.job, request.name, read_machine("here").sized(ranks), split=ranks > 1)
     found = ask(asked, {"precision": request.plan.precision}, devices=ranks)
     refused: PlaitError | None = None
     for row in [row for row in found.rows if row.fits][:TRIED]:
         try:
-            return _checked(request, _shared(request.plan, row.candidate.plan))
+            return _checked(request, _shared(request.plan, row.plan))
         except PlaitError as error:
             refused = refused or error
     raise refused or PlaitError(Problem("M001", f"no plan fits on {ranks} devices"))
@@ -172,11 +172,11 @@ def _looked(request: Request, row: dict[str, Any], place: Place) -> dict[str, An
     plan, ranks = request.plan, request.plan.devices
     bill = memory_table(request.job, plan).categories
     wrong = max(1.0, (row["allocated"] + row["wanted"]) / max(1, sum(bill.values())))
-    question = PlanRequest.of(request.job, request.name, sized(read_machine("here"), ranks), split=ranks > 1)
+    question = PlanRequest.of(request.job, request.name, read_machine("here").sized(ranks), split=ranks > 1)
     pins = {"precision": plan.precision, "compile": plan.compile}  # another of either takes as much
     answer = ask(question, pins, row["total"] / wrong, devices=ranks)
     found: dict[str, Any] = {"bill": bill, "room": row["total"], "wrong": wrong}
-    for candidate in (each.candidate for each in answer.rows if each.fits):
+    for candidate in (each for each in answer.rows if each.fits):
         if candidate.estimate is not None and str(candidate.plan) != str(plan):
             found |= {"plan": str(candidate.plan), "takes": round(candidate.estimate.reserved * wrong)}
             break

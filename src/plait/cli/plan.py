@@ -2,59 +2,37 @@
 
 import gc
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, prod
 from typing import Any
 
 from plait.cli import kept_sketch
 from plait.cli.learning import learned
 from plait.cli.progress import ProgressLine
-from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions, check_range
+from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, shown
-from plait.config.files import check_writable, write
+from plait.config.files import write
 from plait.config.job import Job, load_job
-from plait.config.keys import AXES, KEYS
+from plait.config.keys import AXES
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.config.plan_question import counts, hours, pinned, size
 from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
-from plait.launch.devices import kind_of
 from plait.model.table import size as sized_up
 from plait.planner import goals
-from plait.planner.answer import Answer, PlanRow, ask, duration, text
+from plait.planner.answer import Answer, ask, duration, text
 from plait.planner.inexact import with_inexact
-from plait.planner.late_map import LateJob, LateMap, late_map, ways
-from plait.planner.late_map_drawing import page
-from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
-from plait.planner.search import divisors
+from plait.planner.question import UNPRICED_CP, PlanRequest
+from plait.planner.search import Candidate, divisors
 
 EVERY = 10**6
-BYTES = 2**20
-"""Numbers without a unit from which on they are taken for bytes."""
-HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
-UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def run(options: PlanOptions) -> int:
-    """The command."""
-    check_range(options)
-    if options.show:
-        from plait.cli.plan_tables import print_parameters, print_tensor
-
-        return {"tensor": print_tensor, "parameters": print_parameters}[options.show](options)
-    memory = size(options.memory)
-    if options.dry_run:
-        from plait.planner.dryrun import dry_run
-
-        named = memory is not None or options.machine != "here"
-        return dry_run.run(options, room(machine_of(options), memory) if named else None)
-    pinned(options)  # what is wrong with them is said before the job is read
-    machine = machine_of(options)
-    if options.out:
-        check_writable(options.out)
+def run(options: PlanOptions, machine: Machine) -> int:
+    """The command, for a machine and options that are right by themselves (`plan_options.py`)."""
     if options.tries:
         from plait.launch import fork
 
@@ -76,12 +54,14 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
         return replace(PlanRequest.of(job, options.job, machine, split=split, tp=tp), learned=asked.learned)
 
     if options.map:
+        from plait.cli.plan_map import mapped
+
         return mapped(asked, pins, options)
     goal = goal_of(options, again)
     if goal is not None:
         sizes = goal(asked, pins, memory)
         say("")
-        print(json.dumps(sizes.to_dict()) if options.json else shown(sizes.text()))
+        print(json.dumps(asdict(sizes)) if options.json else shown(sizes.text()))
         return 0
     found = answered(asked, options)
     if options.tries:
@@ -97,37 +77,11 @@ def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]
     """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: goals.scale(asked, pins, memory, counts(options.scale))
-    if options.objective == "cheapest":
-        return goals.cheapest
     if options.objective == "fewest":
-        if not options.deadline:
-            why = "the fewest devices are those that end before it"
-            raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
-        return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline))
-    if options.objective == "largest":
-        return goals.longest(options.vary, options.arguments, again) if options.vary else goals.largest
-    if options.vary:
-        fix = (f"--objective largest --vary {options.vary}",)
-        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
-    if options.deadline:
-        fix = ("--objective fewest --deadline 24h",)
-        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
-    return None
-
-
-def counts(text: str) -> list[int]:
-    """1,8,64 as numbers."""
-    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
-        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
-    return sorted({int(n) for n in text.split(",")})
-
-
-def hours(text: str) -> float:
-    """24h, 90m or 3d as hours."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
-    if not found or not float(found[1]):
-        raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
-    return float(found[1]) * HOURS[found[2]]
+        return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline or ""))
+    if options.objective == "largest" and options.vary:
+        return goals.longest(options.vary, options.arguments, again)
+    return {"cheapest": goals.cheapest, "largest": goals.largest}.get(options.objective)
 
 
 def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
@@ -138,48 +92,6 @@ def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
         raise PlaitError(impossible(found))
     found = goals.compared(found, pins, memory, choose=not options.tries)
     return with_inexact(found) if options.allow_inexact else found
-
-
-def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> int:
-    """--map: one group is a node, or, where there is one node, what the job needs of its devices; inside, the best exact plan."""
-    machine, memory = asked.machine, size(options.memory)
-    own = {
-        key: value
-        for key, value in pins.items()
-        if KEYS[key].table not in ("groups", "messages") and key != "replica_groups"
-    }
-    sizes = [machine.devices_per_node] if machine.nodes > 1 else divisors(machine.devices)[:-1]
-    for devices in sizes:
-        within = asked.on(sized(machine, devices))
-        job = replace(asked.job, batch=max(1, asked.job.batch * devices // machine.devices))
-        found = ask(replace(within, job=job), own, memory, 1)
-        if found.best is not None:
-            break
-    else:
-        raise PlaitError(no_groups(asked))
-    groups, refused = machine.devices // devices, asked.refused()
-    every = [
-        way
-        for way in ways(found.best.candidate.plan, groups, asked.job.steps)
-        if way.name == "dp" or not refused(way.plan)
-    ]
-    between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
-    cells = late_map(LateJob(asked.pace, asked.job.batch, asked.job.steps), every)
-    shown = LateMap(asked.name, between, tuple(every), cells)
-    if options.out:
-        write(options.out, page(shown.to_dict()))
-    print(json.dumps(shown.to_dict()) if options.json else shown.text())
-    return 0
-
-
-def no_groups(asked: PlanRequest) -> Problem:
-    """P070: there are no two groups that could each train the job."""
-    devices = asked.machine.devices
-    what = (
-        f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
-    )
-    why = "a map compares ways to synchronise groups, each of which holds the whole model"
-    return Problem("P070", what, why=why, fix=("--gpus 4", "--machine h100x8x4"))
 
 
 def impossible(found: Answer) -> Problem:
@@ -228,7 +140,7 @@ def chosen(job: Job, options: SplitOptions) -> Plan:
 
     def search(place: Place) -> dict[str, Any]:
         place.beat(-1, "build")
-        return _best(learned(PlanRequest.of(job, options.job, sized(machine, ranks), split=ranks > 1), options), ranks)
+        return _best(learned(PlanRequest.of(job, options.job, machine.sized(ranks), split=ranks > 1), options), ranks)
 
     best = search(Place()) if joining() else fork.run(search, 1)[0]
     print(f"plan      {best['plan']}, chosen of {best['of']}: {best['why']}", file=sys.stderr)
@@ -237,54 +149,17 @@ def chosen(job: Job, options: SplitOptions) -> Plan:
 
 def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
-    if found.best is None or found.best.candidate.estimate is None:
+    if found.best is None or found.best.estimate is None:
         left = sized_up(max(0.0, found.question.memory))
         why = f"the least that any plan on {ranks} devices needs is more than {left}"
         raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("more processes: --nproc", "a smaller --batch")))
-    best = found.best.candidate
+    best = found.best
     second = next((row for row in found.rows[1:] if row.fits), None)
-    rest = f"; next best {second.candidate.plan}: {second.why}" if second else ""
+    rest = f"; next best {second.plan}: {second.why}" if second else ""
     runs = len(asked.learned.anchors)
     by = f" and corrected by {runs} earlier run{'s' * (runs > 1)}" if runs else ""
     why = f"{1000 * best.seconds:.3g} ms a step predicted{by}{rest}"
     return {"plan": str(best.plan), "of": found.found.counts.get("priced", 0), "why": why}
-
-
-def pinned(options: PlanOptions) -> dict[str, Any]:
-    """The keys of --pin, and of --plan: what the search must not change."""
-    words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
-    given = Plan.parse(words) if words else Plan()
-    named = {word.partition("=")[0] for word in words.split()}
-    return {key: getattr(given, key) for key in given.to_dict() if key in named}
-
-
-def size(text_: str | None) -> float | None:
-    """Bytes of 80GiB, 40GB or 1e9."""
-    if text_ is None:
-        return None
-    number = text_.strip().upper()
-    unit = next((u for u in sorted(UNITS, key=len, reverse=True) if number.endswith(u)), "")
-    try:
-        found = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < inf:
-        raise PlaitError(Problem("U002", f"--memory {text_} is not a size", fix=("--memory 80GiB",)))
-    if not unit and found < BYTES:
-        why, fix = "without a unit it is bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
-        raise PlaitError(Problem("U002", f"--memory {text_} has no unit", why=why, fix=fix))
-    return found
-
-
-def machine_of(options: PlanOptions) -> Machine:
-    """--machine, with as many devices as --gpus says."""
-    machine = read_machine(options.machine)
-    machine = sized(machine, options.gpus) if options.gpus else machine
-    if options.gpus and machine.devices != options.gpus:
-        why = f"{machine.nodes} nodes of {machine.devices_per_node} are {machine.devices} devices"
-        fix = (f"--gpus {machine.devices}",)
-        raise PlaitError(Problem("U002", f"--gpus {options.gpus} does not fill its nodes", why=why, fix=fix))
-    return machine
 
 
 def tried(found: Answer, options: PlanOptions) -> Answer:
@@ -292,13 +167,11 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
 
     A plan that fails is no answer; M014 when all do.
     """
-    from plait.planner.trial import in_turn, measure
+    from plait.cli.trial_run import measure
+    from plait.planner.trial import in_turn
 
-    if found.asked.accelerated and kind_of("auto") == "cpu":
-        why = f"{found.asked.machine} is another machine, and plans are run on this one"
-        raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))
     asked, fitting = found.asked, [row for row in found.rows if row.fits]
-    plans = [row.candidate.plan for row in fitting[: options.tries]]
+    plans = [row.plan for row in fitting[: options.tries]]
     if asked.accelerated:
         runs = (
             TrainOptions(job=options.job, plan=str(plan), save_every=10**6, batch=options.batch, arguments=options.arguments) for plan in plans
@@ -312,11 +185,11 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
         fix = (f'plait train {options.job} --plan "{plans[0]}"',)
         raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
     times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
-    worked = [row for row in fitting if str(row.candidate.plan) not in failed]
-    order = sorted(worked, key=lambda row: times.get(str(row.candidate.plan), inf))
+    worked = [row for row in fitting if str(row.plan) not in failed]
+    order = sorted(worked, key=lambda row: times.get(str(row.plan), inf))
 
-    def told(row: PlanRow) -> PlanRow:
-        name, predicted = str(row.candidate.plan), row.candidate.estimate
+    def told(row: Candidate) -> Candidate:
+        name, predicted = str(row.plan), row.estimate
         if name in failed:
             return replace(row, fits=False, why=f"failed: {failed[name]}")
         if name not in times or predicted is None:
@@ -332,12 +205,12 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
 def toml(found: Answer) -> str:
     """The choice as a plan file, with the prediction, the reason and the next best as comments."""
     best = found.best
-    assert best is not None and best.candidate.estimate is not None
-    got = best.candidate.estimate
+    assert best is not None and best.estimate is not None
+    got = best.estimate
     lines = [
         f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
         f"# predicted: {duration(got.seconds)} a step, {sized_up(got.reserved)} on the fullest rank",
     ]
     if len(found.rows) > 1:
-        lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
-    return "\n".join(lines) + "\n" + best.candidate.plan.to_toml()
+        lines.append(f"# next best: {found.rows[1].plan} ({found.rows[1].why})")
+    return "\n".join(lines) + "\n" + best.plan.to_toml()

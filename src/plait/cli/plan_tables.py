@@ -1,4 +1,4 @@
-"""The tables of `plait plan --show tensor` and `--show parameters`.
+"""The tables of `plait plan --show tensor`, `--show parameters` and `--dry-run`.
 
 [Note: Tensor]
 What `plait plan --show tensor` prints: which layers `tp` cuts, how, and what stays whole and why.
@@ -42,8 +42,11 @@ from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.spec import At, ParamSpec, Reduce, ShardPlan, sizes
 from plait.parallel.tensor import choose, wiring
-from plait.planner.dryrun.dry_run import known
+from plait.planner.dryrun.dry_run import DryRun, dry_run, known
 from plait.tensors.rows import Rows
+
+SHOWN = 12
+"""Kinds of ranks that the table of a dry run has lines for, the fullest first."""
 
 
 @dataclass(frozen=True)
@@ -376,3 +379,38 @@ def parameter_text(found: ParametersShown, job: str) -> str:
     lines += aligned(rows, right=(1, 4))
     lines += ["", *(f"{told}: {why}" for told, why in found.why.items())] if found.why else []
     return "\n".join(lines)
+
+
+def print_dry_run(options: PlanOptions, room: float | None) -> int:
+    """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
+    found = dry_run(with_batch(load_job(options.job, options.arguments), options.batch), Plan.read(options.plan or "dp=1").fill(None))
+    need = found.fullest.peak.total
+    fits = room is None or need <= room
+    facts, text = found.to_dict(), _dry_table(found)
+    if room is not None:
+        facts |= {"fits": fits, "room": round(room)}
+        left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
+        told = f"of {options.machine}'s memory a plan may take {size(max(0.0, room))} on each device"
+        text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
+    print(json.dumps(facts) if options.json else text)
+    return 0 if fits else 1
+
+
+def _dry_table(found: DryRun) -> str:
+    most, kinds = found.fullest, sorted(found.kinds, key=lambda k: -k.peak.total)
+    lines = [f"dry run  {found.plan}: one rank of each of {len(kinds)} kinds, of {found.world} ranks, {found.seconds:.0f} s",
+             f"memory   {size(most.peak.total)} on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
+    lines += _categories(most.peak.categories)
+    if found.host:
+        lines += [f"host     {size(sum(found.host.values()))} beside it", *_categories(found.host)]
+    lines.append("    rank  ranks like it    memory  sends in a step")
+    for kind in kinds[:SHOWN]:
+        sent = "  ".join(f"{axes} {n}× {size(sent)}" for axes, (n, sent) in kind.traffic.items()) or "nothing"
+        lines.append(f"{kind.rank:>8}{kind.ranks:>15}{size(kind.peak.total):>10}  {sent}")
+    if len(kinds) > SHOWN:
+        lines.append(f"and {len(kinds) - SHOWN} more kinds")
+    return "\n".join([*lines, "every rank sends what the others of its groups wait for, in the same order"])
+
+
+def _categories(held: dict[str, int]) -> list[str]:
+    return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]

@@ -58,14 +58,13 @@ def _of_planner(run: RunFiles, batch: int, say: Callable[[str], None]) -> Predic
     from plait.data.loaders import with_batch
     from plait.launch.detect import read_machine
     from plait.planner.dryrun.memory_table import memory_table
-    from plait.planner.question import sized
     from plait.planner.search import branch_samples, price
 
     plan, notes = run.plan, list[str]()
     options = PlanOptions(job=run.job, arguments=run.arguments, batch=batch)
     found: dict[str, Any] = {}
     try:
-        machine = sized(read_machine("here"), plan.devices)
+        machine = read_machine("here").sized(plan.devices)
         asked = kept_sketch.request(options, machine, split=plan.devices > 1, tp=True, say=say)
         asked = learned(asked, options, str(run.path.parent), before=run.path)
         question = asked.question({}, None, plan.devices)

@@ -7,9 +7,9 @@ from typing import Any
 
 from plait.cli.main import parsed
 from plait.cli.progress import ProgressLine
+from plait.cli.trial_run import TrialRun, measure
 from plait.config.command_options import TrainOptions
 from plait.model.table import aligned
-from plait.planner.trial import TrialRun, measure
 from plait.report.advice import RunFacts
 from plait.report.run_files import RunFiles
 

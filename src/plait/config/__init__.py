@@ -9,6 +9,7 @@ keys              the keys of a plan, and which are axes of the mesh
 plan              how to split it: values; a line of text, TOML or JSON
 conflicts         what of a plan does not work together: one table
 command_options   the options of each command
+plan_question     what the options of `plait plan` say, as values
 machine           what there is to train on, by name, file or data sheet
 machine_file      the TOML file of a machine, checked; the catalogue of data sheets
 files             files that nobody vouches for, and files that a command is told to write

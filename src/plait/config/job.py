@@ -258,15 +258,7 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         return _of_config(name, arguments or {})
     path, _, function = name.partition(":")
     function = function or "job"
-    file = Path(path)
-    if not os.path.isfile(file):
-        there = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))
-        near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
-        fixes = tuple(near or there[:3]) or ("path/to/job.py",)
-        if os.path.isfile(file / hugging_face.CONFIG):
-            fixes = (f"{hugging_face.PREFIX}{path}    a job made of its {hugging_face.CONFIG}",)
-        raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
-    module = execute(file.resolve())
+    module = execute(job_file(name).resolve())
     make = getattr(module, function, None)
     signature = _signature(make) if callable(make) else None
     if make is None or signature is None:
@@ -275,6 +267,20 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
     bound = _arguments(signature, arguments or {}, path)
     return made_by(lambda: make(*bound.args, **bound.kwargs), function, path)
+
+
+def job_file(name: str) -> Path:
+    """The file of a name like ``path/to/job.py:name``. J001 when there is none."""
+    path = name.partition(":")[0]
+    file = Path(path)
+    if not os.path.isfile(file):
+        there = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))
+        near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
+        fixes = tuple(near or there[:3]) or ("path/to/job.py",)
+        if os.path.isfile(file / hugging_face.CONFIG):
+            fixes = (f"{hugging_face.PREFIX}{path}    a job made of its {hugging_face.CONFIG}",)
+        raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
+    return file
 
 
 def _of_config(name: str, arguments: dict[str, str]) -> Job:

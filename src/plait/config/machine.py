@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from math import log
+from math import ceil, log
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,6 @@ class Machine:
         """The machine as a TOML file; `Machine.load` reads it back to an equal machine."""
         return _to_toml(self)
 
-    def with_nodes(self, nodes: int) -> "Machine":
-        """The same nodes in another number."""
-        return replace(self, nodes=nodes)
-
     def with_network(self, bits_per_s: float) -> "Machine":
         """The same nodes, each with so many bit/s to the others, which its devices share."""
         rate = bits_per_s / 8 / self.devices_per_node
@@ -137,9 +133,16 @@ class Machine:
         """Bytes of a rank's device."""
         return self.memories[rank % self.devices_per_node] if self.memories else self.device.memory
 
-    def cut(self, devices: int) -> "Machine":
-        """One node with the first devices of this one."""
-        parts = {"speeds": self.speeds[:devices], "memories": self.memories[:devices]}
+    def sized(self, devices: int) -> "Machine":
+        """So many devices: fewer or more nodes, or the first of one node. Processes on cores share their host's memory and links."""
+        if devices > self.devices_per_node and not (self.on_cores and self.nodes == 1):
+            return replace(self, nodes=ceil(devices / self.devices_per_node))
+        more = devices > self.devices_per_node
+        parts: dict[str, Any] = {"speeds": () if more else self.speeds[:devices], "memories": () if more else self.memories[:devices]}
+        if self.on_cores and self.nodes == 1:
+            memory = round(self.device.memory * self.devices_per_node / devices)
+            parts["device"] = replace(self.device, memory=memory)
+            parts["links"] = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in self.links)
         return replace(self, devices_per_node=devices, nodes=1, **parts)
 
     @property

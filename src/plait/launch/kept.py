@@ -41,6 +41,12 @@ UNREPEATABLE = ("subprocess.", "socket.connect", "socket.getaddrinfo", "socket.g
 """What events begin with after which code may find something else the next time."""
 CHANGING = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.", "tempfile.")
 BYTECODE = f"{os.sep}__pycache__"
+OF_THE_SHELL = frozenset((
+    "_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES", "WINDOWID", "TERM_SESSION_ID", "TMUX", "TMUX_PANE", "STY", "SSH_CLIENT", "SSH_CONNECTION",
+    "SSH_TTY", "XDG_SESSION_ID",
+))  # fmt: skip
+"""Variables that a shell sets for itself, and those that say in which terminal or login it runs: they differ from one shell to the next, and say
+nothing of a job. A key has the working directory by itself."""
 
 State = tuple[int, ...] | str | None
 """Of a file: size and time; of a listed folder its time; () of anything else that exists; None of what does not. Of a file that says
@@ -156,8 +162,9 @@ def state_of(path: str, listed: bool) -> State:
 
 
 def key_of(*words: object) -> str:
-    """The key of what `words` name, in this environment and on this host."""
-    here = (sorted(os.environ.items()), os.getcwd(), sys.executable, sys.version, sys.path, sys.flags, platform.node(), platform.release())
+    """The key of what `words` name, in this environment (but for `OF_THE_SHELL`) and on this host."""
+    environment = sorted((name, value) for name, value in os.environ.items() if name not in OF_THE_SHELL)
+    here = (environment, os.getcwd(), sys.executable, sys.version, sys.path, sys.flags, platform.node(), platform.release())
     return hashlib.sha256(json.dumps([*map(repr, words), *map(repr, here)]).encode()).hexdigest()
 
 

@@ -11,11 +11,10 @@ correction        how far off predictions are, learned from measured runs
 answer            what `plait plan` says
 exactness         what rare synchronisation costs in exactness, and the link speed below which it pays
 late_map          which way to synchronise is fastest, by link and spread of speeds
-late_map_drawing  that map as a picture
 inexact           the best plans that are another training
 goals             what fewer and more devices do; the cheapest, fewest, largest
-alternatives      other plans and batches than a run's, and what they save of a measured step
-trial             a few real steps of plans
+alternatives      other plans and batches than a run's
+trial             a few real steps of plans on processors
 measure_machine   what `plait bench` measures
 refusals          what is refused before there are ranks
 dryrun/           a plan built and stepped without processes

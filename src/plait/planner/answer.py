@@ -34,50 +34,29 @@ WORDS = {
 """What a loser spends its time on."""
 
 
-@dataclass(frozen=True)
-class PlanRow:
-    """One plan of the answer. `why`: why it is not the first."""
-
-    candidate: Candidate
-    fits: bool
-    why: str
-
-    def to_dict(self, samples: int, room: float) -> dict[str, Any]:
-        found = self.candidate.estimate
-        facts: dict[str, Any] = {"plan": str(self.candidate.plan), "fits": self.fits, "why": self.why}
-        if found is not None:
-            facts |= {
-                "seconds": found.seconds, "samples_per_s": samples / found.seconds, "bytes": round(found.reserved),
-                "spare_bytes": round(room - found.allocated if found.spare is None else found.spare),
-                "host_bytes": round(found.hosted), "parts": found.parts,
-                "memory": {name: round(held) for name, held in found.memory.items()},
-                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),
-                "warnings": self.candidate.warnings,
-            }  # fmt: skip
-        return facts
+def facts(row: Candidate, samples: int, room: float) -> dict[str, Any]:
+    """A row of an answer, for JSON: of a step of so many samples on devices of which a plan may take `room` bytes."""
+    got, known = row.estimate, {"plan": str(row.plan), "fits": row.fits, "why": row.why}
+    if got is None:
+        return known
+    return known | {
+        "seconds": got.seconds, "samples_per_s": samples / got.seconds, "bytes": round(got.reserved),
+        "spare_bytes": round(room - got.allocated if got.spare is None else got.spare), "host_bytes": round(got.hosted), "parts": got.parts,
+        "memory": {name: round(held) for name, held in got.memory.items()}, "sent": {axis: round(size) for axis, size in got.sent.items()},
+        "inexact": told(row.plan), "warnings": row.warnings,
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class One:
-    """What one device alone would do: the best plan that fits, or why none does."""
-
-    best: Candidate | None = None
-    why: str = ""
-
-    def told(self, chosen: Candidate, batch: int) -> str:
-        if self.best is not None and self.best.estimate is not None:
-            here, offload = "; which is the choice", self.best.plan.offload
-            if chosen.plan.devices > 1:
-                here = f"; the choice, {chosen.plan.devices} devices, is {self.best.seconds / chosen.seconds:.2f} × as fast"
-            if offload != chosen.plan.offload:  # which is no measure of what more devices gain
-                here = f", with offload={offload}"
-            return f"one device alone: {short(batch / self.best.seconds)} samples/s{here}"
-        return f"one device alone: nothing fits{self.why and f', {self.why}'}"
-
-    def to_dict(self, batch: int) -> dict[str, Any]:
-        if self.best is None or self.best.estimate is None:
-            return {"fits": False, "why": self.why}
-        return {"fits": True, "plan": str(self.best.plan), "samples_per_s": batch / self.best.seconds}
+def alone(one: Candidate, chosen: Candidate, batch: int) -> str:
+    """What one device does without the others."""
+    if one.estimate is None:
+        return f"one device alone: nothing fits{one.why and f', {one.why}'}"
+    here, offload = "; which is the choice", one.plan.offload
+    if chosen.plan.devices > 1:
+        here = f"; the choice, {chosen.plan.devices} devices, is {one.seconds / chosen.seconds:.2f} × as fast"
+    if offload != chosen.plan.offload:  # which is no measure of what more devices gain
+        here = f", with offload={offload}"
+    return f"one device alone: {short(batch / one.seconds)} samples/s{here}"
 
 
 @dataclass(frozen=True)
@@ -86,13 +65,13 @@ class Answer:
 
     asked: PlanRequest
     question: SearchSpace
-    rows: tuple[PlanRow, ...]
+    rows: tuple[Candidate, ...]
     found: Found
     sure: Correction
     seconds: float
     """It took."""
-    one: One | None = None
-    """None where there is but one device, or nobody asked."""
+    one: Candidate | None = None
+    """The best plan of one device alone, or why none fits; None where there is but one device, or nobody asked."""
     fewest: float = 0.0
     """The choice has fewer devices than there are: it is predicted within this part of the fastest."""
 
@@ -102,17 +81,18 @@ class Answer:
     """If the choice keeps state on the host: what else could be done."""
 
     @property
-    def best(self) -> PlanRow | None:
+    def best(self) -> Candidate | None:
         """The choice; None when nothing fits."""
         return self.rows[0] if self.found.best else None
 
     def to_dict(self) -> dict[str, Any]:
-        batch = self.question.batch
+        batch, one = self.question.batch, self.one
         return {
             "job": self.asked.name, "machine": str(self.asked.machine), "devices": self.question.devices, "batch": batch,
-            "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
+            "plans": [facts(row, batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
-            "took_seconds": round(self.seconds, 1), "one_device": self.one.to_dict(batch) if self.one else None,
+            "took_seconds": round(self.seconds, 1), "one_device": one and (
+                {"fits": True, "plan": str(one.plan), "samples_per_s": batch / one.seconds} if one.estimate else {"fits": False, "why": one.why}),
             "unmeasured": self.asked.sketch.unmeasured, "sketch_age_seconds": self.asked.age, "learned": self.asked.learned.to_dict(),
         }  # fmt: skip
 
@@ -134,14 +114,13 @@ def answer(asked: PlanRequest, question: SearchSpace, found: Found, top: int, to
     best = found.best[0] if found.best else None
     if best is None and not found.counts.get("do not fit"):
         return Answer(asked, question, (), found, sureness(asked, best), took)
-    rows = [PlanRow(c, True, why_not(c, best)) for c in found.best[: max(1, top)]]
-    rows += [PlanRow(c, False, why_not(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
-    shown = {row.candidate.mesh for row in rows}
-    for candidate in classical(asked, question, found):
-        if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
-            fits, why = question.holds(candidate.estimate), candidate.why
-            rows.append(PlanRow(candidate, fits and not why, why or why_not(candidate, best, question)))
-            shown.add(candidate.mesh)
+    rows = [replace(c, why=why_not(c, best)) for c in found.best[: max(1, top)]]
+    rows += [replace(c, fits=False, why=why_not(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
+    shown = {row.mesh for row in rows}
+    for one in classical(asked, question, found):
+        if one.mesh not in shown and len(rows) < max(top + 3, 4):
+            rows.append(replace(one, fits=question.holds(one.estimate) and not one.why, why=one.why or why_not(one, best, question)))
+            shown.add(one.mesh)
     return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
 
 
@@ -233,7 +212,7 @@ def text(found: Answer) -> str:
     cells = [head, *(_cells(row, found) for row in found.rows)]
     for k, row in enumerate(aligned(cells, right=range(1, len(head) - 2))):
         lines.append(("▸ " if k == 1 and found.best else "  ") + row)
-    if any("tight" in row.candidate.warnings for row in found.rows):
+    if any("tight" in row.warnings for row in found.rows):
         lines.append(f"tight: less than {100 * MARGIN:.0f} % of a device's memory is left, which is less than predictions of memory err by")
     if asked.attends:
         lines.append("MFU counts attention as a full square, causal or not (PaLM, arXiv 2204.02311): at long sequences twice the causal count")
@@ -243,35 +222,35 @@ def text(found: Answer) -> str:
 def _headline(found: Answer) -> str:
     """The choice in one line, with what it changes of the job's own numbers."""
     assert found.best is not None
-    plan, pinned = found.best.candidate.plan, found.question.pins
+    plan, pinned = found.best.plan, found.question.pins
     words = [str(plan), *([told(plan)] if told(plan) else [])]
     if found.fewest and plan.devices < found.question.devices:
         part = f"within {100 * found.fewest:.0f} % of the fastest"
         words.append(f"the fewest devices {part}: {plan.devices} of {found.question.devices}")
     if found.without is not None:
         other = next(iter(found.without.best), None)
-        slower = other and f"{', '.join([f'{100 * (other.seconds / found.best.candidate.seconds - 1):.0f} % slower', *other.warnings])}"
+        slower = other and f"{', '.join([f'{100 * (other.seconds / found.best.seconds - 1):.0f} % slower', *other.warnings])}"
         words.append(f"without offload {slower or 'nothing fits'}")
-    if "tight" in found.best.candidate.warnings:
+    if "tight" in found.best.warnings:
         words.append("tight: nothing else fits")
     if plan.precision != "fp32" and "precision" not in pinned:
         words.append(f"in {plan.precision}, which rounds differently from fp32: --pin precision=fp32 keeps that")
     return " · ".join(words)
 
 
-def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
-    got = row.candidate.estimate
-    plan = str(row.candidate.plan)
+def _cells(row: Candidate, found: Answer) -> tuple[str, ...]:
+    got = row.estimate
+    plan = str(row.plan)
     if got is None:
         return plan, "✗", "–", "–", "–", "–", "–", "–", "", row.why
     memory = size(got.reserved)
     if not row.fits:
         return plan, "✗", memory, "–", "–", "–", "–", "–", "", row.why
     sent = got.share("tensor") + got.share("gradients") + got.share("sync")
-    bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
-    peak = found.asked.pace.peak(row.candidate.plan.precision)
+    bubble = f"{100 * got.share('bubble'):.1f} %" if row.plan.pp > 1 else "–"
+    peak = found.asked.pace.peak(row.plan.precision)
     return (plan, "✓", memory, duration(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
-            f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.candidate.warnings), row.why)  # fmt: skip
+            f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.warnings), row.why)  # fmt: skip
 
 
 def duration(seconds: float) -> str:
@@ -280,16 +259,16 @@ def duration(seconds: float) -> str:
 
 def _notes(found: Answer) -> list[str]:
     best, question = found.best, found.question
-    if best is None or best.candidate.estimate is None:
+    if best is None or best.estimate is None:
         if not found.found.counts.get("do not fit"):
             kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "the model"
             return [f"no plan for {question.devices} devices and a batch of {question.batch} goes with {kept}"]
-        least = min((r.candidate for r in found.rows if r.candidate.estimate), key=_bytes, default=None)
-        told = f"the least is {size(_bytes(least))} with {least.plan}" if least else "no plan is possible"
+        least = min((row for row in found.rows if row.estimate), key=lambda row: row.reserved, default=None)
+        told = f"the least is {size(least.reserved)} with {least.plan}" if least else "no plan is possible"
         if question.memory <= 0:
             return [f"nothing fits: a device's own context ({size(CONTEXT)}) takes all of its memory; {told}"]
         return [f"nothing fits into {size(question.memory)}, what a device's memory leaves to a plan: {told}"]
-    got, plan = best.candidate.estimate, best.candidate.plan
+    got, plan = best.estimate, best.plan
     shares = plan.shares * plan.replica_groups
     large = [name for name in got.parts if got.share(name) > 0.005]
     parts = " · ".join(f"{name} {100 * got.share(name):.0f} %" for name in large)
@@ -298,7 +277,7 @@ def _notes(found: Answer) -> list[str]:
         f"step of #1: {parts}",
         f"memory of #1 on the fullest rank: {memory} · allocator {size(got.reserved - sum(got.memory.values()))} · "
         f"spare {size(question.spare(got))}" + (f"; host {size(got.hosted)}" if got.hosted else ""),
-        *_late(found, best.candidate),
+        *_late(found, best),
         f"batch: {question.batch} samples a step = {question.batch // shares} for each of {shares} shares, in "
         f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
@@ -312,10 +291,10 @@ def _notes(found: Answer) -> list[str]:
         lines.insert(0, f"{what}: measuring its units raised {reason}")
     if found.beside:
         lines.insert(0, found.beside)
-    if faster := gain(found.asked.pace, plan, question, best.candidate.samples):
+    if faster := gain(found.asked.pace, plan, question, best.samples):
         lines.insert(0, faster)
     if found.one is not None:
-        lines.insert(0, found.one.told(best.candidate, question.batch))
+        lines.insert(0, alone(found.one, best, question.batch))
     return lines
 
 
@@ -329,10 +308,6 @@ def _late(found: Answer, candidate: Candidate) -> list[str]:
     twin = branch_samples(late.exact_twin(plan), found.question)
     crossed = crossing(pace, plan, candidate.samples, twin).told("nodes" if machine.nodes > 1 else "devices")
     return [f"sent by each rank in a step, in the mean: {sent}", f"{crossed}, for the same samples"]
-
-
-def _bytes(candidate: Candidate | None) -> float:
-    return candidate.estimate.reserved if candidate is not None and candidate.estimate else inf
 
 
 def _next(name: str, plan: Plan) -> str:

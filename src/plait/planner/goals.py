@@ -1,16 +1,17 @@
 """Other questions than "which plan is fastest here": what fewer or more devices do, the cheapest, the largest; a try."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.machine import Machine
+from plait.config.plan import Plan
 from plait.model.table import aligned, short
-from plait.planner.answer import WORDS, Answer, One, PlanRow, ask, why_not
-from plait.planner.question import PlanRequest, sized
-from plait.planner.search import ALIKE, Found
+from plait.planner.answer import WORDS, Answer, ask, why_not
+from plait.planner.question import PlanRequest
+from plait.planner.search import ALIKE, Candidate, Found
 
 KEPT = ("precision", "recompute", "compile", "offload")
 """Given keys that mean the same on one device."""
@@ -45,9 +46,6 @@ class Sizes:
     chosen: int | None = None
     told: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def text(self) -> str:
         lines = [f"job       {self.job} · batch {self.batch}", f"machine   {self.machine}"]
         lines += [f"question  {self.question}", ""]
@@ -70,22 +68,22 @@ Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
 
 def at(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
     """The best plan on so many devices."""
-    machine = sized(asked.machine, devices)
+    machine = asked.machine.sized(devices)
     if machine.devices != devices:
         return Size(devices, why=f"does not fill nodes of {machine.devices_per_node}")
     if devices > asked.job.batch * 64:
         return Size(devices, why=f"64 devices for each of {asked.job.batch} samples are fewer")
     found = ask(asked.on(machine), pins, memory, 1)
-    if found.best is None or found.best.candidate.estimate is None:
+    if found.best is None or found.best.estimate is None:
         return Size(devices, why="nothing fits")
-    got = found.best.candidate.estimate
+    got = found.best.estimate
     lost = {name: s for name, s in got.parts.items() if name != "compute"}
     worst = max(lost, key=lambda name: lost[name])
     slow = f"{100 * lost[worst] / got.seconds:.0f} % {WORDS.get(worst) or 'what no plan changes'}"
     took = asked.job.steps * got.seconds / 3600 if asked.job.steps else 0.0
     each = asked.machine.price_per_hour
     price = each * devices * took if each is not None else None
-    return Size(devices, str(found.best.candidate.plan), got.seconds, 0.0, slow, took, price)
+    return Size(devices, str(found.best.plan), got.seconds, 0.0, slow, took, price)
 
 
 def measured(asked: PlanRequest, sizes: list[Size], question: str) -> Sizes:
@@ -135,8 +133,7 @@ def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadl
             break
     found = measured(asked, sizes, f"fewest devices that take at most {deadline:.3g} h for {asked.job.steps} steps")
     last = found.sizes[-1]
-    met = bool(last.seconds) and last.hours <= deadline
-    if met:
+    if last.seconds and last.hours <= deadline:
         return replace(found, chosen=len(sizes) - 1)
     return replace(found, told="not even the whole machine is fast enough")
 
@@ -209,11 +206,11 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
     own = {key: value for key, value in pins.items() if key in KEPT}
     alone = _searched(asked, own, memory, 1)
     large = min(alone.large, key=lambda c: c.estimate.hosted if c.estimate else 0.0, default=None)
-    why = why_not(large, None, asked.on(sized(asked.machine, 1)).question(own, memory, 1)) if large else ""
-    found = replace(found, one=One(next(iter(alone.best), None), why))
+    why = why_not(large, None, asked.on(asked.machine.sized(1)).question(own, memory, 1)) if large else ""
+    found = replace(found, one=next(iter(alone.best), Candidate(Plan(), why=why)))
     if best is None or not choose:
         return found
-    most, first = best.candidate.cost * (1 + ALIKE), None
+    most, first = best.cost * (1 + ALIKE), None
     for devices in reversed([n for n in halves(asked.machine) if n < found.question.devices]):
         good = [c for c in _searched(asked, pins, memory, devices, most).best if c.cost <= most]
         if not good:
@@ -221,12 +218,12 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
         first = good[0]
     if first is None:
         return found
-    rows = [replace(row, why=why_not(row.candidate, first) if row.fits else row.why) for row in found.rows]
-    return replace(found, rows=(PlanRow(first, True, "chosen"), *rows), fewest=ALIKE)
+    rows = [replace(row, why=why_not(row, first) if row.fits else row.why) for row in found.rows]
+    return replace(found, rows=(replace(first, why="chosen"), *rows), fewest=ALIKE)
 
 
 def _searched(
     asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
 ) -> Found:
-    fewer = asked.on(sized(asked.machine, devices))
+    fewer = asked.on(asked.machine.sized(devices))
     return fewer.searched(fewer.question(pins, memory, devices), within)

@@ -6,13 +6,13 @@ which takes microseconds. Plans are compared by the time to the same loss, as fa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 from plait.config.keys import KEYS
 from plait.config.plan import Plan
-from plait.planner.answer import Answer, PlanRow
+from plait.planner.answer import Answer
 from plait.planner.exactness import progress, told
 from plait.planner.question import PlanRequest
 from plait.planner.search import ALIKE, Candidate, SearchSpace, price, search
@@ -29,18 +29,9 @@ SHOWN = 3
 """Inexact plans that are shown."""
 
 
-@dataclass(frozen=True)
-class LateOffer:
-    """A plan that is not exact. `seconds`: of a step, over the progress that a sample makes."""
-
-    candidate: Candidate
-    seconds: float
-
-    def row(self, exact: float) -> PlanRow:
-        """As a row of the answer. `exact`: seconds of a step of the fastest exact plan."""
-        plan = self.candidate.plan
-        times = f"{exact / self.candidate.seconds:.3g} × the samples/s, {exact / self.seconds:.3g} × as fast to the same loss (fitted)"
-        return PlanRow(self.candidate, True, f"{told(plan)}; {times}")
+def to_loss(offer: Candidate) -> float:
+    """Seconds of a step, over the progress that a sample makes."""
+    return offer.seconds / progress(offer.plan)
 
 
 def with_inexact(found: Answer) -> Answer:
@@ -48,22 +39,23 @@ def with_inexact(found: Answer) -> Answer:
     best = found.best
     if best is None or found.question.devices == 1:
         return found
-    exact = best.candidate.seconds
-    faster = [o for o in offered(found.asked, found.question, best.candidate) if o.candidate.seconds < exact * (1 - ALIKE)]
-    offers = sorted(faster, key=lambda o: (o.seconds, str(o.candidate.plan)))
+    exact = best.seconds
+    faster = [o for o in offered(found.asked, found.question, best) if o.seconds < exact * (1 - ALIKE)]
+    offers = sorted(faster, key=lambda o: (to_loss(o), str(o.plan)))
     if not offers:
         return replace(found, beside=f"no inexact plan is faster by more than {100 * ALIKE:.0f} %")
-    kinds: dict[tuple[str, ...], LateOffer] = {}
+    kinds: dict[tuple[str, ...], Candidate] = {}
     for offer in offers:
-        plan = offer.candidate.plan
-        kinds.setdefault((plan.sync if plan.replica_groups > 1 else "", plan.compress), offer)
-    chosen = list(kinds.values())[:SHOWN]
-    rows = [offer.row(exact) for offer in chosen]
-    ahead = chosen[0].seconds < exact * (1 - ALIKE)
+        kinds.setdefault((offer.plan.sync if offer.plan.replica_groups > 1 else "", offer.plan.compress), offer)
+    rows = []
+    for offer in list(kinds.values())[:SHOWN]:
+        times = f"{exact / offer.seconds:.3g} × the samples/s, {exact / to_loss(offer):.3g} × as fast to the same loss (fitted)"
+        rows.append(replace(offer, why=f"{told(offer.plan)}; {times}"))
+    ahead = to_loss(rows[0]) < exact * (1 - ALIKE)
     return replace(found, rows=(*rows, *found.rows) if ahead else (found.rows[0], *rows, *found.rows[1:]))
 
 
-def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Iterator[LateOffer]:
+def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Iterator[Candidate]:
     """Plans that are predicted to take less time than `best`, and that the job can run under."""
     pins, refused, learned = question.pins, asked.refused(), asked.learned
     within = inf if learned.anchors else best.cost  # it is of corrected times
@@ -72,22 +64,16 @@ def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Itera
         if how != "none":
             alone = dict.fromkeys(UNCUT[how], 1)
             copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
-            for candidate in asked.searched(copies, best.cost).best[:KEPT]:
-                if candidate.plan.dp > 1:
-                    yield LateOffer(candidate, candidate.seconds / progress(candidate.plan))
+            yield from (candidate for candidate in asked.searched(copies, best.cost).best[:KEPT] if candidate.plan.dp > 1)
     for groups in counts(question, asked.machine.nodes):
-        inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | _least(groups, pins))
+        free = {"replica_groups": groups, "every": pins.get("every", 1 << 20), "sync": "local"}  # keys with which groups cost next to nothing
+        inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | free)
         for candidate in search(asked.pace, inside, refused, within).best[:KEPT]:
             for plan in rarely(candidate.plan, pins, formats):
                 if not refused(plan):
                     priced = Candidate(plan, learned.applied(price(asked.pace, plan, question, candidate.samples)), candidate.samples)
                     if question.holds(priced.estimate) and priced.seconds < best.seconds:
-                        yield LateOffer(priced, priced.seconds / progress(plan))
-
-
-def _least(groups: int, pins: dict[str, Any]) -> dict[str, Any]:
-    """Keys with which replica groups cost next to nothing: the search is for what is inside of them."""
-    return {"replica_groups": groups, "every": pins.get("every", 1 << 20), "sync": "local"}
+                        yield priced
 
 
 def counts(question: SearchSpace, nodes: int) -> list[int]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from plait.config.job import Job
+from plait.engine.build import pick_device
 from plait.launch.place import Place
 from plait.tensors.collectives import GATHER_PARTS, SUM_PARTS, directly
 
@@ -35,17 +36,9 @@ BUDGET = 0.1
 """Seconds for which one call is repeated."""
 
 
-def device_of(place: Place, kind: str) -> torch.device:
-    """The device of a rank on this machine."""
-    device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
 def compute(place: Place, kind: str) -> dict[str, Any]:
     """Points (flops, flop/s) of square matmuls by format, and bytes/s of a copy in memory, each byte read and written."""
-    device = device_of(place, kind)
+    device = pick_device(kind, place)
     formats = ("fp32", "bf16", "fp16") if kind == "cpu" else tuple(FORMATS)
     found = {name: list(_matmuls(device, name, SIDES[kind])) for name in formats}
     source = torch.ones(COPIED[kind] // 4, device=device)
@@ -107,7 +100,7 @@ def groups(world: int) -> list[int]:
 
 def communicate(place: Place, kind: str) -> dict[str, Any]:
     """Points (bytes, seconds) of every collective in groups of neighbours, while all such groups do the same."""
-    device = device_of(place, kind)
+    device = pick_device(kind, place)
     place.connect(device)
     found, sizes = [], sizes_within(_free(device), kind)
     for size in groups(place.world):

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from math import ceil, gcd, inf, prod
+from functools import cache, cached_property
+from math import gcd, inf, prod
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
@@ -78,7 +78,14 @@ class JobLimits:
 
     @cached_property
     def uneven(self) -> Callable[[int], str]:
-        return cache(partial(uneven, self.cuts))
+        """Why so many ranks cannot have equal slices: a number that the model's code has fixed does not divide."""
+        fixed = [part for group in self.cuts.slices.groups for part in group.cuts if len(part.ranges[0]) == 1]
+
+        def why(ranks: int) -> str:
+            features = ((part.parameter, part.ranges[0][0][1] * 2) for part in fixed)
+            return next((f"{name} has {n} features, which tp={ranks} does not divide" for name, n in features if n % ranks), "")
+
+        return cache(why)
 
     @cached_property
     def staged(self) -> Callable[[int, int, str], str]:
@@ -189,7 +196,8 @@ class PlanRequest:
         if on_device:
             formats = ("bf16", "fp32") if known.peak.bf16 else ("fp32",)
             values = {"precision": formats, "offload": ("none", "optimizer", "all"), "compile": (False, True)}
-        sizes, each = {m.experts for m in self.cuts.mixtures}, rooms(self.machine, memory)
+        sizes, unlike = {m.experts for m in self.cuts.mixtures}, self.machine.devices_per_node if self.machine.unlike else 0
+        each = tuple(room(self.machine, memory or self.machine.memory(i)) for i in range(unlike))
         return SearchSpace(
             devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), self.beside(), values,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends, tuple(sorted(sizes)), self.heads, each,
@@ -237,36 +245,16 @@ def room(machine: Machine, memory: float | None = None) -> float:
     return size * ROOM if machine.on_cores else size * ROOM - CONTEXT
 
 
-def rooms(machine: Machine, memory: float | None = None) -> tuple[float, ...]:
-    """The same of each device of a node, where they are unlike."""
-    if not machine.unlike:
-        return ()
-    return tuple(room(machine, memory or machine.memory(i)) for i in range(machine.devices_per_node))
-
-
-def uneven(cuts: Cuts, ranks: int) -> str:
-    """Why so many ranks cannot have equal slices: a number that the model's code has fixed does not divide."""
-    for group in cuts.slices.groups:
-        for part in group.cuts:
-            length = part.ranges[0][0][1]
-            if length * 2 % ranks and len(part.ranges[0]) == 1:
-                return f"{part.parameter} has {length * 2} features, which tp={ranks} does not divide"
-    return ""
-
-
 def software(job: Job, sketch: Sketch) -> Software:
     """Bytes per weight of a job: of weights, gradients and of what its optimizer keeps."""
     rows = [(prod(shape), dtype.itemsize) for _, shape, dtype in (*sketch.parameters, *sketch.frozen)]
     count = max(1, sum(n for n, _ in rows))
     trained = max(1, sum(prod(shape) for _, shape, _ in sketch.parameters))
     weights = sum(n * size for n, size in rows) / count
-    kept = optimizer_state(job, sketch) + (average_bytes(sketch) if job.ema is not None else 0)
+    kept = optimizer_state(job, sketch)
+    if job.ema is not None:  # the average of the weights is kept where and as the optimizer's state is
+        kept += sum(prod(shape) * averaged_in(dtype).itemsize for _, shape, dtype in sketch.parameters)
     return Software(weights, weights, kept / trained, weights)
-
-
-def average_bytes(sketch: Sketch) -> int:
-    """Bytes of the average of the weights on one device: it is kept where and as the optimizer's state is."""
-    return sum(prod(shape) * averaged_in(dtype).itemsize for _, shape, dtype in sketch.parameters)
 
 
 def sped(machine: Machine) -> tuple[Machine, bool]:
@@ -279,16 +267,3 @@ def sped(machine: Machine) -> tuple[Machine, bool]:
     speed = Device(device.name, device.memory, device.memory_bandwidth or CORE[1],
                    peaks if known else Rates(fp32=CORE[0]), device.achievable)  # fmt: skip
     return replace(machine, device=speed, links=links), not known
-
-
-def sized(machine: Machine, devices: int) -> Machine:
-    """So many devices of a machine: fewer or more of its nodes, or a part of one. Processes share a host's memory and links."""
-    if machine.on_cores and machine.nodes == 1:
-        memory = round(machine.device.memory * machine.devices_per_node / devices)
-        links = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in machine.links)
-        if devices > machine.devices_per_node:
-            machine = replace(machine, speeds=(), memories=())
-        return replace(machine.cut(devices), device=replace(machine.device, memory=memory), links=links)
-    if devices <= machine.devices_per_node:
-        return machine.cut(devices)
-    return machine.with_nodes(ceil(devices / machine.devices_per_node))

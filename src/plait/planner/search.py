@@ -257,7 +257,7 @@ def factors(plan: Plan, per_node: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it costs. `why` says what is wrong with it, if anything."""
+    """A plan and what it costs. `why`: what is wrong with it; in an answer, why it is not the first."""
 
     plan: Plan
     estimate: Estimate | None = None
@@ -265,6 +265,8 @@ class Candidate:
     why: str = ""
     factors: Mapping[str, float] = field(default_factory=dict)
     """By what they are for (`Preferences`)."""
+    fits: bool = True
+    """Devices have the memory, and nothing refuses it."""
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -274,6 +276,11 @@ class Candidate:
     @property
     def seconds(self) -> float:
         return self.estimate.seconds if self.estimate else inf
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of the fullest rank."""
+        return self.estimate.reserved if self.estimate else inf
 
     @property
     def cost(self) -> float:
@@ -468,7 +475,7 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 
 
 def _bytes(candidate: Candidate) -> tuple[float, str]:
-    return (candidate.estimate.reserved if candidate.estimate else inf), str(candidate.plan)
+    return candidate.reserved, str(candidate.plan)
 
 
 def bound(times: tuple[float, ...], kind: StageSchedule, microbatches: int) -> float:

@@ -1,61 +1,29 @@
-"""A few real steps of plans, to choose between those that were predicted to be about as fast.
+"""A few real steps of plans on processors, to choose between those that were predicted to be about as fast.
 
-On an accelerator each plan is a run of its own, timed by the clock on the wall. On processors all plans take steps in turn
-in the same processes, in an order shuffled every round, and what counts is the processor time of all threads, the least of
-the rounds: what else the machine does hardly changes it. A step takes as long as its slowest rank; the ranks of a pipeline
+All plans take steps in turn in the same processes, in an order shuffled every round, and what counts is the processor time of all threads,
+the least of the rounds: what else the machine does hardly changes it. A step takes as long as its slowest rank; the ranks of a pipeline
 wait for each other as their table says, played with the times of their actions; and where there are more processes than
 cores, a step takes at least all of their time over the cores. What waking up takes is not in it.
 """
 
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from plait.config.command_options import TrainOptions, words_of
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch.place import Place, cores
-from plait.launch.scratch import Scratch
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedule_search import makespan
 from plait.planner.estimate import StageSchedule, ordered
 
 STEPS, WARM = 9, 3
 """Steps of a try, and those at its beginning that do not count."""
-
-
-@dataclass(frozen=True)
-class TrialRun:
-    """Steps of a run after its warm-up: the median of their seconds, and the mean of each sample's. `failed`: why there are none."""
-
-    seconds: float = 0.0
-    per_sample: float = 0.0
-    failed: str = ""
-
-
-def measure(options: TrainOptions, steps: int = STEPS) -> TrialRun:
-    """So many steps of a training in a run of its own, in a folder that is removed: no tracker and no other folder gets anything of it."""
-    with Scratch("try") as folder:
-        run = replace(
-            options, steps=steps, runs=Path(folder), json=True, resume=None, to=(), export_every=None, export_to=None, early_stop=None, check="none",
-        )  # fmt: skip
-        done = subprocess.run([sys.executable, "-m", "plait", "train", *words_of(run)], capture_output=True, text=True)
-        if done.returncode:
-            return TrialRun(failed=(done.stderr.strip().splitlines() or ["it said nothing"])[0])
-        rows = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]
-    rows = [row for row in rows if "seconds" in row]
-    took, samples = [row["seconds"] for row in rows[WARM:]], rows[-1]["samples"] - rows[WARM - 1]["samples"]
-    return TrialRun(median(took), sum(took) / samples)
 
 
 def in_turn(job: Job, plans: Sequence[Plan], ranks: int, rounds: int = STEPS - WARM) -> list[float | str]:

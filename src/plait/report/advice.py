@@ -12,12 +12,18 @@ from statistics import median
 
 from plait.config.command_options import TrainOptions, with_options
 from plait.config.plan import Plan
-from plait.planner.alternatives import OVER_TP, SENT, Alternative, StepCosts, improvements
+from plait.planner.alternatives import Alternative
 from plait.report.split import RankSplit, StepSplit
 
 SLOW, MOST_WORKERS = 0.03, 16
 """Part of a step from which on a cause is named."""
-OWN = "computing", "optimizer", "gradients"
+OWN, AROUND = ("computing", "optimizer", "gradients"), ("Python", "checkpoint", "other")
+"""Parts of a measured step."""
+SENT, COMPUTED = ("tensor", "gradients"), ("compute", "recompute", "optimizer", "fixed", "bubble")
+"""Parts of a prediction."""
+KNOWN = 2.0
+"""Times the predicted seconds of computing: what a step takes beyond them is work that the planner does not know, which each sample needs."""
+OVER_TP = "tp over a slow link"
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,10 @@ def advise(found: StepSplit, facts: RunFacts) -> list[Advice]:
     if not found.seconds:
         return []
     advice = [*_loader(found, facts), *_slow_rank(found, facts), *_overlap(found, facts), *_bubble(found, facts), *_rest(found, facts)]
-    costs = StepCosts(facts.plan, facts.batch, found.mean, found.sent, facts.predicted)
-    for one in improvements(costs, facts.others):
-        words = () if one.batch == facts.batch else (f"--batch={one.batch}", "--scale-lr=sqrt")
-        advice.append(Advice(one.cause, one.what, one.why, one.gain, facts.train(*words, plan=one.plan)))
+    for change in ("micro-batches", "batch", "plan"):
+        if same := [other for other in facts.others if other.change == change]:
+            gain, best = max(((_saved(found, facts, other), other) for other in same), key=lambda pair: pair[0])
+            advice.append(_instead(found, facts, best, gain))
     advice += () if any(a.cause == OVER_TP and a.gain >= SLOW for a in advice) else _link(found, facts)
     return sorted((a for a in advice if a.gain >= SLOW), key=lambda a: -a.gain)
 
@@ -123,7 +129,7 @@ def _link(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     if not (by_axis := found.sent):
         return
     name = max(by_axis, key=lambda axis: by_axis[axis])
-    sent = sum(facts.predicted.get(part, 0.0) for part in SENT)
+    sent = _sum(facts.predicted, SENT)
     over = max(0.0, sum(by_axis.values()) - sent - _hideable(found, facts))
     slower = f", {sum(by_axis.values()) / sent:.1f} times what is predicted of the link" if sent and over > sent else ""
     why = f"Messages of {name} take {100 * by_axis[name] / found.seconds:.0f} % of a step after all ranks have arrived{slower}."
@@ -174,3 +180,35 @@ def _rest(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
         part, plan = found.forward / found.seconds, min(less, key=lambda o: o.parts.get("recompute", 0.0)).plan
         why = f"Forward passes take {100 * part:.0f} % of a step, and backward makes them again; there is memory for what they compute."
         yield Advice("recompute", "Keep activations instead of computing them again", why, part, facts.train(plan=plan))
+
+
+def _saved(found: StepSplit, facts: RunFacts, other: Alternative) -> float:
+    """The part of a step that another plan or batch saves, per sample. Measured communication and known computing change as the planner's
+    predictions do; what surrounds a step's passes does not depend on the number of samples."""
+    times, mean = other.batch / facts.batch, found.mean
+    saved = _sum(mean, AROUND) * (1 - 1 / times)
+    known = min(_sum(mean, (*OWN, "bubble")), KNOWN * _sum(facts.predicted, COMPUTED))
+    for names, took in ((COMPUTED, known), (SENT, sum(found.sent.values()))):
+        own, others = _sum(facts.predicted, names), _sum(other.parts, names) / times
+        saved += took * (1 - others / own) if own else -others
+    return saved / found.seconds
+
+
+def _sum(parts: Mapping[str, float], names: Iterable[str]) -> float:
+    return sum(parts.get(name, 0.0) for name in names)
+
+
+def _instead(found: StepSplit, facts: RunFacts, best: Alternative, gain: float) -> Advice:
+    """The best of one kind of change."""
+    by_axis, other, words = found.sent, Plan.parse(best.plan), tuple[str, ...]()
+    cause, what, why = "plan", f"Use the plan {best.plan}", "The planner predicts that it is faster on this machine."
+    if best.change == "micro-batches":
+        cause, what = "too many micro-batches", f"Use {other.microbatches} micro-batch{'es' * (other.microbatches > 1)}"
+        why = f"Each of {facts.plan.microbatches} micro-batches starts the same operators again; larger ones fit into memory."
+    elif best.change == "batch":
+        cause, what, words = "small batch", f"The batch is small: use {best.batch} samples", (f"--batch={best.batch}", "--scale-lr=sqrt")
+        why = f"Much of a step of {facts.batch} samples does not depend on their number, and {best.batch} fit. This changes the training result."
+    elif facts.plan.tp > other.tp and max(by_axis, key=lambda axis: by_axis[axis], default="") == "tp":
+        cause = OVER_TP
+        why = f"Messages of tp take {100 * by_axis['tp'] / found.seconds:.0f} % of a step, and this plan sends less over the same link."
+    return Advice(cause, what, why, gain, facts.train(*words, plan=best.plan))

@@ -11,7 +11,6 @@ A model that looks at values in its forward pass runs on real tensors instead. W
 rows come to the experts of a rank, is then what it would be if all other ranks did what this one does.
 """
 
-import json
 import time
 import warnings
 from collections import Counter
@@ -24,13 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem, in_a_line
-from plait.config.job import Job, load_job, user_line
+from plait.config.job import Job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, whole
 from plait.data.batch_rows import Pair
-from plait.data.loaders import with_batch
 from plait.engine.analyse import analyse, setup_of
 from plait.engine.build import check_plan
 from plait.engine.engine import Engine
@@ -114,8 +111,6 @@ def _sequence(table: ShardPlan, sketch: Sketch, i: int) -> Hashable:
 
 CPU = torch.device("cpu")
 Found = TypeVar("Found")
-SHOWN = 12
-"""Kinds of ranks that the table has lines for, the fullest first."""
 
 
 @dataclass(frozen=True)
@@ -150,43 +145,13 @@ class DryRun:
         """The kind of rank that needs most memory."""
         return max(self.kinds, key=lambda kind: kind.peak.total)
 
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes by category that a host holds for a rank, where they are most."""
+        return max((kind.peak.host for kind in self.kinds), key=lambda held: sum(held.values()))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fullest": self.fullest.rank}
-
-    def table(self) -> str:
-        """What `plait plan --dry-run` prints."""
-        most, kinds = self.fullest, sorted(self.kinds, key=lambda k: -k.peak.total)
-        lines = [f"dry run  {self.plan}: one rank of each of {len(self.kinds)} kinds, of {self.world} ranks, {self.seconds:.0f} s",
-                 f"memory   {size(most.peak.total)} on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
-        lines += _categories(most.peak.categories)
-        if host := max((kind.peak.host for kind in self.kinds), key=lambda held: sum(held.values())):
-            lines += [f"host     {size(sum(host.values()))} beside it", *_categories(host)]
-        lines.append("    rank  ranks like it    memory  sends in a step")
-        for kind in kinds[:SHOWN]:
-            sent = "  ".join(f"{axes} {n}× {size(sent)}" for axes, (n, sent) in kind.traffic.items()) or "nothing"
-            lines.append(f"{kind.rank:>8}{kind.ranks:>15}{size(kind.peak.total):>10}  {sent}")
-        if len(kinds) > SHOWN:
-            lines.append(f"and {len(kinds) - SHOWN} more kinds")
-        return "\n".join([*lines, "every rank sends what the others of its groups wait for, in the same order"])
-
-
-def _categories(held: dict[str, int]) -> list[str]:
-    return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]
-
-
-def run(options: PlanOptions, room: float | None = None) -> int:
-    """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
-    found = dry_run(with_batch(load_job(options.job, options.arguments), options.batch), Plan.read(options.plan or "dp=1").fill(None))
-    need = found.fullest.peak.total
-    fits = room is None or need <= room
-    facts, text = found.to_dict(), found.table()
-    if room is not None:
-        facts |= {"fits": fits, "room": round(room)}
-        left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
-        told = f"of {options.machine}'s memory a plan may take {size(max(0.0, room))} on each device"
-        text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
-    print(json.dumps(facts) if options.json else text)
-    return 0 if fits else 1
 
 
 def dry_run(job: Job, plan: Plan) -> DryRun:

@@ -23,12 +23,12 @@ def measure(
     engine: Engine,
     steps: int = 2,
     given: Callable[[Batch, bool], Batch] = lambda batch, _: batch,
-    on_host: Callable[[str, bool], bool] | None = None,
+    on_host: Callable[[str, bool], bool] = lambda category, updating: False,
 ) -> Peak:
     """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
 
     `given` makes of a batch what a step is given, and is told whether it is the one that is measured. `on_host`, as in
-    `MemoryTape.apart`, tells the host's memory from the device's; without it all is one.
+    `MemoryTape.apart`, tells the host's memory from the device's.
     """
     source = engine.batches()
     for _ in range(steps):
@@ -47,13 +47,13 @@ def measure(
             meter.moment("optimizer")
             engine.update(batch, step_row)
     meter.tape.keep()
-    return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
+    return meter.tape.apart(on_host)
 
 
 def measure_evaluation(
     engine: Engine,
     ready: Callable[[Any], Any] = lambda pair: pair,
-    on_host: Callable[[str, bool], bool] | None = None,
+    on_host: Callable[[str, bool], bool] = lambda category, updating: False,
 ) -> Peak:
     """The fullest moment of an evaluation's largest forward pass, between two steps. All ranks call it.
 
@@ -70,7 +70,7 @@ def measure_evaluation(
             raise
         except Exception:
             meter.moment("evaluation")
-    return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
+    return meter.tape.apart(on_host)
 
 
 def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:

@@ -6,7 +6,7 @@ what a step of theirs on small real tensors read at the same place. One that can
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,31 +98,22 @@ class _Telling(TorchDispatchMode):
 
 
 def read(job: Job, own: Mapping[str, Tensor], given: set[str] | None = None) -> Numbers:
-    """What steps of the job's optimizer read, from a run on small tensors. `given`: names of those that have a gradient."""
-    trained = {n: p for n, p in own.items() if p.requires_grad}
-    with host_kept(), no_modes(), OutsideWrites():
-        return Numbers(_read(job, trained, set(trained) if given is None else given))
-
-
-def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list[Any]]:
-    generator = torch.Generator().manual_seed(0)
+    """What steps of the job's optimizer read, from a run on small tensors. `given`: names of those that have a gradient.
+    Nothing of a step that raises: then what it reads is taken to be 1."""
+    trained, found = {n: p for n, p in own.items() if p.requires_grad}, list[list[Any]]()
     shapes = dict(zip(trained, small([tuple(p.shape) for p in trained.values()])))
-    found: list[list[Any]] = []
-    try:
-        made = {
-            n: like(trained[n], torch.randn(s, generator=generator).to(trained[n].dtype)) for n, s in shapes.items()
-        }
+    with host_kept(), no_modes(), OutsideWrites(), suppress(Exception):  # as of one that chooses parameters by their sizes
+        generator = torch.Generator().manual_seed(0)
+        made = {n: like(trained[n], torch.randn(s, generator=generator).to(trained[n].dtype)) for n, s in shapes.items()}
         optimizer = make_optimizer(job, made)[0]
         for _ in range(STEPS):
             for name, parameter in made.items():
-                if name in given:
+                if given is None or name in given:
                     parameter.grad = torch.randn(shapes[name], generator=generator).to(parameter.dtype)
             with _Noting() as noting:
                 optimizer.step()
             found.append(noting.read)
-    except Exception:  # it may choose parameters by their sizes: then what it reads is taken to be 1
-        return found
-    return found
+    return Numbers(found)
 
 
 def stepped(job: Job, parts: Formats, attributes: Mapping[str, ParameterAttributes]) -> torch.optim.Optimizer:

@@ -1,11 +1,24 @@
-"""The map of `plait plan --map` as one SVG: a grid for the same samples and one for the same loss, light or dark as the reader likes.
+"""`plait plan --map`: which way to synchronise is fastest, as text, as JSON, or with --out as one SVG.
 
-A cell has the name of the fastest way and how many times as fast as `dp` it is; its colour is that of its kind. Text on every
-colour has a contrast of at least 4.5.
+The picture has a grid for the same samples and one for the same loss, light or dark as the reader likes. A cell has the name of the fastest way
+and how many times as fast as `dp` it is; its colour is that of its kind. Text on every colour has a contrast of at least 4.5.
 """
 
+import json
+from dataclasses import replace
 from html import escape
 from typing import Any
+
+from plait.config.command_options import PlanOptions
+from plait.config.errors import PlaitError, Problem
+from plait.config.files import write
+from plait.config.keys import KEYS
+from plait.config.plan_question import size
+from plait.planner.answer import ask
+from plait.planner.exactness import speed
+from plait.planner.late_map import LateJob, LateMap, late_map, ways
+from plait.planner.question import PlanRequest
+from plait.planner.search import divisors
 
 KINDS = {
     "dp": "none", "shares": "shares", "bf16": "format", "int8": "format", "powersgd": "format", "local": "rare",
@@ -26,6 +39,48 @@ text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--t
 """
 WIDTH, HEIGHT, LEFT, TOP, GAP = 104, 40, 60, 74, 60
 """Pixels of a cell, and around the grids."""
+
+
+def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> int:
+    """--map: one group is a node, or, where there is one node, what the job needs of its devices; inside, the best exact plan."""
+    machine, memory = asked.machine, size(options.memory)
+    own = {
+        key: value
+        for key, value in pins.items()
+        if KEYS[key].table not in ("groups", "messages") and key != "replica_groups"
+    }
+    sizes = [machine.devices_per_node] if machine.nodes > 1 else divisors(machine.devices)[:-1]
+    for devices in sizes:
+        within = asked.on(machine.sized(devices))
+        job = replace(asked.job, batch=max(1, asked.job.batch * devices // machine.devices))
+        found = ask(replace(within, job=job), own, memory, 1)
+        if found.best is not None:
+            break
+    else:
+        raise PlaitError(no_groups(asked))
+    groups, refused = machine.devices // devices, asked.refused()
+    every = [
+        way
+        for way in ways(found.best.plan, groups, asked.job.steps)
+        if way.name == "dp" or not refused(way.plan)
+    ]
+    between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
+    cells = late_map(LateJob(asked.pace, asked.job.batch, asked.job.steps), every)
+    shown = LateMap(asked.name, between, tuple(every), cells)
+    if options.out:
+        write(options.out, page(shown.to_dict()))
+    print(json.dumps(shown.to_dict()) if options.json else shown.text())
+    return 0
+
+
+def no_groups(asked: PlanRequest) -> Problem:
+    """P070: there are no two groups that could each train the job."""
+    devices = asked.machine.devices
+    what = (
+        f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
+    )
+    why = "a map compares ways to synchronise groups, each of which holds the whole model"
+    return Problem("P070", what, why=why, fix=("--gpus 4", "--machine h100x8x4"))
 
 
 def page(shown: dict[str, Any]) -> str:
@@ -64,7 +119,7 @@ def _grid(
     found = [f'<text class="soft" x="8" y="{y + HEIGHT * j + 24}">{slow:g} ×</text>' for j, slow in enumerate(slower)]
     below = y + HEIGHT * len(slower) + 14
     found += [
-        f'<text class="soft" x="{LEFT + WIDTH * i + 8}" y="{below}">{_bits(bits)}</text>'
+        f'<text class="soft" x="{LEFT + WIDTH * i + 8}" y="{below}">{speed(bits)}</text>'
         for i, bits in enumerate(speeds)
     ]
     for cell in cells:
@@ -77,10 +132,3 @@ def _grid(
             f'<text x="{left + WIDTH / 2}" y="{top + 32}">{gain:.3g} ×</text></g>'
         )
     return found
-
-
-def _bits(bits: float) -> str:
-    unit, size = next(
-        ((u, s) for u, s in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits >= s), ("kbit/s", 1e3)
-    )
-    return f"{bits / size:.3g} {unit}"

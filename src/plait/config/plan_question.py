@@ -1,0 +1,81 @@
+"""What the options of `plait plan` say, as values, and what is wrong with them whatever the job and the machine."""
+
+import re
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from plait.config.command_options import PlanOptions, check_range
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+
+BYTES = 2**20
+"""Numbers without a unit from which on they are taken for bytes."""
+HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
+UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def check(options: PlanOptions) -> None:
+    """Raise what is wrong with options, whatever the job and the machine: U002, and what `Plan.parse` raises."""
+    check_range(options)
+    size(options.memory)
+    if options.show or options.dry_run:
+        Plan.read(options.plan or "dp=1")
+    else:
+        pinned(options)
+    counts(options.scale or "1")
+    if options.deadline:
+        hours(options.deadline)
+    if options.objective == "fewest" and not options.deadline:
+        why = "the fewest devices are those that end before it"
+        raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
+    if options.vary and options.objective != "largest":
+        fix = (f"--objective largest --vary {options.vary}",)
+        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
+    if options.deadline and options.objective != "fewest":
+        fix = ("--objective fewest --deadline 24h",)
+        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
+    if options.learn not in (None, "none") and not Path(options.learn).is_dir():
+        what, fix = f"--learn {options.learn} is no folder", ("--learn runs", "--learn none    predictions alone")
+        raise PlaitError(Problem("U002", what, why="it is the folder of run directories", fix=fix))
+
+
+def counts(text: str) -> list[int]:
+    """1,8,64 as numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
+        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
+    return sorted({int(n) for n in text.split(",")})
+
+
+def hours(text: str) -> float:
+    """24h, 90m or 3d as hours."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if not found or not float(found[1]):
+        raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
+    return float(found[1]) * HOURS[found[2]]
+
+
+def pinned(options: PlanOptions) -> dict[str, Any]:
+    """The keys of --pin, and of --plan: what the search must not change."""
+    words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
+    given = Plan.parse(words) if words else Plan()
+    named = {word.partition("=")[0] for word in words.split()}
+    return {key: getattr(given, key) for key in given.to_dict() if key in named}
+
+
+def size(text_: str | None) -> float | None:
+    """Bytes of 80GiB, 40GB or 1e9."""
+    if text_ is None:
+        return None
+    number = text_.strip().upper()
+    unit = next((u for u in sorted(UNITS, key=len, reverse=True) if number.endswith(u)), "")
+    try:
+        found = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < inf:
+        raise PlaitError(Problem("U002", f"--memory {text_} is not a size", fix=("--memory 80GiB",)))
+    if not unit and found < BYTES:
+        why, fix = "without a unit it is bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
+        raise PlaitError(Problem("U002", f"--memory {text_} has no unit", why=why, fix=fix))
+    return found
