@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -186,11 +187,10 @@ def callbacks() -> list[plait.Callback]:
 
 def command(words: list[str]) -> str:
     """What a command of plait prints; SystemExit if it fails."""
-    sys.argv = ["plait", *words]
-    with redirect_stdout(StringIO()) as out:
+    with redirect_stdout(StringIO()) as out, patch.object(sys, "argv", ["plait", *words]):  # a run records its command
         code = main_of_plait(words)
     if code:
-        raise SystemExit(f"{shlex.join(sys.argv)}: exit code {code}")
+        raise SystemExit(f"plait {shlex.join(words)}: exit code {code}")
     return out.getvalue()
 
 
