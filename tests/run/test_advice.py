@@ -77,6 +77,8 @@ def test_other_plans_and_batches_save_what_the_planner_predicts() -> None:
     larger = Alternative("batch", "dp=1", 64, own | {"compute": 0.6})
     said = first(split_of({}), "dp=1", predicted=own, others=(larger,))
     assert said.cause == "small batch" and said.gain == pytest.approx(1 - 0.35 / 0.6) and "--batch=64" in said.command
+    first_of_both = [a.cause for a in advise(split_of({"checkpoint": 0.4}), RunFacts(Plan.parse("dp=1"), "job.py", (), own, (larger,), 32))]
+    assert first_of_both == ["checkpoint", "small batch"], "a larger batch gains more, and changes the training result"
     around = first(split_of({"Python": 0.5, "data": 0.1}), "dp=1", predicted={"compute": 0.4}, others=(replace(larger, parts={"compute": 0.8}),))
     assert [around.cause, around.gain] == ["Python", 0.5], "computing and loading a sample take as long in a larger batch"
     unknown = first(split_of({}), "dp=1", predicted={"compute": 0.1}, others=(replace(larger, parts={"compute": 0.1}),))

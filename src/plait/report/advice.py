@@ -23,7 +23,9 @@ SENT, COMPUTED = ("tensor", "gradients"), ("compute", "recompute", "optimizer", 
 """Parts of a prediction."""
 KNOWN = 2.0
 """Times the predicted seconds of computing: what a step takes beyond them is work that the planner does not know, which each sample needs."""
-OVER_TP = "tp over a slow link"
+OVER_TP, SMALL_BATCH = "tp over a slow link", "small batch"
+OTHER_TRAINING = 0.5
+"""Weight of a gain that changes the training result: what does not comes first, unless it gains half as much."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class RunFacts:
 
 
 def advise(found: StepSplit, facts: RunFacts) -> list[Advice]:
-    """What to change, the largest gain first. Gains are of the mean step, as the split has it."""
+    """What to change, best first. Gains are of the mean step, as the split has it."""
     if not found.seconds:
         return []
     advice = [*_loader(found, facts), *_slow_rank(found, facts), *_overlap(found, facts), *_bubble(found, facts), *_rest(found, facts)]
@@ -69,7 +71,7 @@ def advise(found: StepSplit, facts: RunFacts) -> list[Advice]:
             gain, best = max(((_saved(found, facts, other), other) for other in same), key=lambda pair: pair[0])
             advice.append(_instead(found, facts, best, gain))
     advice += () if any(a.cause == OVER_TP and a.gain >= SLOW for a in advice) else _link(found, facts)
-    return sorted((a for a in advice if a.gain >= SLOW), key=lambda a: -a.gain)
+    return sorted((a for a in advice if a.gain >= SLOW), key=lambda a: -a.gain * (OTHER_TRAINING if a.cause == SMALL_BATCH else 1.0))
 
 
 def _spread(found: StepSplit, *names: str) -> tuple[RankSplit, float]:
@@ -206,7 +208,7 @@ def _instead(found: StepSplit, facts: RunFacts, best: Alternative, gain: float) 
         cause, what = "too many micro-batches", f"Use {other.microbatches} micro-batch{'es' * (other.microbatches > 1)}"
         why = f"Each of {facts.plan.microbatches} micro-batches starts the same operators again; larger ones fit into memory."
     elif best.change == "batch":
-        cause, what, words = "small batch", f"The batch is small: use {best.batch} samples", (f"--batch={best.batch}", "--scale-lr=sqrt")
+        cause, what, words = SMALL_BATCH, f"The batch is small: use {best.batch} samples", (f"--batch={best.batch}", "--scale-lr=sqrt")
         why = f"Much of a step of {facts.batch} samples does not depend on their number, and {best.batch} fit. This changes the training result."
     elif facts.plan.tp > other.tp and max(by_axis, key=lambda axis: by_axis[axis], default="") == "tp":
         cause = OVER_TP
