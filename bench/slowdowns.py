@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from io import StringIO
 from math import inf
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,7 +63,7 @@ SLOWDOWNS = (
     Slowdown("too many micro-batches", "too many micro-batches", "--plan 'dp=1 microbatches=16' --job.each=0 --job.depth=24", advised=True),
     Slowdown("tp over the slow link", "tp over a slow link", "--plan tp=2 --job.latency=0.01 --job.each=0 --job.width=512 --batch 64", advised=True),
     Slowdown("Python in the step", "Python", f"--plan dp=2 --callbacks {FILE}:callbacks", advised=True),
-    Slowdown("no overlap", "no overlap", "--plan dp=2 --job.width=1024 --job.depth=8 --job.rate=1e8 --job.each=0.006", "--job.scaled=1"),
+    Slowdown("no overlap", "no overlap", "--plan dp=2 --job.width=1024 --job.depth=8 --job.rate=1e8 --job.each=0.006 --job.scaled=1", "--job.early=1"),
     Slowdown("recompute where memory is free", "recompute", "--plan 'dp=2 recompute=full'", advised=True),
 )
 
@@ -71,20 +72,28 @@ SLOWDOWNS = (
 
 
 class SlowLink:
-    """Every message of this process takes as long as on a link of `rate` bytes/s with a latency."""
+    """Every message of this process takes as long as on a link of `rate` bytes/s with a latency, once all ranks have sent it."""
 
     def __init__(self) -> None:
         self.rate, self.latency, self.free = inf, 0.0, 0.0
-        self.arrives = dict[int, tuple[Any, float]]()
+        self.arrives = dict[int, tuple[Any, SimpleQueue[float]]]()
         for name in [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING) and not n.startswith("__")]:
             setattr(dist.ProcessGroup, name, self.sends(getattr(dist.ProcessGroup, name)))
         dist.Work.wait = self.waits(dist.Work.wait)
 
     def sends(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def send(group: Any, *given: Any, **more: Any) -> Any:
-            work = plain(group, *given, **more)
-            self.free = max(self.free, time.perf_counter()) + max(map(_bytes, given), default=0) / self.rate
-            self.arrives[id(work)] = work, self.free + self.latency
+            work, sent, arrives = plain(group, *given, **more), max(map(_bytes, given), default=0), SimpleQueue[float]()
+
+            def done(*future: Any) -> None:
+                self.free = max(self.free, time.perf_counter()) + sent / self.rate
+                arrives.put(self.free + self.latency)
+
+            self.arrives[id(work)] = work, arrives
+            try:
+                work.get_future().add_done_callback(done)
+            except RuntimeError:  # a message from one rank to another has no future
+                done()
             return work
 
         return send
@@ -92,8 +101,8 @@ class SlowLink:
     def waits(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *given: Any, **more: Any) -> Any:
             done = plain(work, *given, **more)
-            _, at = self.arrives.pop(id(work), (None, 0.0))
-            time.sleep(max(0.0, at - time.perf_counter()))
+            if (found := self.arrives.pop(id(work), None)) is not None:
+                time.sleep(max(0.0, found[1].get() - time.perf_counter()))
             return done
 
         return wait
@@ -133,17 +142,23 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int, depth: int, each: float, late: float, scaled: bool):
+    """`scaled`: the layers' weights are multiplied by one number, each in its layer's turn or, `early`, all before the first layer."""
+
+    def __init__(self, width: int, depth: int, layer: tuple[float, float], scaled: bool, early: bool):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width, each, late) for _ in range(depth))
-        self.scale, self.scaled = nn.Parameter(torch.ones(())), scaled
+        self.layers = nn.ModuleList(Layer(width, *layer) for _ in range(depth))
+        self.scale, self.scaled, self.early = nn.Parameter(torch.ones(())), scaled, early
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = [[self.scale * w for w in (layer.up.weight, layer.down.weight)] if self.scaled else [] for layer in self.layers]
-        for layer, scaled in zip(self.layers, weights):
+        weights = map(self.weights, self.layers)
+        for layer, scaled in zip(self.layers, list(weights) if self.early else weights):
             x = layer(x, *scaled)
         return self.head(x).squeeze(-1) * (1 if self.scaled else self.scale)
+
+
+    def weights(self, layer: Layer) -> list[Tensor]:
+        return [self.scale * w for w in (layer.up.weight, layer.down.weight)] if self.scaled else []
 
 
 class Samples:
@@ -161,12 +176,12 @@ class Samples:
 
 def job(
     width: int = 64, depth: int = 4, each: float = 0.003, late: float = 0.0, loads: float = 0.0, rate: float = 0.0, latency: float = 0.0,
-    uneven: int = 0, scaled: int = 0, batch: int = 16,
+    uneven: int = 0, scaled: int = 0, early: int = 0, batch: int = 16,
 ) -> plait.Job:  # fmt: skip
     """The run. `each`: seconds of a layer for a sample; `late`: how much longer on rank 1; `loads`: seconds to read a sample."""
     set_link(rate, latency)
     return plait.Job(
-        model=lambda: Net(width, depth, each, late, bool(scaled)), loss=mse_loss, data=lambda: Samples(width, loads),
+        model=lambda: Net(width, depth, (each, late), bool(scaled), bool(early)), loss=mse_loss, data=lambda: Samples(width, loads),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch=batch, steps=40,
         stages=("layers.3",) if uneven else None,
     )  # fmt: skip

@@ -46,6 +46,10 @@ def test_sums_that_all_follow_backward_are_not_overlapped() -> None:
     usual = {"communication dp": 0.3}
     late = first(split_of(usual, usual, forward=0.2, messages={"dp": (0.1, 0.1, 0.1)}), "dp=2", predicted={"gradients": 0.1})
     assert late.cause == "no overlap" and late.gain == pytest.approx(0.2)
+    small = split_of(usual, usual, forward=0.2, messages={"dp": (0.001, 0.1, 0.1, 0.1, 0.0)})
+    assert first(small, "dp=2", predicted={"gradients": 0.1}).cause == "no overlap", "small sums too are no sign of overlap"
+    much = split_of(usual, usual, forward=0.2, messages={"dp": (0.0,) * 5 + (0.1, 0.1, 0.1)})
+    assert first(much, "dp=2", predicted={"gradients": 0.1}).cause != "no overlap", "backward hides five sums of eight, and has no room for more"
     hidden = first(split_of(usual, usual, forward=0.2, messages={"dp": (0.01, 0.02, 0.27)}), "dp=2", predicted={"gradients": 0.1})
     assert hidden.cause == "slow link"
 

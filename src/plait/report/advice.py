@@ -112,11 +112,14 @@ def _slow_rank(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
 
 
 def _hideable(found: StepSplit, facts: RunFacts) -> float:
-    """Seconds of sums of gradients that backward does not hide, although it lasts long enough: the first one of them is waited for too."""
+    """Seconds of sums of gradients that backward could hide and does not. Short waits are counted as sums that it hides."""
     each = found.messages.get("dp", ())
+    long = [seconds for seconds in each if seconds > max(each) / 2]
+    if len(long) < 2 or facts.plan.pp > 1:
+        return 0.0
     backward = (found.mean.get("computing", 0.0) - found.forward) / facts.plan.microbatches
-    room = backward * (len(each) - 1) / max(1, len(each))
-    return min(sum(each) - each[-1], room) if len(each) > 1 and facts.plan.pp == 1 and max(each) / 2 < each[0] < room else 0.0
+    room = backward * (len(each) - 1) / len(each)
+    return max(0.0, sum(each) - max(long[-1], len(each) * sum(long) / len(long) - room))
 
 
 def _overlap(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
@@ -190,7 +193,7 @@ def _saved(found: StepSplit, facts: RunFacts, other: Alternative) -> float:
     times, mean = other.batch / facts.batch, found.mean
     saved = _sum(mean, AROUND) * (1 - 1 / times)
     known = min(_sum(mean, (*OWN, "bubble")), KNOWN * _sum(facts.predicted, COMPUTED))
-    for names, took in ((COMPUTED, known), (SENT, sum(found.sent.values()))):
+    for names, took in ((COMPUTED, known), (SENT, sum(found.sent.values()) - _hideable(found, facts))):
         own, others = _sum(facts.predicted, names), _sum(other.parts, names) / times
         saved += took * (1 - others / own) if own else -others
     return saved / found.seconds
