@@ -159,8 +159,10 @@ def _bubble(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     uneven, stage = max(computing) - even, computing.index(max(computing)) * facts.plan.pp // len(computing)
     if uneven > bubble / 2:
         why = f"Stage {stage} computes {100 * (max(computing) / even - 1):.0f} % longer than the mean, and the others wait."
-        what, gain = "Balance the stages of the pipeline: move units to stages that wait", uneven * (m - 1) / m / found.seconds
-        yield Advice("uneven stages", what, why, gain, shlex.join(["plait", "plan", facts.job]))
+        longest = found.ranks[computing.index(max(computing))].share("computing", "bubble")
+        balanced = even * (1 + (facts.plan.pp - 1) / m / facts.plan.stages_per_rank) / found.seconds
+        what = "Balance the stages of the pipeline: move units to stages that wait"
+        yield Advice("uneven stages", what, why, longest - balanced, shlex.join(["plait", "plan", facts.job]))
         return
     saved, plan = bubble * (1 - (m + p - 1) / (2 * m + p - 1)), replace(facts.plan, microbatches=2 * m)
     why = f"{100 * bubble / found.seconds:.0f} % of a step is the bubble of {m} micro-batches in {p} stages; twice as many fill it better."
