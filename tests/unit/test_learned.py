@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
+from plait.cli.measured_runs import WARM, MeasuredRuns
 from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory, environment
-from plait.report.measured_runs import WARM, MeasuredRuns
 
 JOB = '''
 import torch

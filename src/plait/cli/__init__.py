@@ -14,7 +14,8 @@ plan_options      plait plan: what is wrong with its options and its machine
 plan              plait plan: the answer
 plan_map          plait plan --map
 kept_sketch       plait plan: the sketch of an earlier one
-learning          what plait plan learns from earlier runs
+measured_runs     what the runs of a folder measured
+learning          what plait plan learns from them
 check             plait check
 verify            plait verify
 prove             plait prove

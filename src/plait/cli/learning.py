@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
+from plait.cli.measured_runs import MeasuredRun, MeasuredRuns, Unusable
 from plait.config.command_options import JobOptions
 from plait.config.errors import PlaitError
 from plait.config.job import load_job
@@ -16,7 +17,6 @@ from plait.planner.correction import Learned, Traits
 from plait.planner.estimate import Estimate
 from plait.planner.question import PlanRequest
 from plait.planner.search import branch_samples, price
-from plait.report.measured_runs import MeasuredRun, MeasuredRuns, Unusable
 
 RUNS = "runs"
 """Where `plait train` puts run directories."""

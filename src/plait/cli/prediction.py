@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from plait.cli.measured_runs import other_kind
 from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError
 from plait.config.job import load_job
@@ -15,7 +16,6 @@ from plait.config.version import __version__
 from plait.engine.run_directory import environment
 from plait.planner.alternatives import Alternative, alternatives
 from plait.report.figures import Prediction
-from plait.report.measured_runs import other_kind
 from plait.report.run_files import RunFiles
 
 

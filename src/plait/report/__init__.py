@@ -10,6 +10,5 @@ page              the figures as one HTML page, and its head as text
 picture           one picture of the figures as SVG
 follow            the page of a run that trains, served on the loopback
 summary           a run in a few lines
-measured_runs     what the runs of a folder measured, for the planner to learn from
 run               a run as a value in Python
 """
