@@ -1,5 +1,5 @@
-"""Write the generated documents: techniques.md and api.md from docstrings, verify.svg from a real verification, and the files
-that pages show.
+"""Write the generated documents: techniques.md and api.md from docstrings, verify.svg and prove.svg from real comparisons, and the
+files that pages show.
 
     python docs/generate.py             all of these; `make docs` does this
     python docs/generate.py techniques  only one of them
@@ -14,14 +14,17 @@ Every technique is explained where it is implemented, at the top of its file. To
 """
 
 import re
+import subprocess
 import sys
 from pathlib import Path
+from textwrap import wrap
 from types import ModuleType
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLE = "examples/stdlib_gpt/job.py"
 PLAN = "dp=2"
-COLUMNS = 100
+SCRIPTS, DIFFERENT = "tests/scripts", 3
+COLUMNS, WIDEST = 100, 120
 HEADINGS = ("What it does", "Costs", "Choose when", "Avoid when", "Paper")
 """Sections every technique has. It may have others, such as Picture or How it stays exact."""
 
@@ -125,7 +128,7 @@ def conflicts() -> str:
     return "\n".join([CONFLICTING, *map(cell, CONFLICTS), ""])
 
 
-def picture(lines: list[str]) -> str:
+def picture(lines: list[str], title: str) -> str:
     """An SVG of a terminal with these lines; ✓ and EQUAL are green, ✗ and DIFFERENT red."""
     from io import StringIO
 
@@ -140,7 +143,7 @@ def picture(lines: list[str]) -> str:
         text.highlight_regex(r"✗|^DIFFERENT", "bold red")
         text.highlight_regex(r"^\$ .*", "bold")
         console.print(text, soft_wrap=True)
-    return console.export_svg(title="plait verify", code_format=SVG, unique_id="verify")
+    return console.export_svg(title=title, code_format=SVG, unique_id=title.replace(" ", "-"))
 
 
 def verification() -> str:
@@ -157,7 +160,18 @@ def verification() -> str:
     verdict = verify(job, Plan.parse(PLAN), device="cpu")
     if not verdict.equal:
         raise SystemExit(table(verdict, EXAMPLE))
-    return picture([f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *table(verdict, EXAMPLE).splitlines()])
+    return picture([f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *table(verdict, EXAMPLE).splitlines()], "plait verify")
+
+
+def proof_of_scripts() -> str:
+    """The picture of `plait prove` on a script with a mistake, run now."""
+    commands = ["python ddp.py --batch-size 16", "torchrun --nproc-per-node 2 ddp.py --batch-size 8"]
+    words = [f"{command} --labels-left-out" for command in commands]
+    done = subprocess.run([sys.executable, "-m", "plait", "prove", *words], cwd=DOCS.parent / SCRIPTS, capture_output=True, text=True)
+    if done.returncode != DIFFERENT:
+        raise SystemExit(done.stdout + done.stderr)
+    lines = [f'$ plait prove "{words[0]}" \\', f'              "{words[1]}"', *done.stdout.splitlines()]
+    return picture([part for line in lines for part in wrap(line, WIDEST, subsequent_indent=" " * 8, replace_whitespace=False)], "plait prove")
 
 
 SHOWN = re.compile(r"(?ms)^(```\w+ (examples/\S+)\n).*?^(```)$")
@@ -171,7 +185,7 @@ def shown(page: str) -> str:
 
 def main() -> None:
     """Write what was asked for, all that is quick by default."""
-    wanted = sys.argv[1:] or ["techniques", "verify", "api", "shown"]
+    wanted = sys.argv[1:] or ["techniques", "verify", "prove", "api", "shown"]
     if wanted[0] == "matrix":
         import matrix
 
@@ -193,8 +207,9 @@ def main() -> None:
     if "shown" in wanted:
         for path in [DOCS.parent / "README.md", *DOCS.rglob("*.md")]:
             path.write_text(shown(path.read_text(encoding="utf-8")), encoding="utf-8")
-    if "verify" in wanted:
-        (DOCS / "verify.svg").write_text(verification(), encoding="utf-8")
+    for name, draw in (("verify", verification), ("prove", proof_of_scripts)):
+        if name in wanted:
+            (DOCS / f"{name}.svg").write_text(draw(), encoding="utf-8")
 
 
 if __name__ == "__main__":

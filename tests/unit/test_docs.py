@@ -23,6 +23,7 @@ from plait.config.plan import Plan
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "plait"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROVE = (ROOT / "docs" / "prove.md").read_text(encoding="utf-8")
 WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 ERRORS = (SOURCE / "errors.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,14 +99,25 @@ def test_a_technique_has_the_fixed_headings(path: Path) -> None:
     assert title and opening and not missing, f"{path.name} has no section {', '.join(missing)}"
 
 
+def picture(name: str) -> str:
+    """The text of a picture, which fetches nothing."""
+    content = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert re.findall(r"https?://[^\"' ]+", content) == ["http://www.w3.org/2000/svg"]
+    return "".join(ElementTree.fromstring(content).itertext()).replace("\xa0", " ")
+
+
 def test_the_picture_is_of_the_command_beside_it() -> None:
     """Its figures are those of the run it was made from; its rows are those of `plait verify`."""
-    content = (ROOT / "docs" / "verify.svg").read_text(encoding="utf-8")
-    shown = "".join(ElementTree.fromstring(content).itertext()).replace("\xa0", " ")
+    shown = picture("verify.svg")
     assert '$ plait verify examples/stdlib_gpt/job.py --plan "dp=2"' in shown
     assert all(word in shown for word in ("reference", "candidate", "gradients, step 1", "collectives", "EQUAL"))
     assert "✗" not in shown
-    assert re.findall(r"https?://[^\"' ]+", content) == ["http://www.w3.org/2000/svg"], "a picture fetches nothing"
+
+
+def test_the_picture_of_prove_is_of_a_script_with_a_mistake() -> None:
+    shown = picture("prove.svg")
+    assert '$ plait prove "python ddp.py' in shown and all(page.count("prove.svg)") == 1 for page in (README, PROVE))
+    assert all(word in shown for word in ("rows, every step and epoch", "gradients after backward", "✗", "DIFFERENT", "E030"))
 
 
 @pytest.mark.slow
