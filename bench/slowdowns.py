@@ -35,6 +35,7 @@ import plait
 from plait.cli.main import main as main_of_plait
 from plait.launch import fork
 from plait.planner.trial import WARM
+from plait.report.summary import metrics
 from plait.tensors.transfers import ISSUING
 
 FILE = Path(__file__).resolve()
@@ -144,18 +145,17 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """`scaled`: the layers' weights are multiplied by one number, each in its layer's turn or, `early`, all before the first layer."""
 
-    def __init__(self, width: int, depth: int, layer: tuple[float, float], scaled: bool, early: bool):
+    def __init__(self, layers: list[Layer], scaled: bool, early: bool):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width, *layer) for _ in range(depth))
+        self.layers = nn.ModuleList(layers)
         self.scale, self.scaled, self.early = nn.Parameter(torch.ones(())), scaled, early
-        self.head = nn.Linear(width, 1)
+        self.head = nn.Linear(layers[0].up.in_features, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = map(self.weights, self.layers)
         for layer, scaled in zip(self.layers, list(weights) if self.early else weights):
             x = layer(x, *scaled)
         return self.head(x).squeeze(-1) * (1 if self.scaled else self.scale)
-
 
     def weights(self, layer: Layer) -> list[Tensor]:
         return [self.scale * w for w in (layer.up.weight, layer.down.weight)] if self.scaled else []
@@ -181,8 +181,8 @@ def job(
     """The run. `each`: seconds of a layer for a sample; `late`: how much longer on rank 1; `loads`: seconds to read a sample."""
     set_link(rate, latency)
     return plait.Job(
-        model=lambda: Net(width, depth, (each, late), bool(scaled), bool(early)), loss=mse_loss, data=lambda: Samples(width, loads),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch=batch, steps=40,
+        model=lambda: Net([Layer(width, each, late) for _ in range(depth)], bool(scaled), bool(early)), loss=mse_loss,
+        data=lambda: Samples(width, loads), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch=batch, steps=40,
         stages=("layers.3",) if uneven else None,
     )  # fmt: skip
 
@@ -212,7 +212,7 @@ def command(words: list[str]) -> str:
 def per_sample(words: list[str], steps: int, folder: str) -> float:
     """Seconds of a sample in a training, after the steps of the warm-up."""
     command([*words, f"--steps={steps}", f"--runs={folder}"])
-    rows = [json.loads(line) for line in (Path(folder) / "latest" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in metrics(Path(folder) / "latest" / "metrics.jsonl") if "loss" in row]
     return sum(row["seconds"] for row in rows[WARM:]) / (rows[-1]["samples"] - rows[WARM - 1]["samples"])
 
 

@@ -1,6 +1,5 @@
 """A few steps of a command of `plait train` in a run of its own, timed by the clock on the wall."""
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from statistics import median
 from plait.config.command_options import TrainOptions, words_of
 from plait.launch.scratch import Scratch
 from plait.planner.trial import STEPS, WARM
+from plait.report.summary import metrics
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ def measure(options: TrainOptions, steps: int = STEPS) -> TrialRun:
         done = subprocess.run([sys.executable, "-m", "plait", "train", *words_of(run)], capture_output=True, text=True)
         if done.returncode:
             return TrialRun(failed=(done.stderr.strip().splitlines() or ["it said nothing"])[0])
-        rows = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]
-    rows = [row for row in rows if "seconds" in row]
+        rows = [row for row in metrics(next(Path(folder).glob("*/metrics.jsonl"))) if "loss" in row]
     took, samples = [row["seconds"] for row in rows[WARM:]], rows[-1]["samples"] - rows[WARM - 1]["samples"]
     return TrialRun(median(took), sum(took) / samples)

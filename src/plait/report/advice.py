@@ -156,13 +156,14 @@ def _bubble(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
         return
     bubble, computing = found.mean.get("bubble", 0.0), [r.parts.get("computing", 0.0) for r in found.ranks]
     m, p, even = facts.plan.microbatches, facts.plan.pp * facts.plan.stages_per_rank, sum(computing) / len(computing)
-    uneven, stage = max(computing) - even, computing.index(max(computing)) * facts.plan.pp // len(computing)
-    if uneven > bubble / 2:
-        why = f"Stage {stage} computes {100 * (max(computing) / even - 1):.0f} % longer than the mean, and the others wait."
-        longest = found.ranks[computing.index(max(computing))].share("computing", "bubble")
+    longest = computing.index(max(computing))
+    if computing[longest] - even > bubble / 2:
+        stage = longest * facts.plan.pp // len(computing)
+        why = f"Stage {stage} computes {100 * (computing[longest] / even - 1):.0f} % longer than the mean, and the others wait."
         balanced = even * (1 + (facts.plan.pp - 1) / m / facts.plan.stages_per_rank) / found.seconds
         what = "Balance the stages of the pipeline: move units to stages that wait"
-        yield Advice("uneven stages", what, why, longest - balanced, shlex.join(["plait", "plan", facts.job]))
+        gain = found.ranks[longest].share("computing", "bubble") - balanced
+        yield Advice("uneven stages", what, why, gain, shlex.join(["plait", "plan", facts.job]))
         return
     saved, plan = bubble * (1 - (m + p - 1) / (2 * m + p - 1)), replace(facts.plan, microbatches=2 * m)
     why = f"{100 * bubble / found.seconds:.0f} % of a step is the bubble of {m} micro-batches in {p} stages; twice as many fill it better."
