@@ -423,7 +423,7 @@ def test_a_full_disk_leaves_the_page_before(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_first_followed_page_does_not_wait_for_the_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, notes, calls = made(tmp_path, 5), list[list[str]](), list[str]()
-    monkeypatch.setattr("plait.cli.report.predicted", lambda run, batch: calls.append(run.name) or Prediction(0.1))
+    monkeypatch.setattr("plait.cli.report.predicted", lambda run, batch: calls.append(run.name) or Prediction(seconds=0.1))
 
     def follow(make: Callable[[], Any], *_: object) -> None:
         notes.extend([make()["notes"], make()["notes"], make()["notes"]])

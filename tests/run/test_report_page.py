@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from launched import Command
 
+from plait.planner.alternatives import Alternative
 from plait.report.figures import Prediction, figures
 from plait.report.page import of, page, percent
 from plait.report.run_files import RunFiles
@@ -48,7 +49,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def predicted(run: RunFiles, batch: int) -> Prediction:
     """As the planner would: parts and memory of a step."""
     parts = {"compute": 0.004, "gradients": 0.001, "bubble": 0.001, "fixed": 0.0005}
-    return Prediction(0.0065, parts, {"parameters": 4000, "optimizer": 8000, "activations": 9000}, "dp=2", 0.2)
+    memory = {"parameters": 4000, "optimizer": 8000, "activations": 9000}
+    larger = Alternative("batch", "dp=2", 24, {part: 1.5 * seconds for part, seconds in parts.items()})
+    return Prediction(seconds=0.0065, parts=parts, memory=memory, others=(larger,))
 
 
 @pytest.fixture(scope="module", params=["light", "dark"])

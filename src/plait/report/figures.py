@@ -31,7 +31,7 @@ KINDS = {
 Figures = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Of one step: seconds, split by what they are spent on, and bytes by category of the fullest rank."""
 
