@@ -9,6 +9,7 @@ rounds            what is decided between two starts of the ranks
 other_plans       plans instead of the given one: for fewer ranks, found while training goes on, and for a device that is full
 request           what plait train was asked for
 console           what a person sees while a run goes on
+result            what a command prints for programs to read, with standard output for it alone
 progress          how far a command is, in one line
 plan_options      plait plan: what is wrong with its options and its machine
 plan              plait plan: the answer

@@ -3,7 +3,6 @@
 Parts that are not measured this time stay as the file has them: `plait bench data job.py` adds to an earlier run.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from plait.cli.progress import ProgressLine
+from plait.cli.result import print_result
 from plait.config.command_options import BenchOptions, check_range
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import check_writable, write
@@ -54,7 +54,7 @@ def run(options: BenchOptions) -> int:
             machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
     if current().rank == 0:
         write(options.out, header() + machine.to_toml())
-        print(json.dumps(facts(machine, options.out)) if options.json else table(machine, ranks, options.out))
+        print_result(options, facts(machine, options.out), table(machine, ranks, options.out))
     return 0
 
 

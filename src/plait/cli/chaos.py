@@ -1,7 +1,5 @@
 """`plait chaos`: the fault matrix on the user's own job."""
 
-import json
-import sys
 import time
 
 from plait.chaos import matrix
@@ -9,6 +7,7 @@ from plait.chaos.scene import SHORT, Row, Setting
 from plait.cli.main import main
 from plait.cli.plan_and_job import both
 from plait.cli.progress import ProgressLine
+from plait.cli.result import print_result
 from plait.config.command_options import ChaosOptions, TrainOptions
 from plait.config.errors import DIFFERENT, PlaitError, Problem, did_you_mean, shown
 from plait.config.job import Job
@@ -27,16 +26,16 @@ def run(options: ChaosOptions) -> int:
     if options.list:
         rows = [{"name": fault.name, "done": fault.done, "promise": fault.promise} for fault in faults]
         text = "\n".join(f"{fault.name:<20} {fault.done}\n{'':<20}   {fault.promise}" for fault in faults)
-        print(json.dumps(rows) if options.json else text)
+        print_result(options, rows, text)
         return 0
     setting = Setting(main, _train(options, plan, job), job, plan, options.seed, False)
-    began, out = time.monotonic(), sys.stderr if options.json else sys.stdout
+    began = time.monotonic()
 
     bar, tried = ProgressLine("chaos", options.json), 0
 
     def say(text: str) -> None:
         bar("")
-        print(text, file=out, flush=True)
+        print(text, flush=True)
 
     def tell(row: Row) -> None:
         nonlocal tried
@@ -52,7 +51,7 @@ def run(options: ChaosOptions) -> int:
     took = time.monotonic() - began
     say(matrix.summary(rows, took))
     if options.json:
-        print(json.dumps(matrix.to_dict(setting, rows)))
+        print_result(options, matrix.to_dict(setting, rows), "")
     if options.to:
         options.to.write_text(matrix.page(setting, options.job, rows, took), encoding="utf-8")
     return DIFFERENT if any(row.verdict == SHORT for row in rows) else 0

@@ -1,8 +1,8 @@
 """`plait check`: the job check alone, without training."""
 
-import json
 
 from plait.cli.plan_and_job import both
+from plait.cli.result import print_result
 from plait.config.command_options import CheckOptions
 from plait.config.errors import PlaitError, shown
 from plait.proof.job import check
@@ -12,10 +12,7 @@ def run(options: CheckOptions) -> int:
     """Check the job under the plan; raises what was found."""
     plan, job = both(options)
     found = check.check(job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments)
-    if options.json:
-        print(json.dumps(found.to_dict()))
-    else:
-        print(shown(table(found, options.job, str(plan))))
+    print_result(options, found.to_dict(), shown(table(found, options.job, str(plan))))
     if found.problems:
         raise PlaitError(found.problems)
     return 0

@@ -1,6 +1,5 @@
 """`plait checkpoint list | info | verify | export`: look into checkpoints without the job that wrote them."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from plait.checkpoint.manifest import EVAL, MANIFEST, Manifest, damaged, read_ma
 from plait.checkpoint.opening import PICKLED
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, Damaged
+from plait.cli.result import print_result
 from plait.config.command_options import CheckpointOptions
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.tensors.norm import several
@@ -66,7 +66,7 @@ def _target(text: str) -> Path:
 
 
 def _say(options: CheckpointOptions, value: object, text: str, code: int) -> int:
-    print(json.dumps(value) if options.json else text)
+    print_result(options, value, text)
     return code
 
 

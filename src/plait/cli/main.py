@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from plait.cli import plan_and_job
+from plait.cli.result import print_result, results_alone
 from plait.config import command_options as of
 from plait.config.command_options import REQUIRED, CommandOptions, Option, options_of
 from plait.config.errors import (
@@ -39,6 +40,9 @@ from plait.launch.stopping import WARNINGS
 
 if TYPE_CHECKING:
     from plait.config.job import Job
+
+READ = {"--json", "--svg"}
+"""Options with which programs read a command's standard output."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def parsed(argv: list[str]) -> tuple[Command, CommandOptions]:
         if option is not None:
             what = f"unknown option  {option[:60]}        {did_you_mean(option.partition('=')[0], command.words)}"
         raise PlaitError(Problem("U001", what, fix=(f"{parsers[first or ''].prog} --help",)))
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
     return command, command.options(arguments=arguments, **given)
 
 
@@ -93,8 +97,14 @@ def main(argv: list[str] | None = None, job: "Job | None" = None) -> int:
     `job`: the one that the command names, if it was read before.
     """
     before = {number: signal.getsignal(number) for number in WARNINGS}
+    argv = list(sys.argv[1:] if argv is None else argv)
+    open_standard()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="plait")  # what a job or a path says may be no text in this encoding
     try:
-        return _told(argv, job)
+        with results_alone(not READ.isdisjoint(word.partition("=")[0] for word in argv)) as output:
+            return _told(argv, job, output)
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
@@ -102,32 +112,11 @@ def main(argv: list[str] | None = None, job: "Job | None" = None) -> int:
                     signal.signal(number, handler)
 
 
-def _told(argv: list[str] | None, job: "Job | None") -> int:
-    """The command, and what it says when it fails."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    open_standard()
+def _told(argv: list[str], job: "Job | None", output: TextIO) -> int:
+    """The command, and what is said when the system refuses something; results go to `output`."""
     forkable.stay()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="plait")  # what a job or a path says may be no text in this encoding
-    verbose, as_json = not {"-v", "--verbose"}.isdisjoint(argv), "--json" in argv
     try:
-        _check_folder()
-        command, options = parsed(argv)
-        if isinstance(options, of.SplitOptions):
-            options = replace(options, loaded=job)
-        return command.run(options)
-    except PlaitError as error:
-        from plait.launch.attempts import says
-
-        if error.said or not says(str(error)):
-            return error.exit_code
-        if verbose:
-            print(shown(error.trace or trace_of(error.__cause__)), file=sys.stderr)
-        if as_json:
-            print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}))
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return _run(argv, job, output)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has enough
@@ -139,10 +128,31 @@ def _told(argv: list[str] | None, job: "Job | None") -> int:
         problem = disk_full(error) if error.errno in NO_ROOM else refused(error)
         if problem is None:
             raise
-        if not error.filename and not _written(sys.stdout):
+        if not error.filename and not _written(output):
             problem = replace(problem, where="standard output")
         print(problem, file=sys.stderr)
         return FAILED
+
+
+def _run(argv: list[str], job: "Job | None", output: TextIO) -> int:
+    """The command; what is wrong with it or went wrong is printed."""
+    try:
+        _check_folder()
+        command, options = parsed(argv)
+        if isinstance(options, of.SplitOptions):
+            options = replace(options, loaded=job)
+        return command.run(replace(options, output=output))
+    except PlaitError as error:
+        from plait.launch.attempts import says
+
+        if error.said or not says(str(error)):
+            return error.exit_code
+        if not {"-v", "--verbose"}.isdisjoint(argv):
+            print(shown(error.trace or trace_of(error.__cause__)), file=sys.stderr)
+        if "--json" in argv:
+            print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}), file=output, flush=True)
+        print(error, file=sys.stderr)
+        return error.exit_code
 
 
 def _check_folder() -> None:
@@ -251,7 +261,7 @@ def _help(options: of.HelpOptions) -> int:
         hint = hint if hint.startswith("did you mean") else "codes look like P012"
         fix = ("plait help fsdp", "plait --help")
         raise PlaitError(Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=fix))
-    print(json.dumps({"code": word.upper() if word not in KEYS else word, "text": text}) if options.json else text)
+    print_result(options, {"code": word.upper() if word not in KEYS else word, "text": text}, text)
     return 0
 
 

@@ -1,7 +1,6 @@
 """`plait plan`: choose a plan for a job on a machine; and `--plan auto` of `plait train`."""
 
 import gc
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -11,6 +10,7 @@ from typing import Any
 from plait.cli import kept_sketch
 from plait.cli.learning import learned
 from plait.cli.progress import ProgressLine
+from plait.cli.result import print_result
 from plait.config.command_options import PlanOptions, SplitOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.files import write
@@ -61,7 +61,7 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
     if goal is not None:
         sizes = goal(asked, pins, memory)
         say("")
-        print(json.dumps(asdict(sizes)) if options.json else shown(sizes.text()))
+        print_result(options, asdict(sizes), shown(sizes.text()))
         return 0
     found = answered(asked, options)
     if options.tries:
@@ -69,7 +69,7 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
     if options.out and found.best:
         write(options.out, toml(found))
     say("")
-    print(json.dumps(found.to_dict()) if options.json else shown(text(found)))
+    print_result(options, found.to_dict(), shown(text(found)))
     return 0 if found.best else 1
 
 

@@ -4,11 +4,11 @@ The picture has a grid for the same samples and one for the same loss, light or 
 and how many times as fast as `dp` it is; its colour is that of its kind. Text on every colour has a contrast of at least 4.5.
 """
 
-import json
 from dataclasses import replace
 from html import escape
 from typing import Any
 
+from plait.cli.result import print_result
 from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import write
@@ -69,7 +69,7 @@ def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> in
     shown = LateMap(asked.name, between, tuple(every), cells)
     if options.out:
         write(options.out, page(shown.to_dict()))
-    print(json.dumps(shown.to_dict()) if options.json else shown.text())
+    print_result(options, shown.to_dict(), shown.text())
     return 0
 
 

@@ -13,7 +13,6 @@ Parameters of the same form in sister blocks that a plan treats alike are one li
 (`parallel/spec.py`); no process is started for it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from plait.cli.result import print_result
 from plait.config.command_options import PlanOptions
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
@@ -116,7 +116,7 @@ def print_tensor(options: PlanOptions) -> int:
         what = "--show tensor needs a plan that cuts layers"
         raise PlaitError(Problem("U002", what, why=f"the plan is {plan}: tp=1", fix=('--plan "tp=2"',)))
     found = tensor_shown(with_batch(load_job(options.job, options.arguments), options.batch), plan)
-    print(json.dumps(found.to_dict()) if options.json else tensor_text(found, options.job))
+    print_result(options, found.to_dict(), tensor_text(found, options.job))
     return 0
 
 
@@ -314,7 +314,7 @@ def print_parameters(options: PlanOptions) -> int:
     """`plait plan JOB --plan P --show parameters`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
     found = parameters_shown(with_batch(load_job(options.job, options.arguments), options.batch), plan)
-    print(json.dumps(asdict(found)) if options.json else parameter_text(found, options.job))
+    print_result(options, asdict(found), parameter_text(found, options.job))
     return 0
 
 
@@ -392,7 +392,7 @@ def print_dry_run(options: PlanOptions, room: float | None) -> int:
         left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
         told = f"of {options.machine}'s memory a plan may take {size(max(0.0, room))} on each device"
         text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
-    print(json.dumps(facts) if options.json else text)
+    print_result(options, facts, text)
     return 0 if fits else 1
 
 

@@ -1,9 +1,9 @@
 """`plait prove`: whether a distributed script trains the same model as another command does on one device."""
 
-import json
 from dataclasses import replace
 
 from plait.cli.progress import ProgressLine
+from plait.cli.result import print_result
 from plait.config.command_options import ProveOptions, check_range
 from plait.config.errors import USAGE, PlaitError, shown
 from plait.proof.verdict import Verdict, row
@@ -21,12 +21,10 @@ def run(options: ProveOptions) -> int:
     except PlaitError as error:
         if error.exit_code != USAGE or error.codes[0][:1] != "E":
             raise
-        print(json.dumps({"verdict": "CANNOT TELL", "errors": [vars(p) for p in error.problems]}) if options.json else f"CANNOT TELL\n{error}")
+        print_result(options, {"verdict": "CANNOT TELL", "errors": [vars(p) for p in error.problems]}, f"CANNOT TELL\n{error}")
         return error.exit_code
-    if options.json:
-        print(json.dumps({"verdict": "SAME" if verdict.equal else "DIFFERENT"} | verdict.to_dict()))
-    else:
-        print(shown("\n".join(lines(verdict))))
+    facts = {"verdict": "SAME" if verdict.equal else "DIFFERENT"} | verdict.to_dict()
+    print_result(options, facts, shown("\n".join(lines(verdict))))
     return verdict.exit_code
 
 

@@ -4,7 +4,6 @@ The run is only read, also while it trains. Its checkpoints are linked into a sc
 damaged one is passed over, and without any the ranks start from the job's seed.
 """
 
-import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from plait.checkpoint.manifest import published, read_manifest
 from plait.cli.main import parsed
 from plait.cli.progress import ProgressLine
 from plait.cli.request import scaled
+from plait.cli.result import print_result
 from plait.config.command_options import ReplayOptions, TrainOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
 from plait.config.job import Job, load_job
@@ -55,10 +55,8 @@ def run(options: ReplayOptions) -> int:
     found |= {"run": str(folder), "step": options.step, "plan": str(plan), "logged": logged, "notes": [*source.notes, *found["notes"]]}
     if options.bisect and found["samples"]:
         found["first_module"] = first_outlying(found)
-    if options.json:
-        print(json.dumps(_plain({name: found[name] for name in sorted(found.keys() - {"sizes", "gradients", "before", "places"})})))
-    else:
-        print(shown("\n".join(lines(found, options.top))))
+    facts = _plain({name: found[name] for name in sorted(found.keys() - {"sizes", "gradients", "before", "places"})})
+    print_result(options, facts, shown("\n".join(lines(found, options.top))))
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from plait.cli.prediction import predicted
 from plait.cli.progress import ProgressLine
+from plait.cli.result import print_result
 from plait.cli.try_advice import table, try_advice
 from plait.config.command_options import ReportOptions, check_range
 from plait.config.errors import PlaitError, Problem, shown
@@ -29,7 +30,7 @@ def run(options: ReportOptions) -> int:
     command = "plait report {} --memory" if options.memory else "plait report {}"
     folders = [run_folder(Path(path), command) for path in options.paths]
     if options.memory:
-        return memory(folders[0], options.json)
+        return memory(folders[0], options)
     if options.follow:
         return followed(folders, options.step)
     with ProgressLine("report", options.json) as say:
@@ -38,7 +39,7 @@ def run(options: ReportOptions) -> int:
         if options.tries:
             try_advice(runs[0], made["advice"][: options.tries], say)
         if options.svg:
-            return drawn(made, options.svg)
+            return drawn(made, options)
         say("writing the page")
         file = (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
         write(file, page(made))
@@ -47,13 +48,11 @@ def run(options: ReportOptions) -> int:
     if found is not None:
         facts |= {"trace": str(folders[0] / "trace.json")}
         write(Path(facts["trace"]), trace(found))
-    if options.json:
-        print(json.dumps((summary(folders[0], runs[0].rows) if runs[0].trained else {}) | made | facts))
-    else:
-        lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
-        lines += head(made) + ([] if found is None else [f"timeline    {line(found)}"])
-        lines += [f"{'':<12}{row}" for row in table(made["advice"][: options.tries])] if options.tries else []
-        print(shown("\n".join([*lines, *(f"{name:<12}{path}" for name, path in facts.items())])))
+    lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
+    lines += head(made) + ([] if found is None else [f"timeline    {line(found)}"])
+    lines += [f"{'':<12}{row}" for row in table(made["advice"][: options.tries])] if options.tries else []
+    lines += [f"{name:<12}{path}" for name, path in facts.items()]
+    print_result(options, (summary(folders[0], runs[0].rows) if runs[0].trained else {}) | made | facts, shown("\n".join(lines)))
     if options.open:
         import webbrowser
 
@@ -82,15 +81,15 @@ def write(path: Path, content: str) -> None:
         raise PlaitError(Problem("R005", f"{path} cannot be written", why=str(error))) from None
 
 
-def drawn(made: Figures, name: str) -> int:
+def drawn(made: Figures, options: ReportOptions) -> int:
     """Print one picture. R004 for runs that have nothing to draw."""
     from plait.report.picture import picture
 
-    content = picture(made, name)
+    content, name = picture(made, options.svg or ""), options.svg
     if not content:
         why = "scaling needs runs of one job on two numbers of devices" if name == "scaling" else "; ".join(made["notes"]) or "nothing was recorded"
         raise PlaitError(Problem("R004", f"{made['runs'][0]['path']} has no figures for --svg {name}", why=why, fix=("plait report RUN RUN …",)))
-    print(content, end="")
+    print_result(options, {"svg": content}, content.removesuffix("\n"))
     return 0
 
 
@@ -121,7 +120,7 @@ def followed(folders: list[Path], step: int | None) -> int:
     return 0
 
 
-def memory(folder: Path, as_json: bool) -> int:
+def memory(folder: Path, options: ReportOptions) -> int:
     """Print what the fullest rank used its memory for, beside the bill of the plan where the job lies in a file. R004."""
     run = RunDirectory(folder)
     found = fullest(run.memories())
@@ -129,10 +128,8 @@ def memory(folder: Path, as_json: bool) -> int:
         what, fix = f"{folder} says nothing of its ranks' memory", ("train to the end of the steps",)
         raise PlaitError(Problem("R004", what, fix=fix))
     (rank, use), (bill, note) = found, _bill(folder)
-    if as_json:
-        print(json.dumps({"run": str(folder), "rank": rank, "measured": use.to_dict(), "bill": bill}))
-        return 0
-    print(shown("\n".join([f"memory of rank {rank}, the fullest, in {folder}", *use.table(bill), *note])))
+    text = "\n".join([f"memory of rank {rank}, the fullest, in {folder}", *use.table(bill), *note])
+    print_result(options, {"run": str(folder), "rank": rank, "measured": use.to_dict(), "bill": bill}, shown(text))
     return 0
 
 

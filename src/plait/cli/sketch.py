@@ -1,8 +1,8 @@
 """`plait sketch`: what a model costs, unit by unit, and the memory that ranks need under a plan."""
 
-import json
 from typing import Any
 
+from plait.cli.result import print_result
 from plait.config.command_options import SketchOptions, check_range
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
@@ -16,7 +16,7 @@ def run(options: SketchOptions) -> int:
     check_range(options)
     plan = Plan.read(options.plan).fill(None) if options.plan else None
     facts, text = shown(options, load_job(options.job, options.arguments), plan)
-    print(json.dumps(facts) if options.json else text)
+    print_result(options, facts, text)
     return 0
 
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 from plait.checkpoint.opening import open_weights
 from plait.cli import other_plans, served
@@ -42,9 +42,9 @@ LOOKED_AT = 8
 """Of so many runs of a job the result of the job check is taken again."""
 
 
-def launch(request: Request, out: TextIO | None = None, console: Console | None = None) -> tuple[int, dict[str, Any]]:
+def launch(request: Request, console: Console | None = None) -> tuple[int, dict[str, Any]]:
     """Run the request: fork its processes here, or join those a launcher started. Returns (exit code, summary)."""
-    console = console or Console(request.shown, request.verbose, out)
+    console = console or Console(request.shown, request.verbose)
     if joining():
         served.refuse_launchers(request.plan, "another launcher started this process")
         with ending_waits():

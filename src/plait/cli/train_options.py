@@ -3,7 +3,6 @@
 Callbacks are the user's own, early stopping, the best checkpoint, and traces of steps.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.cli.result import print_result
 from plait.config import hugging_face
 from plait.config.command_options import RunOptions, TrainOptions
 from plait.config.errors import PlaitError, Problem, did_you_mean
@@ -149,9 +149,9 @@ def _train(options: TrainOptions) -> int:
     asked = requested(options)
     from plait.cli.train import launch
 
-    code, summary = launch(asked, sys.stderr if options.json else None)
+    code, summary = launch(asked)
     if options.json:
-        print(json.dumps(summary))
+        print_result(options, summary, "")
     return code
 
 

@@ -1,11 +1,11 @@
 """`plait verify`: prove that the split run is the same training as on one device."""
 
-import json
 import math
 from dataclasses import replace
 
 from plait.cli.plan_and_job import both
 from plait.cli.progress import ProgressLine
+from plait.cli.result import print_result
 from plait.config.command_options import VerifyOptions
 from plait.config.errors import Problem, shown
 from plait.config.job import Job
@@ -34,7 +34,7 @@ def run(options: VerifyOptions) -> int:
         print(shown(f"plan        none was given: {told}"), flush=True)
     if options.json:
         verdict = proved(options, plan, job)
-        print(json.dumps(verdict.to_dict()))
+        print_result(options, verdict.to_dict(), "")
     else:
         with ProgressLine("verify") as line:
             shown_so_far = PrintedTable(options.job, line)

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TextIO, get_args, get_origin
 
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.hardware import KINDS, NOT_YET
@@ -62,6 +62,8 @@ class CommandOptions:
 
     arguments: dict[str, str] = field(default_factory=dict)
     """Of the job's function: --job.NAME on the command line."""
+    output: TextIO | None = None
+    """Where the result goes, if it is not sys.stdout: with --json that is standard error, for what a job prints."""
 
 
 def option(default: object, help: str | None, **facts: Any) -> Any:

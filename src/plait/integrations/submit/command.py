@@ -1,11 +1,11 @@
 """`plait submit`: write the file that a scheduler wants, from a plan. It starts nothing, and does not load the job."""
 
-import json
 import os
 import re
 from shlex import quote, split
 
 from plait import PlaitError, Plan
+from plait.cli.result import print_result
 from plait.cli.train_options import problems
 from plait.config.command_options import SubmitOptions, TrainOptions, options_of, out_of_range, words_of
 from plait.config.errors import Problem, shown, too_small
@@ -38,14 +38,8 @@ def run(options: SubmitOptions) -> int:
     start = chosen.start.replace("FILE", quote(str(options.out)) if options.out else "FILE")
     if options.out:
         write(options.out, text)
-    if options.json:
-        print(
-            json.dumps({"kind": options.kind, "text": text, "file": options.out and str(options.out), "start": start})
-        )
-    elif options.out:
-        print(shown(f"{options.out} is written; start it with  {start}"))
-    else:
-        print(shown(text), end="")
+    facts = {"kind": options.kind, "text": text, "file": options.out and str(options.out), "start": start}
+    print_result(options, facts, shown(f"{options.out} is written; start it with  {start}" if options.out else text.removesuffix("\n")))
     return 0
 
 
