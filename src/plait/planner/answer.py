@@ -103,6 +103,7 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
+    question = replace(question, shown=max(question.shown, top))
     found, without = asked.searched(question), None
     if found.best and found.best[0].plan.offload != pins.get("offload", "none"):
         without = asked.searched(replace(question, pins=pins | {"offload": "none"}))

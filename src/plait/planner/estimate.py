@@ -3,21 +3,29 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple
 
-from plait.config.keys import SAME_LOSS, WITHIN
+from plait.config.keys import SAME_LOSS, SPLIT, WITHIN
 from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import makespan, table
 from plait.parallel.pipeline.schedules import Table, owners
-from plait.planner import formulas, late
-from plait.planner.formulas import BlockTime, TimeModel, item
+from plait.planner import late
+from plait.planner.formulas import BlockSize, BlockTime, Software, TimeModel, depth, item
 from plait.planner.from_sketch import Block
 
-Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
-"""Seconds of a forward and of both halves of a backward, of each stage."""
-Timed = list[tuple[Block, BlockTime, float]]
-"""The blocks of a stage with their times, and how many of each."""
+
+class Placed(NamedTuple):
+    """Alike blocks of a stage: one of them, what it takes and needs on a rank, and how many there are."""
+
+    block: Block
+    time: BlockTime
+    size: BlockSize
+    number: float
+
+
+Stage = list[Placed]
 
 
 @dataclass(frozen=True)
@@ -51,42 +59,99 @@ class Estimate:
         return self.parts.get(part, 0.0) / self.seconds
 
 
-def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -> Estimate:
-    """Price a plan whose micro-batches have so many samples on each rank; of one that takes more bytes, only those."""
-    timed = [(b, pace.block(b, plan, samples)) for b in pace.work.blocks]
-    cut = stages(timed, plan.pp * plan.stages_per_rank, pace.software.even)
+def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, within: float = inf) -> Estimate:
+    """Price a plan whose micro-batches have so many samples on each rank; without seconds if it takes more bytes than `room`, or longer than
+    `within` seconds."""
+    placed = [Placed(b, pace.block(b, plan, samples), BlockSize.of(b, plan, samples, pace.software), b.count) for b in pace.work.blocks]
+    cut = stages(placed, plan.pp * plan.stages_per_rank, pace.software.even)
     held = owned(StageSchedule.of(plan)) if plan.pp > 1 else ((0,),)
-    parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
-    memory = formulas.memory(parted, plan, samples, alive(plan), pace.software, pace.work.frozen)
-    weights = [sum(formulas.weights(b, plan) * n for b, _, n in stage) for stage in cut]
+    weights = [weights_of(stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
-    trained = sum(weights[s] for s in fullest) * (1 - pace.work.frozen)
-    states = sum(formulas.sharded(b, plan) * n for s in fullest for b, _, n in cut[s]) * (1 - pace.work.frozen)
-    memory |= late.held(pace, plan, trained, states)
-    reserved = sum(memory.values()) * pace.fitted.slack
-    software = pace.software
-    away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
-    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
-    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away,
-                     late.bill(pace, plan, sum(weights[s] for s in fullest)), states)  # fmt: skip
-    if found.allocated > within:
-        return found
     own = [part for s in fullest for part in cut[s]]
-    parts = pipeline(pace, plan, samples, cut, held)
-    hidden = sum(parts[name] for name in ("compute", "recompute", "tensor")) / plan.microbatches
+    memory = memory_of([[cut[s] for s in stages] for stages in held], plan, alive(plan), pace.software, pace.work.frozen)
+    found = sized(pace, plan, samples, memory, own)
+    if found.allocated > room:
+        return found
+    times, kind = StageTimes.of(pace, plan, samples, cut, held), StageSchedule.of(plan)
+    busiest = max(held, key=times.busy)
+    hidden = times.busy(busiest)
+    parts = computing([part for s in busiest for part in cut[s]], hidden, plan.microbatches)
+    parts["bubble"] = times.least(kind, plan.microbatches) - hidden * plan.microbatches if plan.pp > 1 else 0.0
     parts |= gradients(pace, plan, own, hidden)
     parts["gradients"] += same_heads(pace, plan, own)
-    parts["optimizer"] = touched(pace, plan, states)
+    if sum(parts.values()) > within:
+        return found
+    if plan.pp > 1:
+        parts["bubble"] = played(kind, plan.microbatches, times.rounded()) - hidden * plan.microbatches
+    parts["optimizer"] = touched(pace, plan, found.states)
     if plan.offload == "all":
         parts["host"] = carried(pace, plan, own, hidden)
     parts["fixed"] = pace.fitted.fixed
     if pace.loading:
         parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
-    if software.cores is not None:
+    if pace.software.cores is not None:
         on_cores(pace, plan, samples, own, parts)
     if plan.replica_groups > 1:
-        parts["sync"] = late.rarely(pace, plan, states, sum(parts.values()))
+        parts["sync"] = late.rarely(pace, plan, found.states, sum(parts.values()))
     return replace(found, seconds=sum(parts.values()), parts=parts)
+
+
+def sized(pace: TimeModel, plan: Plan, samples: float, memory: dict[str, float], own: Stage) -> Estimate:
+    """What is known of a plan without its times; `own`: the blocks of the rank with most weights."""
+    software, part = pace.software, 1 - pace.work.frozen
+    states = sum(p.size.sharded * p.number for p in own) * part
+    memory = memory | late.held(pace, plan, weights_of(own) * part, states)
+    away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
+    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
+    reserved = sum(memory.values()) * pace.fitted.slack
+    return Estimate(plan, inf, {}, memory, reserved, flops, states * away, late.bill(pace, plan, weights_of(own)), states)
+
+
+def computing(own: Stage, each: float, micro: int) -> dict[str, float]:
+    """Seconds of a rank with these blocks, which take `each` for a micro-batch, by what they are spent on."""
+    again, sent = sum(p.time.again * p.number for p in own) * micro, sum(p.time.sent * p.number for p in own) * micro
+    return {"compute": each * micro - again - sent, "recompute": again, "tensor": sent}
+
+
+def memory_of(ranks: Sequence[Sequence[Stage]], plan: Plan, live: Sequence[int], software: Software, frozen: float) -> dict[str, float]:
+    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of stages that each holds at once; `frozen`: the
+    share of the weights that is not trained."""
+    trained = replace(software, gradients=software.gradients * (1 - frozen))
+    unlike: dict[object, tuple[Sequence[Stage], int]] = {}
+    for k, stages in enumerate(ranks):  # most of them have as many blocks of each kind, and hold as much at once
+        alive = live[k % len(live)]
+        unlike.setdefault((alive, *(tuple((id(p.block), p.number) for p in stage) for stage in stages)), (stages, alive))
+    found = [_rank(stages, plan, alive, trained) for stages, alive in unlike.values()]
+    for categories in found:
+        categories["optimizer"] *= 1 - frozen
+    return max(found, key=lambda categories: sum(categories.values()))
+
+
+def _rank(stages: Sequence[Stage], plan: Plan, live: float, software: Software) -> dict[str, float]:
+    own = parts = each = largest = moment = 0.0
+    for _, _, size, number in chain.from_iterable(stages):
+        own += size.weights * number
+        parts += size.sharded * number
+        each += size.kept * number
+        largest, moment = max(largest, size.gathered), max(moment, size.moment)
+    away = plan.offload == "all"
+    zero = depth(plan)
+    found = {
+        "parameters": ((0.0 if away else parts) if zero == 3 else own) * software.weights,
+        "gradients": 0.0 if away else (parts if zero >= 2 else own) * software.gradients,
+        "optimizer": 0.0 if plan.offload != "none" else (parts if zero else own) * software.state,
+        "activations": each / len(stages) * live + moment,
+    }
+    if zero == 3 and software.once and plan.pp > 1:
+        found["gathered"] = 2 * own * item(plan)  # and their gradients, until the last micro-batch
+    elif zero == 3:
+        found["gathered"] = largest * (2 * item(plan) + software.gradients)
+    return found
+
+
+def weights_of(blocks: Stage) -> float:
+    """Elements of their weights on a rank, before fsdp."""
+    return sum(p.size.weights * p.number for p in blocks)
 
 
 HOST_UPDATE = 1e11
@@ -104,20 +169,20 @@ def touched(pace: TimeModel, plan: Plan, states: float) -> float:
     return moved + size * pace.machine.devices_per_node / HOST_UPDATE
 
 
-def carried(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> float:
+def carried(pace: TimeModel, plan: Plan, own: Stage, hidden: float) -> float:
     """Seconds to load weights from the host, forward and backward, and to bring gradients there, that nothing hides."""
-    size = sum(formulas.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
+    size = sum(p.size.sharded * p.number for p in own) * (2 * pace.software.weights + pace.software.gradients)
     return plan.microbatches * pace.exposed(size / pace.beside, hidden)
 
 
-def on_cores(pace: TimeModel, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:
+def on_cores(pace: TimeModel, plan: Plan, samples: float, own: Stage, parts: dict[str, float]) -> None:
     """What processes on cores take beside: launching, plait's own work, the loader; more of them than cores take turns."""
     software, cores = pace.software, pace.software.cores
     assert cores is not None
-    kernels, units = sum(b.kernels * n for b, _, n in own), sum(n for b, _, n in own if b.weights + b.experts)
+    kernels, units = sum(p.block.kernels * p.number for p in own), sum(p.number for p in own if p.block.weights + p.block.experts)
     parts["fixed"] = cores.step * cores.operator
     parts["optimizer"] += cores.update * kernels * cores.operator
-    size = sum(formulas.weights(b, plan) * n for b, _, n in own) * software.weights
+    size = weights_of(own) * software.weights
     parts["gradients"] += cores.reduced(units, kernels, size, pace.stream, plan)
     if pace.loading:
         parts["data"] = samples * plan.microbatches / pace.loading
@@ -128,61 +193,34 @@ def on_cores(pace: TimeModel, plan: Plan, samples: float, own: Timed, parts: dic
     parts["bubble"] = max(0.0, waited - (cores.crowd - 1) * taken)
 
 
-def stages(blocks: Sequence[tuple[Block, BlockTime]], count: int, even: bool) -> list[Timed]:
+def stages(blocks: Stage, count: int, even: bool) -> list[Stage]:
     """The blocks of each stage: of equal cost, or equal in number where that is what the software does."""
     if count == 1:
-        return [[(b, w, float(b.count)) for b, w in blocks]]
-    most = max(blocks, key=lambda pair: pair[0].count)[0]
-    found: list[Timed] = [[] for _ in range(count)]
+        return [blocks]
+    most = max(blocks, key=lambda placed: placed.number)
+    found: list[Stage] = [[] for _ in range(count)]
     if even:
-        at, (base, more) = 0, divmod(most.count, count)
-        for block, work in blocks:
-            if block is most:
+        at, (base, more) = 0, divmod(most.block.count, count)
+        for placed in blocks:
+            if placed is most:
                 for i in range(count):
-                    found[i] += [(block, work, float(base + (i < more)))] * (base + (i < more) > 0)
+                    found[i] += [placed._replace(number=base + (i < more))] * (base + (i < more) > 0)
                 at = count - 1
             else:
-                found[at].append((block, work, float(block.count)))
+                found[at].append(placed)
         return found
-    costs = [work.forward + work.back_input + work.back_weight for _, work in blocks]
-    total = sum(cost * block.count for cost, (block, _) in zip(costs, blocks))
+    costs = [placed.time.forward + placed.time.back_input + placed.time.back_weight for placed in blocks]
+    total = sum(cost * placed.number for cost, placed in zip(costs, blocks))
     at, done = 0, 0.0
-    for cost, (block, work) in zip(costs, blocks):
-        left = block.count
+    for cost, placed in zip(costs, blocks):
+        left = placed.block.count
         while left:
             wanted = round((total * (at + 1) / count - done) / cost) if cost else left
             now = left if at == count - 1 else max(0, min(left, wanted))
-            found[at] += [(block, work, float(now))] * (now > 0)
+            found[at] += [placed._replace(number=now)] * (now > 0)
             done, left = done + cost * now, left - now
             at += left > 0
     return found
-
-
-def pipeline(
-    pace: TimeModel, plan: Plan, samples: float, cut: list[Timed], held: tuple[tuple[int, ...], ...]
-) -> dict[str, float]:
-    """Seconds of all forwards and backwards by what they are. `held`: the stages of each rank."""
-    cores = pace.software.cores
-    own = (pace.software.action, pace.software.action) if plan.pp > 1 else (0.0, 0.0)
-    if cores is not None and plan.pp > 1:
-        whole = sum(b.kernels * b.count for b in pace.work.blocks)
-        own = (cores.ahead + cores.passed * whole) * cores.operator, cores.behind * cores.operator
-    forward = [own[0] + sum(w.forward * n for _, w, n in stage) for stage in cut]
-    inputs = [own[1] + sum(w.back_input * n for _, w, n in stage) for stage in cut]
-    weight = [sum(w.back_weight * n for _, w, n in stage) for stage in cut]
-    m = plan.microbatches
-    per_rank = [sum(forward[s] + inputs[s] + weight[s] for s in stages) for stages in held]
-    busiest = max(range(plan.pp), key=lambda k: per_rank[k])
-    part = [one for s in held[busiest] for one in cut[s]]
-    again, sent = sum(w.again * n for _, w, n in part) * m, sum(w.sent * n for _, w, n in part) * m
-    total = ideal = per_rank[busiest] * m
-    if plan.pp > 1:
-        size = max(b.out for b, _, _ in part) * samples / plan.cp * item(plan)
-        inner = plan.along(SAME_LOSS)
-        link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
-        times = (tuple(round(t, 7) for t in forward), tuple(round(t, 7) for t in inputs), tuple(round(t, 7) for t in weight))
-        total = played(StageSchedule.of(plan), m, times, round(link, 7))
-    return {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
 
 
 class StageSchedule(NamedTuple):
@@ -197,16 +235,60 @@ class StageSchedule(NamedTuple):
         return cls(plan.schedule, plan.pp, plan.stages_per_rank)
 
 
+class StageTimes(NamedTuple):
+    """Seconds of a forward and of both halves of a backward, of each stage; and of a message between two stages."""
+
+    forward: tuple[float, ...]
+    inputs: tuple[float, ...]
+    weights: tuple[float, ...]
+    link: float
+
+    @classmethod
+    def of(cls, pace: TimeModel, plan: Plan, samples: float, cut: list[Stage], held: Sequence[Sequence[int]]) -> "StageTimes":
+        """`held`: the stages of each rank."""
+        before = behind = pace.software.action if plan.pp > 1 else 0.0
+        if (cores := pace.software.cores) is not None and plan.pp > 1:
+            whole = sum(b.kernels * b.count for b in pace.work.blocks)
+            before, behind = (cores.ahead + cores.passed * whole) * cores.operator, cores.behind * cores.operator
+        forward = (before + sum(p.time.forward * p.number for p in stage) for stage in cut)
+        inputs = (behind + sum(p.time.back_input * p.number for p in stage) for stage in cut)
+        weights = (sum(p.time.back_weight * p.number for p in stage) for stage in cut)
+        found = cls(tuple(forward), tuple(inputs), tuple(weights), 0.0)
+        if plan.pp == 1:
+            return found
+        size = max(p.block.out for s in max(held, key=found.busy) for p in cut[s]) * samples / plan.cp * item(plan)
+        link = pace.machine.send(size / plan.tp, plan.along(SAME_LOSS) * plan.shares) + pace.machine.all_gather(size, plan.tp)
+        return found._replace(link=link)
+
+    def rounded(self) -> "StageTimes":
+        """With seven digits after the point, so that plans share tables that were played."""
+        forward, inputs, weights = (tuple(round(t, 7) for t in times) for times in self[:3])
+        return StageTimes(forward, inputs, weights, round(self.link, 7))
+
+    def busy(self, stages: Sequence[int]) -> float:
+        """Of a rank with these stages, for one micro-batch."""
+        return sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in stages)
+
+    def least(self, kind: StageSchedule, micro: int) -> float:
+        """Of a whole pass, at least: a rank begins when the stages before its first one have made its first input. Unless the schedule
+        splits backward, those have its last gradient still to take when it ends."""
+        found = 0.0
+        for stages in owned(kind):
+            first = min(stages)
+            behind = 0.0 if kind.schedule in SPLIT else sum(self.inputs[:first]) + sum(self.weights[:first])
+            found = max(found, sum(self.forward[:first]) + self.busy(stages) * micro + behind)
+        return found
+
+
 @lru_cache(maxsize=65536)
-def played(kind: StageSchedule, micro: int, times: Times, link: float) -> float:
+def played(kind: StageSchedule, micro: int, times: StageTimes) -> float:
     """The makespan of a table. The middle of a long one repeats, so two short ones tell."""
-    ranks = kind.ranks
+    ranks, took = kind.ranks, times[:3]
     if micro <= 3 * ranks:
-        return makespan(ordered(kind, micro), times, link)
+        return makespan(ordered(kind, micro), took, times.link)
     short, long = ordered(kind, shown(micro, ranks) - ranks), ordered(kind, shown(micro, ranks))
-    before, after = makespan(short, times, link), makespan(long, times, link)
-    busiest = max(sum(sum(stage[s] for stage in times) for s in held) for held in owned(kind))
-    return after + max((after - before) / ranks, busiest) * (micro - long.microbatches)
+    before, after = makespan(short, took, times.link), makespan(long, took, times.link)
+    return after + max((after - before) / ranks, max(map(times.busy, owned(kind)))) * (micro - long.microbatches)
 
 
 def shown(micro: int, ranks: int) -> int:
@@ -234,27 +316,32 @@ def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind.ranks))
 
 
-def same_heads(pace: TimeModel, plan: Plan, own: Timed) -> float:
+def same_heads(pace: TimeModel, plan: Plan, own: Stage) -> float:
     """Seconds in which ranks of `tp`, where they are more than a model has heads of keys, sum the gradients of the heads that they share."""
-    sharing = [(p.inner * p.head * n, p.head * plan.tp / p.columns) for b, _, n in own for p in b.products if p.head * plan.tp > p.columns]
+    sharing = [
+        (p.inner * p.head * placed.number, p.head * plan.tp / p.columns)
+        for placed in own
+        for p in placed.block.products
+        if p.head * plan.tp > p.columns
+    ]
     elements = sum(size for size, _ in sharing) * (1 - pace.work.frozen)
     return pace.machine.all_reduce(elements * pace.software.sent, ceil(max(ranks for _, ranks in sharing))) if elements else 0.0
 
 
-def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
+def gradients(pace: TimeModel, plan: Plan, own: Stage, hidden: float) -> dict[str, float]:
     """Seconds of the messages of dp, fsdp and cp about gradients and weights that computing does not hide. `hidden`: seconds of one micro-batch."""
     replicas = plan.along(plan.replica_axes)
     if replicas * plan.shards == 1 or (pace.work.frozen == 1 and (plan.shards == 1 or plan.zero < 3)):
         return {"gradients": 0.0}
     machine, software, f = pace.machine, pace.software, plan.shards
     inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)
-    everything, part = sum(formulas.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
+    everything, part = weights_of(own), 1 - pace.work.frozen
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
     unit = late.TOGETHER
     apart = machine.all_reduce(unit, replicas, late.apart(plan, "dp")) * elements * software.sent / f / unit if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
-        sizes = [(formulas.weights(b, plan), n) for b, _, n in own]
+        sizes = [(p.size.weights, p.number) for p in own]
         gather = sum(machine.all_gather(w / (k := ceil(w / software.piece) or 1) * item(plan), f, inner) * k * n for w, n in sizes)
         scatter = sum(machine.reduce_scatter(w * part * software.sent, f, inner) * n for w, n in sizes)
         if software.once and plan.pp > 1:

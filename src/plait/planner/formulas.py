@@ -13,7 +13,6 @@ Which axes split which parameter a workload has from one table (`from_sketch.sha
 ranks, here alone: as much as the ranks of a plan's table have on average (`tests/unit/test_planner_memory.py`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, inf
 from typing import Any, Literal
@@ -400,10 +399,6 @@ class TimeModel:
         return self.exposed(hops, attention) + merging
 
 
-Stage = Sequence[tuple[Block, float]]
-"""Blocks of a stage, and how many of each."""
-
-
 def weights(block: Block, plan: Plan) -> float:
     """Elements of one block's weights on one rank, before fsdp."""
     again = sum(p.inner * (p.columns_of(plan.tp) - p.columns / plan.tp) for p in block.products if p.head)
@@ -440,40 +435,20 @@ def depth(plan: Plan) -> int:
     return plan.zero if plan.is_sharded else 0
 
 
-def memory(
-    ranks: Sequence[Sequence[Stage]], plan: Plan, samples: float, live: Sequence[int], software: Software, frozen: float
-) -> dict[str, float]:
-    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of stages that each holds at once; `frozen`: the
-    share of the weights that is not trained."""
-    trained = replace(software, gradients=software.gradients * (1 - frozen))
-    unlike: dict[object, tuple[Sequence[Stage], int]] = {}
-    for k, stages in enumerate(ranks):  # most of them have as many blocks of each kind, and hold as much at once
-        alive = live[k % len(live)]
-        unlike.setdefault((alive, *(tuple((id(b), n) for b, n in stage) for stage in stages)), (stages, alive))
-    found = [_rank(stages, plan, samples, alive, trained) for stages, alive in unlike.values()]
-    for categories in found:
-        categories["optimizer"] *= 1 - frozen
-    return max(found, key=lambda categories: sum(categories.values()))
+@dataclass(frozen=True)
+class BlockSize:
+    """Of one block on one rank: elements of its weights, and of what a sharded plan leaves of them; elements that are gathered of it; bytes
+    that it keeps of a micro-batch, and that its recomputation needs for a moment."""
 
+    weights: float
+    sharded: float
+    gathered: float
+    kept: float
+    moment: float
 
-def _rank(stages: Sequence[Stage], plan: Plan, samples: float, live: float, software: Software) -> dict[str, float]:
-    own = sum(weights(b, plan) * n for stage in stages for b, n in stage)
-    parts = sum(sharded(b, plan) * n for stage in stages for b, n in stage)
-    apart = 0.0 if plan.expert_shards > 1 else 1 / plan.ep  # experts that nobody has a part of are not gathered
-    largest = max((weights(b, plan) - b.experts * apart for stage in stages for b, _ in stage), default=0.0)
-    pairs = [(kept(b, plan, samples, software), n) for stage in stages for b, n in stage]
-    each = sum(now * n for (now, _), n in pairs) / len(stages)
-    moment = max((once for (_, once), _ in pairs), default=0.0)
-    away = plan.offload == "all"
-    zero = depth(plan)
-    found = {
-        "parameters": ((0.0 if away else parts) if zero == 3 else own) * software.weights,
-        "gradients": 0.0 if away else (parts if zero >= 2 else own) * software.gradients,
-        "optimizer": 0.0 if plan.offload != "none" else (parts if zero else own) * software.state,
-        "activations": each * live + moment,
-    }
-    if zero == 3 and software.once and plan.pp > 1:
-        found["gathered"] = 2 * own * item(plan)  # and their gradients, until the last micro-batch
-    elif zero == 3:
-        found["gathered"] = largest * (2 * item(plan) + software.gradients)
-    return found
+    @staticmethod
+    def of(block: Block, plan: Plan, samples: float, software: Software) -> "BlockSize":
+        now, once = kept(block, plan, samples, software)
+        own = weights(block, plan)
+        apart = 0.0 if plan.expert_shards > 1 else 1 / plan.ep  # experts that nobody has a part of are not gathered
+        return BlockSize(own, sharded(block, plan), own - block.experts * apart, now, once)

@@ -53,6 +53,8 @@ class SearchSpace:
     """Bytes that a plan may take of each device of a node, where they are unlike; `memory` is then the largest."""
     margin: float = 0.0
     """A plan that leaves fewer bytes of a device is tight."""
+    shown: int = 8
+    """Meshes of which the best plan is found."""
 
     def of(self, key: str, values: Sequence[Any] = ()) -> Sequence[Any]:
         """The values to try of a key: the given one alone."""
@@ -175,11 +177,11 @@ def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[
     return [plan, auto]
 
 
-def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> Estimate:
+def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float, within: float = inf) -> Estimate:
     """As `estimate`, whose micro-batches have so many `samples` with equal shares; here each has its own."""
     machine, batch = pace.machine, ceil(question.batch / plan.replica_groups)
     if not machine.unlike:
-        return estimate(pace, plan, samples, question.memory)
+        return estimate(pace, plan, samples, question.memory, within)
     parts = plan.parts or (by_speed(pace.machine, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
     found = dict[tuple[float, float, float], Estimate]()
     for held, ranks in zip(sizes(batch, parts, plan.microbatches), members(plan)):
@@ -206,8 +208,6 @@ def gain(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> 
 
 ALIKE = 0.02
 """Predicted times that differ by less are the same to anyone who has to choose."""
-KEPT = 8
-"""Meshes of which the best plan is kept."""
 MARGIN = 0.05
 """Part of a device's memory that a plan leaves, or it is tight."""
 
@@ -317,7 +317,7 @@ def search(
         say(f"comparing plans: {k} of {len(bounded)} branches")
         for precision in question.of("precision"):
             looking.branch(replace(branch, precision=precision))
-    order = sorted(looking.best.values(), key=_cost)
+    order = sorted(looking.best.values(), key=_cost)[: question.shown]  # of a mesh after them, something better may not have been priced
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
     timed = (replace(c, estimate=price(pace, c.plan, replace(question, memory=inf), c.samples)) for c in over)
     return Found(tuple(order), tuple(timed), dict(looking.counts), dict(looking.whys))
@@ -341,7 +341,7 @@ class _Looking:
 
     def limit(self, mesh: tuple[int, ...] | None = None) -> float:
         """The cost of the last plan that would be shown, or of a better one of the same mesh."""
-        last = min(self.within, self.kept[KEPT - 1] if len(self.kept) >= KEPT else inf)
+        last = min(self.within, self.kept[self.question.shown - 1] if len(self.kept) >= self.question.shown else inf)
         return min(last, self.best[mesh].cost) if mesh in self.best else last
 
     def bounded(self) -> Iterator[tuple[float, Plan]]:
@@ -449,10 +449,13 @@ class _Looking:
             self.counts["impossible"] += 1
             self.whys[why] += 1
             return False
-        samples = branch_samples(plan, self.question)
-        found = price(self.pace, plan, self.question, samples)
+        samples, known = branch_samples(plan, self.question), self.factors(plan)
+        found = price(self.pace, plan, self.question, samples, self.limit(Candidate(plan).mesh) / prod(known.values()))
         fits, tight = self.question.holds(found), self.question.spare(found) < self.question.margin
-        candidate = Candidate(plan, found, samples, factors=self.factors(plan) | ({"tight": PREFERENCES.tight} if tight else {}))
+        if fits and found.seconds == inf:
+            self.counts["slower"] += 1
+            return not tight
+        candidate = Candidate(plan, found, samples, factors=known | ({"tight": PREFERENCES.tight} if tight else {}))
         self.counts["priced"] += 1
         self.counts["do not fit"] += not fits
         table, key = (self.best, _cost) if fits else (self.large, _bytes)
