@@ -1,10 +1,12 @@
 """A second plan of a job uses the sketch of the first, unless anything that the job looked at has changed."""
 
+import ctypes.util
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +152,27 @@ def test_new_files_may_have_changed_after_they_were_read(job: Path, cache: Path,
     monkeypatch.setattr(kept, "EARLIER", 10**18)
     asked(job)
     assert asked(job).age is None and not cache.exists()
+
+
+def test_bytecode_beside_the_job_is_no_new_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job.parent / "sizes.py").write_text("WIDTH = 16")
+    job.write_text(f"import sizes\n{job.read_text()}")
+    for file in (job.parent / "sizes.py", job, job.parent):
+        os.utime(file, (1, 1))
+    began = time.time_ns() + kept.EARLIER
+    monkeypatch.setattr(kept.psutil.Process, "create_time", lambda self: began / 1e9)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.delitem(sys.modules, "sizes", raising=False)
+    asked(job)
+    assert (job.parent / "__pycache__").exists() and asked(job).age is not None
+
+
+def test_a_library_that_is_looked_for_starts_processes(tmp_path: Path) -> None:
+    plain = ctypes.util.find_library
+    with FileWatch() as watch:
+        found = ctypes.util.find_library("c")
+    assert ctypes.util.find_library is plain and found == plain("c")
+    assert not watch.reason and kept.LIBRARIES in watch.paths
 
 
 # — what is watched —

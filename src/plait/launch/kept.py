@@ -8,6 +8,7 @@ trusted to do the same again, and files as new as the process may have changed a
 What this cannot see: files that a compiled library opens by itself without Python asking for them before, clocks, and devices.
 """
 
+import ctypes.util
 import hashlib
 import json
 import os
@@ -41,6 +42,8 @@ UNREPEATABLE = ("subprocess.", "socket.connect", "socket.getaddrinfo", "socket.g
 """What events begin with after which code may find something else the next time."""
 CHANGING = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.", "tempfile.")
 BYTECODE = f"{os.sep}__pycache__"
+LIBRARIES = "/etc/ld.so.cache"
+"""What the system's loader knows of installed libraries."""
 OF_THE_SHELL = frozenset((
     "_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES", "WINDOWID", "TERM_SESSION_ID", "TMUX", "TMUX_PANE", "STY", "SSH_CLIENT", "SSH_CONNECTION",
     "SSH_TTY", "XDG_SESSION_ID",
@@ -62,14 +65,21 @@ class FileWatch:
         self.reason = ""
 
     def __enter__(self) -> "FileWatch":
-        self._asks = os.stat, os.access
-        os.stat, os.access = (self._noting(ask) for ask in self._asks)  # of which Python tells no hook
+        self._asks = os.stat, os.access, ctypes.util.find_library
+        os.stat, os.access = (self._noting(ask) for ask in self._asks[:2])  # of which Python tells no hook
+        ctypes.util.find_library = self._found
         _active().add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _active().discard(self)
-        os.stat, os.access = self._asks
+        os.stat, os.access, ctypes.util.find_library = self._asks
+
+    def _found(self, name: str) -> str | None:
+        """What Python starts processes for, and finds again as long as no library was installed."""
+        self._add(LIBRARIES)
+        with unnoted():
+            return self._asks[2](name)
 
     def _noting(self, ask: Callable[..., Any]) -> Callable[..., Any]:
         def asked(path: object, *args: object, **kwargs: object) -> object:
@@ -107,9 +117,16 @@ class FileWatch:
         files = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
         paths = dict.fromkeys((file for file in files if isinstance(file, str)), False) | self.paths
         found = {path: state_of(path, listed) for path, listed in (paths | dict.fromkeys(sys.path_importer_cache, True)).items()}
-        new = (path for path, state in found.items() if isinstance(state, tuple) and state and state[-1] >= began)
+        times = ((path, state[-1]) for path, state in found.items() if isinstance(state, tuple) and state)
+        new = (path for path, changed in times if changed >= began and not _bytecode_changed(path, changed))
         self.reason = self.reason or next((f"{path} is as new as this process" for path in new), "")
         return found
+
+
+def _bytecode_changed(folder: str, time_ns: int) -> bool:
+    """Whether the last change of a folder, at that time, was that Python made the one for bytecode in it, or came before."""
+    bytecode = state_of(folder + BYTECODE, listed=True)
+    return isinstance(bytecode, tuple) and bytecode >= (time_ns,)
 
 
 @contextmanager
