@@ -19,7 +19,8 @@ from plait.model.fake_model import sketched
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.tensor.find import finder
 from plait.parallel.tensor.find.trace import Still
-from plait.planner import formulas, question
+from plait.planner import estimate as pricing
+from plait.planner import question
 from plait.planner.answer import ask
 from plait.planner.estimate import estimate
 from plait.planner.goals import compared
@@ -117,7 +118,7 @@ def test_what_does_not_depend_on_the_machine_is_found_out_once_for_all_searches(
 def test_ranks_that_hold_the_same_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight ranks, the first, one with two layers and the last two have other blocks than the four others."""
     asked = PlanRequest.of(job(), "gpt.py", Machine.named("h100x8"))
-    ranks = counted(monkeypatch, formulas, "_rank")
+    ranks = counted(monkeypatch, pricing, "_rank")
     assert estimate(asked.pace, Plan.parse("pp=8 microbatches=8 schedule=zb"), 1.0).reserved > 0
     assert len(ranks) <= 5
 

@@ -24,6 +24,10 @@ class Placed(NamedTuple):
     size: BlockSize
     number: float
 
+    def times(self, number: float) -> "Placed":
+        """So many of them."""
+        return Placed(self.block, self.time, self.size, number)
+
 
 Stage = list[Placed]
 
@@ -204,7 +208,7 @@ def stages(blocks: Stage, count: int, even: bool) -> list[Stage]:
         for placed in blocks:
             if placed is most:
                 for i in range(count):
-                    found[i] += [placed._replace(number=base + (i < more))] * (base + (i < more) > 0)
+                    found[i] += [placed.times(base + (i < more))] * (base + (i < more) > 0)
                 at = count - 1
             else:
                 found[at].append(placed)
@@ -217,7 +221,7 @@ def stages(blocks: Stage, count: int, even: bool) -> list[Stage]:
         while left:
             wanted = round((total * (at + 1) / count - done) / cost) if cost else left
             now = left if at == count - 1 else max(0, min(left, wanted))
-            found[at] += [placed._replace(number=now)] * (now > 0)
+            found[at] += [placed.times(now)] * (now > 0)
             done, left = done + cost * now, left - now
             at += left > 0
     return found
@@ -258,7 +262,7 @@ class StageTimes(NamedTuple):
             return found
         size = max(p.block.out for s in max(held, key=found.busy) for p in cut[s]) * samples / plan.cp * item(plan)
         link = pace.machine.send(size / plan.tp, plan.along(SAME_LOSS) * plan.shares) + pace.machine.all_gather(size, plan.tp)
-        return found._replace(link=link)
+        return cls(found.forward, found.inputs, found.weights, link)
 
     def rounded(self) -> "StageTimes":
         """With seven digits after the point, so that plans share tables that were played."""
