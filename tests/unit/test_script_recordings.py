@@ -139,14 +139,13 @@ def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, wei
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
     kinds = [torch.randn(3, 2), torch.randn(4).bfloat16(), torch.tensor(5), torch.empty(0, 3), torch.tensor([True, False])]
-    room, references = 1 << 20, []
-    for t in [*kinds, kinds[0].clone()]:
-        reference, room = values.stored(t, str(tmp_path), room)
-        references.append(reference)
-        assert torch.equal(values.loaded(reference, str(tmp_path)), t)
-    assert references[0] == references[-1]
-    assert room == (1 << 20) - sum(t.nbytes for t in kinds)
-    assert values.stored(torch.ones(1 << 20), str(tmp_path), room)[1] < 0
+    folder = values.TensorFolder(str(tmp_path), 1 << 20)
+    stored = [folder.store(t) for t in (*kinds, kinds[0].clone())]
+    assert all(torch.equal(folder.load(each), t) for each, t in zip(stored, kinds))
+    assert stored[0] == stored[-1]
+    assert folder.room == (1 << 20) - sum(t.nbytes for t in kinds)
+    left_out = folder.store(torch.ones(1 << 20))
+    assert folder.room < 0 and not (tmp_path / left_out.name).exists()
 
 
 @pytest.mark.parametrize(("name", "expected"), [

@@ -163,7 +163,7 @@ def _some_scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
 def _not_averaged(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """Ranks' own gradients, of which the mean is the reference's."""
     steps = sides.steps_of_ranks(step.candidate)
-    names = [name for name in step.wrong("gradients") if len({str(s.gradients.get(name)) for s in steps}) > 1]
+    names = [name for name in step.wrong("gradients") if len({s.gradients.get(name) for s in steps}) > 1]
     known, expected = [sides.read(s.gradients) for s in steps], sides.read(step.reference.gradients)
     for name in names:
         mean, right = torch.stack([as_double(each[name]) for each in known if name in each]).mean(0), as_double(expected[name])

@@ -21,7 +21,7 @@ from plait.scripts.commands import ScriptCommand, Show, run
 from plait.scripts.numbers import BothSides, moved_weights, probe
 from plait.scripts.recordings import Recording
 from plait.scripts.rows import Readers
-from plait.scripts.values import loaded, stored
+from plait.scripts.values import TensorFolder
 
 WITHOUT_EFFECT = "without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
 
@@ -44,14 +44,15 @@ def prove(reference: ScriptCommand, candidate: ScriptCommand, show: Show = lambd
 
 def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: dict[str, Any], show: Show) -> BothSides:
     """The reference's three runs on the candidate's rows and weights."""
-    candidate, tensors, commands = readers.all, folder / "tensors", dict[Path, ScriptCommand]()
+    candidate, commands = readers.all, dict[Path, ScriptCommand]()
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
     for times in (0.0, 1.0, TIMES):
         place = folder / f"{''.join(replay)}-{times:.0f}"
         path = folder / f"{place.name}.json"
-        known = {name: loaded(t, str(tensors)) for name, t in weights.items()}
+        tensors = TensorFolder(str(folder / "tensors"), reference.room)
+        known = {name: tensors.load(t) for name, t in weights.items()}
         moved = moved_weights(known, times, candidate[0].steps[-1].formats) if times else {}
-        begins = weights | {name: stored(t, str(tensors), reference.room)[0] for name, t in moved.items()}
+        begins = weights | {name: tensors.store(t) for name, t in moved.items()}
         path.write_text(json.dumps(replay | {"weights": begins}))
         commands[place] = replace(reference, steps=len(candidate[0].rounds), replay=path)
     runs = run(commands, show)
@@ -74,13 +75,13 @@ def _check(reference: Sequence[Recording], candidate: Recording, float64: bool) 
     if processes > 1 or batches > 1:
         what = f"the reference trains in {processes} processes" if processes > 1 else f"the reference reads {batches} batches for a step"
         raise PlaitError(problem_of_page("E010", what, "it must be one process without accumulation: what is wrong on both sides is not seen"))
-    mine, other = ({name: each.start.weights[name][2] for name in each.start.trainable} for each in (candidate, one))
+    mine, other = ({name: each.start.weights[name].shape for name in each.start.trainable} for each in (candidate, one))
     if names := [name for name in sorted(mine | other) if mine.get(name) != other.get(name)]:
         shapes = " and ".join(f"{of.get(names[0], 'missing')} in the {side}" for side, of in (("candidate", mine), ("reference", other)))
         why = f"{len(names)} differ; {names[0]} is {shapes}. FSDP1 and hand-made tensor parallelism change parameters"
         raise PlaitError(problem_of_page("E007", "the models have other parameters", why))
     for side, each in (("candidate", candidate), ("reference", one)):
-        narrow = [f"{name} is {kind}" for name, (_, kind, _) in each.start.weights.items() if "float" in kind and kind != "float64"]
+        narrow = [f"{name} is {t.dtype}" for name, t in each.start.weights.items() if "float" in t.dtype and t.dtype != "float64"]
         narrow += [f"it computes in {kind}" for step in each.steps for kind in step.formats if kind != "float64"]
         if float64 and narrow:
             raise PlaitError(problem_of_page("E009", f"the {side} does not compute in float64", narrow[0]))

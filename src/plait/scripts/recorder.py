@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, name_of, stored, tree
+from .values import StoredTensor, TensorFolder, filled, full, generators, hashes, is_split, labels, name_of, tree
 
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
@@ -107,7 +107,7 @@ class ScriptRecorder:
     """The state of the recording in this process."""
 
     def __init__(self, settings: Event):
-        self.settings, self.room = settings, int(settings["room"])
+        self.settings, self.tensors = settings, TensorFolder(settings["tensors"], settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
         self.replay = Event()
         if settings["replay"]:
@@ -119,7 +119,7 @@ class ScriptRecorder:
         """The pass of the last batch. Then: steps that have not ended, steps of the first optimizer, batches read until each of them."""
         self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
-        self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
+        self.after, self.before, self.step = dict[str, StoredTensor](), dict[int, StoredTensor](), Event()
         self.formats = set[str]()
         """Number formats of weights, of FSDP and of autocast so far."""
         self.drew, self.generators, self.first_hook = False, "", list[Any]()
@@ -128,11 +128,6 @@ class ScriptRecorder:
         """Write an event."""
         print(json.dumps({"is": what, **values}, default=str), file=self.file, flush=True)
 
-    def store(self, t: Tensor) -> Reference:
-        """Store a tensor."""
-        reference, self.room = stored(t, self.settings["tensors"], self.room)
-        return reference
-
     def modules(self) -> list[nn.Module]:
         """The outermost modules with parameters, in the order in which they were made."""
         every = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
@@ -140,7 +135,7 @@ class ScriptRecorder:
         tops = [m for m in every if id(m) not in inner and next(m.parameters(), None) is not None]
         return sorted(tops, key=lambda m: (min((self.born.get(child, 1 << 60) for child in m.modules()), default=0), -sum(1 for _ in m.parameters())))
 
-    def tensors(self) -> dict[str, Tensor]:
+    def named(self) -> dict[str, Tensor]:
         """Parameters and buffers by name: of the first model as they are, of others with m1., m2. in front. Keeps the names by id."""
         self.names, found, number = {}, dict[str, Tensor](), 0
         for top in self.modules():
@@ -154,7 +149,7 @@ class ScriptRecorder:
     def name(self, p: Tensor) -> str:
         """The name of a parameter; `?` of one that no module has."""
         if id(p) not in self.names:
-            self.tensors()
+            self.named()
         return self.names.setdefault(id(p), "?")
 
     def first(self, module: nn.Module, arguments: object) -> None:
@@ -162,15 +157,15 @@ class ScriptRecorder:
         if not (torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters())):
             return
         self.first_hook.pop().remove()
-        tensors = self.tensors()
+        tensors = self.named()
         with torch.no_grad():
-            for name, reference in self.replay.get("weights", {}).items():
-                if name in tensors and list(tensors[name].shape) == reference[2]:
-                    target, value = tensors[name], loaded(reference, self.settings["tensors"])
+            for name, each in self.replay.get("weights", {}).items():
+                if name in tensors and [*tensors[name].shape] == each[2]:
+                    target, value = tensors[name], self.tensors.load(StoredTensor(*each))
                     if is_split(target):
                         value = sys.modules["torch.distributed.tensor"].distribute_tensor(value, target.device_mesh, target.placements)
                     target.copy_(value)
-            weights = {name: self.store(t) for name, t in tensors.items()}
+            weights = {name: self.tensors.store(t) for name, t in tensors.items()}
         every = [each for top in self.modules() for each in top.modules()]
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
@@ -228,7 +223,7 @@ class ScriptRecorder:
         batch = fetch(iterator)
         now.size = now.size or len(hashes(batch))
         if contents is not None:
-            rows = {name: [loaded(each, self.settings["tensors"]) for each in parts] for name, parts in contents[now.read].items()}
+            rows = {name: [self.tensors.load(StoredTensor(*each)) for each in parts] for name, parts in contents[now.read].items()}
             batch = filled(batch, {name: torch.cat(parts) for name, parts in rows.items()})
         if self.settings["float64"]:
             batch = filled(batch, {name: t.double() for name, t in tree(batch) if t.is_floating_point()})
@@ -245,7 +240,7 @@ class ScriptRecorder:
     def batch(self, batch: object, source: str = "", indices: list[Any] | None = None) -> None:
         """Write a batch down; `indices`: what the script's own sampler drew for it."""
         leaves = dict(tree(batch))
-        kept = {} if self.replay else {name: self.store(t) for name, t in leaves.items()}
+        kept = {} if self.replay else {name: self.tensors.store(t) for name, t in leaves.items()}
         known = indices if indices is not None and all(isinstance(i, (int, str)) for i in indices) else None
         shapes = [list(t.shape[1:]) for t in leaves.values()]
         self.event("batch", source=source, rows=hashes(batch), indices=known, labels=labels(leaves), stored=kept, shapes=shapes)
@@ -259,12 +254,12 @@ class ScriptRecorder:
         self.drew = self.drew or self.generators not in ("", generators())
         own(tensors, *given, **keywords)
         if self.round == 0:
-            self.after = {self.name(p): self.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
+            self.after = {self.name(p): self.tensors.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
 
     def clip(self, own: Callable[..., Any], parameters: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> Any:
         """Gradients as they are before they are clipped."""
         parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        self.before = {id(p): self.store(p.grad) for p in parameters if p.grad is not None}
+        self.before = {id(p): self.tensors.store(p.grad) for p in parameters if p.grad is not None}
         return own(parameters, *given, **keywords)
 
     def enter_autocast(self, own: Callable[[torch.autocast], Any], context: torch.autocast) -> Any:
@@ -306,7 +301,7 @@ class ScriptRecorder:
             "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
             "source": self.read.source if self.read else "",
             "before": {self.name(p): self.before[id(p)] for p in with_gradient if id(p) in self.before},
-            "applied": {self.name(p): self.store(p.grad) for p in with_gradient},
+            "applied": {self.name(p): self.tensors.store(p.grad) for p in with_gradient},
         }  # fmt: skip
         self.losses, self.after, self.before = [], {}, {}
 
@@ -317,9 +312,9 @@ class ScriptRecorder:
             return
         if self.step["optimizer"] == 0:
             self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
-        weights = {self.name(p): self.store(p) for group in optimizer.param_groups for p in group["params"]}
-        buffers = {name: self.store(t) for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
-        is_full = self.room < 0
+        weights = {self.name(p): self.tensors.store(p) for group in optimizer.param_groups for p in group["params"]}
+        buffers = {name: self.tensors.store(t) for name, t in self.named().items() if not isinstance(t, nn.Parameter)}
+        is_full = self.tensors.room < 0
         self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
         if not self.settings["watch"] and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
             self.finish()

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-Stored = list[Any]
-"""A stored tensor: its hash, dtype and shape."""
+from plait.scripts.values import StoredTensor
 
 
 class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
@@ -19,7 +18,7 @@ class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
 
     rank: int
     world: int
-    weights: dict[str, Stored]
+    weights: dict[str, StoredTensor]
     trainable: list[str]
     batch_norms: list[str]
     group: list[int]
@@ -32,7 +31,7 @@ class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
     rows: list[str]
     indices: list[int | str] | None
     labels: list[int] | None
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     shapes: list[list[int]]
 
 
@@ -49,15 +48,15 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     losses: list[float]
     source: str
     drew: bool
-    after: dict[str, Stored]
-    before: dict[str, Stored]
-    applied: dict[str, Stored]
-    weights: dict[str, Stored]
-    buffers: dict[str, Stored]
+    after: dict[str, StoredTensor]
+    before: dict[str, StoredTensor]
+    applied: dict[str, StoredTensor]
+    weights: dict[str, StoredTensor]
+    buffers: dict[str, StoredTensor]
     complete: bool
 
     @property
-    def gradients(self) -> dict[str, Stored]:
+    def gradients(self) -> dict[str, StoredTensor]:
         """Before clipping, as far as it was seen."""
         return {**self.applied, **self.before}
 
@@ -141,6 +140,6 @@ def _recording(path: Path) -> Recording | None:
     return Recording(starts[0], batches, steps, orders) if starts and steps else None
 
 
-def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:
+def unlike(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> list[str]:
     """The names in both of tensors that are not the same, bit for bit."""
     return [name for name, t in first.items() if other.get(name, t) != t]
