@@ -35,6 +35,7 @@ RIGHT = {
     "dtensor and fsdp2": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2"),
     "stream": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8"),
     "no loader": (f"{ONE}streamed.py --bare", f"{TWO}streamed.py --batch-size 8 --bare"),
+    "no loader, keywords": (f"{ONE}streamed.py --bare --keywords", f"{TWO}streamed.py --batch-size 8 --bare --keywords"),
     "two optimizers, spawned": (f"{ONE}streamed.py --gan", f"{ONE}streamed.py --batch-size 8 --gan --spawn 2"),
 }
 """Pairs that train the same model."""
@@ -70,7 +71,8 @@ WRONG = {
     "dtensor, sums twice": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong sums-twice", "E032"),
     "dtensor and fsdp2, no sampler": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2 --wrong no-sampler", "E022"),
     "dtensor, clips shards": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong clips-shards", "E033"),
-    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all-read-all", "E022"),
+    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all", "E022"),
+    "keywords, all read all": (f"{ONE}streamed.py --bare --keywords", f"{TWO}streamed.py --batch-size 8 --bare --keywords --wrong all", "E022"),
 }
 """Pairs of which the second trains another model, and the cause. None: any but a wrong one, where two mistakes are made at once."""
 UNCLEAR = {

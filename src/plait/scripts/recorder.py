@@ -177,9 +177,20 @@ class ScriptRecorder:
             trainable=[name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad],
             batch_norms=sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__}),
         )  # fmt: skip
-        if self.read is None:  # rows that come from no loader are seen where the model gets them
-            self.inputs(arguments)
-            module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
+        if self.read is None:
+            self.follow_inputs(module, arguments)
+
+    def follow_inputs(self, module: nn.Module, arguments: object) -> None:
+        """Rows that come from no loader are seen where the model gets them. In its first call keywords are known only after it."""
+        began = generators()
+
+        def called(_: nn.Module, __: object, keywords: Event, ___: object) -> None:
+            first_call.remove()
+            self.inputs((arguments, keywords))
+            self.generators = began
+
+        first_call = module.register_forward_hook(called, with_kwargs=True)
+        module.register_forward_pre_hook(lambda _, given, keywords: self.inputs((given, keywords)), with_kwargs=True, prepend=True)
 
     def group(self, rank: int) -> set[int]:
         """Ranks that read the same rows as this one because they have parts of the same layers (tensor parallelism), by placements alone."""
