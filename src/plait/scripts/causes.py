@@ -30,8 +30,6 @@ def cause_of(sides: BothSides, exact: Sequence[Problem]) -> Problem:
 def starts(sides: BothSides) -> Iterator[Problem]:
     """Ranks that begin with other weights."""
     first, *others = sides.ranks
-    if others and all(each.start.world == 1 for each in sides.ranks):
-        yield problem_of_page("E021", f"{len(sides.ranks)} processes trained, and none joined the others")
     for each in others:
         if names := [name for name in unlike(first.start.weights, each.start.weights) if name in first.start.trainable]:
             yield problem_of_page("E026", f"parameters begin with other values on rank {each.start.rank} than on rank 0: {several(names)}")

@@ -72,6 +72,8 @@ def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
 def faults(readers: Readers, reference: Recording) -> Iterator[Problem]:
     """What is wrong with the rows."""
     ranks, read, own = len(readers.all), len(readers.hashes(0)), own_batch(reference)
+    if ranks > 1 and all(each.start.world == 1 for each in readers.all):
+        yield problem_of_page("E021", f"{ranks} processes trained, and none joined the others")
     if own and read != own:
         unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
         if readers.alike:
