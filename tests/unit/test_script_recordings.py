@@ -38,7 +38,7 @@ def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loade
     return {
         "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
         "formats": ["float32"], "lr": {}, "decay": {}, "without": [],
-        "source": f"{loader} {epoch}", "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
+        "source": f"{loader} {epoch}", "drew": False, "after": {}, "gradients": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 
 
@@ -109,7 +109,9 @@ def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
 
 def test_rows_of_an_endless_sampler_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MOST_INDICES", 100)
-    endless = recorder.Pass(recorder.RecordedLoader(0, None, {}), ([i, i + 1] for i in itertools.count()))
+    loader = recorder.RecordedLoader(0, None, {})
+    loader.own = ([i, i + 1] for i in itertools.count())
+    endless = recorder.Pass(loader)
     endless.draw_rest()
     assert len(endless.order) == 50 and not endless.is_complete
     mine = [batch("ab"), step(1), order("ab", "ab", "ab", complete=False)]
@@ -159,21 +161,27 @@ def test_names_do_not_know_wrappers(name: str, expected: str) -> None:
 
 
 def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader, iterator, indices, stream = recorder.seams()
+    data = torch.utils.data.dataloader
     own = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
-    assert [*indices(own)] == [[0, 1], [2, 3], [4, 5]]
-    assert own._dataset_kind != stream
-    monkeypatch.setattr(loader, "_index_sampler", property(lambda self: [[5], [0, 1]]))
-    assert [batch.tolist() for (batch,) in own] == [[5.0], [0.0, 1.0]]
-    assert isinstance(iter(own), iterator)
+    assert [*DataLoader._index_sampler.fget(own)] == [[0, 1], [2, 3], [4, 5]]
+    assert own._dataset_kind != data._DatasetKind.Iterable
+    with monkeypatch.context() as patch:
+        patch.setattr(DataLoader, "_index_sampler", property(lambda self: [[5], [0, 1]]))
+        assert [batch.tolist() for (batch,) in own] == [[5.0], [0.0, 1.0]]
+    assert isinstance(iter(own), data._BaseDataLoaderIter)
     called = []
     backward = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", lambda *given, **more: (called.append(given[0]), backward(*given, **more))[1])
     (torch.ones(2, requires_grad=True) * 3).sum().backward()
     assert len(called) == 1
-    monkeypatch.delattr(loader, "_index_sampler")
-    with pytest.raises(AttributeError):
-        recorder.seams()
+
+
+@pytest.mark.parametrize("name", ["_BaseDataLoaderIter", "_DatasetKind", "DataLoader._index_sampler"])
+def test_a_torch_without_a_seam_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(f"torch.utils.data.dataloader.{name}")
+    backward = torch.autograd.backward
+    recorder.install({"out": str(tmp_path), "tensors": str(tmp_path), "room": 0, "replay": None})
+    assert name.rpartition(".")[2] in (tmp_path / "unsupported").read_text() and torch.autograd.backward is backward
 
 
 def test_dropouts_of_torch_are_known() -> None:

@@ -55,15 +55,10 @@ class BothSides:
     tensors: TensorFolder
     float64: bool
 
-    @property
-    def ranks(self) -> tuple[Recording, ...]:
-        """The candidate's."""
-        return self.readers.all
-
     @cached_property
     def compared(self) -> tuple[StepDifference, ...]:
         """The differences of each optimizer's step, in order."""
-        found, recordings = list[StepDifference](), (self.ranks[0], self.reference, *self.moved)
+        found, recordings = list[StepDifference](), (self.readers.all[0], self.reference, *self.moved)
         for rounds in zip(*(each.rounds for each in recordings)):
             sides = [{step.optimizer: step for step in steps} for steps in rounds]
             for optimizer in sorted(set.intersection(*map(set, sides))):
@@ -81,7 +76,7 @@ class BothSides:
 
     def steps_of_ranks(self, step: OptimizerStep) -> list[OptimizerStep]:
         """A step of the candidate on every rank."""
-        return [each for rank in self.ranks for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
+        return [each for rank in self.readers.all for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
 
     def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> list[Probe]:
         candidate, base, small, large = results

@@ -36,9 +36,13 @@ def prove(reference: ScriptCommand, candidate: ScriptCommand, show: Show = lambd
             raise PlaitError(problem_of_page("E006", "it cannot be seen which rows the candidate trained on", why))
         replay = rows.replayed(readers)
         sides = _followed(reference, folder, readers, replay, show)
-        if "rows" in replay and rows.other_rows(readers, sides.reference) is not None:  # a dataset that draws: its rows are given as they are
+        other = rows.other_rows(readers, sides.reference)
+        if "rows" in replay and other is not None:  # a dataset that draws: its rows are given as they are
             sides = _followed(reference, folder, readers, rows.replayed(readers, by_content=True), show)
-        _check_rows(sides)
+            other = rows.other_rows(readers, sides.reference)
+        if other is not None and (replay or not readers.alike):  # ranks that are alike are judged as rows
+            why = "the same indices give other rows: the dataset draws" if replay else "no DataLoader gave them, so they cannot be replayed"
+            raise PlaitError(problem_of_page("E006", f"the reference read other rows in step {other + 1} than the candidate", why))
         return _judged(reference, candidate, sides)
 
 
@@ -60,18 +64,10 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
     return BothSides(readers, runs[0][0], (runs[1][0], runs[2][0]), tensors, reference.float64)
 
 
-def _check_rows(sides: BothSides) -> None:
-    """E006: the reference read other rows, which no loader gave or which no loader can give again. Ranks that are alike are judged as rows."""
-    of_loader, other = bool(sides.readers.distinct[0].source), rows.other_rows(sides.readers, sides.reference)
-    if other is not None and (of_loader or not sides.readers.alike):
-        why = "the same indices give other rows: the dataset draws" if of_loader else "no DataLoader gave them, so they cannot be replayed"
-        raise PlaitError(problem_of_page("E006", f"the reference read other rows in step {other + 1} than the candidate", why))
-
-
 def _check(reference: Sequence[Recording], candidate: Recording, float64: bool) -> None:
     """E007, E009, E010: what makes two recordings incomparable."""
     one, processes = reference[0], len(reference)
-    batches = max(map(len, one.used), default=1) if one.source else 1
+    batches = max(map(len, one.used), default=1) if one.sources[0] else 1
     if processes > 1 or batches > 1:
         what = f"the reference trains in {processes} processes" if processes > 1 else f"the reference reads {batches} batches for a step"
         raise PlaitError(problem_of_page("E010", what, "it must be one process without accumulation: what is wrong on both sides is not seen"))
@@ -99,11 +95,11 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
         _exact("R", "ranks alike, bit for bit", [*causes.unlike_ranks(sides)]),
     )  # fmt: skip
     notes = tuple(_notes(candidate.steps, sides))
-    verdict = Verdict(candidate.words, probes, world=len(sides.ranks), notes=notes, job=reference.words)
+    verdict = Verdict(candidate.words, probes, world=len(sides.readers.all), notes=notes, job=reference.words)
     if verdict.equal:
         return verdict
     cause = causes.cause_of(sides, [*of_rows, *starts, *settings])
-    if cause.code == "E020" and any(step.drew for each in (*sides.ranks, sides.reference) for step in each.steps):
+    if cause.code == "E020" and any(step.drew for each in (*sides.readers.all, sides.reference) for step in each.steps):
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         raise PlaitError(problem_of_page("E008", "the script draws random numbers that the reference cannot draw too", why))
     without_effect = f", {WITHOUT_EFFECT}" * (cause.code in ("E031", "E033") and weights.equal)
@@ -117,7 +113,7 @@ def _exact(code: str, title: str, wrong: Sequence[Problem], of: str = "") -> Pro
 
 
 def _notes(steps: int, sides: BothSides) -> list[str]:
-    found, made = rows.notes(sides.readers, sides.reference), len(sides.ranks[0].rounds)
+    found, made = rows.notes(sides.readers, sides.reference), len(sides.readers.all[0].rounds)
     if made < steps:
         found.append(f"{made} of {steps} steps were compared: the candidate made no more, or its tensors take more room")
     if len(sides.compared) and sides.compared[-1].number < made:

@@ -36,7 +36,10 @@ class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
-    """A step of an optimizer; `step` counts those of the first one, `drew` says that random numbers were drawn between batch and loss."""
+    """A step of an optimizer; `step` counts those of the first one, `drew` says that random numbers were drawn between batch and loss.
+
+    `after`: gradients as backward leaves them, in the first step; `gradients`: before clipping, as far as it was seen.
+    """
 
     step: int
     optimizer: int
@@ -49,16 +52,11 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     source: str
     drew: bool
     after: dict[str, StoredTensor]
-    before: dict[str, StoredTensor]
+    gradients: dict[str, StoredTensor]
     applied: dict[str, StoredTensor]
     weights: dict[str, StoredTensor]
     buffers: dict[str, StoredTensor]
     complete: bool
-
-    @property
-    def gradients(self) -> dict[str, StoredTensor]:
-        """Before clipping, as far as it was seen."""
-        return {**self.applied, **self.before}
 
 
 class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
@@ -82,11 +80,6 @@ class Recording:
     steps: tuple[OptimizerStep, ...]
     orders: Mapping[str, PassOrder]
 
-    @property
-    def source(self) -> str:
-        """What the first step read from."""
-        return self.steps[0].source
-
     @cached_property
     def rounds(self) -> tuple[tuple[OptimizerStep, ...], ...]:
         """The steps of all optimizers, by those of the first."""
@@ -96,29 +89,26 @@ class Recording:
         return tuple(tuple(steps) for _, steps in sorted(found.items()))
 
     @cached_property
-    def by_source(self) -> dict[str, list[tuple[OptimizerStep, ...]]]:
-        """The rounds that read from each pass."""
-        found = defaultdict[str, list[tuple[OptimizerStep, ...]]](list)
-        for steps in self.rounds:
-            found[steps[0].source].append(steps)
-        return found
+    def sources(self) -> tuple[str, ...]:
+        """The passes that rounds read from, in order."""
+        return tuple(dict.fromkeys(steps[0].source for steps in self.rounds))
 
     @cached_property
     def used(self) -> tuple[tuple[ReadBatch, ...], ...]:
         """The batches of each round. Those of a pass belong to its rounds in order: as many as losses were differentiated, else equally many."""
         found = list[tuple[ReadBatch, ...]]()
-        for source, rounds in self.by_source.items():
+        for source in self.sources:
             read = [batch for batch in self.batches if batch.source == source]
-            counts = [sum(len(step.losses) for step in steps) for steps in rounds]
-            if sum(counts) > len(read) or (len(rounds) > 1 and len(read) >= 2 * sum(counts)):
-                counts = [len(read) // len(rounds)] * len(rounds)
+            counts = [sum(len(step.losses) for step in steps) for steps in self.rounds if steps[0].source == source]
+            if sum(counts) > len(read) or (len(counts) > 1 and len(read) >= 2 * sum(counts)):
+                counts = [len(read) // len(counts)] * len(counts)
             found += [tuple(read[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
         return tuple(found)
 
     @cached_property
     def passes(self) -> tuple[list[Any], ...]:
         """All indices of each pass that steps read from, as the script's own sampler drew them."""
-        orders = (self.orders.get(source) for source in self.by_source)
+        orders = (self.orders.get(source) for source in self.sources)
         return tuple([i for batch in order.order for i in batch] for order in orders if order and order.order and order.complete)
 
 
