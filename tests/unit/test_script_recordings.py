@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from plait.config.errors import PlaitError
 from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
 from plait.scripts.causes import settings
@@ -74,6 +75,17 @@ def test_rows_of_ranks_are_joined_micro_batch_by_micro_batch(tmp_path: Path) -> 
     assert replayed(readers) == {"rows": {"0 0": [[ord(i) for i in "acbd"]]}}
 
 
+@pytest.mark.parametrize(("names", "why"), [
+    (((), ()), "hold no tensors"),  # a stream of strings: the reference would read rows of its own, and a right script be called different
+    ((("x", "y"), ("x",)), "rows of 2 kinds"),
+])  # fmt: skip
+def test_rows_that_cannot_be_replayed_are_an_error(names: Sequence[Sequence[str]], why: str, tmp_path: Path) -> None:
+    stored = [{"indices": None, "stored": {name: ["0", "int64", [2]] for name in each}, "shapes": [[2] for _ in each]} for each in names]
+    with pytest.raises(PlaitError, match=why) as raised:
+        replayed(two(tmp_path, [batch("ab") | stored[0], step(1)], [batch("cd") | stored[1], step(1)]))
+    assert raised.value.codes == ["E006"]
+
+
 def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("a"), step(1)], [batch("a"), step(1)], group=(0, 1))
     assert len(readers.distinct) == 1 and not readers.alike and not readers.unlike
@@ -105,6 +117,20 @@ def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
     own = [recorded(tmp_path, [batch(rows), step(1), order(rows)], world=1) for rows in ("ab", "cd")]
     assert Readers.of(tuple(own)).unlike == () and len(Readers.of(tuple(own)).distinct) == 2
     assert Readers.of((own[0], own[0])).alike
+
+
+@pytest.mark.parametrize(("other_rows", "other_weight", "codes"), [
+    ("cd", "1", []),  # something else than torch.distributed summed the gradients
+    ("cd", "2", ["E021"]),
+    ("ab", "1", ["E021", "E022", "E025"]),
+])  # fmt: skip
+def test_processes_that_share_neither_rows_nor_weights_did_not_join(other_rows: str, other_weight: str, codes: list[str], tmp_path: Path) -> None:
+    ranks = [
+        recorded(tmp_path, [batch(rows), step(1) | {"weights": {"w": [weight, "float32", [1]]}}], world=1)
+        for rows, weight in (("ab", "1"), (other_rows, other_weight))
+    ]
+    reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd")], world=1)
+    assert [each.code for each in faults(Readers.of(tuple(ranks)), reference)] == codes
 
 
 def test_rows_of_an_endless_sampler_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,15 @@ themselves: against the order that the reference's own sampler drew, and against
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem, problem_of_page
-from plait.scripts.recordings import ReadBatch, Recording
+from plait.scripts.recordings import ReadBatch, Recording, unlike
+from plait.tensors.norm import several
 
 
 @dataclass(frozen=True)
@@ -53,32 +54,33 @@ def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
     """What the reference reads: indices where loaders have them, else the stored rows; nothing where no loader read any. E006."""
     if not readers.distinct[0].sources[0]:
         return {}
-    rows, contents = dict[str, list[list[Any]]](), dict[str, list[dict[str, list[Any]]]]()
-    steps = [batches for batches in readers.steps if batches]
-    for batches in steps:
-        rows.setdefault(batches[0].source, []).append([i for batch in batches for i in batch.indices or ()])
-        parts = {name: [batch.stored[name] for batch in batches] for name in batches[0].stored}
-        contents.setdefault(batches[0].source, []).append(parts)
-    if not by_content and all(batch.indices is not None for batches in steps for batch in batches):
-        return {"rows": rows}
-    shapes = {str(batch.shapes) for batches in steps for batch in batches}
-    if len(shapes) > 1 or not any(contents.values()):
-        why = f"batches have rows of {len(shapes)} shapes" if len(shapes) > 1 else "batches hold no tensors with rows"
+    steps, found = [batches for batches in readers.steps if batches], defaultdict[str, list[Any]](list)
+    every = [batch for batches in steps for batch in batches]
+    if not by_content and all(batch.indices is not None for batch in every):
+        for batches in steps:
+            found[batches[0].source].append([i for batch in batches for i in batch.indices or ()])
+        return {"rows": found}
+    kinds = {str([*zip(batch.stored, batch.shapes)]) for batch in every}
+    if len(kinds) > 1 or not every[0].stored:
+        why = f"batches have rows of {len(kinds)} kinds: {several(sorted(kinds))}" if len(kinds) > 1 else "batches hold no tensors with rows"
         raise PlaitError(problem_of_page("E006", "the candidate's rows cannot be given to the reference", why))
-    return {"contents": contents}
+    for batches in steps:
+        found[batches[0].source].append({name: [batch.stored[name] for batch in batches] for name in batches[0].stored})
+    return {"contents": found}
 
 
 def faults(readers: Readers, reference: Recording) -> Iterator[Problem]:
     """What is wrong with the rows."""
     ranks, read, order = len(readers.all), len(readers.hashes(0)), reference.orders.get(reference.sources[0])
     own = order.own if order else sum(len(batch.rows) for batch in reference.used[0][:1])  # as its loader gives them, or as its model gets them
-    if ranks > 1 and all(each.start.world == 1 for each in readers.all):
+    share = not readers.alike and not any(unlike(readers.all[0].steps[-1].weights, each.steps[-1].weights) for each in readers.all)
+    if ranks > 1 and all(each.start.world == 1 for each in readers.all) and not share:  # some sum gradients without torch.distributed
         yield problem_of_page("E021", f"{ranks} processes trained, and none joined the others")
     if own and read != own:
-        unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
+        sizes = f"a step reads {read} different rows, the reference's own batch has {own}"
         if readers.alike:
-            yield problem_of_page("E022", f"all {ranks} ranks read the same rows: {unlike}")
-        yield problem_of_page("E021", f"one process ran: {unlike}") if ranks == 1 else problem_of_page("E025", unlike)
+            yield problem_of_page("E022", f"all {ranks} ranks read the same rows: {sizes}")
+        yield problem_of_page("E021", f"one process ran: {sizes}") if ranks == 1 else problem_of_page("E025", sizes)
     if readers.unlike:
         yield problem_of_page("E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism")
     mine, theirs = (each.passes[:2] for each in (readers.distinct[0], reference))
