@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,6 +174,20 @@ def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
     assert folder.room == (1 << 20) - sum(t.nbytes for t in kinds)
     left_out = folder.store(torch.ones(1 << 20))
     assert folder.room < 0 and not (tmp_path / left_out.name).exists()
+
+
+@pytest.mark.parametrize("call", [lambda model, x: model(x), lambda model, x: model(input=x)])
+def test_rows_that_a_model_gets_are_those_that_the_script_gives(call: Callable[[nn.Module, torch.Tensor], object], tmp_path: Path) -> None:
+    """By position or by keywords, in the first call too, and before hooks that change them: FSDP2 rounds positional ones to its format."""
+    known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": None})
+    known.first_hook.append(nn.modules.module.register_module_forward_pre_hook(known.first))
+    model, rows = nn.Linear(2, 1), torch.randn(2, 3, 2)
+    model.register_forward_pre_hook(lambda _, given: tuple(t.bfloat16().float() for t in given))
+    with known.file:
+        for x in rows:
+            call(model, x)
+    events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert [each["rows"] for each in events if each["is"] == "batch"] == [values.hashes(x) for x in rows]
 
 
 @pytest.mark.parametrize(("name", "expected"), [
