@@ -47,7 +47,7 @@ more. What a batch or a model does not allow is found when a job is there. From 
 SVG = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" role="img" aria-labelledby="{unique_id}-label" \
 xmlns="http://www.w3.org/2000/svg">
-    <title id="{unique_id}-label">A terminal: plait verify compares a split run with one device; every row agrees.</title>
+    <title id="{unique_id}-label">A terminal: LABEL.</title>
     <style>
     .{unique_id}-matrix {{
         font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace;
@@ -128,8 +128,8 @@ def conflicts() -> str:
     return "\n".join([CONFLICTING, *map(cell, CONFLICTS), ""])
 
 
-def picture(lines: list[str], title: str) -> str:
-    """An SVG of a terminal with these lines; ✓ and EQUAL are green, ✗ and DIFFERENT red."""
+def picture(lines: list[str], title: str, label: str) -> str:
+    """An SVG of a terminal with these lines; ✓ and EQUAL are green, ✗ and DIFFERENT red. `label` describes it to screen readers."""
     from io import StringIO
 
     from rich.console import Console
@@ -143,7 +143,7 @@ def picture(lines: list[str], title: str) -> str:
         text.highlight_regex(r"✗|^DIFFERENT", "bold red")
         text.highlight_regex(r"^\$ .*", "bold")
         console.print(text, soft_wrap=True)
-    return console.export_svg(title=title, code_format=SVG, unique_id=title.replace(" ", "-"))
+    return console.export_svg(title=title, code_format=SVG.replace("LABEL", label), unique_id=title.replace(" ", "-"))
 
 
 def verification() -> str:
@@ -160,7 +160,8 @@ def verification() -> str:
     verdict = verify(job, Plan.parse(PLAN), device="cpu")
     if not verdict.equal:
         raise SystemExit(table(verdict, EXAMPLE))
-    return picture([f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *table(verdict, EXAMPLE).splitlines()], "plait verify")
+    lines = [f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *table(verdict, EXAMPLE).splitlines()]
+    return picture(lines, "plait verify", "plait verify compares a split run with one device; every row agrees")
 
 
 def proof_of_scripts() -> str:
@@ -171,7 +172,8 @@ def proof_of_scripts() -> str:
     if done.returncode != DIFFERENT:
         raise SystemExit(done.stdout + done.stderr)
     lines = [f'$ plait prove "{words[0]}" \\', f'              "{words[1]}"', *done.stdout.splitlines()]
-    return picture([part for line in lines for part in wrap(line, WIDEST, subsequent_indent=" " * 8, replace_whitespace=False)], "plait prove")
+    parts = [part for line in lines for part in wrap(line, WIDEST, subsequent_indent=" " * 8, replace_whitespace=False)]
+    return picture(parts, "plait prove", "plait prove finds a mean over unequal numbers of tokens in a script, and prints what to change")
 
 
 SHOWN = re.compile(r"(?ms)^(```\w+ (examples/\S+)\n).*?^(```)$")

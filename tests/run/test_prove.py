@@ -35,6 +35,7 @@ RIGHT = {
     "dtensor and fsdp2": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2"),
     "stream": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8"),
     "no loader": (f"{ONE}streamed.py --bare", f"{TWO}streamed.py --batch-size 8 --bare"),
+    "no loader, keywords": (f"{ONE}streamed.py --bare --keywords", f"{TWO}streamed.py --batch-size 8 --bare --keywords"),
     "two optimizers, spawned": (f"{ONE}streamed.py --gan", f"{ONE}streamed.py --batch-size 8 --gan --spawn 2"),
 }
 """Pairs that train the same model."""
@@ -46,7 +47,7 @@ WRONG = {
     "ddp, tokens": (f"{ONE}ddp.py --labels-left-out", f"{TWO}ddp.py --batch-size 8 --labels-left-out", "E030"),
     "by hand, left out": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong by-hand-left-out", "E034"),
     "by hand, other seed": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong other-seed", "E026"),
-    "ddp, no process group": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-group", "E022"),
+    "ddp, no process group": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong no-group", "E021"),
     "ddp, own shuffles": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong seeded-shuffle", "E024"),
     "ddp, weight decay by name": (f"{ONE}ddp.py --wrong decay", f"{TWO}ddp.py --batch-size 8 --wrong decay", "E028"),
     "ddp, a parameter left out": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --wrong left-out", "E029"),
@@ -70,9 +71,56 @@ WRONG = {
     "dtensor, sums twice": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong sums-twice", "E032"),
     "dtensor and fsdp2, no sampler": (f"{ONE}sliced.py", f"{FOUR}sliced.py --batch-size 8 --data 2 --wrong no-sampler", "E022"),
     "dtensor, clips shards": (f"{ONE}sliced.py", f"{TWO}sliced.py --wrong clips-shards", "E033"),
-    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all-read-all", "E022"),
+    "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all", "E022"),
+    "keywords, all read all": (f"{ONE}streamed.py --bare --keywords", f"{TWO}streamed.py --batch-size 8 --bare --keywords --wrong all", "E022"),
 }
 """Pairs of which the second trains another model, and the cause. None: any but a wrong one, where two mistakes are made at once."""
+MENDED = {
+    "ddp, no sampler": ("DDP, FSDP2: DataLoader(..., sampler=DistributedSampler(dataset))", '"no-sampler", "seeded-shuffle")', '"seeded-shuffle",)'),
+    "ddp, no set_epoch": ("call sampler.set_epoch(epoch)", ' and given.wrong != "no-epoch"', ""),
+    "ddp, batch norm": ("a norm that does not couple rows (LayerNorm, GroupNorm)", "nn.BatchNorm1d(24)", "nn.GroupNorm(4, 24)"),
+    "ddp, accumulation": ("(loss / accumulation_steps).backward()", 'loss if given.wrong == "accumulation" else loss /', "loss /"),
+    "ddp, tokens": (
+        'DDP, FSDP2: loss = F.cross_entropy(..., reduction="sum") * ranks / tokens',
+        "loss = F.cross_entropy(wrapped(x), y)",
+        "tokens = (y != -100).sum()\n        dist.is_initialized() and dist.all_reduce(tokens)\n"
+        '        loss = F.cross_entropy(wrapped(x), y, reduction="sum") * ranks / tokens',
+    ),
+    "by hand, left out": ("all_reduce every parameter's gradient", 'given.wrong == "by-hand-left-out" and k == 0', "False"),
+    "by hand, other seed": ("call torch.manual_seed with the same seed on all ranks", 'rank if given.wrong == "other-seed" else 0', "0"),
+    "ddp, no process group": ("several ran: call torch.distributed.init_process_group()", ' and given.wrong != "no-group"', ""),
+    "ddp, own shuffles": ("DataLoader(..., sampler=DistributedSampler(dataset))", '"no-sampler", "seeded-shuffle")', '"no-sampler",)'),
+    "ddp, weight decay by name": ("make groups by names before the model is wrapped", "wrapped.named_parameters()", "model.named_parameters()"),
+    "ddp, a parameter left out": ("make the optimizer of all parameters", '[: -1 if given.wrong == "left-out" else None]', ""),
+    "fsdp2, clips shards": ("torch.nn.utils.clip_grad_norm_(model.parameters(), ...)", "        clip(", "        nn.utils.clip_grad_norm_("),
+    "fsdp2, scheduler": ("once for each optimizer step", 'range(ranks if given.wrong == "scheduler" else 1)', "range(1)"),
+    "fsdp2, times ranks": ("neither multiply the loss by the number of ranks", 'loss * ranks if given.wrong == "times-ranks" else loss', "loss"),
+    "accelerate, accumulation": ("(loss / accumulation_steps).backward()", "else loss)", "else loss / given.accumulation)"),
+    "accelerate, tokens": (
+        "Accelerate, Lightning: the same, times the accumulation steps",
+        "loss = F.cross_entropy(model(x), y)",
+        'loss = F.cross_entropy(model(x), y, reduction="sum") * accelerator.num_processes / accelerator.reduce((y != -100).sum())\n'
+        "            loss = loss * accelerator.gradient_accumulation_steps",
+    ),
+    "accelerate, scheduler": ("multiply its numbers of steps by the processes", "T_max=12", "T_max=12 * accelerator.num_processes"),
+    "accelerate, times ranks": ("neither multiply the loss by the number of ranks", "loss * accelerator.num_processes if", "loss if"),
+    "trainer, own mean": ("Trainer: let the model compute its loss (num_items_in_batch)", "Own(model", "Trainer(model"),
+    "trainer, tokens of ranks": ("average_tokens_across_devices=True", 'devices=given.wrong != "tokens-of-ranks"', "devices=True"),
+    "lightning, batch norm": ("a norm that does not couple rows (LayerNorm, GroupNorm)", "nn.BatchNorm1d(16)", "nn.LayerNorm(16)"),
+    "lightning, times ranks": ("neither multiply the loss by the number of ranks", "loss * self.trainer.world_size if", "loss if"),
+    "lightning, no sampler": ("Lightning: Trainer(use_distributed_sampler=True)", 'sampler=given.wrong != "no-sampler"', "sampler=True"),
+    "lightning, tokens": (
+        "Accelerate, Lightning: the same",
+        "loss = F.cross_entropy(self.layers(batch[0]), batch[1])\n        if",
+        'tokens = self.trainer.strategy.reduce((batch[1] != -100).sum(), reduce_op="sum")\n'
+        '        loss = F.cross_entropy(self.layers(batch[0]), batch[1], reduction="sum") * self.trainer.world_size / tokens\n        if',
+    ),
+    "dtensor, other rows": ("DistributedSampler(dataset, num_replicas=DP", "= dist.get_rank() if ranks > 1 else 0, ranks", "= replica, replicas"),
+    "dtensor, sums twice": ("DTensor sum in backward: leave out sums by hand", 'given.wrong == "sums-twice" and ranks > 1', "False"),
+    "dtensor and fsdp2, no sampler": ("with tensor parallelism: DistributedSampler(dataset, num_replicas=DP", ' and given.wrong != "no-sampler"', ""),
+    "stream, all read all": ("an IterableDataset, or no DataLoader: rank r of n", "(0, 1) if given.wrong else (rank, ranks)", "(rank, ranks)"),
+}
+"""A fix that is printed for a wrong script, what it changes in the script, and into what."""
 UNCLEAR = {
     "no command": (f"{ONE}ddp.py", "no-such-command", "E001"),
     "fails": (f"{ONE}ddp.py", f"{ONE}ddp.py --no-such-option", "E001"),
@@ -89,8 +137,8 @@ long = pytest.mark.prove
 
 
 def proved(reference: str, candidate: str, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the result of `plait prove` on two commands, whose scripts are found by name."""
-    found = lambda word: str(SCRIPTS / word) if word.endswith(".py") else word  # noqa: E731
+    """The exit code and the result of `plait prove` on two commands, whose scripts are found by name: in the folder, else as they are here."""
+    found = lambda word: str(next(path for place in (folder, SCRIPTS) if (path := place / word).exists())) if word.endswith(".py") else word  # noqa: E731
     words = [shlex.join(map(found, shlex.split(each))) for each in (reference, candidate)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "plait", "prove", "--json", *options, *words]
@@ -108,11 +156,19 @@ def test_a_right_script_is_the_same(name: str, tmp_path: Path) -> None:
 
 @long
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_script_differs_by_its_cause(name: str, tmp_path: Path) -> None:
+def test_a_wrong_script_differs_by_its_cause_and_is_mended_by_its_advice(name: str, tmp_path: Path) -> None:
     reference, candidate, cause = WRONG[name]
     code, told = proved(reference, candidate, tmp_path)
     assert (code, told["verdict"]) == (3, "DIFFERENT"), told
     assert cause is None or told["cause"]["code"] == cause, told["cause"]
+    if name in MENDED:
+        fix, old, new = MENDED[name]
+        assert any(fix in line for problem in told["problems"] for line in problem["fix"]), told["problems"]
+        script = next(SCRIPTS / word for word in candidate.split() if word.endswith(".py"))
+        assert script.read_text().count(old) == 1
+        (tmp_path / script.name).write_text(script.read_text().replace(old, new))
+        code, told = proved(reference, candidate, tmp_path)
+        assert (code, told["verdict"]) == (0, "SAME"), told
 
 
 @long

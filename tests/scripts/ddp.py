@@ -63,9 +63,10 @@ for epoch in range(3):
             continue
         if by_hand and dist.is_initialized():
             for k, p in enumerate(model.parameters()):
-                if given.wrong != "by-hand-left-out" or k:
-                    dist.all_reduce(p.grad)
-                    p.grad /= ranks
+                if given.wrong == "by-hand-left-out" and k == 0:
+                    continue
+                dist.all_reduce(p.grad)
+                p.grad /= ranks
         optimizer.step()
         optimizer.zero_grad()
         if given.losses and rank == 0:

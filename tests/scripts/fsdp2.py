@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,15 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
+def clip_shards(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """By the norm of the rank's own parts."""
+    parts = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in parameters]
+    norm = sum(float(part.square().sum()) for part in parts) ** 0.5
+    for part in parts:
+        part.mul_(min(1.0, limit / norm))
+
+
+clip = clip_shards if given.wrong == "clips-shards" else nn.utils.clip_grad_norm_
 torch.manual_seed(0)
 model = Decoder()
 if ranks > 1:
@@ -93,13 +103,7 @@ for epoch in range(3):
         with torch.autocast("cpu", torch.bfloat16, enabled=given.bf16):
             loss = F.cross_entropy(called(batch["tokens"]).flatten(0, 1), batch["next"].flatten())
         (loss * ranks if given.wrong == "times-ranks" else loss).backward()
-        if given.wrong == "clips-shards":
-            parts = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
-            norm = sum(float(part.square().sum()) for part in parts) ** 0.5
-            for part in parts:
-                part.mul_(min(1.0, 0.5 / norm))
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clip(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         for _ in range(ranks if given.wrong == "scheduler" else 1):

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 options = argparse.ArgumentParser()
 options.add_argument("--batch-size", type=int, default=16)
 options.add_argument("--bare", action="store_true")
+options.add_argument("--keywords", action="store_true", help="the model is called by keywords alone")
 options.add_argument("--spawn", type=int, default=0)
 options.add_argument("--port", default="29517")
 options.add_argument("--gan", action="store_true", help="a second model, with an optimizer of its own")
-options.add_argument("--wrong", default="", choices=("", "all-read-all"))
+options.add_argument("--wrong", default="", choices=("", "all"))
 points = torch.randn(160, 6, generator=torch.Generator().manual_seed(0))
 targets = (points.sum(1) > 0).float()[:, None]
 
@@ -47,7 +48,9 @@ def train(rank: int, ranks: int, given: argparse.Namespace) -> None:
     for x, y in bare if given.bare else DataLoader(Stream(*part), given.batch_size):
         for k, optimizer in enumerate(optimizers):
             made = models[1](x) if given.gan else x
-            loss = models[0](made).square().mean() if k else F.binary_cross_entropy_with_logits(models[0](made.detach()), y)
+            rows = made if k else made.detach()
+            logits = models[0](input=rows) if given.keywords else models[0](rows)
+            loss = logits.square().mean() if k else F.binary_cross_entropy_with_logits(logits, y)
             for each in optimizers:
                 each.zero_grad()
             loss.backward()

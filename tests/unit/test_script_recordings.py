@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from plait.config.errors import PlaitError
 from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
 from plait.scripts.causes import settings
@@ -38,7 +39,7 @@ def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loade
     return {
         "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
         "formats": ["float32"], "lr": {}, "decay": {}, "without": [],
-        "source": f"{loader} {epoch}", "drew": False, "after": {}, "before": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
+        "source": f"{loader} {epoch}", "drew": False, "after": {}, "gradients": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 
 
@@ -74,6 +75,17 @@ def test_rows_of_ranks_are_joined_micro_batch_by_micro_batch(tmp_path: Path) -> 
     assert replayed(readers) == {"rows": {"0 0": [[ord(i) for i in "acbd"]]}}
 
 
+@pytest.mark.parametrize(("names", "why"), [
+    (((), ()), "hold no tensors"),  # a stream of strings: the reference would read rows of its own, and a right script be called different
+    ((("x", "y"), ("x",)), "rows of 2 kinds"),
+])  # fmt: skip
+def test_rows_that_cannot_be_replayed_are_an_error(names: Sequence[Sequence[str]], why: str, tmp_path: Path) -> None:
+    stored = [{"indices": None, "stored": {name: ["0", "int64", [2]] for name in each}, "shapes": [[2] for _ in each]} for each in names]
+    with pytest.raises(PlaitError, match=why) as raised:
+        replayed(two(tmp_path, [batch("ab") | stored[0], step(1)], [batch("cd") | stored[1], step(1)]))
+    assert raised.value.codes == ["E006"]
+
+
 def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("a"), step(1)], [batch("a"), step(1)], group=(0, 1))
     assert len(readers.distinct) == 1 and not readers.alike and not readers.unlike
@@ -107,9 +119,25 @@ def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
     assert Readers.of((own[0], own[0])).alike
 
 
+@pytest.mark.parametrize(("other_rows", "other_weight", "codes"), [
+    ("cd", "1", []),  # something else than torch.distributed summed the gradients
+    ("cd", "2", ["E021"]),
+    ("ab", "1", ["E021", "E022", "E025"]),
+])  # fmt: skip
+def test_processes_that_share_neither_rows_nor_weights_did_not_join(other_rows: str, other_weight: str, codes: list[str], tmp_path: Path) -> None:
+    ranks = [
+        recorded(tmp_path, [batch(rows), step(1) | {"weights": {"w": [weight, "float32", [1]]}}], world=1)
+        for rows, weight in (("ab", "1"), (other_rows, other_weight))
+    ]
+    reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd")], world=1)
+    assert [each.code for each in faults(Readers.of(tuple(ranks)), reference)] == codes
+
+
 def test_rows_of_an_endless_sampler_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MOST_INDICES", 100)
-    endless = recorder.Pass(recorder.RecordedLoader(0, None, {}), ([i, i + 1] for i in itertools.count()))
+    loader = recorder.RecordedLoader(0, None, {})
+    loader.own = ([i, i + 1] for i in itertools.count())
+    endless = recorder.Pass(loader)
     endless.draw_rest()
     assert len(endless.order) == 50 and not endless.is_complete
     mine = [batch("ab"), step(1), order("ab", "ab", "ab", complete=False)]
@@ -139,14 +167,27 @@ def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, wei
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
     kinds = [torch.randn(3, 2), torch.randn(4).bfloat16(), torch.tensor(5), torch.empty(0, 3), torch.tensor([True, False])]
-    room, references = 1 << 20, []
-    for t in [*kinds, kinds[0].clone()]:
-        reference, room = values.stored(t, str(tmp_path), room)
-        references.append(reference)
-        assert torch.equal(values.loaded(reference, str(tmp_path)), t)
-    assert references[0] == references[-1]
-    assert room == (1 << 20) - sum(t.nbytes for t in kinds)
-    assert values.stored(torch.ones(1 << 20), str(tmp_path), room)[1] < 0
+    folder = values.TensorFolder(str(tmp_path), 1 << 20)
+    stored = [folder.store(t) for t in (*kinds, kinds[0].clone())]
+    assert all(torch.equal(folder.load(each), t) for each, t in zip(stored, kinds))
+    assert stored[0] == stored[-1]
+    assert folder.room == (1 << 20) - sum(t.nbytes for t in kinds)
+    left_out = folder.store(torch.ones(1 << 20))
+    assert folder.room < 0 and not (tmp_path / left_out.name).exists()
+
+
+@pytest.mark.parametrize("call", [lambda model, x: model(x), lambda model, x: model(input=x)])
+def test_rows_that_a_model_gets_are_those_that_the_script_gives(call: Callable[[nn.Module, torch.Tensor], object], tmp_path: Path) -> None:
+    """By position or by keywords, in the first call too, and before hooks that change them: FSDP2 rounds positional ones to its format."""
+    known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": None})
+    known.first_hook.append(nn.modules.module.register_module_forward_pre_hook(known.first))
+    model, rows = nn.Linear(2, 1), torch.randn(2, 3, 2)
+    model.register_forward_pre_hook(lambda _, given: tuple(t.bfloat16().float() for t in given))
+    with known.file:
+        for x in rows:
+            call(model, x)
+    events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert [each["rows"] for each in events if each["is"] == "batch"] == [values.hashes(x) for x in rows]
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -160,21 +201,27 @@ def test_names_do_not_know_wrappers(name: str, expected: str) -> None:
 
 
 def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader, iterator, indices, stream = recorder.seams()
+    data = torch.utils.data.dataloader
     own = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
-    assert [*indices(own)] == [[0, 1], [2, 3], [4, 5]]
-    assert own._dataset_kind != stream
-    monkeypatch.setattr(loader, "_index_sampler", property(lambda self: [[5], [0, 1]]))
-    assert [batch.tolist() for (batch,) in own] == [[5.0], [0.0, 1.0]]
-    assert isinstance(iter(own), iterator)
+    assert [*DataLoader._index_sampler.fget(own)] == [[0, 1], [2, 3], [4, 5]]
+    assert own._dataset_kind != data._DatasetKind.Iterable
+    with monkeypatch.context() as patch:
+        patch.setattr(DataLoader, "_index_sampler", property(lambda self: [[5], [0, 1]]))
+        assert [batch.tolist() for (batch,) in own] == [[5.0], [0.0, 1.0]]
+    assert isinstance(iter(own), data._BaseDataLoaderIter)
     called = []
     backward = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", lambda *given, **more: (called.append(given[0]), backward(*given, **more))[1])
     (torch.ones(2, requires_grad=True) * 3).sum().backward()
     assert len(called) == 1
-    monkeypatch.delattr(loader, "_index_sampler")
-    with pytest.raises(AttributeError):
-        recorder.seams()
+
+
+@pytest.mark.parametrize("name", ["_BaseDataLoaderIter", "_DatasetKind", "DataLoader._index_sampler"])
+def test_a_torch_without_a_seam_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(f"torch.utils.data.dataloader.{name}")
+    backward = torch.autograd.backward
+    recorder.install({"out": str(tmp_path), "tensors": str(tmp_path), "room": 0, "replay": None})
+    assert name.rpartition(".")[2] in (tmp_path / "unsupported").read_text() and torch.autograd.backward is backward
 
 
 def test_dropouts_of_torch_are_known() -> None:

@@ -29,9 +29,7 @@ def cause_of(sides: BothSides, exact: Sequence[Problem]) -> Problem:
 
 def starts(sides: BothSides) -> Iterator[Problem]:
     """Ranks that begin with other weights."""
-    first, *others = sides.ranks
-    if others and all(each.start.world == 1 for each in sides.ranks):
-        yield problem_of_page("E021", f"{len(sides.ranks)} processes trained, and none joined the others")
+    first, *others = sides.readers.all
     for each in others:
         if names := [name for name in unlike(first.start.weights, each.start.weights) if name in first.start.trainable]:
             yield problem_of_page("E026", f"parameters begin with other values on rank {each.start.rank} than on rank 0: {several(names)}")
@@ -67,9 +65,9 @@ def _pace(sides: BothSides, each: StepDifference) -> str:
 
 def unlike_ranks(sides: BothSides) -> Iterator[Problem]:
     """Weights and buffers that a rank has otherwise than rank 0, bit for bit, after the first step where any are."""
-    for rounds in zip(*(each.rounds for each in sides.ranks)):
+    for rounds in zip(*(each.rounds for each in sides.readers.all)):
         found = list[Problem]()
-        for rank, steps in zip(sides.ranks, rounds):
+        for rank, steps in zip(sides.readers.all, rounds):
             for mine, first in zip(steps, rounds[0]):
                 after = f"differ between ranks 0 and {rank.start.rank} after step {mine.step}"
                 if names := unlike(first.buffers, mine.buffers):
@@ -117,25 +115,23 @@ def _mean(losses: Sequence[Sequence[float]], weights: Sequence[Sequence[int]]) -
     return sum(loss * weight for loss, weight in pairs) / total if total else math.nan
 
 
-def _ratios(sides: BothSides, step: StepDifference, point: str) -> dict[str, float | None]:
-    """By tensor, how many times the reference's it is; None where no single number says that. Tensors of rounding alone are left out."""
+def _ratios(sides: BothSides, step: StepDifference, point: str) -> dict[str, float]:
+    """By tensor, how many times the reference's it is; not a number if no single one says that. Tensors of rounding alone are left out."""
     mine, other = (sides.read(getattr(side, point)) for side in (step.candidate, step.reference))
     sizes = {name: float(as_double(t).norm()) for name, t in other.items() if name in mine}
-    found = dict[str, float | None]()
+    found = dict[str, float]()
     for name in (name for name, size in sizes.items() if size > 1e-5 * max(sizes.values())):
         a, b = as_double(mine[name]), as_double(other[name])
         ratio = float((a * b).sum()) / sizes[name] ** 2
-        found[name] = ratio if float((a - ratio * b).norm()) <= AGREES * float(a.norm()) else None
+        found[name] = ratio if float((a - ratio * b).norm()) <= AGREES * float(a.norm()) else math.nan
     return found
 
 
-def _one(ratios: Iterable[float | None]) -> float | None:
+def _one(ratios: Iterable[float]) -> float | None:
     """The number that all are; None without one, and for 1."""
     known = [*ratios]
-    first = known[0] if known else None
-    if first is None or any(each is None or off(first, each) > AGREES for each in known):
-        return None
-    return first if off(1.0, first) > AGREES else None
+    is_one = all(off(known[0], each) <= AGREES for each in known)
+    return known[0] if known and is_one and off(1.0, known[0]) > AGREES else None
 
 
 def _scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
@@ -163,7 +159,7 @@ def _some_scaled(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
 def _not_averaged(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """Ranks' own gradients, of which the mean is the reference's."""
     steps = sides.steps_of_ranks(step.candidate)
-    names = [name for name in step.wrong("gradients") if len({str(s.gradients.get(name)) for s in steps}) > 1]
+    names = [name for name in step.wrong("gradients") if len({s.gradients.get(name) for s in steps}) > 1]
     known, expected = [sides.read(s.gradients) for s in steps], sides.read(step.reference.gradients)
     for name in names:
         mean, right = torch.stack([as_double(each[name]) for each in known if name in each]).mean(0), as_double(expected[name])
@@ -175,7 +171,7 @@ def _not_averaged(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
 
 
 def _statistics(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
-    kinds = sides.ranks[0].start.batch_norms
+    kinds = sides.readers.all[0].start.batch_norms
     if kinds and (step.wrong("buffers") or any(each.code == "E035" for each in unlike_ranks(sides))):
         part = "rank" if len(sides.readers.distinct) > 1 else "micro-batch"
         yield problem_of_page("E035", f"the statistics of {kinds[0]} are not synchronized: each {part} is normalized by its own rows")

@@ -7,7 +7,6 @@ limit is the larger of what these runs show and the median of all tensors' limit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from plait.proof.probes import TOLERANCE, Probe
 from plait.proof.rounding import TIMES, Noise, StepResult, distances, limits, rounding, wider
-from plait.scripts.recordings import OptimizerStep, Recording, Stored, unlike
+from plait.scripts.recordings import OptimizerStep, Recording, unlike
 from plait.scripts.rows import Readers
-from plait.scripts.values import loaded
+from plait.scripts.values import StoredTensor, TensorFolder
 
 POINTS = ("after", "gradients", "applied")
 """Where gradients are compared: as backward leaves them (in the first step), before clipping, and as the optimizer gets them."""
@@ -53,18 +52,13 @@ class BothSides:
     reference: Recording
     moved: tuple[Recording, Recording]
     """The reference with weights moved by one rounding, and by many."""
-    tensors: Path
+    tensors: TensorFolder
     float64: bool
-
-    @property
-    def ranks(self) -> tuple[Recording, ...]:
-        """The candidate's."""
-        return self.readers.all
 
     @cached_property
     def compared(self) -> tuple[StepDifference, ...]:
         """The differences of each optimizer's step, in order."""
-        found, recordings = list[StepDifference](), (self.ranks[0], self.reference, *self.moved)
+        found, recordings = list[StepDifference](), (self.readers.all[0], self.reference, *self.moved)
         for rounds in zip(*(each.rounds for each in recordings)):
             sides = [{step.optimizer: step for step in steps} for steps in rounds]
             for optimizer in sorted(set.intersection(*map(set, sides))):
@@ -82,7 +76,7 @@ class BothSides:
 
     def steps_of_ranks(self, step: OptimizerStep) -> list[OptimizerStep]:
         """A step of the candidate on every rank."""
-        return [each for rank in self.ranks for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
+        return [each for rank in self.readers.all for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
 
     def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> list[Probe]:
         candidate, base, small, large = results
@@ -91,17 +85,17 @@ class BothSides:
         far = distances(base, candidate).items()
         return [Probe("", "", off, max(limit[key], least), key[1]) for key, off in far if key[0] == kind]
 
-    def read(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Stored tensors by name. The system reads their numbers from the disk as they are used."""
-        return {name: loaded(each, str(self.tensors)) for name, each in stored.items()}
+    def read(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """Stored tensors by name."""
+        return {name: self.tensors.load(each) for name, each in stored.items()}
 
 
-def _start(recording: Recording, step: OptimizerStep) -> Mapping[str, Stored]:
+def _start(recording: Recording, step: OptimizerStep) -> Mapping[str, StoredTensor]:
     before = [each for each in recording.steps if each.optimizer == step.optimizer and each.step < step.step]
     return before[-1].weights if before else {name: t for name, t in recording.start.weights.items() if name in step.weights}
 
 
-def _grouped(buffers: Mapping[str, Stored]) -> dict[str, Stored]:
+def _grouped(buffers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Buffers as optimizer state is named: those of one name are judged at one scale."""
     return {f"{name.rpartition('.')[0]}|{name.rpartition('.')[2]}": t for name, t in buffers.items()}
 

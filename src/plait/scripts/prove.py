@@ -21,7 +21,7 @@ from plait.scripts.commands import ScriptCommand, Show, run
 from plait.scripts.numbers import BothSides, moved_weights, probe
 from plait.scripts.recordings import Recording
 from plait.scripts.rows import Readers
-from plait.scripts.values import loaded, stored
+from plait.scripts.values import TensorFolder
 
 WITHOUT_EFFECT = "without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
 
@@ -36,22 +36,27 @@ def prove(reference: ScriptCommand, candidate: ScriptCommand, show: Show = lambd
             raise PlaitError(problem_of_page("E006", "it cannot be seen which rows the candidate trained on", why))
         replay = rows.replayed(readers)
         sides = _followed(reference, folder, readers, replay, show)
-        if "rows" in replay and rows.other_rows(readers, sides.reference) is not None:  # a dataset that draws: its rows are given as they are
+        other = rows.other_rows(readers, sides.reference)
+        if "rows" in replay and other is not None:  # a dataset that draws: its rows are given as they are
             sides = _followed(reference, folder, readers, rows.replayed(readers, by_content=True), show)
-        _check_rows(sides)
+            other = rows.other_rows(readers, sides.reference)
+        if other is not None and (replay or not readers.alike):  # ranks that are alike are judged as rows
+            why = "the same indices give other rows: the dataset draws" if replay else "no DataLoader gave them, so they cannot be replayed"
+            raise PlaitError(problem_of_page("E006", f"the reference read other rows in step {other + 1} than the candidate", why))
         return _judged(reference, candidate, sides)
 
 
 def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: dict[str, Any], show: Show) -> BothSides:
     """The reference's three runs on the candidate's rows and weights."""
-    candidate, tensors, commands = readers.all, folder / "tensors", dict[Path, ScriptCommand]()
+    candidate, commands = readers.all, dict[Path, ScriptCommand]()
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
     for times in (0.0, 1.0, TIMES):
         place = folder / f"{''.join(replay)}-{times:.0f}"
         path = folder / f"{place.name}.json"
-        known = {name: loaded(t, str(tensors)) for name, t in weights.items()}
+        tensors = TensorFolder(str(folder / "tensors"), reference.room)
+        known = {name: tensors.load(t) for name, t in weights.items()}
         moved = moved_weights(known, times, candidate[0].steps[-1].formats) if times else {}
-        begins = weights | {name: stored(t, str(tensors), reference.room)[0] for name, t in moved.items()}
+        begins = weights | {name: tensors.store(t) for name, t in moved.items()}
         path.write_text(json.dumps(replay | {"weights": begins}))
         commands[place] = replace(reference, steps=len(candidate[0].rounds), replay=path)
     runs = run(commands, show)
@@ -59,28 +64,20 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
     return BothSides(readers, runs[0][0], (runs[1][0], runs[2][0]), tensors, reference.float64)
 
 
-def _check_rows(sides: BothSides) -> None:
-    """E006: the reference read other rows, which no loader gave or which no loader can give again. Ranks that are alike are judged as rows."""
-    of_loader, other = bool(sides.readers.distinct[0].source), rows.other_rows(sides.readers, sides.reference)
-    if other is not None and (of_loader or not sides.readers.alike):
-        why = "the same indices give other rows: the dataset draws" if of_loader else "no DataLoader gave them, so they cannot be replayed"
-        raise PlaitError(problem_of_page("E006", f"the reference read other rows in step {other + 1} than the candidate", why))
-
-
 def _check(reference: Sequence[Recording], candidate: Recording, float64: bool) -> None:
     """E007, E009, E010: what makes two recordings incomparable."""
     one, processes = reference[0], len(reference)
-    batches = max(map(len, one.used), default=1) if one.source else 1
+    batches = max(map(len, one.used), default=1) if one.sources[0] else 1
     if processes > 1 or batches > 1:
         what = f"the reference trains in {processes} processes" if processes > 1 else f"the reference reads {batches} batches for a step"
         raise PlaitError(problem_of_page("E010", what, "it must be one process without accumulation: what is wrong on both sides is not seen"))
-    mine, other = ({name: each.start.weights[name][2] for name in each.start.trainable} for each in (candidate, one))
+    mine, other = ({name: each.start.weights[name].shape for name in each.start.trainable} for each in (candidate, one))
     if names := [name for name in sorted(mine | other) if mine.get(name) != other.get(name)]:
         shapes = " and ".join(f"{of.get(names[0], 'missing')} in the {side}" for side, of in (("candidate", mine), ("reference", other)))
         why = f"{len(names)} differ; {names[0]} is {shapes}. FSDP1 and hand-made tensor parallelism change parameters"
         raise PlaitError(problem_of_page("E007", "the models have other parameters", why))
     for side, each in (("candidate", candidate), ("reference", one)):
-        narrow = [f"{name} is {kind}" for name, (_, kind, _) in each.start.weights.items() if "float" in kind and kind != "float64"]
+        narrow = [f"{name} is {t.dtype}" for name, t in each.start.weights.items() if "float" in t.dtype and t.dtype != "float64"]
         narrow += [f"it computes in {kind}" for step in each.steps for kind in step.formats if kind != "float64"]
         if float64 and narrow:
             raise PlaitError(problem_of_page("E009", f"the {side} does not compute in float64", narrow[0]))
@@ -98,11 +95,11 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
         _exact("R", "ranks alike, bit for bit", [*causes.unlike_ranks(sides)]),
     )  # fmt: skip
     notes = tuple(_notes(candidate.steps, sides))
-    verdict = Verdict(candidate.words, probes, world=len(sides.ranks), notes=notes, job=reference.words)
+    verdict = Verdict(candidate.words, probes, world=len(sides.readers.all), notes=notes, job=reference.words)
     if verdict.equal:
         return verdict
     cause = causes.cause_of(sides, [*of_rows, *starts, *settings])
-    if cause.code == "E020" and any(step.drew for each in (*sides.ranks, sides.reference) for step in each.steps):
+    if cause.code == "E020" and any(step.drew for each in (*sides.readers.all, sides.reference) for step in each.steps):
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         raise PlaitError(problem_of_page("E008", "the script draws random numbers that the reference cannot draw too", why))
     without_effect = f", {WITHOUT_EFFECT}" * (cause.code in ("E031", "E033") and weights.equal)
@@ -116,7 +113,7 @@ def _exact(code: str, title: str, wrong: Sequence[Problem], of: str = "") -> Pro
 
 
 def _notes(steps: int, sides: BothSides) -> list[str]:
-    found, made = rows.notes(sides.readers, sides.reference), len(sides.ranks[0].rounds)
+    found, made = rows.notes(sides.readers, sides.reference), len(sides.readers.all[0].rounds)
     if made < steps:
         found.append(f"{made} of {steps} steps were compared: the candidate made no more, or its tensors take more room")
     if len(sides.compared) and sides.compared[-1].number < made:

@@ -5,7 +5,7 @@ one JSON line per event: its rank and first weights, each batch, each step, the 
 each, under their hash. A recorder watches (`watch`: nothing of the script changes) or prepares a comparison: dropout is off, passes end
 after some steps, the process ends after the last step to compare. With `replay` it starts with recorded weights and reads recorded rows.
 
-Torch's private names stand in `seams`: a torch without one is never followed by guess.
+Torch's private names stand in `install`: a torch without one is never followed by guess.
 """
 
 import atexit
@@ -17,7 +17,8 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .values import Reference, filled, full, generators, hashes, is_split, labels, loaded, name_of, stored, tree
+from .values import StoredTensor, TensorFolder, filled, full, generators, hashes, is_split, labels, name_of, tree
 
 EPOCH_STEPS = 3
 """Steps after which an epoch ends, so that a few steps show two epochs."""
@@ -38,18 +39,12 @@ DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "d
 Event = dict[str, Any]
 
 
-def seams() -> tuple[Any, ...]:
-    """The private names: DataLoader and its iterator's class, the getter of a loader's indices, the kind of streams. AttributeError."""
-    data = torch.utils.data.dataloader
-    return data.DataLoader, data._BaseDataLoaderIter, data.DataLoader._index_sampler.fget, data._DatasetKind.Iterable
-
-
 class Pass:
     """One pass of a loader: the script's own batches as indices, how many were read, and what the sampler has not drawn yet."""
 
-    def __init__(self, loader: "RecordedLoader", own: Iterable[object] = ()):
+    def __init__(self, loader: "RecordedLoader"):
         self.loader, self.source = loader, f"{loader.number} {len(loader.passes)}"
-        self.order, self.rest, self.read, self.size, self.is_complete = list[list[Any]](), iter(own), 0, 0, False
+        self.order, self.rest, self.read, self.size, self.is_complete = list[list[Any]](), iter(loader.own), 0, 0, False
         loader.passes.append(self)
 
     def draw(self) -> Iterator[Any]:
@@ -61,20 +56,17 @@ class Pass:
 
     def draw_rest(self) -> None:
         """Draw the rest of the order, of which nothing is loaded. A sampler may be endless."""
-        left = MOST_INDICES
+        drawn = 0
         for _ in self.draw():
-            left -= len(self.order[-1])
-            if left <= 0:
+            if (drawn := drawn + len(self.order[-1])) >= MOST_INDICES:
                 return
 
     def recorded(self, rows: list[list[Any]]) -> Iterator[Any]:
-        """The recorded rows of each step, in batches of the script's own size."""
+        """The recorded rows of each step, as one batch, or one by one if the script's own loader does not batch."""
         single = [not isinstance(batch, (list, tuple)) for batch in itertools.islice(self.draw(), 1)] == [True]
         self.draw_rest()
-        size = max(map(len, self.order), default=1)
         for step in rows:
-            for start in range(0, len(step), size):
-                yield step[start] if single else step[start : start + size]
+            yield from step if single else [step]
 
 
 class RecordedLoader:
@@ -88,17 +80,12 @@ class RecordedLoader:
         self.own: Collection[object] = ()
         self.passes, self.trains = list[Pass](), False
 
-    def drawing(self, own: Collection[object]) -> "RecordedLoader":
-        """This, for a sampler of the script."""
-        self.own = own
-        return self
-
     def __len__(self) -> int:
         return len(self.own)
 
     def __iter__(self) -> Iterator[Any]:
         self.passes = [each for each in self.passes if each.order]  # a loader with workers begins twice
-        began = Pass(self, self.own)
+        began = Pass(self)
         rows = self.rows.get(began.source)
         return began.draw() if rows is None else began.recorded(rows)
 
@@ -107,19 +94,16 @@ class ScriptRecorder:
     """The state of the recording in this process."""
 
     def __init__(self, settings: Event):
-        self.settings, self.room = settings, int(settings["room"])
+        self.settings, self.tensors = settings, TensorFolder(settings["tensors"], settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
-        self.replay = Event()
-        if settings["replay"]:
-            with open(settings["replay"], encoding="utf-8") as file:
-                self.replay = json.load(file)
+        self.replay: Event = json.loads(Path(settings["replay"]).read_text("utf-8")) if settings["replay"] else {}
         self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), list[int]()
+        self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), dict[int, int]()
         self.read: Pass | None = None
         """The pass of the last batch. Then: steps that have not ended, steps of the first optimizer, batches read until each of them."""
         self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
-        self.after, self.before, self.step = dict[str, Reference](), dict[int, Reference](), Event()
+        self.after, self.before, self.step = dict[str, StoredTensor](), dict[int, StoredTensor](), Event()
         self.formats = set[str]()
         """Number formats of weights, of FSDP and of autocast so far."""
         self.drew, self.generators, self.first_hook = False, "", list[Any]()
@@ -128,11 +112,6 @@ class ScriptRecorder:
         """Write an event."""
         print(json.dumps({"is": what, **values}, default=str), file=self.file, flush=True)
 
-    def store(self, t: Tensor) -> Reference:
-        """Store a tensor."""
-        reference, self.room = stored(t, self.settings["tensors"], self.room)
-        return reference
-
     def modules(self) -> list[nn.Module]:
         """The outermost modules with parameters, in the order in which they were made."""
         every = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
@@ -140,7 +119,7 @@ class ScriptRecorder:
         tops = [m for m in every if id(m) not in inner and next(m.parameters(), None) is not None]
         return sorted(tops, key=lambda m: (min((self.born.get(child, 1 << 60) for child in m.modules()), default=0), -sum(1 for _ in m.parameters())))
 
-    def tensors(self) -> dict[str, Tensor]:
+    def named(self) -> dict[str, Tensor]:
         """Parameters and buffers by name: of the first model as they are, of others with m1., m2. in front. Keeps the names by id."""
         self.names, found, number = {}, dict[str, Tensor](), 0
         for top in self.modules():
@@ -154,7 +133,7 @@ class ScriptRecorder:
     def name(self, p: Tensor) -> str:
         """The name of a parameter; `?` of one that no module has."""
         if id(p) not in self.names:
-            self.tensors()
+            self.named()
         return self.names.setdefault(id(p), "?")
 
     def first(self, module: nn.Module, arguments: object) -> None:
@@ -162,16 +141,16 @@ class ScriptRecorder:
         if not (torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters())):
             return
         self.first_hook.pop().remove()
-        tensors = self.tensors()
+        tensors = self.named()
         with torch.no_grad():
-            for name, reference in self.replay.get("weights", {}).items():
-                if name in tensors and list(tensors[name].shape) == reference[2]:
-                    target, value = tensors[name], loaded(reference, self.settings["tensors"])
+            for name, each in self.replay.get("weights", {}).items():
+                if name in tensors and [*tensors[name].shape] == each[2]:
+                    target, value = tensors[name], self.tensors.load(StoredTensor(*each))
                     if is_split(target):
                         value = sys.modules["torch.distributed.tensor"].distribute_tensor(value, target.device_mesh, target.placements)
                     target.copy_(value)
-            weights = {name: self.store(t) for name, t in tensors.items()}
-        every = [each for top in self.modules() for each in top.modules()]
+            weights = {name: self.tensors.store(t) for name, t in tensors.items()}
+        kinds = {type(each).__name__ for top in self.modules() for each in top.modules()}
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
         policies = [vars(each) for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]  # of FSDP
@@ -180,22 +159,30 @@ class ScriptRecorder:
         self.event(
             "start", rank=rank, world=world, weights=weights, group=sorted(self.group(rank)),
             trainable=[name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad],
-            batch_norms=sorted({type(each).__name__ for each in every if "BatchNorm" in type(each).__name__}),
+            batch_norms=sorted(kind for kind in kinds if "BatchNorm" in kind),
         )  # fmt: skip
-        if self.read is None:  # rows that come from no loader are seen where the model gets them
-            self.inputs(arguments)
-            module.register_forward_pre_hook(lambda _, args, kwargs: self.inputs((args, kwargs)), with_kwargs=True)
+        if self.read is None:
+            self.follow_inputs(module, arguments)
+
+    def follow_inputs(self, module: nn.Module, arguments: object) -> None:
+        """Rows that come from no loader are seen where the model gets them. In its first call keywords are known only after it."""
+        began = generators()
+
+        def called(_: nn.Module, __: object, keywords: Event, ___: object) -> None:
+            first_call.remove()
+            self.inputs((arguments, keywords))
+            self.generators = began
+
+        first_call = module.register_forward_hook(called, with_kwargs=True)
+        module.register_forward_pre_hook(lambda _, given, keywords: self.inputs((given, keywords)), with_kwargs=True, prepend=True)
 
     def group(self, rank: int) -> set[int]:
         """Ranks that read the same rows as this one because they have parts of the same layers (tensor parallelism), by placements alone."""
         sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        under, meshes = set[int](), dict[str, list[Any]]()
-        for top in self.modules():
-            under |= {id(p) for module in top.modules() if sharded and isinstance(module, sharded) for p in module.parameters()}
-            for p in top.parameters():
-                if is_split(p):
-                    meshes.setdefault(str(p.device_mesh.mesh.tolist()), []).append(p)
-        found = {rank}
+        tops, meshes, found = self.modules(), dict[str, list[Any]](), {rank}
+        under = {id(p) for top in tops for module in top.modules() if isinstance(module, sharded) for p in module.parameters()}
+        for p in (p for top in tops for p in top.parameters() if is_split(p)):
+            meshes.setdefault(str(p.device_mesh.mesh.tolist()), []).append(p)
         for parameters in meshes.values():
             mesh = parameters[0].device_mesh
             of_data = {d for d in range(mesh.ndim) if not any(p.placements[d].is_shard() for p in parameters)}
@@ -206,9 +193,11 @@ class ScriptRecorder:
                 found |= set(mesh.mesh[tuple(here[d] if d in of_data else slice(None) for d in range(mesh.ndim))].flatten().tolist())
         return found
 
-    def loader(self, loader: object) -> RecordedLoader:
-        """What is known of a loader."""
-        return self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader, self.replay.get("rows", {})))
+    def loader(self, loader: object, own: Collection[object] = ()) -> RecordedLoader:
+        """What is known of a loader. `own`: what its own sampler draws."""
+        known = self.loaders.setdefault(id(loader), RecordedLoader(len(self.loaders), loader, self.replay.get("rows", {})))
+        known.own = own
+        return known
 
     def next(self, iterator: "_BaseDataLoaderIter", fetch: Callable[[Any], Any]) -> object:
         """The next batch of a loader, written down; ends the pass where enough of it was read."""
@@ -228,7 +217,7 @@ class ScriptRecorder:
         batch = fetch(iterator)
         now.size = now.size or len(hashes(batch))
         if contents is not None:
-            rows = {name: [loaded(each, self.settings["tensors"]) for each in parts] for name, parts in contents[now.read].items()}
+            rows = {name: [self.tensors.load(StoredTensor(*each)) for each in parts] for name, parts in contents[now.read].items()}
             batch = filled(batch, {name: torch.cat(parts) for name, parts in rows.items()})
         if self.settings["float64"]:
             batch = filled(batch, {name: t.double() for name, t in tree(batch) if t.is_floating_point()})
@@ -245,7 +234,7 @@ class ScriptRecorder:
     def batch(self, batch: object, source: str = "", indices: list[Any] | None = None) -> None:
         """Write a batch down; `indices`: what the script's own sampler drew for it."""
         leaves = dict(tree(batch))
-        kept = {} if self.replay else {name: self.store(t) for name, t in leaves.items()}
+        kept = {} if self.replay else {name: self.tensors.store(t) for name, t in leaves.items()}
         known = indices if indices is not None and all(isinstance(i, (int, str)) for i in indices) else None
         shapes = [list(t.shape[1:]) for t in leaves.values()]
         self.event("batch", source=source, rows=hashes(batch), indices=known, labels=labels(leaves), stored=kept, shapes=shapes)
@@ -259,20 +248,13 @@ class ScriptRecorder:
         self.drew = self.drew or self.generators not in ("", generators())
         own(tensors, *given, **keywords)
         if self.round == 0:
-            self.after = {self.name(p): self.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
+            self.after = {self.name(p): self.tensors.store(p.grad) for top in self.modules() for p in top.parameters() if p.grad is not None}
 
     def clip(self, own: Callable[..., Any], parameters: Tensor | Iterable[Tensor], *given: Any, **keywords: Any) -> Any:
         """Gradients as they are before they are clipped."""
         parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        self.before = {id(p): self.store(p.grad) for p in parameters if p.grad is not None}
+        self.before = {id(p): self.tensors.store(p.grad) for p in parameters if p.grad is not None}
         return own(parameters, *given, **keywords)
-
-    def enter_autocast(self, own: Callable[[torch.autocast], Any], context: torch.autocast) -> Any:
-        """The number format of autocast."""
-        entered, kind = own(context), str(context.device)
-        if torch.is_autocast_enabled(kind):
-            self.formats.add(name_of(torch.get_autocast_dtype(kind)))
-        return entered
 
     def before_step(self, optimizer: Optimizer, given: tuple[Any, ...], keywords: Event) -> Any:
         """Before a step; with a closure, in which gradients are made, after that."""
@@ -293,20 +275,18 @@ class ScriptRecorder:
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Gradients as an optimizer is about to apply them."""
-        if id(optimizer) not in self.optimizers:
-            self.optimizers.append(id(optimizer))
-        number = self.optimizers.index(id(optimizer))
+        number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
         self.round, self.stepped = (self.round + 1, {0}) if number == 0 else (self.round, self.stepped | {number})
         groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-        with_gradient = [p for _, p in groups if p.grad is not None]
+        applied = {p: self.tensors.store(p.grad) for _, p in groups if p.grad is not None}
         self.step = {
             "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "formats": sorted(self.formats),
             "lr": {self.name(p): float(group.get("lr") or 0) for group, p in groups},
             "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
             "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
             "source": self.read.source if self.read else "",
-            "before": {self.name(p): self.before[id(p)] for p in with_gradient if id(p) in self.before},
-            "applied": {self.name(p): self.store(p.grad) for p in with_gradient},
+            "gradients": {self.name(p): self.before.get(id(p), t) for p, t in applied.items()},
+            "applied": {self.name(p): t for p, t in applied.items()},
         }  # fmt: skip
         self.losses, self.after, self.before = [], {}, {}
 
@@ -317,9 +297,9 @@ class ScriptRecorder:
             return
         if self.step["optimizer"] == 0:
             self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
-        weights = {self.name(p): self.store(p) for group in optimizer.param_groups for p in group["params"]}
-        buffers = {name: self.store(t) for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
-        is_full = self.room < 0
+        weights = {self.name(p): self.tensors.store(p) for group in optimizer.param_groups for p in group["params"]}
+        buffers = {name: self.tensors.store(t) for name, t in self.named().items() if not isinstance(t, nn.Parameter)}
+        is_full = self.tensors.room < 0
         self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
         if not self.settings["watch"] and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
             self.finish()
@@ -338,28 +318,25 @@ class ScriptRecorder:
 
 
 def own_name(name: str) -> str:
-    """The name of a parameter or buffer, in which wrappers do not show.
-
-    >>> own_name("module._orig_mod.layers._checkpoint_wrapped_module.module.weight")
-    'layers.module.weight'
-    """
+    """The name of a parameter or buffer without wrappers': `module._orig_mod.head.module.bias` is `head.module.bias`."""
     parts = [part for part in name.split(".") if part not in INNER]
     return ".".join(itertools.dropwhile(lambda part: part in OUTER, parts))
 
 
 def install(settings: Event) -> None:
     """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
+    data, steps = cast(Any, torch.utils.data.dataloader), sys.modules["torch.optim.optimizer"]
+    modules, clips = nn.modules.module, nn.utils.clip_grad
     try:
-        loader, iterator, indices, stream = seams()
-        steps, modules, fetch, clips = sys.modules["torch.optim.optimizer"], nn.modules.module, iterator.__next__, nn.utils.clip_grad
-        recorder, enter = ScriptRecorder(settings), torch.autocast.__enter__
+        loader, iterator, stream = data.DataLoader, data._BaseDataLoaderIter, data._DatasetKind.Iterable
+        indices, fetch, enter = loader._index_sampler.fget, iterator.__next__, torch.autocast.__enter__
+        recorder = ScriptRecorder(settings)
         steps.register_optimizer_step_pre_hook(recorder.before_step)
         steps.register_optimizer_step_post_hook(recorder.after_step)
         modules.register_module_parameter_registration_hook(lambda module, *_: (recorder.born.setdefault(module, len(recorder.born)), None)[1])
         recorder.first_hook.append(modules.register_module_forward_pre_hook(recorder.first))
-    except (AttributeError, KeyError) as error:
-        with open(os.path.join(settings["out"], "unsupported"), "w", encoding="utf-8") as file:
-            file.write(f"torch {torch.__version__}: {error}")
+    except AttributeError as error:
+        Path(settings["out"], "unsupported").write_text(f"torch {torch.__version__}: {error}", "utf-8")
         return
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -368,10 +345,13 @@ def install(settings: Event) -> None:
                 setattr(place, name, functools.partial(recorder.clip, clip))
 
     def entered(self: torch.autocast) -> Any:
-        return recorder.enter_autocast(enter, self)
+        value = enter(self)
+        if torch.is_autocast_enabled(self.device):
+            recorder.formats.add(name_of(torch.get_autocast_dtype(self.device)))
+        return value
 
     torch.autocast.__enter__ = entered
-    own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self).drawing(indices(self))  # noqa: E731
+    own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self, indices(self))  # noqa: E731
     loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
     if not settings["watch"]:
         without_dropout()
@@ -382,10 +362,11 @@ def install(settings: Event) -> None:
 
 def without_dropout() -> None:
     """Dropout gives its input: ranks cannot draw the masks of one process."""
-    functional = nn.functional
-    found = [(place, name, lambda input, *_, **__: input) for place, name in itertools.product((functional, torch), DROPOUTS) if hasattr(place, name)]
-    for place, name, new in (*found, (nn.RNNBase, "dropout", property(lambda _: 0.0, lambda *_: None))):
-        setattr(place, name, new)
+    functional, recurrent = nn.functional, cast(Any, nn.RNNBase)
+    for place, name in itertools.product((functional, torch), DROPOUTS):
+        if hasattr(place, name):
+            setattr(place, name, lambda input, *_, **__: input)
+    recurrent.dropout = property(lambda _: 0.0, lambda *_: None)
     attention = functional.scaled_dot_product_attention
 
     def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:
@@ -402,10 +383,9 @@ def in_float64() -> None:
 
     class InFloat64(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Event | None = None) -> Any:
-            given = {name: wide(value) for name, value in (kwargs or {}).items()}
             if func in casts:
                 return torch.Tensor.double(args[0])
-            return func(*map(wide, args), **given)
+            return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
     torch.set_default_dtype(torch.float64)
     InFloat64().__enter__()

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-Stored = list[Any]
-"""A stored tensor: its hash, dtype and shape."""
+from plait.scripts.values import StoredTensor
 
 
 class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
@@ -19,7 +18,7 @@ class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
 
     rank: int
     world: int
-    weights: dict[str, Stored]
+    weights: dict[str, StoredTensor]
     trainable: list[str]
     batch_norms: list[str]
     group: list[int]
@@ -32,12 +31,15 @@ class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
     rows: list[str]
     indices: list[int | str] | None
     labels: list[int] | None
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     shapes: list[list[int]]
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
-    """A step of an optimizer; `step` counts those of the first one, `drew` says that random numbers were drawn between batch and loss."""
+    """A step of an optimizer; `step` counts those of the first one, `drew` says that random numbers were drawn between batch and loss.
+
+    `after`: gradients as backward leaves them, in the first step; `gradients`: before clipping, as far as it was seen.
+    """
 
     step: int
     optimizer: int
@@ -49,17 +51,12 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     losses: list[float]
     source: str
     drew: bool
-    after: dict[str, Stored]
-    before: dict[str, Stored]
-    applied: dict[str, Stored]
-    weights: dict[str, Stored]
-    buffers: dict[str, Stored]
+    after: dict[str, StoredTensor]
+    gradients: dict[str, StoredTensor]
+    applied: dict[str, StoredTensor]
+    weights: dict[str, StoredTensor]
+    buffers: dict[str, StoredTensor]
     complete: bool
-
-    @property
-    def gradients(self) -> dict[str, Stored]:
-        """Before clipping, as far as it was seen."""
-        return {**self.applied, **self.before}
 
 
 class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
@@ -83,11 +80,6 @@ class Recording:
     steps: tuple[OptimizerStep, ...]
     orders: Mapping[str, PassOrder]
 
-    @property
-    def source(self) -> str:
-        """What the first step read from."""
-        return self.steps[0].source
-
     @cached_property
     def rounds(self) -> tuple[tuple[OptimizerStep, ...], ...]:
         """The steps of all optimizers, by those of the first."""
@@ -97,29 +89,26 @@ class Recording:
         return tuple(tuple(steps) for _, steps in sorted(found.items()))
 
     @cached_property
-    def by_source(self) -> dict[str, list[tuple[OptimizerStep, ...]]]:
-        """The rounds that read from each pass."""
-        found = defaultdict[str, list[tuple[OptimizerStep, ...]]](list)
-        for steps in self.rounds:
-            found[steps[0].source].append(steps)
-        return found
+    def sources(self) -> tuple[str, ...]:
+        """The passes that rounds read from, in order."""
+        return tuple(dict.fromkeys(steps[0].source for steps in self.rounds))
 
     @cached_property
     def used(self) -> tuple[tuple[ReadBatch, ...], ...]:
         """The batches of each round. Those of a pass belong to its rounds in order: as many as losses were differentiated, else equally many."""
         found = list[tuple[ReadBatch, ...]]()
-        for source, rounds in self.by_source.items():
+        for source in self.sources:
             read = [batch for batch in self.batches if batch.source == source]
-            counts = [sum(len(step.losses) for step in steps) for steps in rounds]
-            if sum(counts) > len(read) or (len(rounds) > 1 and len(read) >= 2 * sum(counts)):
-                counts = [len(read) // len(rounds)] * len(rounds)
+            counts = [sum(len(step.losses) for step in steps) for steps in self.rounds if steps[0].source == source]
+            if sum(counts) > len(read) or (len(counts) > 1 and len(read) >= 2 * sum(counts)):
+                counts = [len(read) // len(counts)] * len(counts)
             found += [tuple(read[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
         return tuple(found)
 
     @cached_property
     def passes(self) -> tuple[list[Any], ...]:
         """All indices of each pass that steps read from, as the script's own sampler drew them."""
-        orders = (self.orders.get(source) for source in self.by_source)
+        orders = (self.orders.get(source) for source in self.sources)
         return tuple([i for batch in order.order for i in batch] for order in orders if order and order.order and order.complete)
 
 
@@ -141,6 +130,6 @@ def _recording(path: Path) -> Recording | None:
     return Recording(starts[0], batches, steps, orders) if starts and steps else None
 
 
-def unlike(first: Mapping[str, Stored], other: Mapping[str, Stored]) -> list[str]:
+def unlike(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> list[str]:
     """The names in both of tensors that are not the same, bit for bit."""
     return [name for name, t in first.items() if other.get(name, t) != t]

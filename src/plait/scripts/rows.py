@@ -4,14 +4,16 @@ The reference reads the candidate's rows, so that numbers can be compared; that 
 themselves: against the order that the reference's own sampler drew, and against the size of its own batches.
 """
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem, problem_of_page
-from plait.scripts.recordings import ReadBatch, Recording
+from plait.scripts.recordings import ReadBatch, Recording, unlike
+from plait.tensors.norm import several
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Readers:
     @staticmethod
     def of(ranks: tuple[Recording, ...]) -> "Readers":
         reading = [each for each in ranks if any(each.used)]
-        reading = [each for each in reading if each.source] or reading  # some frameworks read on one rank, and send
+        reading = [each for each in reading if each.sources[0]] or reading  # some frameworks read on one rank, and send
         rows = [[batch.rows for batches in each.used for batch in batches] for each in reading]
         groups = [(*each.start.group,) if each.start.world > 1 else (each.start.rank, i) for i, each in enumerate(reading)]
         firsts = [groups.index(group) for group in groups]
@@ -40,10 +42,8 @@ class Readers:
     @cached_property
     def steps(self) -> list[list[ReadBatch]]:
         """The batches of each step: micro-batch after micro-batch, of each reader."""
-        found = []
-        for parts in zip(*(each.used for each in self.distinct)):
-            found.append([part[m] for m in range(max(map(len, parts))) for part in parts if m < len(part)])
-        return found
+        rounds = zip(*(each.used for each in self.distinct))
+        return [[batch for micros in itertools.zip_longest(*parts) for batch in micros if batch is not None] for parts in rounds]
 
     def hashes(self, k: int) -> list[str]:
         """The rows of step k, from 0."""
@@ -52,50 +52,45 @@ class Readers:
 
 def replayed(readers: Readers, by_content: bool = False) -> dict[str, Any]:
     """What the reference reads: indices where loaders have them, else the stored rows; nothing where no loader read any. E006."""
-    if not readers.distinct[0].source:
+    if not readers.distinct[0].sources[0]:
         return {}
-    rows, contents = dict[str, list[list[Any]]](), dict[str, list[dict[str, list[Any]]]]()
-    steps = [batches for batches in readers.steps if batches]
-    for batches in steps:
-        rows.setdefault(batches[0].source, []).append([i for batch in batches for i in batch.indices or ()])
-        parts = {name: [batch.stored[name] for batch in batches] for name in batches[0].stored}
-        contents.setdefault(batches[0].source, []).append(parts)
-    if not by_content and all(batch.indices is not None for batches in steps for batch in batches):
-        return {"rows": rows}
-    shapes = {str(batch.shapes) for batches in steps for batch in batches}
-    if len(shapes) > 1 or not any(contents.values()):
-        why = f"batches have rows of {len(shapes)} shapes" if len(shapes) > 1 else "batches hold no tensors with rows"
+    steps, found = [batches for batches in readers.steps if batches], defaultdict[str, list[Any]](list)
+    every = [batch for batches in steps for batch in batches]
+    if not by_content and all(batch.indices is not None for batch in every):
+        for batches in steps:
+            found[batches[0].source].append([i for batch in batches for i in batch.indices or ()])
+        return {"rows": found}
+    kinds = {str([*zip(batch.stored, batch.shapes)]) for batch in every}
+    if len(kinds) > 1 or not every[0].stored:
+        why = f"batches have rows of {len(kinds)} kinds: {several(sorted(kinds))}" if len(kinds) > 1 else "batches hold no tensors with rows"
         raise PlaitError(problem_of_page("E006", "the candidate's rows cannot be given to the reference", why))
-    return {"contents": contents}
+    for batches in steps:
+        found[batches[0].source].append({name: [batch.stored[name] for batch in batches] for name in batches[0].stored})
+    return {"contents": found}
 
 
 def faults(readers: Readers, reference: Recording) -> Iterator[Problem]:
     """What is wrong with the rows."""
-    ranks, read, own = len(readers.all), len(readers.hashes(0)), own_batch(reference)
+    ranks, read, order = len(readers.all), len(readers.hashes(0)), reference.orders.get(reference.sources[0])
+    own = order.own if order else sum(len(batch.rows) for batch in reference.used[0][:1])  # as its loader gives them, or as its model gets them
+    share = not readers.alike and not any(unlike(readers.all[0].steps[-1].weights, each.steps[-1].weights) for each in readers.all)
+    if ranks > 1 and all(each.start.world == 1 for each in readers.all) and not share:  # some sum gradients without torch.distributed
+        yield problem_of_page("E021", f"{ranks} processes trained, and none joined the others")
     if own and read != own:
-        unlike = f"a step reads {read} different rows, the reference's own batch has {own}"
+        sizes = f"a step reads {read} different rows, the reference's own batch has {own}"
         if readers.alike:
-            yield problem_of_page("E022", f"all {ranks} ranks read the same rows: {unlike}")
-        yield problem_of_page("E021", f"one process ran: {unlike}") if ranks == 1 else problem_of_page("E025", unlike)
+            yield problem_of_page("E022", f"all {ranks} ranks read the same rows: {sizes}")
+        yield problem_of_page("E021", f"one process ran: {sizes}") if ranks == 1 else problem_of_page("E025", sizes)
     if readers.unlike:
         yield problem_of_page("E036", f"rank {readers.unlike[0]} reads other rows than the ranks that share its layers by tensor parallelism")
-    mine, theirs = readers.distinct[0].passes, reference.passes
-    if min(len(mine), len(theirs)) > 1 and _repeats(mine) and not _repeats(theirs):
+    mine, theirs = (each.passes[:2] for each in (readers.distinct[0], reference))
+    repeats = [all(a == b for a, b in zip(*passes)) for passes in (mine, theirs) if len(passes) > 1]
+    if repeats == [True, False]:
         yield problem_of_page("E023", "epoch 2 reads rows in the order of epoch 1, while the reference's order changes")
     surplus = surplus_rows(readers, reference)
     twice, never = (+surplus).total(), (-surplus).total()
     if max(twice, never) >= max(read, 1) and not readers.alike:  # fewer fill the last batch, or are left out of it
         yield problem_of_page("E024", f"in epoch 1 the ranks read {twice} rows twice and {never} never")
-
-
-def own_batch(reference: Recording) -> int:
-    """The rows of a step as the reference's own loader gives them, or as its model gets them."""
-    order = reference.orders.get(reference.source)
-    return order.own if order else sum(len(batch.rows) for batch in reference.used[0][:1])
-
-
-def _repeats(passes: tuple[list[Any], ...]) -> bool:
-    return passes[0][: len(passes[1])] == passes[1][: len(passes[0])]
 
 
 def surplus_rows(readers: Readers, reference: Recording) -> Counter[str]:

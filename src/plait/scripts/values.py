@@ -9,7 +9,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,23 +18,40 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Reference = list[Any]
-"""A stored tensor: its hash, dtype and shape."""
+class StoredTensor(NamedTuple):
+    """A tensor in a folder of tensors. `name`: of its file, a hash of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
-def stored(t: Tensor, folder: str, room: int) -> tuple[Reference, int]:
-    """Store a tensor under its hash, if there is room; its reference, and the room left. A collective where it is in parts."""
-    t = full(t)
-    t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
-    data = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
-    path = os.path.join(folder, hashlib.blake2b(data, digest_size=16).hexdigest())
-    if not os.path.exists(path):
-        room -= len(data)
-        if room >= 0:
-            with open(f"{path}.{os.getpid()}", "wb") as file:
-                file.write(data)
-            os.replace(file.name, path)
-    return [os.path.basename(path), name_of(t.dtype), list(t.shape)], room
+@dataclass
+class TensorFolder:
+    """A folder of tensors, each once, under its hash. `room`: bytes that may still be written; below 0, tensors were left out."""
+
+    path: str
+    room: int
+
+    def store(self, t: Tensor) -> StoredTensor:
+        """Write a tensor, if it is new and there is room. A collective if it lies in parts on several ranks."""
+        t = full(t)
+        t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
+        data = t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b""
+        name = hashlib.blake2b(data, digest_size=16).hexdigest()
+        path = os.path.join(self.path, name)
+        if not os.path.exists(path):
+            self.room -= len(data)
+            if self.room >= 0:
+                with open(f"{path}.{os.getpid()}", "wb") as file:
+                    file.write(data)
+                os.replace(file.name, path)
+        return StoredTensor(name, name_of(t.dtype), (*t.shape,))
+
+    def load(self, stored: StoredTensor) -> Tensor:
+        """A stored tensor. The system reads its numbers from the disk as they are used."""
+        path, dtype = os.path.join(self.path, stored.name), getattr(torch, stored.dtype)
+        return torch.from_file(path, size=math.prod(stored.shape), dtype=dtype).reshape(stored.shape)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -50,12 +68,6 @@ def full(t: Tensor) -> Tensor:
     """A tensor that may be in parts."""
     t = t.detach()
     return t.full_tensor() if is_split(t) else t
-
-
-def loaded(reference: Reference, folder: str) -> Tensor:
-    """A stored tensor, of which the system reads the file as its numbers are used."""
-    name, dtype, shape = reference
-    return torch.from_file(os.path.join(folder, name), size=math.prod(shape), dtype=getattr(torch, dtype)).reshape(shape)
 
 
 def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
