@@ -24,7 +24,6 @@ from torch.utils.data import dataloader as data_loader
 
 from plait.launch.fork import run
 from plait.randomness.distributions import mask_op
-from plait.scripts.recorder import seams
 from plait.tensors import torch_private
 from plait.tensors.fake import FAKE_FAILURES, Unknowns, is_unknown
 from plait.tensors.modules import convert, materialise
@@ -494,10 +493,9 @@ def test_a_write_in_place_moves_the_version() -> None:
 @contract("torch.utils.data.dataloader._BaseDataLoaderIter", "…._BaseDataLoaderIter", "…._DatasetKind", "…._dataset_kind")
 def test_a_loader_reads_indices_from_its_sampler_and_rows_from_one_iterator() -> None:
     """What `plait prove` replaces in a script's process: the getter of the indices, and the step of every iterator."""
-    loader_class, iterator_class, indices_of, stream = seams()
+    iterator_class, stream = data_loader._BaseDataLoaderIter, data_loader._DatasetKind.Iterable
     rows, streamed = DataLoader(TensorDataset(torch.arange(6)), batch_size=2), DataLoader(_Stream(), batch_size=2)
-    assert loader_class is DataLoader and iterator_class is data_loader._BaseDataLoaderIter
-    assert list(indices_of(rows)) == [[0, 1], [2, 3], [4, 5]]
+    assert list(DataLoader._index_sampler.fget(rows)) == [[0, 1], [2, 3], [4, 5]]
     assert rows._dataset_kind != stream and streamed._dataset_kind == stream
     for loader in (rows, streamed):
         iterator = iter(loader)
