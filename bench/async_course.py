@@ -16,6 +16,7 @@ from virtual_clock import Wire
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
+from plait.data.sampling import Sampling
 from plait.engine.server.dealing import Clocks, Dealer, Ticket
 from plait.engine.server.group import Doors, ServerSetting, ServerUpdate, Trainer, UsedGradient
 from plait.engine.server.state import Server
@@ -37,9 +38,8 @@ class Play:
             Server(setting, Place(groups, groups + 1), self.doors),
             Trainer(setting, Place(0, groups + 1)),
         )
-        self.dealer = Dealer(
-            Clocks(len(self.trainer.engine.rank_model.setup.data), job.batch, job.seed, groups), setting.rules, job.steps
-        )
+        sampling = Sampling.of(job, len(self.trainer.engine.rank_model.setup.data))
+        self.dealer = Dealer(Clocks(sampling, groups), setting.rules, job.steps)
         self.size = sum(p.nbytes for p in self.server.engine.rank_model.params.values())
         self.out = self.into = 0.0
         """When the server's link is free again, each way."""

@@ -9,6 +9,7 @@ files that pages show.
     python docs/generate.py planner     the tables of planner.md: see judged.py
     python docs/generate.py unseen      its table of runs that the constants have not seen, which takes long
     python docs/generate.py layouts     its table of production layouts
+    python docs/generate.py pages       the pictures of reports: see pictures.py
 
 Every technique is explained where it is implemented, at the top of its file. To change docs/techniques.md, change that.
 """
@@ -192,6 +193,10 @@ def main() -> None:
         import matrix
 
         return matrix.main(wanted[1:])
+    if wanted[0] == "pages":
+        import pictures
+
+        return pictures.main()
     if wanted[0] == "planner":
         import judged
 

@@ -3,13 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import jobs
 import pytest
+from torch import Tensor
+
+import plait
+from plait.config.plan import Plan
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
+import async_course  # noqa: E402
 from virtual_clock import Recorded, Wire, replay  # noqa: E402
 
 BYTES = 1000
@@ -42,6 +49,22 @@ def test_a_yardstick_and_repeated_steps() -> None:
     slow = Recorded([[[2.0, begin(0), ["wait", 0]]], [[2.0, begin(0), ["wait", 0]]]], [[2.0], [4.0]])
     assert replay(slow.in_yardsticks(1.0), Wire(1000.0, 0.1), (1.0, 1.0)).ends == pytest.approx([2.2])
     assert replay(slow.repeated(3), Wire(1000.0, 0.1), (1.0, 1.0)).ends == pytest.approx([3.2, 6.4, 9.6])
+
+
+def test_a_server_on_the_clock_of_a_link() -> None:
+    """Two groups and a server: each clock sends the weights and a gradient, and a slower link ends later."""
+    job = replace(jobs.mlp(0.0), steps=6, evaluate=plait.Evaluate(data=jobs.Numbers, metrics=metrics, every=2))
+    plan = Plan.parse("sync=async replica_groups=2 staleness=1")
+    (losses, ends, sent), (_, later, _) = (
+        async_course.play(job, plan, (Wire(rate, 0.01), (1.0, 1.0), 0.1), (-1.0, 2), lambda clock: None) for rate in (1e6, 1e3)
+    )
+    assert len(ends) == 6 and [clock for clock, _ in losses] == [0, 2, 4, 6] and losses[-1][1] < losses[0][1]
+    size = 4 * sum(p.numel() for p in job.model().parameters())
+    assert sent == pytest.approx(2 * size) and later[-1] > ends[-1]
+
+
+def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    return {"loss": (output - target).square().mean(1)}
 
 
 @pytest.mark.slow

@@ -1,0 +1,39 @@
+"""The pictures of pages of `plait report`: `python docs/generate.py pages`. It trains the example under four plans, so it wants a quiet machine,
+and takes the pictures in a headless chromium."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+JOB = "examples/stdlib_gpt/job.py"
+PLANS = {"one": "dp=1", "shards": "fsdp=2", "pipeline": "pp=2 microbatches=4", "copies": "dp=2"}
+PAGES = {"report_gpt": (("copies",), 1500), "report_pipeline": (("pipeline",), 2250), "report_three": (("copies", "one", "shards"), 2900)}
+"""The runs of each page, and how many pixels of it are shown."""
+WIDTH = 1000
+
+
+def plait(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "plait", *words], cwd=DOCS.parent, check=True, stdout=subprocess.DEVNULL)
+
+
+def picture(page: Path, file: Path, height: int) -> None:
+    """What a window of this height shows of a page."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit("there is no chromium here to take the pictures with")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={WIDTH},{height}", f"--screenshot={file}"]
+    subprocess.run([browser, *flags, page.as_uri()], check=True, capture_output=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        into, runs = Path(folder, "runs"), dict[str, Path]()
+        for name, plan in PLANS.items():
+            plait("train", JOB, "--plan", plan, "--steps", "60", "--save-every", "30", "--device", "cpu", "--runs", str(into))
+            runs[name] = (into / "latest").resolve()
+        for name, (shown, height) in PAGES.items():
+            plait("report", *(str(runs[each]) for each in shown))
+            picture((runs[shown[0]] if len(shown) == 1 else into) / "report.html", DOCS / f"{name}.png", height)
