@@ -77,16 +77,17 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
     if found.allocated > room:
         return found
     times, kind = StageTimes.of(pace, plan, samples, cut, held), StageSchedule.of(plan)
+    rounded = times.rounded() if plan.pp > 1 else times
     busiest = max(held, key=times.busy)
     hidden = times.busy(busiest)
     parts = computing([part for s in busiest for part in cut[s]], hidden, plan.microbatches)
-    parts["bubble"] = times.least(kind, plan.microbatches) - hidden * plan.microbatches if plan.pp > 1 else 0.0
+    parts["bubble"] = rounded.least(kind, plan.microbatches) - hidden * plan.microbatches if plan.pp > 1 else 0.0
     parts |= gradients(pace, plan, own, hidden)
     parts["gradients"] += same_heads(pace, plan, own)
     if sum(parts.values()) > within:
         return found
     if plan.pp > 1:
-        parts["bubble"] = played(kind, plan.microbatches, times.rounded()) - hidden * plan.microbatches
+        parts["bubble"] = played(kind, plan.microbatches, rounded) - hidden * plan.microbatches
     parts["optimizer"] = touched(pace, plan, found.states)
     if plan.offload == "all":
         parts["host"] = carried(pace, plan, own, hidden)
