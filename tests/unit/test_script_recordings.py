@@ -177,11 +177,14 @@ def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [lambda model, x: model(x), lambda model, x: model(input=x)])
-def test_rows_that_a_model_gets_are_those_that_the_script_gives(call: Callable[[nn.Module, torch.Tensor], object], tmp_path: Path) -> None:
+def test_rows_that_a_model_gets_are_those_that_the_script_gives(
+    call: Callable[[nn.Module, torch.Tensor], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By position or by keywords, in the first call too, and before hooks that change them: FSDP2 rounds positional ones to its format."""
     known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": None})
     known.first_hook.append(nn.modules.module.register_module_forward_pre_hook(known.first))
     model, rows = nn.Linear(2, 1), torch.randn(2, 3, 2)
+    monkeypatch.setattr(recorder.gc, "get_objects", lambda: [model])  # models of other tests may still be there
     model.register_forward_pre_hook(lambda _, given: tuple(t.bfloat16().float() for t in given))
     with known.file:
         for x in rows:
