@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -13,10 +14,6 @@ PLANS = {"one": "dp=1", "shards": "fsdp=2", "pipeline": "pp=2 microbatches=4", "
 PAGES = {"report_gpt": (("copies",), 1500), "report_pipeline": (("pipeline",), 2250), "report_three": (("copies", "one", "shards"), 2900)}
 """The runs of each page, and how many pixels of it are shown."""
 WIDTH = 1000
-
-
-def plait(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "plait", *words], cwd=DOCS.parent, check=True, stdout=subprocess.DEVNULL)
 
 
 def picture(page: Path, file: Path, height: int) -> None:
@@ -30,10 +27,12 @@ def picture(page: Path, file: Path, height: int) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(DOCS.parent / "examples", Path(folder, "examples"))
+        plait = partial(subprocess.run, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         into, runs = Path(folder, "runs"), dict[str, Path]()
         for name, plan in PLANS.items():
-            plait("train", JOB, "--plan", plan, "--steps", "60", "--save-every", "30", "--device", "cpu", "--runs", str(into))
+            plait([sys.executable, "-m", "plait", "train", JOB, "--plan", plan, "--steps", "60"])
             runs[name] = (into / "latest").resolve()
         for name, (shown, height) in PAGES.items():
-            plait("report", *(str(runs[each]) for each in shown))
+            plait([sys.executable, "-m", "plait", "report", *(str(runs[each]) for each in shown)])
             picture((runs[shown[0]] if len(shown) == 1 else into) / "report.html", DOCS / f"{name}.png", height)
