@@ -10,8 +10,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 JOB = "examples/stdlib_gpt/job.py"
-PLANS = {"one": "dp=1", "shards": "fsdp=2", "pipeline": "pp=2 microbatches=4", "copies": "dp=2"}
-PAGES = {"report_gpt": (("copies",), 1500), "report_pipeline": (("pipeline",), 2250), "report_three": (("copies", "one", "shards"), 2900)}
+PLANS = {"one": "dp=1", "shards": "fsdp=2", "pipeline": "pp=2 microbatches=4", "replicas": "dp=2"}
+PAGES = {"report_gpt": (("replicas",), 1500), "report_pipeline": (("pipeline",), 2250), "report_three": (("replicas", "one", "shards"), 2900)}
 """The runs of each page, and how many pixels of it are shown."""
 WIDTH = 1000
 

@@ -167,7 +167,7 @@ def test_bytecode_beside_the_job_is_no_new_file(job: Path, monkeypatch: pytest.M
     assert (job.parent / "__pycache__").exists() and asked(job).age is not None
 
 
-def test_a_library_that_is_looked_for_starts_processes(tmp_path: Path) -> None:
+def test_a_library_that_is_looked_for_starts_processes() -> None:
     plain = ctypes.util.find_library
     with FileWatch() as watch:
         found = ctypes.util.find_library("c")

@@ -50,8 +50,7 @@ def run(options: ChaosOptions) -> int:
         rows = matrix.run(setting, faults, tell, undisturbed)
     took = time.monotonic() - began
     say(matrix.summary(rows, took))
-    if options.json:
-        print_result(options, matrix.to_dict(setting, rows), "")
+    print_result(options, matrix.to_dict(setting, rows))
     if options.to:
         options.to.write_text(matrix.page(setting, options.job, rows, took), encoding="utf-8")
     return DIFFERENT if any(row.verdict == SHORT for row in rows) else 0

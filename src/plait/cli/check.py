@@ -1,6 +1,5 @@
 """`plait check`: the job check alone, without training."""
 
-
 from plait.cli.plan_and_job import both
 from plait.cli.result import print_result
 from plait.config.command_options import CheckOptions

@@ -48,11 +48,12 @@ def run(options: ReportOptions) -> int:
     if found is not None:
         facts |= {"trace": str(folders[0] / "trace.json")}
         write(Path(facts["trace"]), trace(found))
-    lines = [text(summary(folders[0], runs[0].rows))] if runs[0].trained else [f"run         {folders[0]}"]
+    first = summary(folders[0], runs[0].rows) if runs[0].trained else {}
+    lines = [text(first)] if first else [f"run         {folders[0]}"]
     lines += head(made) + ([] if found is None else [f"timeline    {line(found)}"])
     lines += [f"{'':<12}{row}" for row in table(made["advice"][: options.tries])] if options.tries else []
     lines += [f"{name:<12}{path}" for name, path in facts.items()]
-    print_result(options, (summary(folders[0], runs[0].rows) if runs[0].trained else {}) | made | facts, shown("\n".join(lines)))
+    print_result(options, first | made | facts, shown("\n".join(lines)))
     if options.open:
         import webbrowser
 

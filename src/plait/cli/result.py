@@ -20,9 +20,11 @@ class Printed(Protocol):
     def output(self) -> TextIO | None: ...
 
 
-def print_result(options: Printed, facts: Any, text: str) -> None:
-    """Print a result: `facts` as JSON with `--json`, `text` without."""
-    print(json.dumps(facts) if options.json else text, file=options.output or sys.stdout, flush=True)
+def print_result(options: Printed, facts: Any, text: str | None = None) -> None:
+    """Print a result: `facts` as JSON with `--json`; without it `text`, unless a person has read that line by line already."""
+    line = json.dumps(facts) if options.json else text
+    if line is not None:
+        print(line, file=options.output or sys.stdout, flush=True)
 
 
 @contextmanager

@@ -150,8 +150,7 @@ def _train(options: TrainOptions) -> int:
     from plait.cli.train import launch
 
     code, summary = launch(asked)
-    if options.json:
-        print_result(options, summary, "")
+    print_result(options, summary)
     return code
 
 

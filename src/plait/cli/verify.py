@@ -34,7 +34,7 @@ def run(options: VerifyOptions) -> int:
         print(shown(f"plan        none was given: {told}"), flush=True)
     if options.json:
         verdict = proved(options, plan, job)
-        print_result(options, verdict.to_dict(), "")
+        print_result(options, verdict.to_dict())
     else:
         with ProgressLine("verify") as line:
             shown_so_far = PrintedTable(options.job, line)

@@ -63,7 +63,7 @@ class CommandOptions:
     arguments: dict[str, str] = field(default_factory=dict)
     """Of the job's function: --job.NAME on the command line."""
     output: TextIO | None = None
-    """Where the result goes, if it is not sys.stdout: with --json that is standard error, for what a job prints."""
+    """Standard output, for the result alone, while sys.stdout is standard error (`cli/result.py`). None: sys.stdout."""
 
 
 def option(default: object, help: str | None, **facts: Any) -> Any:

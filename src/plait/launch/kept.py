@@ -67,7 +67,7 @@ class FileWatch:
     def __enter__(self) -> "FileWatch":
         self._asks = os.stat, os.access, ctypes.util.find_library
         os.stat, os.access = (self._noting(ask) for ask in self._asks[:2])  # of which Python tells no hook
-        ctypes.util.find_library = self._found
+        ctypes.util.find_library = self._find_library
         _active().add(self)
         return self
 
@@ -75,7 +75,7 @@ class FileWatch:
         _active().discard(self)
         os.stat, os.access, ctypes.util.find_library = self._asks
 
-    def _found(self, name: str) -> str | None:
+    def _find_library(self, name: str) -> str | None:
         """What Python starts processes for, and finds again as long as no library was installed."""
         self._add(LIBRARIES)
         with unnoted():

@@ -25,11 +25,12 @@ class Placed(NamedTuple):
     number: float
 
     def times(self, number: float) -> "Placed":
-        """So many of them."""
+        """The same blocks, `number` of them."""
         return Placed(self.block, self.time, self.size, number)
 
 
 Stage = list[Placed]
+"""The blocks of a pipeline's stage."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Estimate:
 
 
 def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, within: float = inf) -> Estimate:
-    """Price a plan whose micro-batches have so many samples on each rank; without seconds if it takes more bytes than `room`, or longer than
-    `within` seconds."""
+    """Price a plan with micro-batches of `samples` samples on each rank. `seconds` is infinite for a plan that needs more than `room` bytes or
+    takes longer than `within` seconds."""
     placed = [Placed(b, pace.block(b, plan, samples), BlockSize.of(b, plan, samples, pace.software), b.count) for b in pace.work.blocks]
     cut = stages(placed, plan.pp * plan.stages_per_rank, pace.software.even)
     held = owned(StageSchedule.of(plan)) if plan.pp > 1 else ((0,),)
@@ -103,13 +104,13 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
 
 def sized(pace: TimeModel, plan: Plan, samples: float, memory: dict[str, float], own: Stage) -> Estimate:
     """What is known of a plan without its times; `own`: the blocks of the rank with most weights."""
-    software, part = pace.software, 1 - pace.work.frozen
+    software, part, weights = pace.software, 1 - pace.work.frozen, weights_of(own)
     states = sum(p.size.sharded * p.number for p in own) * part
-    memory = memory | late.held(pace, plan, weights_of(own) * part, states)
+    memory = memory | late.held(pace, plan, weights * part, states)
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
     reserved = sum(memory.values()) * pace.fitted.slack
-    return Estimate(plan, inf, {}, memory, reserved, flops, states * away, late.bill(pace, plan, weights_of(own)), states)
+    return Estimate(plan, inf, {}, memory, reserved, flops, states * away, late.bill(pace, plan, weights), states)
 
 
 def computing(own: Stage, each: float, micro: int) -> dict[str, float]:

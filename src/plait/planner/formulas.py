@@ -450,5 +450,5 @@ class BlockSize:
     def of(block: Block, plan: Plan, samples: float, software: Software) -> "BlockSize":
         now, once = kept(block, plan, samples, software)
         own = weights(block, plan)
-        apart = 0.0 if plan.expert_shards > 1 else 1 / plan.ep  # experts that nobody has a part of are not gathered
-        return BlockSize(own, sharded(block, plan), own - block.experts * apart, now, once)
+        unsharded = 0.0 if plan.expert_shards > 1 else block.experts / plan.ep  # a rank has these experts already: they are not gathered
+        return BlockSize(own, sharded(block, plan), own - unsharded, now, once)

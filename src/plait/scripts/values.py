@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+
 class StoredTensor(NamedTuple):
     """A tensor in a folder of tensors. `name`: of its file, a hash of its bytes."""
 
