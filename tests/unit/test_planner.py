@@ -26,7 +26,7 @@ from plait.engine.build import sketch_without_ranks
 from plait.launch.detect import read_machine
 from plait.parallel.order import shard_plan
 from plait.parallel.pipeline.schedule_search import simulate, table
-from plait.planner import goals
+from plait.planner import goals, question
 from plait.planner.answer import alone, answer, ask, text, why_not
 from plait.planner.constants import FITTED
 from plait.planner.correction import NOISE, Traits, correction
@@ -63,6 +63,11 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def leaving(size: float) -> float:
+    """Memory of a device of which a plan may take so many bytes."""
+    return (size + question.CONTEXT) / question.ROOM
 
 
 def job(layers: int = 4, width: int = 64, batch: int = 32, steps: int = 10) -> Job:
@@ -277,7 +282,7 @@ def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_th
     tall = PlanRequest.of(job(layers=4, width=512, batch=64), "tall.py", machine)
     pins = {"dp": 2, "precision": "bf16", "microbatches": 1}
     need = estimate(tall.pace, Plan(dp=2, precision="bf16", offload="optimizer"), 32)
-    memory = (need.reserved * 1.02 + (1 << 30)) / 0.95
+    memory = leaving(need.reserved * 1.02)
     chosen = ask(tall, pins, memory).rows[0].plan
     assert (chosen.offload, chosen.recompute) == ("optimizer", "none")
     small = replace(machine, host_memory=round(need.hosted))  # of both ranks
@@ -412,10 +417,10 @@ def test_an_optimizer_of_several_tensors_has_no_plans_that_cut_parameters(optimi
 def test_what_does_not_fit_is_never_chosen_and_said() -> None:
     small = PlanRequest.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
     need = estimate(small.pace, Plan(dp=4, precision="bf16"), 16).reserved
-    found = ask(small, {"offload": "none"}, memory=(need * 0.6 + (1 << 30)) / 0.95)
+    found = ask(small, {"offload": "none"}, memory=leaving(need * 0.6))
     assert found.best is not None and found.best.plan.dp != 4
     assert any(" over: " in row.why for row in found.rows)
-    nothing = ask(small, {}, memory=(1 << 30) / 0.95 + 1e6)
+    nothing = ask(small, {}, memory=leaving(1e6))
     assert nothing.best is None and "nothing fits" in text(nothing)
 
 
@@ -624,10 +629,10 @@ def test_the_cheapest_the_fewest_and_the_largest(asked: PlanRequest) -> None:
     assert few.chosen == 0 and few.sizes[0].devices == 1
     never = goals.fewest(asked, {}, None, 1e-9)
     assert never.chosen is None and "not even" in never.told
-    large = goals.largest(asked, {"precision": "bf16"}, (2 << 30) / 0.95)
+    large = goals.largest(asked, {"precision": "bf16"}, leaving(1 << 30))
     assert large.batch > 32
     tight = replace(asked, job=replace(asked.job, batch=large.batch * 2))
-    assert ask(tight, {"precision": "bf16", "microbatches": 1}, (2 << 30) / 0.95).best is None
+    assert ask(tight, {"precision": "bf16", "microbatches": 1}, leaving(1 << 30)).best is None
 
 
 @pytest.mark.slow
@@ -638,7 +643,7 @@ def test_the_longest_argument_that_fits() -> None:
         tried.append(int(arguments["layers"]))
         return PlanRequest.of(job(layers=tried[-1], width=512, batch=2), "gpt.py", machine, split=False)
 
-    memory = (1 << 30) / 0.95 + 2.2e8
+    memory = leaving(2.1e8)
     goal = goals.longest("layers", {"layers": "2"}, again)
     pins = {"fsdp": 2, "recompute": "none", "precision": "fp32", "offload": "none"}
     found = goal(again({"layers": "2"}), pins, memory)
