@@ -22,6 +22,7 @@ import plait
 from device import attention_kernels, nccl, shadow, shadow_jobs
 from plait.cli import other_plans
 from plait.cli import train as launcher
+from plait.cli.console import Console
 from plait.cli.request import Request
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
@@ -177,7 +178,7 @@ def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3)
     try:
         context = 1 << 20 if size else question.CONTEXT
         with mock.patch.object(other_plans, "read_machine", lambda text: machine), mock.patch.object(question, "CONTEXT", context):
-            code, error = launcher.launch(request, said)[0], ""
+            code, error = launcher.launch(request, Console(out=said))[0], ""
     except PlaitError as failure:
         code, error = failure.exit_code, str(failure)
     finally:

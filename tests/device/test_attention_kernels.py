@@ -40,9 +40,7 @@ def expected(how: str, case: str) -> list[str]:
 @pytest.mark.parametrize("how", NEAR)
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_ring_attention_by_kernels_is_that_of_one_device(how: str, ranks: int, devices: Devices) -> None:
-    told = devices.ask(probe=f"ring_{how}", world=ranks)
-    assert "error" not in told, told["error"]
-    for rank in told["ranks"]:
+    for rank in devices.ranks(probe=f"ring_{how}", world=ranks):
         for case, (worst, kernels) in rank["value"].items():
             assert worst < NEAR[how], (case, worst)
             assert kernels == expected(how, case), (case, kernels)

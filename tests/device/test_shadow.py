@@ -71,6 +71,12 @@ class Devices:
             told += more
         return json.loads(told)
 
+    def ranks(self, **case: Any) -> list[dict[str, Any]]:
+        """What came of a case on each rank; the error that ended it fails the test."""
+        found = self.ask(**case)
+        assert "error" not in found, found["error"]
+        return found["ranks"]
+
     def end(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
@@ -83,7 +89,7 @@ class Devices:
 
     @cache  # noqa: B019  (there is one)
     def on_cpu(self, name: str, plan: str = "dp=1", cast: str | None = "float64", steps: int = 2) -> list[float]:
-        return self.ask(name=name, plan=plan, device="cpu", steps=steps, cast=cast)["ranks"][0]["numbers"]
+        return self.ranks(name=name, plan=plan, device="cpu", steps=steps, cast=cast)[0]["numbers"]
 
 
 @pytest.fixture(scope="module")
@@ -118,22 +124,21 @@ MASKS = "randomness/distributions.py"
 
 @pytest.mark.parametrize("name, plan", BUDGET)
 def test_a_step_on_devices(name: str, plan: str, devices: Devices) -> None:
-    found = devices.ask(name=name, plan=plan, device="cuda", steps=3)
-    assert "error" not in found, found["error"]
-    most = max((rank["waits"] for rank in found["ranks"]), key=lambda waits: sum(waits.values()))
+    found = devices.ranks(name=name, plan=plan, device="cuda", steps=3)
+    most = max((rank["waits"] for rank in found), key=lambda waits: sum(waits.values()))
     masks = sum(n for line, n in most.items() if line.startswith(MASKS))
     print(f"{name} under {plan}: {sum(most.values())} host synchronisations in a step, {masks} of them for masks")
     for line, n in sorted(most.items()):
         print(f"    {n:3} × {line}")
-    for rank in found["ranks"]:
+    for rank in found:
         assert rank["numbers"] == pytest.approx(devices.on_cpu(name, steps=3), rel=1e-9)
         assert rank["late"] or not name.endswith(("fused", "averaged")), "the update was not queued before its numbers were read"
     assert sum(most.values()) <= BUDGET[name, plan], most
-    assert all(sum(rank["checked"].values()) <= 1 for rank in found["ranks"]), "copies are held against each other in one go"
+    assert all(sum(rank["checked"].values()) <= 1 for rank in found), "copies are held against each other in one go"
     assert not [line for line in most if line.startswith(SILENT)]
     assert "offload=all" in plan or not [line for line in most if "spins" in line], most  # those are events of FSDP2
     assert not [
-        line for rank in found["ranks"] for line in rank["unpinned"] if line.startswith(("data/", "engine/build"))
+        line for rank in found for line in rank["unpinned"] if line.startswith(("data/", "engine/build"))
     ]
     assert all(sum(n for line, n in most.items() if line.startswith(file)) <= 1 for file in ONCE)
 
@@ -146,9 +151,8 @@ def test_a_step_on_devices(name: str, plan: str, devices: Devices) -> None:
     ),
 )  # fmt: skip
 def test_steps_in_the_formats_of_training(name: str, plan: str, devices: Devices) -> None:
-    found = devices.ask(name=name, plan=plan, device="cuda", steps=2, cast=None)
-    assert "error" not in found, found["error"]
-    for rank in found["ranks"]:
+    found = devices.ranks(name=name, plan=plan, device="cuda", steps=2, cast=None)
+    for rank in found:
         assert rank["numbers"] == pytest.approx(devices.on_cpu(name, cast=None), rel=5e-2)
 
 
@@ -162,9 +166,8 @@ def test_steps_in_the_formats_of_training(name: str, plan: str, devices: Devices
 def test_steps_that_are_left_out_are_found_out_late(name: str, plan: str, devices: Devices) -> None:
     """The host knows it when the passes of the next step are made: they are made again, as if it had known before."""
     case = {"name": name, "plan": plan, "steps": 8}
-    late, now = (devices.ask(**case, device=kind, on_nan="skip") for kind in ("cuda", "cpu"))
-    assert "error" not in late, late["error"]
-    for mine, its in zip(late["ranks"], now["ranks"]):
+    late, now = (devices.ranks(**case, device=kind, on_nan="skip") for kind in ("cuda", "cpu"))
+    for mine, its in zip(late, now):
         assert mine["course"] == its["course"] and any(skipped for skipped, _, _ in mine["course"])
         assert mine["numbers"] == pytest.approx(its["numbers"], rel=1e-9, nan_ok=True)
         assert mine["held"] == pytest.approx(its["held"], rel=1e-9)
@@ -178,9 +181,8 @@ def near(mine: Any, its: Any) -> bool:
 
 
 def test_what_is_kept_when_a_rank_is_lost_is_without_the_step_that_was_left_out(devices: Devices) -> None:
-    found = devices.ask(probe="given_up", world=1)
-    assert "error" not in found, found["error"]
-    assert found["ranks"][0]["value"] == [True] * 12
+    found = devices.ranks(probe="given_up", world=1)
+    assert found[0]["value"] == [True] * 12
 
 
 @pytest.mark.parametrize(
@@ -196,9 +198,8 @@ def test_a_run_on_devices_leaves_the_same_record(name: str, plan: str, given: di
     told = []
     for kind in ("cuda", "cpu"):
         case = {"run": name, "plan": plan, "device": kind, "folder": str(tmp_path / kind), **given}
-        found = devices.ask(**case)
-        assert "error" not in found, found["error"]
-        told.append(found["ranks"])
+        found = devices.ranks(**case)
+        told.append(found)
     (late, *_), (now, *_) = told
     keys = ("step", "loss", "norm", "lr", "samples", "skipped", "norms", "logged", "evaluation")
     rows = [
@@ -241,7 +242,7 @@ def test_the_state_before_a_step_that_is_not_finite_is_saved(devices: Devices, t
 )  # fmt: skip
 def test_a_loss_scale_on_the_device_goes_as_one_on_the_host(name: str, plan: str, devices: Devices) -> None:
     """A step that overflows updates nothing, and its forward pass counts all the same."""
-    late, now = (devices.ask(name=name, plan=plan, device=kind, steps=8, cast=None)["ranks"] for kind in ("cuda", "cpu"))
+    late, now = (devices.ranks(name=name, plan=plan, device=kind, steps=8, cast=None) for kind in ("cuda", "cpu"))
     for mine, its in zip(late, now):
         assert mine["course"] == its["course"] and [scale for _, scale, _ in mine["course"]][-1] < 65536
         assert mine["numbers"] == pytest.approx(its["numbers"], rel=1e-2, nan_ok=True)
@@ -251,29 +252,26 @@ def test_a_loss_scale_on_the_device_goes_as_one_on_the_host(name: str, plan: str
 
 @pytest.mark.parametrize("name, plan", (("deep", "dp=2"), ("padded", "dp=2"), *rarely(("deep", "fsdp=2"), ("deep", "pp=2 microbatches=2"))))
 def test_an_evaluation_waits_once(name: str, plan: str, devices: Devices) -> None:
-    found = devices.ask(name=name, plan=plan, device="cuda", steps=1)
-    assert "error" not in found, found["error"]
-    one = devices.ask(name=name, plan="dp=1", device="cpu", steps=1, cast="float64")["ranks"][0]
-    for rank in found["ranks"]:
+    found = devices.ranks(name=name, plan=plan, device="cuda", steps=1)
+    one = devices.ranks(name=name, plan="dp=1", device="cpu", steps=1, cast="float64")[0]
+    for rank in found:
         assert rank["measured"] == pytest.approx(one["measured"], rel=1e-9)
         assert sum(rank["judged"].values()) == 1, rank["judged"]
 
 
 @pytest.mark.parametrize("name, plan", (("deep", "fsdp=2"), *rarely(("mlp", "dp=1"), ("words", "pp=2 tp=2 microbatches=2"))))
 def test_updates_are_fused_where_the_job_leaves_it_open(name: str, plan: str, devices: Devices) -> None:
-    found = devices.ask(name=name, plan=plan, device="cuda", steps=2)
-    assert "error" not in found, found["error"]
-    for rank in found["ranks"]:
+    found = devices.ranks(name=name, plan=plan, device="cuda", steps=2)
+    for rank in found:
         assert all(rank["fused"]) and rank["numbers"] == pytest.approx(devices.on_cpu(name), rel=1e-9)
-    (offloaded,) = devices.ask(name="deep", plan="dp=1 offload=optimizer", device="cuda", steps=1)["ranks"]
+    (offloaded,) = devices.ranks(name="deep", plan="dp=1 offload=optimizer", device="cuda", steps=1)
     assert not any(offloaded["fused"]), "the host updates what it holds as before"
 
 
 def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
     """On a device its all-gather, streams and prefetch are FSDP2's own."""
-    found = devices.ask(name="deep", plan="fsdp=2", device="cuda", steps=1)
-    assert "error" not in found, found["error"]
-    assert [rank["gathers"] for rank in found["ranks"]] == [["DefaultAllGather, DeviceScatter"]] * 2
+    found = devices.ranks(name="deep", plan="fsdp=2", device="cuda", steps=1)
+    assert [rank["gathers"] for rank in found] == [["DefaultAllGather, DeviceScatter"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -291,9 +289,8 @@ def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
 def test_a_model_that_a_device_has_no_room_for_is_cut_on_the_host(name: str, plan: str, cast: str | None, devices: Devices) -> None:
     """Its numbers are those of a model that was cut on the device, to the last bit."""
     case = {"name": name, "plan": plan, "device": "cuda", "steps": 2, "cast": cast}
-    here, there = (devices.ask(**case, cut_on_host=on_host) for on_host in (False, True))
-    assert "error" not in there, there["error"]
-    for mine, its in zip(there["ranks"], here["ranks"]):
+    here, there = (devices.ranks(**case, cut_on_host=on_host) for on_host in (False, True))
+    for mine, its in zip(there, here):
         assert mine["numbers"] == its["numbers"] and mine["held"] == its["held"]
 
 
@@ -301,7 +298,7 @@ def test_a_model_that_a_device_has_no_room_for_is_cut_on_the_host(name: str, pla
 def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -> None:
     """Half of it, and not the whole."""
     whole, parts = (
-        [rank["most"] for rank in devices.ask(name="many", plan=plan, device="cuda", steps=1, cast=None, cut_on_host=on_host)["ranks"]]
+        [rank["most"] for rank in devices.ranks(name="many", plan=plan, device="cuda", steps=1, cast=None, cut_on_host=on_host)]
         for on_host in (False, True)
     )
     assert min(whole) > 4 * 16 * 16_512 and max(parts) < 0.7 * 4 * 16 * 16_512, (whole, parts)
@@ -310,9 +307,8 @@ def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -
 @pytest.mark.parametrize("plan", ("fsdp=2", "fsdp=2 recompute=full", "fsdp=2 zero=2 microbatches=3"))
 def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
     """Also ahead of a unit's forward pass: never from the stream that computes, and nobody uses parameters before they are there."""
-    found = devices.ask(name="deep", plan=plan, device="cuda", steps=2)
-    assert "error" not in found, found["error"]
-    for rank in found["ranks"]:
+    found = devices.ranks(name="deep", plan=plan, device="cuda", steps=2)
+    for rank in found:
         assert rank["streams"]["gathers"] and 0 not in rank["streams"]["gathers"]
         assert rank["numbers"] == pytest.approx(devices.on_cpu("deep"), rel=1e-9)
 
@@ -320,19 +316,17 @@ def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
 @pytest.mark.parametrize("plan", ("tp=2 sequence_parallel=false", *rarely("fsdp=2 tp=2", "tp=2", "pp=2 tp=2 microbatches=2")))
 def test_what_all_slices_hold_whole_stays_the_same(plan: str, devices: Devices) -> None:
     """Though kernels of GPUs that add up in any order do not give all of them the same gradient to the last bit."""
-    found = devices.ask(name="words", plan=plan, device="cuda", steps=3, apart=1e-6)
-    assert "error" not in found, found["error"]
-    wholes = [rank["wholes"] for rank in found["ranks"]]
+    found = devices.ranks(name="words", plan=plan, device="cuda", steps=3, apart=1e-6)
+    wholes = [rank["wholes"] for rank in found]
     for one, other in zip(wholes[::2], wholes[1::2]):  # ranks of tp are next to each other
         assert one and one == other
-    assert found["ranks"][-1]["numbers"] == pytest.approx(devices.on_cpu("words", steps=3), rel=1e-4)
+    assert found[-1]["numbers"] == pytest.approx(devices.on_cpu("words", steps=3), rel=1e-4)
 
 
 def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) -> None:
     """On a stream of their own, which the optimizer waits for; the numbers are those of one device."""
-    found = devices.ask(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)
-    assert "error" not in found, found["error"]
-    for rank in found["ranks"]:
+    found = devices.ranks(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)
+    for rank in found:
         parts, copies = rank["streams"]["parts"], rank["streams"]["copies"]
         assert len(parts) == len(copies) == 1 and parts != copies and 0 not in (*parts, *copies)
         assert rank["numbers"] == pytest.approx(devices.on_cpu("deep fused"), rel=1e-9)
@@ -341,15 +335,13 @@ def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) ->
 def test_checkpoints_and_evaluation(devices: Devices, tmp_path: Path) -> None:
     """Saved on devices under one plan, read on the CPU under another."""
     case = {"name": "deep", "folder": str(tmp_path), "steps": 2}
-    one = devices.ask(name="deep", plan="dp=1", device="cpu", steps=4)["ranks"][0]
-    found = devices.ask(**case, plan="fsdp=2", device="cuda")
-    assert "error" not in found, found["error"]
+    one = devices.ranks(name="deep", plan="dp=1", device="cpu", steps=4)[0]
+    found = devices.ranks(**case, plan="fsdp=2", device="cuda")
     for plan, device in (("pp=2 microbatches=2", "cuda"), ("dp=1", "cpu")):
-        then = devices.ask(**case, plan=plan, device=device, resume=True)
-        assert "error" not in then, then["error"]
+        then = devices.ranks(**case, plan=plan, device=device, resume=True)
         if device == "cuda":
-            assert found["ranks"][0]["numbers"] + then["ranks"][0]["numbers"] == pytest.approx(one["numbers"], rel=1e-9)
-            assert all(rank["measured"] == pytest.approx(one["measured"], rel=1e-9) for rank in then["ranks"])
+            assert found[0]["numbers"] + then[0]["numbers"] == pytest.approx(one["numbers"], rel=1e-9)
+            assert all(rank["measured"] == pytest.approx(one["measured"], rel=1e-9) for rank in then)
 
 
 @pytest.mark.parametrize(
@@ -357,9 +349,8 @@ def test_checkpoints_and_evaluation(devices: Devices, tmp_path: Path) -> None:
     (("words", "fsdp=2"), *rarely(("words", "pp=2 tp=2 microbatches=2"), ("experts", "ep=2"), ("mlp", "dp=2 precision=tf32"))),
 )
 def test_a_proof_on_devices(name: str, plan: str, devices: Devices) -> None:
-    found = devices.ask(prove=name, plan=plan)
-    assert "error" not in found, found["error"]
-    (verdict,) = found["ranks"]
+    found = devices.ranks(prove=name, plan=plan)
+    (verdict,) = found
     assert verdict["equal"] and "not compared" not in verdict["messages"], verdict
 
 
@@ -387,32 +378,32 @@ def test_a_tensor_of_the_host_in_a_group_of_nccl_alone(devices: Devices) -> None
 
 
 def test_tensors_of_host_and_device_have_a_backend_each(devices: Devices) -> None:
-    ranks = devices.ask(probe="summed", world=2)["ranks"]
+    ranks = devices.ranks(probe="summed", world=2)
     assert [rank["value"] for rank in ranks] == [[3.0, 3.0, 3.0, 2.0, f"cuda:{k}"] for k in range(2)]
 
 
 def test_what_the_host_waits_for_is_counted(devices: Devices) -> None:
-    (rank,) = devices.ask(probe="waits", world=1)["ranks"]
+    (rank,) = devices.ranks(probe="waits", world=1)
     assert sum(rank["waits"].values()) == len(rank["waits"]) == 11, rank["waits"]
     assert all(line.startswith("device/shadow_jobs.py:") for line in rank["waits"])
-    ranks = devices.ask(probe="no_waits", world=2)["ranks"]
+    ranks = devices.ranks(probe="no_waits", world=2)
     assert [rank["waits"] for rank in ranks] == [{}, {}]
 
 
 def test_copies_beside_the_host_are_of_pinned_memory(devices: Devices) -> None:
-    (rank,) = devices.ask(probe="pinned", world=1)["ranks"]
+    (rank,) = devices.ranks(probe="pinned", world=1)
     assert rank["value"] == [True, True, False, [1.0, 2.0, 1.0, 2.0]] and rank["waits"] == {}
     ((line, n),) = rank["unpinned"].items()
     assert n == 1 and line.endswith("copy to the device of 16 bytes")
 
 
 def test_numbers_on_their_way_to_the_host_are_nonsense_until_they_are_waited_for(devices: Devices) -> None:
-    (rank,) = devices.ask(probe="late", world=1)["ranks"]
+    (rank,) = devices.ranks(probe="late", world=1)
     assert rank["value"] == [[True] * 3, [0.0, 1.0, 2.0]] and len(rank["waits"]) == 1
 
 
 def test_samples_are_copied_ahead(devices: Devices) -> None:
-    (rank,) = devices.ask(probe="copied_ahead", world=1)["ranks"]
+    (rank,) = devices.ranks(probe="copied_ahead", world=1)
     assert rank["value"] == ["cuda:0", [[3], [0]], True, [0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]]
     assert len(rank["waits"]) == 2 and all(line.startswith("device/") for line in rank["waits"])  # the probe reads two
     assert not rank["unpinned"]
@@ -424,9 +415,8 @@ def test_samples_are_copied_ahead(devices: Devices) -> None:
 def test_samples_of_all_kinds_come_by_way_of_pinned_memory(
     name: str, plan: str, workers: int, devices: Devices
 ) -> None:
-    found = devices.ask(name=name, plan=plan, device="cuda", steps=2, workers=workers)
-    assert "error" not in found, found["error"]
-    for rank in found["ranks"]:
+    found = devices.ranks(name=name, plan=plan, device="cuda", steps=2, workers=workers)
+    for rank in found:
         assert rank["numbers"] == pytest.approx(devices.on_cpu(name), rel=1e-9)
         assert not [line for line in [*rank["waits"], *rank["unpinned"]] if line.startswith(SILENT)]
 
@@ -436,13 +426,13 @@ def test_samples_of_all_kinds_come_by_way_of_pinned_memory(
 )
 def test_the_stream_that_copies_samples_is_waited_for(fault: str, words: str, devices: Devices) -> None:
     """And its memory is not given back while the samples are in use."""
-    assert devices.ask(probe="samples_let_go", world=1)["ranks"][0]["value"] == [0.0, 2.0, 4.0, 6.0]
+    assert devices.ranks(probe="samples_let_go", world=1)[0]["value"] == [0.0, 2.0, 4.0, 6.0]
     told = devices.ask(probe="samples_let_go", world=1, **{fault: True})
     assert words in told.get("error", "") and "a race between streams" in told["error"], told
 
 
 def test_a_number_that_a_loss_reads_is_over_the_budget(devices: Devices) -> None:
-    (rank,), (plain,) = (devices.ask(name=n, plan="dp=1", device="cuda", steps=3)["ranks"] for n in ("reading", "mlp"))
+    (rank,), (plain,) = (devices.ranks(name=n, plan="dp=1", device="cuda", steps=3) for n in ("reading", "mlp"))
     assert sum(rank["waits"].values()) == sum(plain["waits"].values()) + 1
     assert any(line.startswith("device/shadow_jobs.py:") and "a number is read" in line for line in rank["waits"])
 
@@ -460,14 +450,14 @@ def test_cuda_before_the_fork(spoil: str, words: str, devices: Devices) -> None:
 
 
 def test_the_allocator_counts(devices: Devices) -> None:
-    ((found, used, _),) = (rank["value"] for rank in devices.ask(probe="counted", world=1)["ranks"])
+    ((found, used, _),) = (rank["value"] for rank in devices.ranks(probe="counted", world=1))
     a, b, segment = 4096, 3 << 20, 2 << 20
     assert found == [
         [4000 + b, a + b, a + b, 2 * segment], [4000 + b, a + b, a + b, 2 * segment], [4000, a, a + b, 2 * segment],
         [4000, a, a, 2 * segment], [4000, a, a, segment],
     ]  # fmt: skip
     assert used == segment
-    (rank,) = devices.ask(probe="full", world=1)["ranks"]
+    (rank,) = devices.ranks(probe="full", world=1)
     said, retries, failures = rank["value"]
     assert said.startswith("CUDA out of memory. Tried to allocate 8 MiB. GPU 0 has a total capacity of 8 MiB")
     assert (retries, failures) == (1, 1)
@@ -476,7 +466,7 @@ def test_the_allocator_counts(devices: Devices) -> None:
 @pytest.mark.parametrize("name, plan", (("words fused", "dp=1"), *rarely(("large", "fsdp=2"))))
 def test_memory_beside_its_bill(name: str, plan: str, devices: Devices, tmp_path: Path) -> None:
     """A whole `plait train`, whose launcher never uses CUDA. The bill counts the optimizer's few numbers on the host with it."""
-    (run,) = devices.ask(launch=name, plan=plan, folder=str(tmp_path))["ranks"]
+    (run,) = devices.ranks(launch=name, plan=plan, folder=str(tmp_path))
     assert run["code"] == 0 and not run["used"], run["error"]
     first, end = (run["memory"]["0"][when] for when in ("first", "end"))
     assert end["held"]["parameters"] == run["bill"]["parameters"]
@@ -498,7 +488,7 @@ def test_memory_beside_its_bill(name: str, plan: str, devices: Devices, tmp_path
     ),
 )  # fmt: skip
 def test_a_device_that_is_full(name: str, size: int, steps: int, words: tuple[str, ...], devices: Devices, tmp_path: Path) -> None:
-    (run,) = devices.ask(launch=name, plan="dp=2", folder=str(tmp_path), size=size << 20, steps=steps)["ranks"]
+    (run,) = devices.ranks(launch=name, plan="dp=2", folder=str(tmp_path), size=size << 20, steps=steps)
     assert run["code"] == 1 and "error[M002] out of memory on rank" in run["error"] and not run["used"]
     for word in (*words, "Tried to allocate", "context, NCCL and others 1.0 MiB", "the bill of the plan had said"):
         assert word in run["error"], run["error"]
@@ -545,9 +535,9 @@ def test_streams_that_race(probe: str, words: str, devices: Devices) -> None:
 
 
 def test_streams_that_wait(devices: Devices) -> None:
-    assert [rank["value"] for rank in devices.ask(probe="waited_for", world=2)["ranks"]] == [[8.0] * 4] * 2
-    assert [rank["value"] for rank in devices.ask(probe="other_parts", world=1)["ranks"]] == [[3.0] * 4]
-    assert [rank["value"] for rank in devices.ask(probe="freed_in_time", world=1)["ranks"]] == [8.0]
+    assert [rank["value"] for rank in devices.ranks(probe="waited_for", world=2)] == [[8.0] * 4] * 2
+    assert [rank["value"] for rank in devices.ranks(probe="other_parts", world=1)] == [[3.0] * 4]
+    assert [rank["value"] for rank in devices.ranks(probe="freed_in_time", world=1)] == [8.0]
 
 
 def test_the_waits_of_sharded_parameters_are_needed(devices: Devices) -> None:
