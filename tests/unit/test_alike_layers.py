@@ -1,5 +1,6 @@
 """Layers that compute the same are looked at once; layers that only look alike are not taken for each other."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch.nn import functional as F
 
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.model import alike, trace
+from plait.model import sketch as sketches
 from plait.model.make import call
-from plait.model.sketch import sketch
+from plait.model.sketch import Sketch, sketch
 from plait.model.slices import Slices
 from plait.parallel.tensor import choose
-from plait.parallel.tensor.find import alike
+from plait.parallel.tensor.find.alike import found_of
 
 LAYERS, WIDTH = 8, 12
 
@@ -27,21 +30,23 @@ class Layer(nn.Module):
         self.layer_idx, self.kind, self.heads = number, kind, 4
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.drop = nn.Dropout(0.1 if kind == "dropped" else 0.0)
         self.scale = 0.5 if kind == "value" and number == 5 else 1.0
         if kind == "wide" and number == 5:
             self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = self.norm(x)
         q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-3) if self.kind == "window" and self.layer_idx % 3 == 2 else None
+        if self.kind == "window" and self.layer_idx % 3 == 2:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-3)
         if self.kind == "swapped" and self.layer_idx == 5:
             q, k = k, q
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
         up = self.up(x)
         if self.kind == "nonlinear" and self.layer_idx == 5:
             up = up * up.mean(-1, keepdim=True)
-        return x + self.scale * self.down(F.gelu(up))
+        return x + self.scale * self.drop(self.down(F.gelu(up)))
 
 
 class Model(nn.Module):
@@ -54,9 +59,14 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = kept = self.embed(x)
+        mask = torch.ones(len(x), 1, 6, 6, dtype=torch.bool).tril() if self.kind == "masked" else None
+        states = []
         for i, layer in enumerate(self.layers):
-            x = layer(x if self.kind != "skip" or i != 5 else x + kept)
+            x = layer(x if self.kind != "skip" or i != 5 else x + kept, mask)
             kept = x if i == 2 else kept
+            x = F.dropout(x, 0.1) if self.kind == "drawn" else x
+            states.append(x)
+        x = torch.stack(states).mean(0) if self.kind == "listed" else x
         if self.kind == "numbered":
             x = self.layers[LAYERS - 3].norm(x)
         if self.kind == "indexed":
@@ -84,6 +94,26 @@ def test_a_layer_that_computes_something_else_is_in_no_row_with_others(kind: str
     assert EVERY not in row_of(kind)
 
 
+KINDS = ["plain", "window", "wide", "swapped", "nonlinear", "tied", "skip", "value", "numbered", "indexed", "masked", "dropped", "drawn", "listed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sketches_are_those_of_all_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every field, also those that `==` leaves out."""
+    made, lengths = [], []
+    run = trace.trace_run
+    monkeypatch.setattr(sketches, "trace_run", lambda model, *args, **named: lengths.append(len(model.layers)) or run(model, *args, **named))
+    for large in (0, 1 << 40):
+        monkeypatch.setattr(alike, "LARGE_MODEL", large)
+        torch.manual_seed(0)
+        made.append(sketch(Model(kind), rows, call))
+    for field in dataclasses.fields(Sketch):
+        assert repr(getattr(made[0], field.name)) == repr(getattr(made[1], field.name)), field.name
+    left_out = sum(len(row) - 3 for row in made[1].alike)
+    assert lengths[-2:] == [LAYERS, LAYERS] and any(n < LAYERS for n in lengths) == (left_out > 0)
+    assert (lengths[-3] < LAYERS) == (left_out > 0 and kind not in ("drawn", "listed", "indexed")), "where a few cannot stand for all"
+
+
 def found(kind: str, monkeypatch: pytest.MonkeyPatch, large: int) -> Slices:
     monkeypatch.setattr(alike, "LARGE_MODEL", large)
     torch.manual_seed(0)
@@ -92,7 +122,7 @@ def found(kind: str, monkeypatch: pytest.MonkeyPatch, large: int) -> Slices:
     return choose.slices_of(sketch(model, rows, call), model, rows, call, job, Plan(tp=2, sequence_parallel=False))
 
 
-@pytest.mark.parametrize("kind", ["plain", "window", "wide", "swapped", "nonlinear", "tied", "skip", "value", "numbered", "indexed"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_slices_are_those_of_all_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short, full = found(kind, monkeypatch, 0), found(kind, monkeypatch, 1 << 40)
     assert short == full and len(full.groups) >= LAYERS
@@ -108,7 +138,7 @@ def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("something else")
 
     monkeypatch.setattr(alike, "LARGE_MODEL", 0)
-    assert alike.found_of(model, alike.rows_of(model, (EVERY,)), find) is None
+    assert found_of(model, alike.rows_of(model, (EVERY,)), find) is None
     assert followed == [["0", "1", "7"]] and [name for name, _ in model.named_modules()] == before
     assert model(rows(2)).shape == (2, 6, 64)
 
@@ -117,8 +147,8 @@ def test_reasons_that_name_other_layers_are_not_guessed(monkeypatch: pytest.Monk
     """As in OLMoE, where nothing can be sliced: what is said of layer 1 names layers 0 and 1, and is wrong of layer 2."""
     monkeypatch.setattr(alike, "LARGE_MODEL", 0)
     model = Model("plain")
-    known = alike.found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "its code cannot run on a slice"),)))
-    guessed = alike.found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "what layers.0.down returns reaches layers.1.up"),)))
+    known = found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "its code cannot run on a slice"),)))
+    guessed = found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "what layers.0.down returns reaches layers.1.up"),)))
     assert known is not None and guessed is None
 
 

@@ -7,6 +7,7 @@ optimizers        optimizers with two modes, that stack tensors, and the kernels
 schedule          a scheduler of torch as Job.schedule
 fake_model        the model without memory for its weights
 deferred_init     initial weights drawn whole and kept in parts
+alike             rows of alike layers, of which a few stand for all
 units             the grain: which submodules are not split further
 trace             one watched run: what draws, normalises, changes buffers
 meter             what a run costs: flops, bytes kept, what depends on what

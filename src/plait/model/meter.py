@@ -37,6 +37,18 @@ SHAPES = frozenset({
 """Names of functions that give no numbers of a tensor, when what they give is no tensor."""
 
 
+@dataclass(frozen=True)
+class SharedInput:
+    """A storage that several calls are given, such as a mask. It is there once: each of them has an equal part of it, so that layers are
+    alike."""
+
+    size: int
+    """Bytes."""
+    calls: int
+    kept: bool
+    """Autograd keeps it."""
+
+
 @dataclass
 class MeteredCall:
     """What one call of a unit showed in one run, as `UnitCall` of `model/operations.py` has it of any batch."""
@@ -47,8 +59,10 @@ class MeteredCall:
     given: int = 0
     flops: int = 0
     output: int = 0
-    fresh: float = 0.0
-    saved: float = 0.0
+    own_fresh: int = 0
+    own_saved: int = 0
+    """Of `fresh` and `saved`, what no other call is given."""
+    shared: tuple[SharedInput, ...] = ()
     itemsize: int = 4
     """Bytes of a number of its output."""
     effort: Effort = field(default_factory=Effort)
@@ -64,6 +78,16 @@ class MeteredCall:
     """The structure of its output: `taken` of `tensors/trees.py`."""
     course: int = 0
     """What it computes (`model/course.py`)."""
+
+    @property
+    def fresh(self) -> float:
+        """Bytes of the storages that it is given."""
+        return self.own_fresh + sum(one.size / one.calls for one in self.shared)
+
+    @property
+    def saved(self) -> float:
+        """Bytes that autograd keeps of it."""
+        return self.own_saved + sum(one.size / one.calls for one in self.shared if one.kept)
 
 
 @dataclass
@@ -224,21 +248,21 @@ class Meter:
         return self.metered
 
     def _count_kept(self) -> None:
-        """Attribute what is kept to calls, and to the code between. What several calls are given, such as a mask, is there once: each of
-        them has an equal part of it, so that layers are alike."""
-        shared = {storage: (calls, size) for storage, (calls, size) in self.inputs.items() if len(calls) > 1}
+        """Attribute what is kept to calls, and to the code between."""
+        calls = self.metered.calls
+        shared = {storage for storage, (given, _) in self.inputs.items() if len(given) > 1}
         for storage, (call, size) in self.kept.items():
             if call is None:
                 self.metered.saved += size
             elif storage not in shared:
-                self.metered.calls[call].saved += size
-        for storage, (calls, size) in self.inputs.items():
+                calls[call].own_saved += size
+        for storage, (given, size) in self.inputs.items():
             if storage not in shared:
-                self.metered.calls[min(calls)].fresh += size
-        for storage, (calls, size) in shared.items():  # last, and in one order for all: sums of alike layers are equal
-            for call in calls:
-                self.metered.calls[call].fresh += size / len(calls)
-                self.metered.calls[call].saved += size / len(calls) if self.kept.get(storage, (None,))[0] is not None else 0
+                calls[min(given)].own_fresh += size
+                continue
+            one = SharedInput(size, len(given), self.kept.get(storage, (None,))[0] is not None)
+            for call in given:
+                calls[call].shared += (one,)
 
     def _mark_backward(self, end: object) -> None:
         """Clear `backward` of calls whose outputs autograd does not reach from `end`, such as detached ones. A call is left as it is if

@@ -19,9 +19,9 @@ from torch import nn
 
 from plait.config.errors import in_a_line
 from plait.config.job import user_line
-from plait.model import units
+from plait.model import alike, units
 from plait.model.experts import MoELayer
-from plait.model.meter import MeteredCall
+from plait.model.meter import Metered, MeteredCall
 from plait.model.operations import ZERO, Effort, Figure, OperationCounts, Unit, UnitCall, line
 from plait.model.slices import ParameterSlice, Slices
 from plait.model.trace import Call, RunTrace, trace_run
@@ -281,20 +281,46 @@ class _Probe:
                     call.leaks = judged.leaks
 
     def pair(self, number: int) -> list[RunTrace]:
-        """The two runs, with the host generators in the same state, so that both take the same branches."""
-        runs = []
-        for n in PROBES:
-            example = self.inputs(n)
-            keyed.seed_host("sketch", number)
-            before = keyed.first_draws()
-            keyed.seed_host("sketch", number)
-            with warnings.catch_warnings():  # a copy of fake weights is warned of
-                warnings.simplefilter("ignore")
-                model = copy_module(self.model) if self.by_values else self.model
-            metering = self.chosen if self.metering else None
-            runs.append(trace_run(model, example, self.call, not self.by_values, metering))
-            runs[-1].host_random = before[:2] != keyed.first_draws()[:2]
-        return runs
+        """The two runs: of a large model, the second has a few of its alike layers."""
+        small = self.run(PROBES[0], number)
+        return [small, self._shorter(small, number) or self.run(PROBES[1], number)]
+
+    def run(self, samples: int, number: int) -> RunTrace:
+        """One run. All of one number have the host generators in the same state, so that they take the same branches."""
+        example = self.inputs(samples)
+        keyed.seed_host("sketch", number)
+        before = keyed.first_draws()
+        keyed.seed_host("sketch", number)
+        with warnings.catch_warnings():  # a copy of fake weights is warned of
+            warnings.simplefilter("ignore")
+            model = copy_module(self.model) if self.by_values else self.model
+        names = {name for name, _ in model.named_modules()}
+        metering = [name for name in self.chosen if name in names] if self.metering else None
+        found = trace_run(model, example, self.call, not self.by_values, metering)
+        found.host_random = before[:2] != keyed.first_draws()[:2]
+        return found
+
+    def _shorter(self, small: RunTrace, number: int) -> RunTrace | None:
+        """What the second run of a model would show, from runs with a few of its alike layers. None if that cannot be said."""
+        if self.by_values or not self.metering or small.host_random:
+            return None
+        calls = small.metered.calls
+        closed = {call.unit for call in calls} - _opened(self.model, [small.metered])
+        rows = alike.rows_of(self.model, units.alike([single(c) for c in calls], [(c.course,) for c in calls], closed))
+        if not rows:
+            return None
+        try:
+            with alike.shortened(self.model, rows):
+                short, large = (self.run(samples, number) for samples in PROBES)
+        except Exception:  # code that counts its layers, for example
+            return None
+        return alike.lengthened(small, short, large, rows)
+
+
+def _opened(model: nn.Module, runs: Iterable[Metered]) -> set[str]:
+    """Units whose parameters are not used in their own calls only."""
+    runs = list(runs)
+    return units.tied(model, {call.unit for run in runs for call in run.calls}).union(*(run.opened for run in runs))
 
 
 def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTrace]]) -> dict[str, Any]:
@@ -303,7 +329,7 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTr
     rows = sorted(everything, key=lambda run: -len(run.calls))
     called = units.in_order([[call.unit for call in run.calls] for run in rows])
     names = {id(p): name for name, p in model.named_parameters()}
-    open_ = units.tied(model, called).union(*(run.opened for run in everything))
+    open_ = _opened(model, everything)
     listed = []
     for name in called:
         module = model.get_submodule(name)
@@ -312,21 +338,21 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTr
         named = tuple(names[id(p)] for p in parameters)
         listed.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
     small, large = (run.metered for run in max(rounds, key=lambda pair: len(pair[0].metered.calls)))
-    alike = units.same_calls(small, large)
-    others = large.calls if alike else [None] * len(small.calls)
+    same = units.same_calls(small, large)
+    others = large.calls if same else [None] * len(small.calls)
     inside = {name for unit in listed for name in unit.parameters}
     calls = tuple(_call(a, b) for a, b in zip(small.calls, others))
     courses = [(a.course, b.course) if b else () for a, b in zip(small.calls, others)]
     return {
         "units": tuple(listed),
         "calls": calls,
-        "alike": units.alike(calls, courses, set(called) - open_) if alike else (),
+        "alike": units.alike(calls, courses, set(called) - open_) if same else (),
         "needs": small.needs,
         "differentiates": any(run.differentiates for run in everything),
         "rest": tuple(name for name in names.values() if name not in inside),
-        "work_between": _work(small.effort, large.effort if alike else None),
-        "flops_between": _fit(small, large if alike else None, "flops"),
-        "saved_between": _fit(small, large if alike else None, "saved"),
+        "work_between": _work(small.effort, large.effort if same else None),
+        "flops_between": _fit(small, large if same else None, "flops"),
+        "saved_between": _fit(small, large if same else None, "saved"),
     }
 
 

@@ -24,6 +24,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch_rows import Pair
 from plait.launch.kept import unnoted
+from plait.model.alike import rows_of
 from plait.model.make import BuiltModel
 from plait.model.meter import OUTPUT
 from plait.model.sketch import PROBES, Sketch
@@ -31,7 +32,7 @@ from plait.model.slices import ColumnRowPair, RegionBorder, Slices
 from plait.model.trace import Call, trace_run
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor import wiring
-from plait.parallel.tensor.find import alike
+from plait.parallel.tensor.find.alike import found_of
 from plait.parallel.tensor.find.finder import FOLLOWED, find
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.parallel.tensor.wiring import vocabulary_heads
@@ -146,14 +147,14 @@ def slices_of(
 ) -> Slices:
     """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage; `most`: bytes that
     looking for them may take (P034)."""
-    rows, units = alike.rows_of(model, sketch.alike), _rowwise(sketch, plan)
+    rows, units = rows_of(model, sketch.alike), _rowwise(sketch, plan)
 
     def followed(left_out: Set[str] = frozenset()) -> Slices:
         given = tuple((c.unit, c.given) for c in sketch.calls if c.unit not in left_out)
         return find(model, inputs, call, plan.tp, job.tensor, units, given=given, most=most)
 
     out = {name for row in rows for name in row[2:-1]}
-    found = (None if units else alike.found_of(model, rows, lambda: followed(out))) or followed()
+    found = (None if units else found_of(model, rows, lambda: followed(out))) or followed()
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     routed = _routed(sketch, model, inputs, call)

@@ -15,7 +15,6 @@ numbers that count blocks may differ. It saves the search, not the proof: the ch
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -24,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
+from plait.model.alike import COUNTS, LARGE_MODEL
 from plait.model.meter import tensors_in
 from plait.model.mutations import OutsideWrites
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
 from plait.model.table import size
 from plait.model.trace import Call
 from plait.parallel.tensor.find.check import ReplayedModule, adapted, check
-from plait.parallel.tensor.find.linear_maps import LARGE_MODEL, find_maps, packed_attentions, random_weights, tries
+from plait.parallel.tensor.find.linear_maps import find_maps, packed_attentions, random_weights, tries
 from plait.parallel.tensor.find.propose import Refused, proposals
 from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, Still, TooLarge
 from plait.parallel.tensor.sequence.check import stretched
@@ -116,10 +116,6 @@ def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
     if not calls or not all(made.returned for made in calls):
         return f"the model does not return what {name} returns as it is"
     return ""
-
-
-COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
-"""Names of attributes that count layers."""
 
 
 def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from plait.model.alike import LARGE_MODEL
 from plait.tensors.parameters import like
 from plait.tensors.torch_private import FakeTensor, tree_leaves
 from plait.tensors.trees import first_words
@@ -154,8 +155,6 @@ LONGER = (17, 65, 257)
 """Words of a row, where it takes so many for the model to take the course that it takes on whole rows."""
 LARGE = 1 << 22
 """Numbers in a table of which not every row is drawn."""
-LARGE_MODEL = 1 << 26
-"""Numbers in a model of which, of blocks that are alike, the first and the last are checked."""
 
 
 @contextmanager
