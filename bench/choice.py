@@ -32,7 +32,8 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.launch.detect import read_machine
 from plait.planner.question import PlanRequest
-from plait.planner.search import Candidate, divisors, search
+from plait.planner.search import Candidate, search
+from plait.planner.search_space import divisors
 from plait.planner.trial import in_turn
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")

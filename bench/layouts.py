@@ -16,7 +16,8 @@ from sites import machine_of
 
 from plait.planner.formulas import Software, TimeModel
 from plait.planner.question import room
-from plait.planner.search import MARGIN, RECOMPUTES, Found, SearchSpace, search
+from plait.planner.search import MARGIN, Found, search
+from plait.planner.search_space import RECOMPUTES, SearchSpace
 
 H100 = {"gpu": "H100-SXM-80GB", "gpus_per_node": "8", "precision": "bf16", "interconnect": "NVLink4; 400 Gb/s per GPU"}
 SLOW = {"gpu": "H100-96GB-HBM2e-500W", "gpus_per_node": "8", "interconnect": "NVLink4; 400 Gb/s per GPU", "fsdp_or_zero_stage": "3",

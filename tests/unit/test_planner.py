@@ -36,7 +36,8 @@ from plait.planner.formulas import Cores, Software, TimeModel, weights
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.goals import compared, halves
 from plait.planner.question import PlanRequest
-from plait.planner.search import PREFERENCES, Candidate, Found, branch_samples, branches, factors, search, shardings
+from plait.planner.search import PREFERENCES, Candidate, Found, factors, search
+from plait.planner.search_space import branch_samples, branches, shardings
 
 
 class Layer(nn.Module):

@@ -13,7 +13,8 @@ from plait.planner.answer import why_not
 from plait.planner.estimate import Estimate
 from plait.planner.formulas import TimeModel
 from plait.planner.from_sketch import Block, Workload
-from plait.planner.search import PREFERENCES, Candidate, Found, SearchSpace, search
+from plait.planner.search import PREFERENCES, Candidate, Found, search
+from plait.planner.search_space import SearchSpace
 
 VALUES = {"precision": ("bf16",), "offload": ("none", "optimizer", "all"), "compile": (False, True)}
 SPACE = SearchSpace(16, 16, {}, 100.0, 100.0, VALUES, stages=4, sliceable=True, stretchable=True, experts=(16,), margin=5.0)

@@ -15,7 +15,8 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.planner.answer import ask, text
 from plait.planner.question import PlanRequest
-from plait.planner.search import branch_samples, gain, price
+from plait.planner.search import gain, price
+from plait.planner.search_space import branch_samples
 
 FILE = """
 name = "mixed"

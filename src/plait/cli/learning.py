@@ -16,7 +16,8 @@ from plait.launch.detect import here
 from plait.planner.correction import Learned, Traits
 from plait.planner.estimate import Estimate
 from plait.planner.question import PlanRequest
-from plait.planner.search import branch_samples, price
+from plait.planner.search import price
+from plait.planner.search_space import branch_samples
 
 RUNS = "runs"
 """Where `plait train` puts run directories."""

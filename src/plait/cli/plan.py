@@ -26,7 +26,8 @@ from plait.planner import goals
 from plait.planner.answer import Answer, ask, duration, text
 from plait.planner.inexact import with_inexact
 from plait.planner.question import UNPRICED_CP, PlanRequest
-from plait.planner.search import Candidate, divisors
+from plait.planner.search import Candidate
+from plait.planner.search_space import divisors
 
 EVERY = 10**6
 

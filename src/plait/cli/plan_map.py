@@ -18,7 +18,7 @@ from plait.planner.answer import ask
 from plait.planner.exactness import speed
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import PlanRequest
-from plait.planner.search import divisors
+from plait.planner.search_space import divisors
 
 KINDS = {
     "dp": "none", "shares": "shares", "bf16": "format", "int8": "format", "powersgd": "format", "local": "rare",

@@ -58,7 +58,8 @@ def _of_planner(run: RunFiles, batch: int, say: Callable[[str], None]) -> Predic
     from plait.data.loaders import with_batch
     from plait.launch.detect import read_machine
     from plait.planner.dryrun.memory_table import memory_table
-    from plait.planner.search import branch_samples, price
+    from plait.planner.search import price
+    from plait.planner.search_space import branch_samples
 
     plan, notes = run.plan, list[str]()
     options = PlanOptions(job=run.job, arguments=run.arguments, batch=batch)

@@ -6,6 +6,7 @@ formulas          seconds of a workload on devices and on cores, and bytes of th
 late              what copies and replica groups send each other, and when
 estimate          one plan
 constants         what was fitted to measurements
+search_space      what is searched
 search            the best of them
 correction        how far off predictions are, learned from measured runs
 answer            what `plait plan` says

@@ -9,7 +9,7 @@ from plait.config.plan import Plan
 
 if TYPE_CHECKING:
     from plait.planner.question import PlanRequest
-    from plait.planner.search import SearchSpace
+    from plait.planner.search_space import SearchSpace
 
 LARGER = (2, 4)
 """Times the batch."""
@@ -29,7 +29,8 @@ class Alternative:
 def alternatives(asked: "PlanRequest", question: "SearchSpace", plan: Plan) -> list[Alternative]:
     """Those of a plan, as far as they fit and nothing refuses them. Imports torch, and this file does not."""
     from plait.planner.answer import ask
-    from plait.planner.search import branch_samples, price
+    from plait.planner.search import price
+    from plait.planner.search_space import branch_samples
 
     found, refused = list[Alternative](), asked.refused()
     for change, other, batch in _variants(plan, question.batch):

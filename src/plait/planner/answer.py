@@ -13,16 +13,8 @@ from plait.planner import late
 from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction, sizes_of
 from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
-from plait.planner.search import (
-    ALIKE,
-    MARGIN,
-    Candidate,
-    Found,
-    SearchSpace,
-    branch_samples,
-    gain,
-    price,
-)
+from plait.planner.search import ALIKE, MARGIN, Candidate, Found, gain, price
+from plait.planner.search_space import SearchSpace, branch_samples
 
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
 """What everybody knows: all devices on one axis."""

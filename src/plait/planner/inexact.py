@@ -15,7 +15,8 @@ from plait.config.plan import Plan
 from plait.planner.answer import Answer
 from plait.planner.exactness import progress, told
 from plait.planner.question import PlanRequest
-from plait.planner.search import ALIKE, Candidate, SearchSpace, price, search
+from plait.planner.search import ALIKE, Candidate, price, search
+from plait.planner.search_space import SearchSpace
 
 GROUPS = 64
 """The most replica groups that are tried."""

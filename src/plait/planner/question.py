@@ -25,7 +25,8 @@ from plait.planner.correction import NOTHING, Learned
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.formulas import Cores, Software, TimeModel
 from plait.planner.from_sketch import Cuts, cuts_of, sharding, workload_of
-from plait.planner.search import MARGIN, Found, SearchSpace, search
+from plait.planner.search import MARGIN, Found, search
+from plait.planner.search_space import SearchSpace
 from plait.tensors import opaque_code
 from plait.tensors.moving_average import averaged_in
 

@@ -3,178 +3,30 @@
 Plans are ordered by their *cost*: predicted seconds of a step, times the factors of `Preferences`. A branch (`branches`) fixes pp, tp, cp,
 ep, the micro-batches and compile; the search goes through what is left of a plan. The time that a branch computes and sends messages inside
 layers is a lower bound of every plan in it. A plan is skipped if its bound, times the factors that it is known to have, is above the cost of
-the best plan of its mesh or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried by their
-bound, ties in a fixed order: the same question has the same answer.
+the best plan of its mesh or of the last mesh that would be shown, or if even an even share of it does not fit. Branches are tried in a fixed
+order: the same question has the same answer.
 
 If the devices of a machine are unlike, every share of the batch is priced on its own devices, and a step ends with its slowest share. Each
 rank's memory is compared with that of its own device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from math import ceil, inf, prod
-from typing import Any
+from typing import NamedTuple
 
 from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
 from plait.data.batch import sizes
-from plait.parallel.shares.balance import by_speed, members, told
+from plait.parallel.shares.balance import by_speed, members
 from plait.planner import formulas
-from plait.planner.estimate import Estimate, StageSchedule, estimate, touched
+from plait.planner.estimate import Estimate, StageSchedule, alive, estimate, touched
 from plait.planner.formulas import TimeModel
 from plait.planner.from_sketch import Block
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """What is searched: `devices` ranks, `batch` samples a step, keys that are given."""
-
-    devices: int
-    batch: int
-    pins: dict[str, Any] = field(default_factory=dict)
-    memory: float = inf
-    """Bytes of a device that a plan may take."""
-    host: float = inf
-    """Bytes of its host's memory that a device's rank may take."""
-    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Of keys, what is tried; of a key that is missing, its default. Less recomputation and less on the host come first."""
-    stages: int = 1
-    """The most stages the model can be cut into."""
-    sliceable: bool = False
-    stretchable: bool = False
-    experts: tuple[int, ...] = ()
-    """Numbers of experts of the model's mixtures."""
-    heads: int = 0
-    """The most ranks that its attention's heads can be shared out to; 0: it has none."""
-    rooms: tuple[float, ...] = ()
-    """Bytes that a plan may take of each device of a node, where they are unlike; `memory` is then the largest."""
-    margin: float = 0.0
-    """A plan that leaves fewer bytes of a device is tight."""
-    shown: int = 8
-    """Meshes of which the best plan is found."""
-
-    def of(self, key: str, values: Sequence[Any] = ()) -> Sequence[Any]:
-        """The values to try of a key: the given one alone."""
-        return (self.pins[key],) if key in self.pins else values or self.values.get(key) or (getattr(Plan, key),)
-
-    def room(self, rank: int) -> float:
-        """Bytes that a plan may take of a rank's device."""
-        return self.rooms[rank % len(self.rooms)] if self.rooms else self.memory
-
-    def spare(self, found: Estimate) -> float:
-        """Bytes that a plan leaves of the device that it leaves least of."""
-        return self.memory - found.allocated if found.spare is None else found.spare
-
-    @property
-    def groups(self) -> int:
-        """Replica groups: as many as are given."""
-        return self.pins.get("replica_groups", 1) or 1
-
-    @property
-    def inside(self) -> int:
-        """Devices of one of them."""
-        return self.devices // self.groups if self.devices % self.groups == 0 else 0
-
-    def holds(self, found: Estimate | None) -> bool:
-        """Whether devices and their hosts have the memory that a plan takes."""
-        return found is not None and self.spare(found) >= 0 and found.hosted <= self.host
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def branch_samples(plan: Plan, question: SearchSpace) -> float:
-    """Samples of the largest micro-batch."""
-    return -(-question.batch // (plan.shares * plan.replica_groups) // plan.microbatches)
-
-
-def branches(question: SearchSpace) -> Iterator[Plan]:
-    """What fixes the time of computing, in the first number format."""
-    same: dict[str, Any] = {key: value for key, value in question.pins.items() if key not in FREE}
-    for tp, pp, cp in _meshes(question):
-        shares, rest = divmod(question.inside, tp * pp * cp)
-        if rest or not shares or shares * question.groups > question.batch:
-            continue
-        experts = [e for e in divisors(shares) if question.experts and all(count % e == 0 for count in question.experts)]
-        mesh: dict[str, Any] = {"replica_groups": question.groups, "pp": pp, "tp": tp, "cp": cp, "dp": shares}
-        contexts = ["ring"] + ["ulysses"] * (cp > 1 and question.heads % (tp * cp) == 0)
-        # under cp a unit that counts positions cannot be compiled, and a sketch without cp does not know which do
-        splits = _splits(-(-question.batch // (shares * question.groups)))
-        free = {"ep": question.of("ep", experts), "microbatches": question.of("microbatches", splits),
-                "context": question.of("context", contexts), "sequence_parallel": question.of("sequence_parallel", () if tp > 1 else (True,)),
-                "compile": question.of("compile", () if cp == 1 else (False,))}  # fmt: skip
-        for values in product(*free.values()):
-            yield Plan(**same, **mesh, **dict(zip(free, values)), precision=question.of("precision")[0])
-
-
-def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
-    """Numbers of slices, stages and sequence shards."""
-    n = question.inside
-    for tp in question.of("tp", [t for t in divisors(n) if t <= MOST["tp"] and (t == 1 or question.sliceable)]):
-        for pp in question.of("pp", [p for p in divisors(n // tp) if p <= question.stages]):
-            for cp in question.of("cp", [c for c in divisors(n // tp // pp) if c == 1 or (question.stretchable and c <= MOST["cp"])]):
-                yield tp, pp, cp
-
-
-MOST = {"tp": 64, "cp": 64}
-"""No group of tp or cp is larger, since each of its ranks waits for all others in every layer."""
-FREE = (
-    *AXES, "ep", "microbatches", "precision", "zero", "recompute", "schedule", "stages_per_rank", "offload", "context",
-    "sequence_parallel", "compile", "shard_over_cp",
-)  # fmt: skip
-"""Keys that the search chooses; all others are as given."""
-
-
-def _splits(own: int) -> list[int]:
-    """Numbers of micro-batches of a share of `own` samples: those of which each has a power of two, and powers of two."""
-    powers = [1 << k for k in range(own.bit_length())]
-    return sorted({own // size for size in powers} | {d for d in powers if own % d == 0})
-
-
-def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
-    """Between how many devices a copy is shared out: none, all, those of one node."""
-    given, shares = question.pins, branch.shares
-    node = max(1, per_node // branch.along(SAME_LOSS))
-    sizes = sorted({1, shares, node if 1 < node < shares and shares % node == 0 else 1})
-    if "dp" in given:
-        sizes = [shares // given["dp"]]
-    found = (f for f in question.of("fsdp", sizes) if f and shares % f == 0)
-    return [f for f in found if shares // f == given.get("dp", shares // f)]
-
-
-def orders(branch: Plan, question: SearchSpace) -> list[StageSchedule]:
-    """Schedules of a pipeline that are worth pricing: gpipe and sequential only when they are given."""
-    if branch.pp == 1:
-        return [StageSchedule(Plan().schedule, 1, 1)]
-    given = question.pins
-    found = [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
-    if word := given.get("schedule"):
-        found = [pair for pair in found if pair[0] == word] or [(word, 1)]
-    if "stages_per_rank" in given:
-        found = [(word, given["stages_per_rank"]) for word, _ in found]
-    return [StageSchedule(word, branch.pp, v) for word, v in dict.fromkeys(found) if branch.pp * v <= question.stages]
-
-
-LONGEST = 64
-"""Shares of which parts are written into a plan."""
-
-
-def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[Plan], str]) -> list[Plan]:
-    """The plan with equal shares, and with shares by speed where devices differ: measured ones, or parts where speeds cannot be
-    measured under the plan."""
-    if not pace.machine.unlike or plan.ranks == 1 or "batch_shares" in question.pins:
-        return [plan]
-    speeds = by_speed(pace.machine, plan)
-    if len(set(speeds)) == 1:
-        return [plan]
-    auto = replace(plan, batch_shares="auto")
-    if refused(auto) and not refused(plan) and plan.ranks <= LONGEST:
-        auto = replace(plan, batch_shares=told([max(1, round(speed / 100)) for speed in speeds]))
-    return [plan, auto]
+from plait.planner.search_space import RECOMPUTES, SearchSpace, branch_samples, branches, orders, shardings, ways
 
 
 def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float, within: float = inf) -> Estimate:
@@ -309,18 +161,43 @@ def search(
 ) -> Found:  # fmt: skip
     """Price what `refused` has no reason against, and what may cost less than `within`. `say` gets how far the search is."""
     looking = _Looking(pace, question, refused, within)
-    bounded = sorted(looking.bounded(), key=lambda pair: pair[0])
+    bounded = looking.bounded()
     for k, (floor, branch) in enumerate(bounded):
-        if floor > looking.limit():
-            looking.counts["slower"] += len(bounded) - k
-            break
         say(f"comparing plans: {k} of {len(bounded)} branches")
+        if floor > looking.limit():
+            looking.counts["slower"] += 1
+            continue
         for precision in question.of("precision"):
             looking.branch(replace(branch, precision=precision))
     order = sorted(looking.best.values(), key=_cost)[: question.shown]  # of a mesh after them, something better may not have been priced
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
     timed = (replace(c, estimate=price(pace, c.plan, replace(question, memory=inf), c.samples)) for c in over)
     return Found(tuple(order), tuple(timed), dict(looking.counts), dict(looking.whys))
+
+
+class Kept(NamedTuple):
+    """What a plan keeps: in parts (`zero`), for backward, on the device. Keys of `Plan`."""
+
+    zero: int
+    recompute: str
+    offload: str
+
+    @property
+    def factor(self) -> float:
+        """Of its cost."""
+        return PREFERENCES.offload if self.offload != "none" else 1.0
+
+
+class Live(NamedTuple):
+    """Micro-batches of which a rank of a pipeline holds what its layers keep: the rank that holds fewest, and the one that holds most."""
+
+    fewest: float
+    most: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Live":
+        ranks = alive(plan)
+        return cls(min(ranks) / plan.stages_per_rank, max(ranks) / plan.stages_per_rank)
 
 
 @dataclass
@@ -344,17 +221,35 @@ class _Looking:
         last = min(self.within, self.kept[self.question.shown - 1] if len(self.kept) >= self.question.shown else inf)
         return min(last, self.best[mesh].cost) if mesh in self.best else last
 
-    def bounded(self) -> Iterator[tuple[float, Plan]]:
-        """The branches of which something may fit, each with a lower bound of the cost of its plans."""
-        recomputes, offload = self.question.of("recompute", RECOMPUTES), self.question.of("offload")[-1]
-        for branch in branches(self.question):
-            spread = replace(branch, dp=1, fsdp=branch.shares, zero=3, offload=offload, recompute=recomputes[-1], schedule="sequential",
-                             shard_over_cp=self.question.of("shard_over_cp", (branch.cp > 1,))[0])  # fmt: skip
-            if self.least(spread) > self.question.memory:
-                self.counts["do not fit"] += 1
-                continue
-            kind = StageSchedule(SPLIT[0], branch.pp, self.question.pins.get("stages_per_rank", 4))
-            yield bound(self.times(branch, recomputes[0]), kind, branch.microbatches) * prod(self.factors(branch).values()), branch
+    def bounded(self) -> list[tuple[float, Plan]]:
+        """The branches of which something may fit, each with a lower bound of the cost of its plans. Those come first that compute least if
+        they keep everything for backward: their plans have few stages, and are priced quickly."""
+        least = RECOMPUTES[0]
+        found = [(self.floor(branch), branch) for branch in branches(self.question)]
+        self.counts["do not fit"] += sum(floor == inf for floor, _ in found)
+        return sorted((pair for pair in found if pair[0] < inf), key=lambda pair: self.computed(pair[1], least))
+
+    def computed(self, branch: Plan, recompute: str) -> float:
+        """A lower bound of the cost of its plans by what they compute."""
+        kind = StageSchedule(SPLIT[0], branch.pp, self.question.pins.get("stages_per_rank", 4))
+        return bound(self.times(branch, recompute), kind, branch.microbatches) * prod(self.factors(branch).values())
+
+    def floor(self, branch: Plan) -> float:
+        """A lower bound of the cost of a branch's plans: of those that recompute least of what may fit. Infinite if nothing does."""
+        question, found = self.question, inf
+        over = question.of("shard_over_cp", (branch.cp > 1,))[0]
+        spread = replace(branch, dp=1, fsdp=branch.shares, schedule="sequential", shard_over_cp=over)
+        offloads = question.of("offload")
+        for recompute in question.of("recompute", RECOMPUTES):
+            cost = self.computed(branch, recompute)
+            for offload in dict.fromkeys((offloads[0], offloads[-1])):
+                held = [Kept(zero, recompute, offload) for zero in question.of("zero", (2, 3))]
+                spare = question.memory - min(self.least(spread, kept) for kept in held)
+                tight = PREFERENCES.tight if spare < question.margin else 1.0
+                found = min(found, cost * tight * held[0].factor if spare >= 0 else inf)
+                if spare >= question.margin:
+                    return found
+        return found
 
     def factors(self, plan: Plan) -> dict[str, float]:
         return factors(plan, self.pace.machine.devices_per_node)
@@ -377,70 +272,77 @@ class _Looking:
         """The block that there are most of."""
         return max(self.pace.work.blocks, key=lambda block: block.count)
 
-    def sizes(self, plan: Plan) -> tuple[float, ...]:
+    def sizes(self, branch: Plan, recompute: str) -> tuple[float, ...]:
         """Elements of weights on the ranks of a pipeline together, of a layer, and of a layer without experts; bytes that all blocks keep of
         a micro-batch, that a layer keeps, and that its recomputation needs for a moment."""
-        samples, software, blocks = branch_samples(plan, self.question), self.pace.software, self.pace.work.blocks
-        key = (plan.tp, plan.cp, plan.ep, samples, plan.precision, plan.recompute, plan.stretched)
+        samples, software, blocks = branch_samples(branch, self.question), self.pace.software, self.pace.work.blocks
+        key = (branch.tp, branch.cp, branch.ep, samples, branch.precision, recompute, branch.stretched)
         if key not in self.known:
+            plan = replace(branch, recompute=recompute)
             layer = formulas.weights(self.layer, plan)
             own = sum(formulas.weights(b, plan) * b.count for b in blocks), layer, layer - self.layer.experts / plan.ep
             kept = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
             self.known[key] = *own, kept, *formulas.kept(self.layer, plan, samples, software)
         return self.known[key]
 
-    def least(self, plan: Plan) -> float:
-        """Bytes that the fullest rank of a plan needs at least: an even share of all, or of the layers, with one micro-batch alive; or, of
-        a rank that holds as many micro-batches as there are stages, the layers that every rank has."""
-        software, f, p, away = self.pace.software, plan.shards, plan.pp, plan.offload == "all"
-        zero, trained = formulas.depth(plan), 1 - self.pace.work.frozen
+    def least(self, shape: Plan, kept: Kept, live: Live | None = None) -> float:
+        """Bytes that the fullest rank of a plan needs at least: an even share of all with one micro-batch alive, or of the layers with as many
+        as every rank holds; or, of the rank that holds most at once, the layers that every rank has."""
+        software, f, p, away = self.pace.software, shape.shards, shape.pp, kept.offload == "all"
+        zero, trained = kept.zero if f > 1 or away else 0, 1 - self.pace.work.frozen
         each = 0.0 if away and zero == 3 else software.weights / (f if zero == 3 else 1)
         each += 0.0 if away else trained * software.gradients / (f if zero >= 2 else 1)
-        each += trained * software.state / (f if zero else 1) if plan.offload == "none" else 0.0
-        every, layer, dense, kept, own, moment = self.sizes(plan)
-        moment += dense * (2 * formulas.item(plan) + software.gradients) if zero == 3 else 0.0
-        sure = self.layer.count // (p * plan.stages_per_rank) * plan.stages_per_rank
-        alive = 1 if plan.schedule in UNSURE else min(p, plan.microbatches)
-        even = (every * each + kept) / p + (moment if p == 1 else 0.0)
-        ranks = self.layer.count / p * (layer * each + own), sure * (layer * each + own * alive)
+        each += trained * software.state / (f if zero else 1) if kept.offload == "none" else 0.0
+        every, layer, dense, held, own, moment = self.sizes(shape, kept.recompute)
+        moment += dense * (2 * formulas.item(shape) + software.gradients) if zero == 3 else 0.0
+        sure = self.layer.count // (p * shape.stages_per_rank) * shape.stages_per_rank
+        even = (every * each + held) / p + (moment if p == 1 else 0.0)
+        fewest, most = live or Live(1.0, 1.0)
+        ranks = self.layer.count / p * (layer * each + own * fewest), sure * (layer * each + own * most)
         return max(even, max(ranks) + moment)
 
     def branch(self, branch: Plan) -> None:
-        """The plans of a branch: what is sharded, recomputed, kept on the host, and in which order stages work.
+        """The plans of a branch: what is sharded, recomputed, kept on the host, and in which order stages work."""
+        sharded = shardings(branch, self.question, self.pace.machine.devices_per_node)
+        over = self.question.of("shard_over_cp", (False, True) if branch.cp > 1 else (False,))
+        weights, trained = self.sizes(branch, RECOMPUTES[0])[0] / branch.pp, 1 - self.pace.work.frozen
+        for fsdp, over_cp in product(sharded, over):
+            shards = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, shard_over_cp=over_cp)
+            states = weights / shards.shards * trained
+            updates = {offload: touched(self.pace, Plan(offload=offload), states) for offload in self.question.of("offload")}
+            plain = prod(self.factors(shards).values())
+            for kind in orders(branch, self.question):
+                self.shape(replace(shards, schedule=kind.schedule, stages_per_rank=kind.per_rank), kind, updates, plain)
+
+    def shape(self, shape: Plan, kind: StageSchedule, updates: Mapping[str, float], plain: float) -> None:
+        """The plans of a mesh and a schedule. `updates`: seconds of the optimizer by what is kept on the host; `plain`: the factor that
+        all of these plans have.
 
         Less sharding, less recomputation and less that is kept on the host take no longer, so where one fits with room to spare,
         more of it is not priced.
         """
-        recomputes, plain = self.question.of("recompute", RECOMPUTES), prod(self.factors(branch).values())
-        sharded = shardings(branch, self.question, self.pace.machine.devices_per_node)
-        over = self.question.of("shard_over_cp", (False, True) if branch.cp > 1 else (False,))
-        for fsdp, over_cp in product(sharded, over):
-            shards = replace(branch, fsdp=fsdp, shard_over_cp=over_cp).shards
-            zeros = self.question.of("zero", (1, 2, 3)) if shards > 1 else [branch.zero]
-            states = self.sizes(branch)[0] / branch.pp / shards * (1 - self.pace.work.frozen)
-            for kind in orders(branch, self.question):
-                kept = {"dp": branch.shares // fsdp, "fsdp": fsdp, "shard_over_cp": over_cp}
-                shape = replace(branch, **kept, schedule=kind.schedule, stages_per_rank=kind.per_rank)
-                mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
-                for offload in self.question.of("offload"):
-                    update = touched(self.pace, Plan(offload=offload), states)
-                    factor = plain * (PREFERENCES.offload if offload != "none" else 1.0)
-                    for k, recompute in enumerate(recomputes):
-                        floor = (bound(self.times(branch, recompute), kind, branch.microbatches) + update) * factor
-                        if floor > self.limit(mesh):
-                            self.counts["slower"] += 1
-                            break
-                        for at, zero in enumerate(zeros[: worth[k]]):
-                            if self.priced(replace(shape, zero=zero, recompute=recompute, offload=offload), floor):
-                                worth[k:] = [min(at, w) for w in worth[k:]]
-                                break
+        recomputes = self.question.of("recompute", RECOMPUTES)
+        zeros = self.question.of("zero", (1, 2, 3)) if shape.shards > 1 else [shape.zero]
+        mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
+        live = cache(lambda: None if shape.schedule in UNSURE else Live.of(shape))
+        for offload, update in updates.items():
+            for k, recompute in enumerate(recomputes):
+                seconds = bound(self.times(shape, recompute), kind, shape.microbatches) + update
+                if seconds * plain * Kept(zeros[0], recompute, offload).factor > self.limit(mesh):
+                    self.counts["slower"] += 1
+                    break
+                for at, zero in enumerate(zeros[: worth[k]]):
+                    kept = Kept(zero, recompute, offload)
+                    spare = self.question.memory - self.least(shape, kept, live())
+                    tight = PREFERENCES.tight if spare < self.question.margin else 1.0
+                    if spare < 0 or seconds * plain * kept.factor * tight > self.limit(mesh):
+                        self.counts["do not fit" if spare < 0 else "slower"] += 1
+                    elif self.priced(replace(shape, zero=zero, recompute=recompute, offload=offload)):
+                        worth[k:] = [min(at, w) for w in worth[k:]]
+                        break
 
-    def priced(self, plan: Plan, floor: float) -> bool:
-        """Price a plan that costs at least `floor`, with each way to share out the batch; whether it fits, with room to spare, in any."""
-        spare = self.question.memory - self.least(plan)
-        if spare < 0 or (spare < self.question.margin and floor * PREFERENCES.tight > self.limit(Candidate(plan).mesh)):
-            self.counts["do not fit" if spare < 0 else "slower"] += 1
-            return False
+    def priced(self, plan: Plan) -> bool:
+        """Price a plan with each way to share out the batch; whether it fits, with room to spare, in any."""
         return any(list(map(self._priced, ways(self.pace, plan, self.question, self.refused))))
 
     def _priced(self, plan: Plan) -> bool:
@@ -465,8 +367,6 @@ class _Looking:
         return fits and not tight
 
 
-RECOMPUTES = ("none", "selective", "full")
-"""Least first."""
 UNSURE = ("sequential", "auto")
 """Schedules of which no rank surely holds as many micro-batches as there are stages."""
 EVEN = 0.9
