@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from launched import Command
 
 from plait.cli.main import main
 from plait.cli.replay import coupled, first_outlying
+from plait.data.batch import Batch
+from plait.engine.engine import Engine
+from plait.engine.step import Step
 
 JOB = str(Path(__file__).parents[1] / "jobs_replayed.py")
 PLANS = ("dp=2 tp=2", "pp=2 dp=2 microbatches=2 recompute=full", "fsdp=2 tp=2 microbatches=2 recompute=full")
@@ -107,6 +112,22 @@ def test_a_run_that_trains_is_replayed(tmp_path: Path, capsys: pytest.CaptureFix
     found = replayed(capsys, str(tmp_path / "runs" / "training-1"), "--step", "2")
     assert found["loss"] == pytest.approx(found["logged"]["loss"], rel=1e-9) and is_running(command)
     command.kill()
+
+
+def test_a_replay_that_is_asked_to_stop_says_so(run: Path, tmp_path: Path) -> None:
+    def host() -> None:
+        step = Engine.step
+
+        def asking(engine: Engine, batch: Batch) -> Step:
+            os.kill(os.getppid(), signal.SIGTERM)
+            while not engine.place.stopping():
+                time.sleep(0.01)
+            return step(engine, batch)
+
+        Engine.step = asking  # pyrefly: ignore[bad-assignment]
+
+    command = Command("replay", str(run), "--step", "3", folder=tmp_path, host=host)
+    assert command.wait(120.0) == 2 and "C007" in command.output and "after 1 of 2 steps before step 3" in command.output, command.output
 
 
 def test_checkpoints_that_are_damaged_or_gone_are_passed_over(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,10 +132,10 @@ def disk_full(error: OSError) -> Problem:
     return Problem("R006", what, why=f"the operating system says: {error.strerror}", where=where, fix=fix)
 
 
-def proof_stopped(when: str) -> Problem:
+def stopped(what: str, when: str) -> Problem:
     """C007."""
     why = f"asked to, by Ctrl-C or SIGTERM, {when}"
-    return Problem("C007", "the proof was stopped", why=why, fix=("run it again",))
+    return Problem("C007", f"the {what} was stopped", why=why, fix=("run it again",))
 
 
 def trace_of(error: BaseException | None) -> str:

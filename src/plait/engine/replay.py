@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from plait.checkpoint import fingerprint
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.safetensors_file import Damaged
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, stopped
 from plait.data.batch import Batch, Micro, collate, rows_of, weigh
 from plait.data.batch_rows import SampleRows
 from plait.data.padding import unpacked
@@ -80,6 +80,9 @@ def _replay(replayed: ReplayedStep, engine: Engine, notes: RunNotes) -> dict[str
         with before if replayed.bisect and batch.after.step == replayed.step - 1 else nullcontext():
             engine.step(batch)
     engine.settle()
+    if engine.stopping:
+        made, needed = (last - result["from"] for last in (engine.position.step, replayed.step - 1))
+        raise PlaitError(stopped("replay", f"after {made} of {needed} steps before step {replayed.step}"))
     if engine.position.step != replayed.step - 1:
         what = f"the job ends at step {engine.position.step}, before step {replayed.step}"
         raise PlaitError(Problem("R010", what, why="the run made this step with other data or options"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config.errors import PlaitError, proof_stopped
+from plait.config.errors import PlaitError, stopped
 from plait.config.job import Job
 from plait.config.keys import AXES, OTHER_SAMPLES
 from plait.config.phases import Phase
@@ -138,7 +138,7 @@ def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -
     for step in range(scenario.steps):
         batch = next(source, None)
         if batch is None:
-            raise PlaitError(proof_stopped(f"after {step} of {scenario.steps} steps: nothing is proved"))
+            raise PlaitError(stopped("proof", f"after {step} of {scenario.steps} steps: nothing is proved"))
         notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         for phase in engine.turns.of(step + 1):
             with noted.watching():

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from plait.config.errors import PlaitError, proof_stopped
+from plait.config.errors import PlaitError, stopped
 from plait.config.job import Evaluate, Job
 from plait.data.batch import Data, MapStyle, is_map, opened
 from plait.data.sampling import as_first_step
@@ -241,7 +241,7 @@ class OwnBatchSteps:
         for step in range(count):
             batch = next(source, None)
             if batch is None:
-                raise PlaitError(proof_stopped("in the steps of the job's own size"))
+                raise PlaitError(stopped("proof", "in the steps of the job's own size"))
             far = step == self.own.steps
             if far:
                 self.engine.job = dataclasses.replace(self.engine.job, clip=None)
