@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from plait.parallel.context import attention_kernels, ring
-from plait.parallel.context.attention_kernels import Scores
+from plait.parallel.context.attention_kernels import AttentionInputs, Scores
 from plait.randomness import philox
 from plait.randomness.philox import StreamPart
 
@@ -120,7 +120,7 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, ranks: in
             ring.merge(out, lse, ring.forward(mine, blocks[1][j], blocks[2][j], scores))
         dq = torch.zeros_like(mine, dtype=ring.wide(mine.dtype))
         for j, scores in seen:
-            parts = ring.backward(given, (mine, blocks[1][j], blocks[2][j]), out.to(mine.dtype), lse, scores)
+            parts = ring.backward(given, AttentionInputs(mine, blocks[1][j], blocks[2][j]), out.to(mine.dtype), lse, scores)
             for to, part in zip((dq, into[0][j], into[1][j]), parts):
                 to += part
         results.append((out, dq))

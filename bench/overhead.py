@@ -55,6 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from plait.cli.console import Console
 from plait.cli.request import Request
 from plait.cli.train import launch
 from plait.config.job import Job, load_job
@@ -342,7 +343,7 @@ def first_step(path: str, plan: Plan, check: str, folder: Path) -> float:
     job = replace(load_job(path), steps=1, evaluate=None)
     request = Request(path, job, plan, runs=folder, device="cpu", check=check)
     began = perf_counter()
-    launch(request, StringIO())
+    launch(request, Console(out=StringIO()))
     return perf_counter() - began
 
 
@@ -366,7 +367,7 @@ def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> tuple[fl
     job = replace(load_job(path), steps=STEPS, evaluate=None)
     request = Request(path, job, plan, runs=folder, device="cpu", check="none", restarts=restarts)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    launch(request, StringIO())
+    launch(request, Console(out=StringIO()))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = map(json.loads, (folder / "latest" / "metrics.jsonl").read_text().splitlines())
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -46,6 +46,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import make_model
 from plait.parallel.pipeline.schedule_search import simulate, table
+from plait.report.run_files import RunFiles
 from plait.report.timeline import Timeline, timeline
 
 MICRO = 8
@@ -147,7 +148,7 @@ def bubble(kind: str, schedule: str, asked: Any) -> dict[str, Any]:
         run = RunDirectory.create("pipeline", plan, {}, Path(root))
         mine = job(kind, asked, ranks, plan.pp * per_rank)
         fork.run(partial(record, job=mine, plan=plan, run=run, steps=asked.steps + 3), ranks, listener)
-        found = [timeline(run.path, step) for step in range(4, asked.steps + 4)]
+        found = [timeline(RunFiles.read(run.path, step), step) for step in range(4, asked.steps + 4)]
     planned = table(schedule, ranks, MICRO, per_rank)
     ones = [1.0] * planned.stages
     middle = lambda pick: statistics.median(pick(f) for f in found)  # noqa: E731
