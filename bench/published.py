@@ -168,7 +168,7 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack, expert
         sizes = [s for s in sizes if s <= batch / shares and (batch / shares) % s == 0] or [batch / shares]
     again = [row["recompute"]] if row.get("recompute") in ("none", "selective", "full") else [stack.recompute or "none"]
     if layered and not row.get("recompute") and not stack.recompute:
-        again = ["none", "selective"] if recipe(row) else ["none", "selective", "full"]
+        again = ["none", "selective"] if recipe(row) else ["none", *["selective"] * (not stack.layers), "full"]
     stretched = row.get("recompute") != "full" or "torchtitan" in row["source"]
     note = row.get("note", "")
     said = note if "offload" in note.lower() else row.get("table_or_file") or ""  # a table's heading is of all of its rows

@@ -56,6 +56,8 @@ class Stack:
     """Seconds of the host for an operator, over those of torch's eager mode: graphs of a framework need few."""
     recompute: str | None = None
     """Where a row does not say; None: what is fastest."""
+    layers: bool = False
+    """Its checkpoints are of whole layers: it cannot recompute attention alone."""
     over_cp: bool = False
     """Shards go over the ranks of cp, too."""
     hidden: bool = False
@@ -81,8 +83,9 @@ STACKS = (
           tiled=True, fused_loss=True, fuses=True),
     Stack("Llama 3", r"2407\.21783", "arXiv 2407.21783 section 3.3: FSDP shards, no reshard between forward and backward",
           attention="tuned", portable=False, overlapped=True, held="fsdp2", fused_loss=True, fuses=True, recompute="none"),
-    Stack("Megatron-DeepSpeed", r"Megatron-DeepSpeed|bigscience|vTrain", "its repository: ZeRO-1 on Megatron-LM, no overlap",
-          attention="unfused", portable=True, overlapped=False, held="zero", fuses=True),
+    Stack("Megatron-DeepSpeed", r"Megatron-DeepSpeed|DeepSpeed\+Megatron|bigscience|vTrain",
+          "its repository: ZeRO-1 on Megatron-LM, no overlap; deepspeed.checkpointing is given layers",
+          attention="unfused", portable=True, overlapped=False, held="zero", fuses=True, layers=True),
     Stack("Megatron-LM of 2023", r"MegaScale|2401\.10241|InternEvo", "--use-flash-attn since February 2023; no overlap of gradients yet",
           attention="portable", portable=False, overlapped=False, adds=False, held="megatron", fuses=True),
     Stack("Megatron-LM", r"Megatron|2104\.04473|2205\.05198", "before 2023: no fused attention, no overlap of gradients",
@@ -104,8 +107,9 @@ STACKS = (
     Stack("torchtune", r"torchtune|axolotl|trl\b|peft|PEFT|LLaMA-Factory|alignment", "their recipes: models loaded in bf16",
           attention="portable", portable=True, overlapped=True, held="pure"),
     Stack("timm", r"timm|pytorch-image-models", "its benchmark.py: autocast, channels last where it says so"),
-    Stack("DeepSpeed", r"DeepSpeed|ZeRO", "its configuration: gradients and gathers overlap, 5e7 elements at once (`stage3_prefetch_bucket_size`)",
-          attention="portable", portable=True, overlapped=True, held="zero", piece=5e7),
+    Stack("DeepSpeed", r"DeepSpeed|ZeRO", "its configuration: gradients and gathers overlap, 5e7 elements at once (`stage3_prefetch_bucket_size`); "
+          "deepspeed.checkpointing is given layers", attention="portable", portable=True, overlapped=True, held="zero", piece=5e7,
+          layers=True),
     Stack("FSDP", r"FSDP|fms-fsdp|nanotron|nnscaler|Colossal", "torch's FSDP and SDPA", attention="portable", portable=True,
           overlapped=True, held="fsdp2"),
 )  # fmt: skip
