@@ -106,37 +106,53 @@ def test_a_stack_is_parsed() -> None:
 
 
 @pytest.fixture
-def sleeping() -> Iterator[tuple[Stacks, int]]:
-    stacks = Stacks()
-    pid = os.fork()
-    if pid == 0:
-        stacks.answer()
-        while True:
-            time.sleep(1000)
+def sleeping() -> Iterator[tuple[Stacks, list[int]]]:
+    stacks, pids = Stacks(range(2)), list[int]()
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            stacks.answer(rank)
+            while True:
+                time.sleep(1000)
     try:
-        yield stacks, pid
+        yield stacks, pids
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         stacks.close()
 
 
-def test_a_process_that_sleeps_says_where(sleeping: tuple[Stacks, int]) -> None:
-    stacks, pid = sleeping
+def answer(stacks: Stacks, rank: int, pid: int) -> tuple[StackFrame, ...]:
     for _ in range(200):
-        found = stacks.ask(pid)
-        if found.frames:
-            break
+        if found := stacks.ask(rank, pid).frames:
+            return found
         time.sleep(0.05)
-    assert found.frames[0].name == "sleeping" and found.frames[0].file == __file__
-    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    raise AssertionError(f"rank {rank} does not answer")
+
+
+def test_a_process_that_sleeps_says_where(sleeping: tuple[Stacks, list[int]]) -> None:
+    stacks, pids = sleeping
+    found = answer(stacks, 0, pids[0])
+    assert found[0].name == "sleeping" and found[0].file == __file__
+    assert os.waitpid(pids[0], os.WNOHANG) == (0, 0)
+
+
+def test_an_answer_that_comes_late_is_no_other_ranks(sleeping: tuple[Stacks, list[int]]) -> None:
+    stacks, pids = sleeping
+    for rank, pid in enumerate(pids):
+        answer(stacks, rank, pid)
+        os.kill(pid, signal.SIGSTOP)
+    assert stacks.ask(0, pids[0], 0.1).frames == ()
+    os.kill(pids[0], signal.SIGCONT)
+    assert stacks.ask(1, pids[1], 1.0).frames == ()
 
 
 def test_a_process_without_the_handler_is_not_signalled() -> None:
     other = subprocess.Popen(["sleep", "100"])
-    stacks = Stacks()
+    stacks = Stacks([0])
     try:
-        assert stacks.ask(other.pid).frames == ()
+        assert stacks.ask(0, other.pid).frames == ()
         assert other.poll() is None
     finally:
         other.kill()
@@ -197,7 +213,7 @@ def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
 
 
 def test_a_suspended_launcher_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    board, stacks, clock = ProgressBoard(range(1)), Stacks(), [1000.0]
+    board, stacks, clock = ProgressBoard(range(1)), Stacks([0]), [1000.0]
     monkeypatch.setattr("plait.launch.hangs.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("plait.launch.progress.time.monotonic", lambda: clock[0])
     board.write(0, 3, "forward")
@@ -242,7 +258,7 @@ class FakeStacks(Stacks):
     def __init__(self, frames: dict[int, tuple[StackFrame, ...]]):
         self.frames = frames
 
-    def ask(self, pid: int, patience: float = 0.5) -> Stack:
+    def ask(self, rank: int, pid: int, patience: float = 0.5) -> Stack:
         return Stack(self.frames[pid])
 
 

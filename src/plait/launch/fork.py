@@ -67,7 +67,7 @@ def run(
     limits.check(len(ranks), alone)
     store = LocalStore() if alone else None
     meeting, requests = node.meeting if node is not None else None, signal_pipe()
-    group = _Group(target, world, ProgressBoard(ranks), Stacks(), store, meeting, devices or range(len(ranks)), requests[1])
+    group = _Group(target, world, ProgressBoard(ranks), Stacks(ranks), store, meeting, devices or range(len(ranks)), requests[1])
     workers, supervisor = list[Worker](), None
     try:
         with _frozen():
@@ -240,7 +240,7 @@ def _work(group: _Group, rank: int, channel: int) -> int:
 
     own_offsets()
     _die_first()
-    group.stacks.answer()
+    group.stacks.answer(rank)
     lock, board = threading.Lock(), group.board
     signals = RankSignals(board, group.requests)
     signals.listen()

@@ -24,8 +24,8 @@ lock or loops. Who stands in compiled code does not come to that, and is asked b
 answers at once. It reads the stack as it lies in memory: safe while Python stands still, and not while it runs, when it
 crashed a healthy rank now and then.
 
-All processes write to one file that the launcher made before they were forked; the launcher asks one process at a time. A
-process that does not catch a signal is not asked: the signal would end it.
+Each rank writes to a file of its own that the launcher made before the fork. A process that does not catch a signal is not asked: the
+signal would end it.
 """
 
 import faulthandler
@@ -35,11 +35,12 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from plait.config.library import PLAIT, STANDARD, is_library
 from plait.launch.activity import Activity, activity, stopped
@@ -130,63 +131,63 @@ class Stack:
 
 
 class Stacks:
-    """The file that processes write their stacks to. Make it before the fork, `answer` in each process."""
+    """The files that ranks write their stacks to, one each: an answer that comes late is no other rank's. Make it before the fork."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._files = {rank: self._file() for rank in ranks}
+
+    @staticmethod
+    def _file() -> IO[bytes]:
         in_memory = hasattr(os, "memfd_create")  # Linux: also when the disk is full
-        self._file = os.fdopen(os.memfd_create("plait-stacks"), "rb+") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-        self._end = self._file.fileno()
-        fcntl.fcntl(self._end, fcntl.F_SETFL, fcntl.fcntl(self._end, fcntl.F_GETFL) | os.O_APPEND)  # whoever has which offset
+        file = os.fdopen(os.memfd_create("plait-stacks"), "rb+") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)  # whoever has which offset
+        return file
 
-    def answer(self) -> None:
-        """From now on this process, and those it forks, write their stack when asked.
+    def answer(self, rank: int) -> None:
+        """From now on this process, which is that of a rank, writes its stack when asked.
 
         Only that of the main thread: reading the stack of a thread that runs on may crash.
         """
-        signal.signal(_RUNNING, self._tell)
+        end = self._files[rank].fileno()
+
+        def tell(number: int, frame: FrameType | None) -> None:
+            lines = [_HEADER]
+            while frame is not None:
+                lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+                frame = frame.f_back
+            os.write(end, ("\n".join(lines) + "\n").encode(errors="replace"))
+
+        signal.signal(_RUNNING, tell)
         signal.siginterrupt(_RUNNING, False)  # compiled code need not know that its read was interrupted
-        faulthandler.register(_STANDING, file=self._end, all_threads=False)
+        faulthandler.register(_STANDING, file=end, all_threads=False)
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
-        lines = [_header(os.getpid())]
-        while frame is not None:
-            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
-            frame = frame.f_back
-        os.write(self._end, ("\n".join(lines) + "\n").encode(errors="replace"))
-
-    def ask(self, pid: int, patience: float = 0.5) -> Stack:
-        """The stack of a process. Empty when it does not catch the signals, or cannot run."""
-        os.ftruncate(self._end, 0)
-        text = self._answered(pid, _RUNNING, patience)
-        return parse(text or self._answered(pid, _STANDING, patience))
-
-    def _answered(self, pid: int, number: int, patience: float) -> str:
-        """What a process writes when it gets the signal; not what another one writes that was asked before."""
-        if not _catches(pid, number):
-            return ""
-        os.kill(pid, number)
-        text, end = "", time.monotonic() + patience
-        while time.monotonic() < end:
-            time.sleep(0.02)
-            size = os.fstat(self._end).st_size
-            before, text = text, os.pread(self._end, size, 0).decode(errors="replace")
-            if text == before and (mine := _of(pid, text)):
-                return mine
-        return _of(pid, text)
+    def ask(self, rank: int, pid: int, patience: float = 0.5) -> Stack:
+        """The stack of a rank's process. Empty when it does not catch the signals, or cannot run."""
+        end = self._files[rank].fileno()
+        os.ftruncate(end, 0)
+        return parse(_answered(end, pid, _RUNNING, patience) or _answered(end, pid, _STANDING, patience))
 
     def close(self) -> None:
-        self._file.close()
+        for file in self._files.values():
+            file.close()
 
 
-def _header(pid: int) -> str:
-    return f"Stack of process {pid} (most recent call first):"
+_HEADER = "Stack (most recent call first):"
+"""As faulthandler has it."""
 
 
-def _of(pid: int, text: str) -> str:
-    """The part of a text that is no other process's."""
-    parts = re.split(r"^(?=Stack )", text, flags=re.MULTILINE)
-    mine = [part for part in parts if part.startswith((_header(pid), "Stack ("))]
-    return mine[-1] if mine else ""
+def _answered(end: int, pid: int, number: int, patience: float) -> str:
+    """What a process writes when it gets the signal."""
+    if not _catches(pid, number):
+        return ""
+    os.kill(pid, number)
+    text, ends = "", time.monotonic() + patience
+    while time.monotonic() < ends:
+        time.sleep(0.02)
+        before, text = text, os.pread(end, os.fstat(end).st_size, 0).decode(errors="replace")
+        if text and text == before:
+            break
+    return text[text.rfind(_HEADER) :] if _HEADER in text else ""
 
 
 def parse(text: str) -> Stack:
@@ -387,7 +388,7 @@ class HangDetector:
                 look.waited = 0.0 if look.busy else now - used.idle_from
                 look.worked = used.last.seconds - used.first.seconds
                 if look.silent >= self._scale(STACK):
-                    look.stack = self.stacks.ask(self.pids[rank])
+                    look.stack = self.stacks.ask(rank, self.pids[rank])
             yield look
 
     def _updated_usage(self, rank: int, since: float) -> "tuple[bool, _Usage]":
