@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,7 +145,7 @@ def test_an_answer_that_comes_late_is_no_other_ranks(sleeping: tuple[Stacks, lis
         answer(stacks, rank, pid)
         os.kill(pid, signal.SIGSTOP)
     assert stacks.ask(0, pids[0], 0.1).frames == ()
-    os.kill(pids[0], signal.SIGCONT)
+    threading.Timer(0.3, os.kill, (pids[0], signal.SIGCONT)).start()
     assert stacks.ask(1, pids[1], 1.0).frames == ()
 
 
