@@ -198,8 +198,7 @@ def test_a_run_on_devices_leaves_the_same_record(name: str, plan: str, given: di
     told = []
     for kind in ("cuda", "cpu"):
         case = {"run": name, "plan": plan, "device": kind, "folder": str(tmp_path / kind), **given}
-        found = devices.ranks(**case)
-        told.append(found)
+        told.append(devices.ranks(**case))
     (late, *_), (now, *_) = told
     keys = ("step", "loss", "norm", "lr", "samples", "skipped", "norms", "logged", "evaluation")
     rows = [
@@ -349,8 +348,7 @@ def test_checkpoints_and_evaluation(devices: Devices, tmp_path: Path) -> None:
     (("words", "fsdp=2"), *rarely(("words", "pp=2 tp=2 microbatches=2"), ("experts", "ep=2"), ("mlp", "dp=2 precision=tf32"))),
 )
 def test_a_proof_on_devices(name: str, plan: str, devices: Devices) -> None:
-    found = devices.ranks(prove=name, plan=plan)
-    (verdict,) = found
+    (verdict,) = devices.ranks(prove=name, plan=plan)
     assert verdict["equal"] and "not compared" not in verdict["messages"], verdict
 
 

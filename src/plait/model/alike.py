@@ -1,8 +1,8 @@
 """Rows of alike layers in a large model, of which the first two and the last can stand for all.
 
 Alike are layers that ran the same operators on the same shapes (`units.alike`), whose modules have the same classes, the same values as
-attributes and parameters of the same shapes. One run has all of the layers, and shows which are alike; later ones have a few of them
-(`shortened`), and what those show is said of all (`lengthened`), or of none if anything beside the layers that were left out differs.
+attributes and parameters of the same shapes. One run has all layers, and shows which are alike. Later runs have a few of them
+(`shortened`). What these record is extended to all layers (`lengthened`), unless the first run differs in more than the removed layers.
 """
 
 import re
@@ -91,8 +91,8 @@ def lengthened(whole: RunTrace, short: RunTrace, other: RunTrace, rows: Rows) ->
     if not _same_between(whole.metered, short.metered) or not units.same_calls(short.metered, other.metered):
         return None
     calls = {call.unit: (call, found) for call, found in zip(short.metered.calls, other.metered.calls)}
-    numbers = {i for i, call in enumerate(whole.metered.calls) if call.unit not in second}
-    if len(calls) != len(short.metered.calls) or len(numbers) != len(calls):
+    remaining = sum(call.unit not in second for call in whole.metered.calls)
+    if not len(calls) == len(short.metered.calls) == remaining:
         return None
     made = list[MeteredCall]()
     for call in whole.metered.calls:
@@ -110,7 +110,7 @@ def lengthened(whole: RunTrace, short: RunTrace, other: RunTrace, rows: Rows) ->
 
 
 def _same_between(whole: Metered, short: Metered) -> bool:
-    """Whether code between units, the calls before the rows and the way to the output are the same."""
+    """Whether both runs computed and saved the same between units, and opened the same units."""
     between = ("flops", "effort", "saved", "opened", "differentiates")
     return all(getattr(whole, name) == getattr(short, name) for name in between)
 

@@ -317,9 +317,8 @@ class _Probe:
         return alike.lengthened(small, short, large, rows)
 
 
-def _opened(model: nn.Module, runs: Iterable[Metered]) -> set[str]:
-    """Units whose parameters are not used in their own calls only."""
-    runs = list(runs)
+def _opened(model: nn.Module, runs: Sequence[Metered]) -> set[str]:
+    """Units with parameters that are used outside of their own calls."""
     return units.tied(model, {call.unit for run in runs for call in run.calls}).union(*(run.opened for run in runs))
 
 

@@ -224,7 +224,7 @@ class _Looking:
     def bounded(self) -> list[tuple[float, Plan]]:
         """The branches of which something may fit, each with a lower bound of the cost of its plans. Those come first that compute least if
         they keep everything for backward: their plans have few stages, and are priced quickly."""
-        least = RECOMPUTES[0]
+        least = self.question.of("recompute", RECOMPUTES)[0]
         found = [(self.floor(branch), branch) for branch in branches(self.question)]
         self.counts["do not fit"] += sum(floor == inf for floor, _ in found)
         return sorted((pair for pair in found if pair[0] < inf), key=lambda pair: self.computed(pair[1], least))
@@ -342,7 +342,7 @@ class _Looking:
                         break
 
     def priced(self, plan: Plan) -> bool:
-        """Price a plan with each way to share out the batch; whether it fits, with room to spare, in any."""
+        """Price a plan with each way to divide the batch over ranks; whether it fits, with room to spare, in any."""
         return any(list(map(self._priced, ways(self.pace, plan, self.question, self.refused))))
 
     def _priced(self, plan: Plan) -> bool:
@@ -368,7 +368,7 @@ class _Looking:
 
 
 UNSURE = ("sequential", "auto")
-"""Schedules of which no rank surely holds as many micro-batches as there are stages."""
+"""Schedules of which every rank is taken to hold one micro-batch: tables of these are not made for a bound."""
 EVEN = 0.9
 """Part of the wait for other stages that is counted in a lower bound: stages are not exactly even."""
 

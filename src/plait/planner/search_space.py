@@ -33,7 +33,7 @@ class SearchSpace:
     experts: tuple[int, ...] = ()
     """Numbers of experts of the model's mixtures."""
     heads: int = 0
-    """The most ranks that its attention's heads can be shared out to; 0: it has none."""
+    """The most ranks over which its attention heads can be sharded; 0: it has none."""
     rooms: tuple[float, ...] = ()
     """Bytes that a plan may take of each device of a node, where they are unlike; `memory` is then the largest."""
     margin: float = 0.0
@@ -121,7 +121,7 @@ def _splits(own: int) -> list[int]:
 
 
 def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
-    """Between how many devices a copy is shared out: none, all, those of one node."""
+    """Over how many devices a replica is sharded: one, all, or those of one node."""
     given, shares = question.pins, branch.shares
     node = max(1, per_node // branch.along(SAME_LOSS))
     sizes = sorted({1, shares, node if 1 < node < shares and shares % node == 0 else 1})
