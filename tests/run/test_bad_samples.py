@@ -6,7 +6,7 @@ import jobs_bad_samples
 import pytest
 from launched import Command, rows
 
-from plait.cli.rounds import Losses
+from plait.cli.rank_failures import RankFailures
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.plan import Plan
 from plait.data.iterables import naming_samples
@@ -36,11 +36,11 @@ def test_the_same_sample_is_tried_once_more() -> None:
             Problem("C014", f"sample {sample} of epoch 0 raised OSError", where="job.py:3 in __getitem__"), FAILED
         )
 
-    losses = Losses(2)
-    assert losses.again(error(7), 5) and not losses.again(error(7), 5)
-    losses = Losses(2)
-    assert losses.again(error(7), 5) and losses.again(error(8), 5)
-    assert not Losses(2).again(error(7), 0)
+    failures = RankFailures(2)
+    assert failures.can_restart(error(7), 5) and not failures.can_restart(error(7), 5)
+    failures = RankFailures(2)
+    assert failures.can_restart(error(7), 5) and failures.can_restart(error(8), 5)
+    assert not RankFailures(2).can_restart(error(7), 0)
 
 
 CASES = (
@@ -56,7 +56,7 @@ def test_the_state_before_it_is_saved(kind: str, plan: str, more: tuple[str, ...
     command = run(tmp_path, kind, plan, *more)
     done = rows(tmp_path)[-1]["step"]
     assert (told in command.output and "jobs_bad_samples.py:" in command.output) or kind == "none", command.output
-    assert command.output.count("starting again") == (kind != "none"), command.output
+    assert command.output.count("restarting") == (kind != "none"), command.output
     assert f"the state before it is saved in runs/jobs_bad_samples-1/checkpoints/step-{done:06d}" in command.output, (
         command.output
     )
@@ -72,4 +72,4 @@ def test_a_proof_names_the_sample() -> None:
 @pytest.mark.slow
 def test_a_sample_that_can_be_read_the_next_time_costs_no_step(tmp_path: Path) -> None:
     command = run(tmp_path, "once", "dp=2")
-    assert command.output.count("starting again") == 1 and "done  20 steps" in command.output, command.output
+    assert command.output.count("restarting") == 1 and "done  20 steps" in command.output, command.output

@@ -13,7 +13,7 @@ import torch
 from launched import TEST_JOB, Command, alive, rows
 from rarely import rarely, sampled
 
-from plait.cli.rounds import HostDevice, Losses
+from plait.cli.rank_failures import HostDevice, RankFailures
 from plait.config.errors import PlaitError, Problem
 
 KEPT = Path("/dev/shm")
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) ->
     kill_once(command, tmp_path / "killed", 0, 0.0)
     assert command.wait(120) == 0, command.output
     assert same(ended(tmp_path / "whole", steps), ended(tmp_path / "killed", steps)), command.output
-    told = [line for line in command.output.splitlines() if "starting again" in line or "going on from" in line]
+    told = [line for line in command.output.splitlines() if "restarting" in line or "going on from" in line]
     assert len(told) == 4 and all("rank" in line and "was killed (SIGKILL)" in line for line in told[::2]), (
         command.output
     )
@@ -117,7 +117,7 @@ def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """It is the job's own: the same error at the same line on the same sample is tried once more, and then ends the run."""
     command = start(tmp_path, "dp=2", 30, "--job.fault", "sample", "--check", "none")
     assert command.wait(120) == 1
-    assert command.output.count("starting again") == 1, command.output
+    assert command.output.count("restarting") == 1, command.output
     assert "error[C014] sample 30 of epoch 0 raised ValueError: sample 30 cannot be read" in command.output, command.output
 
 
@@ -142,33 +142,33 @@ def test_memory_goes_with_the_launcher(tmp_path: Path) -> None:
 
 def test_only_failures_at_the_same_step_are_counted() -> None:
     killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
-    losses = Losses(2)
-    assert [losses.again(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
-    assert losses.again(killed, 3) is False, "the third in a row at one step, or beside it"
-    assert losses.again(raised, 50) and not losses.again(raised, 0)
-    assert not losses.again(PlaitError(Problem("N001", "the loss is nan")), 60) and not losses.again(ValueError(), 70)
+    failures = RankFailures(2)
+    assert [failures.can_restart(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
+    assert failures.can_restart(killed, 3) is False, "the third in a row at one step, or beside it"
+    assert failures.can_restart(raised, 50) and not failures.can_restart(raised, 0)
+    assert not failures.can_restart(PlaitError(Problem("N001", "the loss is nan")), 60) and not failures.can_restart(ValueError(), 70)
 
 
 def test_a_device_that_fails_alone_at_one_step_is_left_out() -> None:
     killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
     one, two = HostDevice("here", 1), HostDevice("here", 2)
-    losses = Losses(2)
-    assert [losses.again(killed, 7, one) for _ in range(3)] == [True] * 3 and losses.leaves_out
-    losses.leave_out()
-    assert [losses.again(killed, 7, two) for _ in range(3)] == [True, True, False], "it is not the device"
-    losses = Losses(2)
-    assert [losses.again(killed, 7, device) for device in (one, two, one)] == [True, True, False]
-    assert not Losses(0).again(killed, 7, one)
-    losses = Losses(2)
-    assert [losses.again(killed, 7, one, spare=False) for _ in range(3)] == [True, True, False], "it is the only one"
-    losses = Losses(2)
-    assert [losses.again(raised, 7, one) for _ in range(3)] == [True, True, False], "an exception is the job's own"
-    losses = Losses(1, fewer=True)
-    assert losses.again(killed, 7, one) and losses.leaves_out
-    assert losses.named(one) is None
+    failures = RankFailures(2)
+    assert [failures.can_restart(killed, 7, one) for _ in range(3)] == [True] * 3 and failures.leaves_device_out
+    failures.leave_device_out()
+    assert [failures.can_restart(killed, 7, two) for _ in range(3)] == [True, True, False], "it is not the device"
+    failures = RankFailures(2)
+    assert [failures.can_restart(killed, 7, device) for device in (one, two, one)] == [True, True, False]
+    assert not RankFailures(0).can_restart(killed, 7, one)
+    failures = RankFailures(2)
+    assert [failures.can_restart(killed, 7, one, spare=False) for _ in range(3)] == [True, True, False], "it is the only one"
+    failures = RankFailures(2)
+    assert [failures.can_restart(raised, 7, one) for _ in range(3)] == [True, True, False], "an exception is the job's own"
+    failures = RankFailures(1, fewer=True)
+    assert failures.can_restart(killed, 7, one) and failures.leaves_device_out
+    assert failures.warning(one) is None
     for step in (20, 40):
-        losses.again(killed, step, one)
-    assert losses.named(one) == "note  3 ranks were lost on here, device 1: is it in order?"
+        failures.can_restart(killed, step, one)
+    assert failures.warning(one) == "note  3 ranks failed on here, device 1. Check that device."
 
 
 def near(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
@@ -217,7 +217,7 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     kill_for_good(command, tmp_path / "fewer", 0, 0.0)
     assert command.wait(120) == 0, command.output
     assert near(ended(tmp_path / "whole", steps), ended(tmp_path / "fewer", steps)), command.output
-    assert "starting again with fewer ranks" in command.output and "note  round 1: dp=1 on 1 rank" in command.output
+    assert "restarting with fewer ranks" in command.output and "note  round 1: dp=1 on 1 rank" in command.output
     assert not kept(command)
 
 

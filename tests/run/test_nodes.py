@@ -140,7 +140,7 @@ def test_a_rank_that_is_lost_is_replaced_on_all(
     os.kill(ranks(both[which])[1], signal.SIGKILL)
     assert [one.wait(120) for one in both] == [0, 0], both[0].output + both[1].output
     near(alone, tmp_path, 40, 0.0 if plan == "dp=4" else 1e-9)
-    assert "starting again (1 of 2 at this step)" in both[0].output
+    assert "restarting (1 of 2 at this step)" in both[0].output
     (at,) = (line for line in both[0].output.splitlines() if "going on from step" in line)
     if plan.startswith("dp"):
         assert int(at.partition("step ")[2].partition(",")[0]) >= 15, "copies outlive it: no step is lost"

@@ -1,15 +1,14 @@
 """Rounds: which ranks lie where when machines have unequally many devices, or one is gone; and plans for fewer ranks."""
 
-import json
 from pathlib import Path
 
 import jobs
-from msgspec import convert
+from msgspec import json
 
 from plait.cli.other_plans import OtherPlans
 from plait.cli.request import Request
 from plait.config.plan import Plan
-from plait.launch.rendezvous import Round
+from plait.launch.round import Round
 
 UNEVEN = Round(3, "dp=5", {0: (0, 1), 2: (1,), 5: (0, 3)})
 
@@ -19,8 +18,8 @@ def test_ranks_follow_the_machines() -> None:
     assert [list(UNEVEN.ranks_of(k)) for k in (0, 1, 2, 5)] == [[0, 1], [], [2], [3, 4]]
     assert [UNEVEN.machine_of(rank) for rank in range(5)] == [0, 0, 2, 5, 5]
     assert [UNEVEN.device_of(rank) for rank in range(5)] == [0, 1, 1, 0, 3]
-    assert UNEVEN.cut(3) == {0: (0, 1), 2: (1,)}
-    assert convert(json.loads(json.dumps(vars(UNEVEN))), Round, str_keys=True) == UNEVEN
+    assert UNEVEN.first(3) == {0: (0, 1), 2: (1,)}
+    assert json.decode(json.encode(UNEVEN), type=Round) == UNEVEN
 
 
 def test_every_rank_has_a_neighbour_on_the_next_machine() -> None:

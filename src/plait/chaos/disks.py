@@ -243,7 +243,7 @@ def _no_shared_memory(scene: Scene) -> Outcome:
     run = scene.start()
     code = run.wait()
     scene.told(run, began, "no snapshots in memory", within=30.0)
-    return undisturbed(scene, code, run.told("starting again") is None)
+    return undisturbed(scene, code, run.told("restarting") is None)
 
 
 DISK_FAULTS = (

@@ -128,7 +128,7 @@ def _second(scene: Scene) -> Outcome:
     code = second.wait()
     scene.told(second, since, "error[R001]", within=15.0)
     scene.expect(code == 2, f"the second one ended with exit code {code}, not 2")
-    return undisturbed(scene, first.wait(), first.told("starting again") is None)
+    return undisturbed(scene, first.wait(), first.told("restarting") is None)
 
 
 def _other_seed(scene: Scene) -> Outcome:
@@ -196,7 +196,7 @@ def _strangers(scene: Scene) -> Outcome:
                 one.settimeout(0.5)
                 held.append(one)
                 one.sendall(word)
-    done = undisturbed(scene, run.wait(), run.told("starting again") is None)
+    done = undisturbed(scene, run.wait(), run.told("restarting") is None)
     for one in held:
         one.close()
     return done

@@ -85,7 +85,7 @@ def without(act: Act, within: float, back: bool = False, silent: bool = False) -
             returned = runs[2].wait()
             scene.expect(returned == 0, f"the machine that came back ended with exit code {returned}")
             scene.expect(runs[0].told("note  round 2") is not None, "it was not taken in")
-        scene.told(runs[0], since, "note  machine 1", "starting again with fewer ranks", within=within)
+        scene.told(runs[0], since, "note  machine 1", "restarting with fewer ranks", within=within)
         if scene.expect(code == 0, f"exit code {code}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.after(runs[0], since)
             scene.near()
@@ -100,7 +100,7 @@ def _rank(scene: Scene) -> Outcome:
     strike = Strike("kill", "backward", scene.a_step(), scene.world - 1)
     runs = _both(scene, strike)
     codes = [run.wait() for run in runs]
-    scene.told(runs[0], scene.mark().time, f"rank {strike.rank} was killed (SIGKILL)", "starting again", within=15.0)
+    scene.told(runs[0], scene.mark().time, f"rank {strike.rank} was killed (SIGKILL)", "restarting", within=15.0)
     if scene.expect(codes == [0, 0], f"exit codes {codes}"):
         scene.after(runs[0])
         scene.equal()
@@ -140,7 +140,7 @@ def _undisturbed(act: Act) -> Callable[[Scene], Outcome]:
         codes = [run.wait() for run in runs]
         if scene.expect(codes == [0, 0], f"exit codes {codes}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.measured.lost = 0
-            scene.expect(runs[0].told("starting again") is None, "ranks were started again, though none was lost")
+            scene.expect(runs[0].told("restarting") is None, "ranks were started again, though none was lost")
             scene.equal()
         return scene.measured
 

@@ -26,7 +26,7 @@ def killed(
     def pose(scene: Scene) -> Outcome:
         scene.several()
         strike = Strike(act, phase, scene.a_step(), scene.a_rank(), **more)  # type: ignore[arg-type]
-        return scene.survives(strike, says=(f"rank {strike.rank} {says}", "starting again", "going on from step"))
+        return scene.survives(strike, says=(f"rank {strike.rank} {says}", "restarting", "going on from step"))
 
     return pose
 
@@ -97,7 +97,7 @@ def _always(scene: Scene) -> Outcome:
     strike = Strike("kill", "forward", scene.a_step(), scene.a_rank(), times=9)
     run = scene.start(strikes=(strike, UNHURRIED))
     code = run.wait()
-    says = (f"rank {strike.rank} was killed (SIGKILL)", "(2 of 2 at this step)", "starting again with fewer ranks")
+    says = (f"rank {strike.rank} was killed (SIGKILL)", "(2 of 2 at this step)", "restarting with fewer ranks")
     scene.told(run, scene.mark().time, *says)
     if scene.expect(code == 0, f"exit code {code}"):
         scene.after(run)
@@ -121,7 +121,7 @@ def _first_step(scene: Scene) -> Outcome:
     run = scene.start(strikes=(strike := Strike("raise", "forward", 0, scene.a_rank()),))
     code = run.wait()
     scene.told(run, scene.mark().time, f"error[C005] rank {strike.rank} raised")
-    scene.expect(code == 1 and run.told("starting again") is None, f"it was tried again, or exit code {code}")
+    scene.expect(code == 1 and run.told("restarting") is None, f"it was tried again, or exit code {code}")
     scene.measured.lost = 0
     return scene.measured
 
@@ -169,7 +169,7 @@ def _short_stop(scene: Scene) -> Outcome:
     run.until(lambda: any(scene.folder.glob("mark-*.json")) or run.code is not None, "the strike")
     time.sleep(1.0)
     os.kill(scene.mark().pid, signal.SIGCONT)
-    return undisturbed(scene, run.wait(), run.told("starting again") is None)
+    return undisturbed(scene, run.wait(), run.told("restarting") is None)
 
 
 def undisturbed(scene: Scene, code: int, left_alone: bool) -> Outcome:
@@ -185,7 +185,7 @@ def _slow(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike("slow", "forward", rank=scene.a_rank(), times=999, text="0.15")
     run = scene.start(strikes=(strike,))
-    return undisturbed(scene, run.wait(), run.told("starting again") is None)
+    return undisturbed(scene, run.wait(), run.told("restarting") is None)
 
 
 def _memory(scene: Scene) -> Outcome:
@@ -340,13 +340,13 @@ def jumping(*hours: float, every: float = 1.0) -> Callable[[], None]:
 
 def _clock(scene: Scene) -> Outcome:
     run = scene.start(before=jumping(0.0, 1.0, -1.0, 24.0, 0.0))
-    return undisturbed(scene, run.wait(), run.told("starting again") is None)
+    return undisturbed(scene, run.wait(), run.told("restarting") is None)
 
 
 def _clock_on_one(scene: Scene) -> Outcome:
     scene.several()
     run = scene.start(strikes=(Strike("clock", "forward", scene.a_step(), scene.a_rank(), text="-1"),))
-    return undisturbed(scene, run.wait(), run.told("starting again") is None)
+    return undisturbed(scene, run.wait(), run.told("restarting") is None)
 
 
 NUMBER_FAULTS = (

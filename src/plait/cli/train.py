@@ -1,7 +1,6 @@
 """`plait train`, the launcher's side: a run directory, ranks that are forked and watched, again when one is lost, and the end."""
 
 import time
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from plait.checkpoint.opening import open_weights
 from plait.cli import other_plans, served
 from plait.cli.console import Console
 from plait.cli.request import Request
-from plait.cli.rounds import Rounds
+from plait.cli.restart_loop import RestartLoop
 from plait.config.errors import RESUMABLE, PlaitError, Problem
 from plait.config.plan import Plan
 from plait.config.version import __version__
@@ -29,7 +28,7 @@ from plait.launch.devices import called, check, cuda_names, kind_of, unused
 from plait.launch.launchers import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
-from plait.launch.rendezvous import Round
+from plait.launch.round import Round
 from plait.launch.stopping import Stopped, StopRequest, command, ending_waits, told
 from plait.model.sketch import Sketch
 from plait.planner.refusals import foresee
@@ -52,24 +51,24 @@ def launch(request: Request, console: Console | None = None) -> tuple[int, dict[
     member = on_nodes()
     if member is not None:
         served.refuse_launchers(request.plan, f"there are {member.count} machines")
-    node = None if member is None else Node.join(member, request.plan.world, console.say)
+    node = Node.join(member, request.plan.world, console.say) if member is not None else Node.alone(request.plan.world)
     if member is not None:
         console.say(member.told())
-    with node.taking_part() if node is not None else nullcontext(), told():
+    with node.taking_part(), told():
         return _watched(request, console, node)
 
 
-def _watched(request: Request, console: Console, node: Node | None) -> tuple[int, dict[str, Any]]:
+def _watched(request: Request, console: Console, node: Node) -> tuple[int, dict[str, Any]]:
     """Fork this machine's ranks, and watch over them."""
-    plan, first = request.plan, node is None or node.index == 0
-    check(kind_of(request.device), plan.world - plan.server_count if node is None else node.each)
+    plan, first = request.plan, node.index == 0
+    check(kind_of(request.device), node.each - plan.server_count)
     sketch = foresee(request.job, plan, kind_of(request.device))
     _refuse_fewer(request)
     if request.job.weights and request.resume is None:
         open_weights(Path(request.job.weights))  # what cannot be read is said before a start
     checked = _checked(request) if first else jobcheck.Checked("none")
     made = _Made(request, checked)
-    run = made.make() if node is None else joined_ranks.meet_on_nodes(node, made.make)
+    run = joined_ranks.meet_on_nodes(node, made.make) if node.count > 1 else made.make()
     output = _Output(console, run)
     if first:
         console.say(headline(request))
@@ -78,15 +77,15 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
 
     memory = Memory() if request.restarts and not plan.server_count else None
     listener = fork.Listener(output.message, output.text, console.tick, console.say, logs=True)
-    rounds = Rounds(request, run, memory, node, listener)
+    loop = RestartLoop(request, run, memory, node, listener)
     try:
         if plan.server_count:
             results = served.ranks(request, run, listener, output.begin)
         else:
-            results = _ranks(request, sketch, rounds, listener, output)
+            results = _ranks(request, sketch, loop, listener, output)
     except BaseException as error:
         if isinstance(error, Stopped):
-            error = rounds.stopped(error)
+            error = loop.stopped(error)
         made.failed(error, console)
         if isinstance(error, PlaitError):
             raise other_plans.with_plan_that_fits(error, request, run, console.say) from error.__cause__
@@ -94,9 +93,8 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     finally:
         output.close()
         made.close()
-        rounds.close()
-        if node is not None:
-            joined_ranks.left_by_nodes(node, run)
+        loop.close()
+        joined_ranks.left_by_nodes(node, run)
         if memory is not None:
             memory.close()
     if not results:
@@ -108,26 +106,25 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
 
 
 def _ranks(
-    request: Request, sketch: Sketch | None, rounds: Rounds, listener: fork.Listener, output: "_Output"
+    request: Request, sketch: Sketch | None, loop: RestartLoop, listener: fork.Listener, output: "_Output"
 ) -> list[dict[str, Any]]:
     """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine. `sketch`: of
     the request's plan."""
-    now, memory, node = rounds.first(), rounds.memory, rounds.node
+    now, memory, node = loop.first(), loop.memory, loop.node
     stop = StopRequest.of_process()
     leaves = memory is not None and not request.plan.rarely
-    began, logs = time.time(), rounds.run.log(0).parent
+    began, logs = time.time(), loop.run.log(0).parent
     shown, results = listener.tick, list[dict[str, Any]]()
 
     def tick() -> None:
         shown()
-        rounds.tick()
+        loop.tick()
 
     listener.tick = tick
     while now is not None:
         plan = Plan.parse(now.plan)
-        here = node.index if node is not None else 0
-        output.begin(now.ranks_of(here))
-        listener.hung = partial(nccl.ask_for_records, logs, now.ranks_of(here))
+        output.begin(node.ranks)
+        listener.hung = partial(nccl.ask_for_records, logs, node.ranks)
         handing = HANDING if memory is not None and plan.along(plan.replica_axes) > 1 else 0.0
         if memory is not None:
             memory.begin()
@@ -136,13 +133,13 @@ def _ranks(
         try:
             with stop.training():
                 results = fork.run(
-                    target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
-                    devices=now.devices[here], leaves=leaves,
+                    target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, handing=handing,
+                    node=node if node.count > 1 else None, devices=now.devices[node.index], leaves=leaves,
                 )  # fmt: skip
         except PlaitError as error:
-            results, now = [], rounds.after_loss(nccl.named(error, logs, began))
+            results, now = [], loop.after_loss(nccl.named(error, logs, began))
         else:
-            now = rounds.after_end(results)
+            now = loop.after_end(results)
     return results
 
 

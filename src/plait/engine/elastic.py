@@ -43,6 +43,7 @@ from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
 from plait.launch import limits
 from plait.launch.failures import BETWEEN, described
+from plait.launch.node_rows import Held
 from plait.launch.place import cores
 from plait.launch.scratch import Scratch
 from plait.launch.stopping import WARNINGS
@@ -195,10 +196,10 @@ class Memory:
 
     # On several machines
 
-    def held(self) -> dict[str, list[int]]:
-        """Steps of whose state this machine has all, and those of which it has pieces."""
-        whole = [int(path.name[5:]) for path in Checkpoints(self.path).found()]
-        return {"whole": whole, "pieces": sorted({*_handed(self.path / HANDED), *(step for step, _ in self._pieces())})}
+    def held(self) -> Held:
+        """The states that this machine has in memory."""
+        complete = tuple(int(path.name[5:]) for path in Checkpoints(self.path).found())
+        return Held(complete, tuple(sorted({*_handed(self.path / HANDED), *(step for step, _ in self._pieces())})))
 
     def bring(self, step: int, into: Path) -> dict[str, Any] | None:
         """Copy what this machine has of a step to a folder that all machines see; the metrics of the step."""

@@ -20,7 +20,9 @@ channel           connections that outlive the death of a process at another's e
 gate              lets only those who know the key into a job's store
 loopback          only processes of the same user reach what others listen at here, or torch's store
 rendezvous        how processes of several machines meet
-nodes             launchers of several machines, which tell each other what they see
+node_rows         what launchers of several machines say to each other: a row for each machine in the store
+round             which machine has which ranks, from one start of the ranks to the next
+nodes             the machines of a run, from round to round: the state of each
 stopping          SIGTERM, SIGUSR1 and Ctrl-C: requests to stop, and how a process hears them while it waits
 child             the life of a process that is forked; a companion, which a rank starts, and which neither delays nor ends it
 fresh             a fresh process that starts ranks where this one cannot be forked

@@ -250,23 +250,22 @@ class Failure:
     def error(self) -> PlaitError:
         return PlaitError(self.all_problems() or Problem("C005", f"rank {self.rank} failed"), self.exit_code, self.trace)
 
+    def on(self, machine: str) -> "Failure":
+        """The same, with the machine named in every problem."""
+        problems = [replace(p, where=f"{machine}\n{p.where}".strip()) for p in self.all_problems()]
+        return replace(self, problem=None, problems=problems)
+
     def to_json(self) -> dict[str, Any]:
         """For the launchers of other machines."""
         problems = [vars(p) for p in self.all_problems()]
-        return {
-            "rank": self.rank,
-            "order": self.order,
-            "problems": problems,
-            "victim": self.victim,
-            "exit_code": self.exit_code,
-        }
+        facts = {"rank": self.rank, "order": self.order, "victim": self.victim, "exit_code": self.exit_code}
+        return facts | {"problems": problems}
 
     @staticmethod
-    def of_json(row: dict[str, Any], machine: str) -> "Failure":
-        """The same, on another machine, which every problem names."""
-        problems = list(map(problem_of, row["problems"]))
-        problems = [replace(p, where=f"{machine}\n{p.where}".strip()) for p in problems]
+    def of_json(row: dict[str, Any]) -> "Failure":
+        """The failure that another launcher wrote."""
         order = (int(row["order"][0]), int(row["order"][1]))
+        problems = list(map(problem_of, row["problems"]))
         return Failure(row["rank"], order, problems=problems, victim=row["victim"], exit_code=row["exit_code"])
 
     @staticmethod

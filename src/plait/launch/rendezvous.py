@@ -6,11 +6,6 @@
 Before a rank waits for anything, it is known which interface is used, and that the other side is there and knows the job's key.
 Nobody has to choose a port: number 0 takes the first that is free of a row which follows from the job's number, and the others
 knock along the same row, until somebody proves to be this job's gate.
-
-A round: one start of a run's ranks, up to their end or to the loss of one (the word is torch elastic's).
-
-What it is made of is the same on one machine and on many: which machine starts how many ranks, on which of its devices, under which
-plan. A run that loses nothing has one round.
 """
 
 import asyncio
@@ -229,57 +224,3 @@ def say_on_terminal(text: str) -> None:
     """For processes that have no console yet."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Round:
-    """Round `number` of a run. Machines have their ranks in the order of their own numbers."""
-
-    number: int
-    plan: str
-    devices: dict[int, tuple[int, ...]]
-    """Of each machine that takes part: the numbers of the devices that its ranks use there."""
-
-    @staticmethod
-    def first(plan: str, world: int) -> "Round":
-        """The first of a run on one machine."""
-        return Round(0, plan, {0: tuple(range(world))})
-
-    @property
-    def world(self) -> int:
-        """Ranks of the round."""
-        return sum(map(len, self.devices.values()))
-
-    def ranks_of(self, machine: int) -> range:
-        """The ranks of a machine; none of one that does not take part."""
-        start = sum(len(there) for k, there in self.devices.items() if k < machine)
-        return range(start, start + len(self.devices.get(machine, ())))
-
-    def machine_of(self, rank: int) -> int:
-        return next(k for k in self.devices if rank in self.ranks_of(k))
-
-    def device_of(self, rank: int) -> int:
-        """The number of the device of a rank, on its machine."""
-        machine = self.machine_of(rank)
-        return self.devices[machine][rank - self.ranks_of(machine).start]
-
-    def neighbours_of(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """A rank of the next machine, and the ranks of the one before whose neighbour this one is."""
-        return self._next(rank), tuple(other for other in range(self.world) if self._next(other) == rank)
-
-    def kept_by(self, machine: int) -> int:
-        """Ranks of this machine and of the one before."""
-        machines = sorted(self.devices)
-        return len(self.devices[machine]) + len(self.devices[machines[machines.index(machine) - 1]])
-
-    def _next(self, rank: int) -> int:
-        machines = sorted(self.devices)
-        mine = self.machine_of(rank)
-        there = self.ranks_of(machines[(machines.index(mine) + 1) % len(machines)])
-        return there[(rank - self.ranks_of(mine).start) % len(there)]
-
-    def cut(self, world: int) -> dict[int, tuple[int, ...]]:
-        """The devices of the first `world` ranks."""
-        kept = {k: tuple(d for d, rank in zip(there, self.ranks_of(k)) if rank < world) for k, there in self.devices.items()}
-        return {k: there for k, there in kept.items() if there}
-

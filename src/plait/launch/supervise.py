@@ -273,7 +273,7 @@ class Supervisor:
         guilty = min(self.failures.values(), key=lambda f: f.order)
         self.listener.guilty = guilty.rank
         if self.node is not None:
-            self.node.tell(guilty)
+            self.node.failed(guilty, here=guilty is not self.failures.get(-1))
         return guilty.error()
 
 
