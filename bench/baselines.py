@@ -27,7 +27,7 @@ def bubble(plan: Plan) -> float:
 
 
 def passes(plan: Plan) -> float:
-    return 4.0 if plan.recompute == "full" else 3.0
+    return 4.0 if plan.activation_checkpointing == "full" else 3.0
 
 
 def constant(work: Workload, plan: Plan, samples: float, machine: Machine) -> float:
@@ -51,14 +51,14 @@ def seven(work: Workload, plan: Plan, samples: float, machine: Machine) -> float
     moved = c["passes"] * passes(plan) / 3 * wide / plan.pp / plan.tp
     micro = flops / rate + moved / (machine.device.memory_bandwidth or 1e12) + c["launch"] * layers / plan.pp / 100
     if plan.tp > 1:
-        sums = 2 * deep.handovers * (1.5 if plan.recompute == "full" else 1)
+        sums = 2 * deep.handovers * (1.5 if plan.activation_checkpointing == "full" else 1)
         sent = sums * 2 * (plan.tp - 1) / plan.tp * wide * item / plan.pp
         micro += sent / (machine.links[0].bandwidth * c["network"])
     seconds = micro * plan.microbatches * bubble(plan)
     if plan.shares > 1:
         crosses = plan.devices > machine.devices_per_node
         link = machine.links[-1] if crosses else machine.links[0]
-        times = 3 * plan.microbatches if plan.fsdp > 1 and plan.zero == 3 else 2
+        times = 3 * plan.microbatches if plan.fsdp > 1 and plan.zero_stage == 3 else 2
         seconds += (1 - c["hidden"]) * times * work.weights / plan.tp / plan.pp * item / (link.bandwidth * c["network"])
     return seconds + c["fixed"]
 

@@ -178,7 +178,7 @@ def plans(asked: PlanRequest, most: int) -> list[Candidate]:
         mesh: dict[str, Any] = dict(zip(AXES, sizes))
         if prod(sizes) != n or (mesh["cp"] > 1 and n > 2):
             continue
-        zeros = [{"zero": z} for z in (1, 2, 3)] if mesh["fsdp"] > 1 else [{}]
+        zeros = [{"zero_stage": z} for z in (1, 2, 3)] if mesh["fsdp"] > 1 else [{}]
         words = ("1f1b", "zb", "interleaved", "zbv") if mesh["pp"] > 1 else ("",)
         stretched = [{"sequence_parallel": s} for s in (True, False)] if mesh["tp"] > 1 else [{}]
         for zero, word, between in product(zeros, words, stretched):

@@ -196,7 +196,7 @@ def _handlers() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--plans", nargs="+", default=["dp=1", "cp=2", "cp=4", "cp=4 context=ulysses", "torch 4"])
+    parser.add_argument("--plans", nargs="+", default=["dp=1", "cp=2", "cp=4", "cp=4 cp_method=ulysses", "torch 4"])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)

@@ -38,7 +38,8 @@ from plait.proof import candidate, formats, phases, probes, reference, scenario,
 from plait.proof.probes import OWN_FORMATS, Trace
 
 PLANS = (
-    "dp=2", "dp=2 microbatches=3", "dp=3 microbatches=2", "fsdp=2", "fsdp=2 microbatches=2", "fsdp=2 zero=1", "dp=2 recompute=full",
+    "dp=2", "dp=2 microbatches=3", "dp=3 microbatches=2", "fsdp=2", "fsdp=2 microbatches=2", "fsdp=2 zero_stage=1",
+    "dp=2 activation_checkpointing=full",
     "pp=2 microbatches=4", "pp=2 microbatches=2", "pp=2 microbatches=2 fsdp=2", "offload=optimizer microbatches=3", "offload=all",
 )  # fmt: skip
 CUTTING = {

@@ -231,8 +231,9 @@ def equal(make: Any, plan: str, kind: str) -> Row:
 
 
 ONE = (
-    "dp=1", "microbatches=2", "recompute=full", "recompute=selective", "compile=true", "compile=true recompute=full", "precision=bf16",
-    "precision=fp16", "precision=tf32", "offload=optimizer", "offload=all microbatches=2", "offload=all recompute=full precision=bf16",
+    "dp=1", "microbatches=2", "activation_checkpointing=full", "activation_checkpointing=selective", "compile=true",
+    "compile=true activation_checkpointing=full", "precision=bf16",
+    "precision=fp16", "precision=tf32", "offload=optimizer", "offload=all microbatches=2", "offload=all activation_checkpointing=full precision=bf16",
 )  # fmt: skip
 
 
@@ -251,8 +252,8 @@ def one_device(setting: Setting) -> dict[str, Look]:
 
 
 AXES = (
-    "dp=2", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero=1", "tp=2", "pp=2 microbatches=2", "pp=2 microbatches=4 schedule=zb", "cp=2",
-    "cp=2 context=ulysses",
+    "dp=2", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero_stage=1", "tp=2", "pp=2 microbatches=2", "pp=2 microbatches=4 schedule=zb", "cp=2",
+    "cp=2 cp_method=ulysses",
 )  # fmt: skip
 
 

@@ -224,9 +224,9 @@ def speed(setting: Setting, model: str, plan: str, more: dict[str, Any]) -> Row:
 def predictions(setting: Setting) -> dict[str, Look]:
     """The machine measured as `plait bench compute` does, then plans: predicted by it, and measured."""
     found: dict[str, Look] = {"plait bench compute": partial(measured_machine, setting)}
-    plans = {"gpt": ["dp=1", "precision=bf16", "precision=bf16 recompute=full", "precision=bf16 microbatches=2"]}
+    plans = {"gpt": ["dp=1", "precision=bf16", "precision=bf16 activation_checkpointing=full", "precision=bf16 microbatches=2"]}
     plans["gpt"] += ["precision=bf16 compile=true", "precision=bf16 offload=optimizer"]
-    plans["llama"] = ["precision=bf16", "precision=bf16 recompute=full"]
+    plans["llama"] = ["precision=bf16", "precision=bf16 activation_checkpointing=full"]
     for model in models():
         for plan in plans[model]:
             found[f"{model}, {plan}"] = partial(predicted, setting, model, plan)

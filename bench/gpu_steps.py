@@ -80,7 +80,7 @@ def synchronisations(setting: Setting) -> dict[str, Look]:
         "precision=bf16",
         "precision=fp16",
         "microbatches=2",
-        "recompute=full",
+        "activation_checkpointing=full",
         "compile=true",
         "offload=optimizer",
     )

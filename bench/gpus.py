@@ -89,7 +89,7 @@ def proofs(setting: Setting) -> dict[str, Look]:
         f"pp=2 microbatches={MICRO} schedule=zb",
         "cp=2",
     ]
-    plans += ["cp=2 context=ulysses"]
+    plans += ["cp=2 cp_method=ulysses"]
     plans += (
         [f"dp={half} fsdp=2", f"fsdp={half} tp=2", f"dp={half} pp=2 microbatches=2", f"dp={half} cp=2"]
         if half > 1
@@ -202,7 +202,7 @@ def scaled(setting: Setting, plan: str, alone: str) -> Row:
 
 def overlap(setting: Setting) -> dict[str, Look]:
     n, form = setting.ranks, formats(setting)
-    plans = (f"dp={n}", f"fsdp={n}", f"fsdp={n} zero=1", f"tp={n}", f"cp={n}")
+    plans = (f"dp={n}", f"fsdp={n}", f"fsdp={n} zero_stage=1", f"tp={n}", f"cp={n}")
     return {plan: partial(hidden, setting, plan + form) for plan in plans}
 
 

@@ -74,13 +74,13 @@ def chosen(row: dict[str, str]) -> Found:
     products = [p for block in run.work.blocks for p in block.products]
     heads = int(max((p.batch for p in products if not p.weight), default=1))
     experts = tuple(sorted({int(p.experts) for p in products if p.experts}))
-    values = {"precision": ("bf16",), "recompute": RECOMPUTES, "offload": ("none", "optimizer", "all"), "compile": (False, True),
+    values = {"precision": ("bf16",), "activation_checkpointing": RECOMPUTES, "offload": ("none", "optimizer", "all"), "compile": (False, True),
               "sequence_parallel": (True,)}  # fmt: skip
     memory = machine.device.memory
     space = SearchSpace(
         machine.devices, int(run.plans[0][2]), {}, room(machine), 2.0 * memory, values, layers, True, True, experts, heads, (), MARGIN * memory
     )
-    refused = lambda plan: "" if heads % plan.tp == 0 and not (plan.compile and plan.recompute == "selective") else "uneven"  # noqa: E731
+    refused = lambda plan: "" if heads % plan.tp == 0 and not (plan.compile and plan.activation_checkpointing == "selective") else "uneven"  # noqa: E731
     return search(TimeModel(run.work, machine, Software()), space, refused)
 
 

@@ -41,11 +41,12 @@ from plait.planner.dryrun.memory_table import memory_table
 from plait.tensors.torch_private import tree_leaves, tree_map
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SINGLE = ("dp=1", "dp=1 microbatches=3", "dp=1 recompute=full", "dp=1 recompute=selective", "dp=1 precision=bf16")
-COPIES = ("dp=2", "dp=2 microbatches=3", "dp=2 offload=optimizer", "dp=2 precision=bf16 recompute=selective")
+SINGLE = ("dp=1", "dp=1 microbatches=3", "dp=1 activation_checkpointing=full", "dp=1 activation_checkpointing=selective", "dp=1 precision=bf16")
+COPIES = ("dp=2", "dp=2 microbatches=3", "dp=2 offload=optimizer", "dp=2 precision=bf16 activation_checkpointing=selective")
 SHARDED = (
-    "fsdp=2", "fsdp=2 zero=2", "fsdp=2 zero=1", "fsdp=4", "dp=2 fsdp=2", "fsdp=2 microbatches=3", "fsdp=2 zero=1 microbatches=3",
-    "fsdp=2 zero=2 microbatches=2", "dp=2 fsdp=2 microbatches=2", "fsdp=2 recompute=full", "fsdp=2 precision=bf16", "fsdp=2 offload=optimizer",
+    "fsdp=2", "fsdp=2 zero_stage=2", "fsdp=2 zero_stage=1", "fsdp=4", "dp=2 fsdp=2", "fsdp=2 microbatches=3", "fsdp=2 zero_stage=1 microbatches=3",
+    "fsdp=2 zero_stage=2 microbatches=2", "dp=2 fsdp=2 microbatches=2", "fsdp=2 activation_checkpointing=full", "fsdp=2 precision=bf16",
+    "fsdp=2 offload=optimizer",
 )  # fmt: skip
 PLANS = SINGLE + COPIES + SHARDED
 

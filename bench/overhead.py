@@ -365,7 +365,7 @@ def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
 def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> tuple[float, float]:
     """Seconds that the steps of a run took together, without its first ten; and seconds of processors that its ranks took in all."""
     job = replace(load_job(path), steps=STEPS, evaluate=None)
-    request = Request(path, job, plan, runs=folder, device="cpu", check="none", restarts=restarts)
+    request = Request(path, job, plan, runs=folder, device="cpu", check="none", max_restarts=restarts)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     launch(request, Console(out=StringIO()))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

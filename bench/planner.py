@@ -110,7 +110,7 @@ class Planner:
             return None
         best: Prediction = min(found)[-1]
         like = [one.estimate for *_, one in found if one.samples == best.samples]
-        weights = [2.0 if one.plan.recompute == "none" else 1.0 for one in like]  # it is what software does unless it is told
+        weights = [2.0 if one.plan.activation_checkpointing == "none" else 1.0 for one in like]  # it is what software does unless it is told
         full = [UNSURE.cdf(log(one.allocated / room(pace.machine))) for one in like]
         return best._replace(full=sum(map(mul, weights, full)) / sum(weights))
 

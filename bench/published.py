@@ -175,18 +175,18 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack, expert
     away = "none"
     if re.search(r"offload(?! N)|Offload", said):
         away = "all" if re.search(r"ZeRO-3 (with CPU )?offload|ZeRO-Infinity|Full Offload|param\w* offload(?! N)", said) else "optimizer"
-    ways: dict[str, Any] = {"context": "ulysses"} if cp > 1 and re.search(r"(?i)ulysses|a2a cp|cp a2a", note) else {}
+    ways: dict[str, Any] = {"cp_method": "ulysses"} if cp > 1 and re.search(r"(?i)ulysses|a2a cp|cp a2a", note) else {}
     found = []
     for zero, fsdp in sharded(row, shares, stack, pp):
         if stack.over_cp and cp > 1 and zero == 3:
             ways["shard_over_cp"] = True
-        plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, zero=zero or 3,
+        plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, zero_stage=zero or 3,
                     precision=precision_of(row), sequence_parallel=tp > 1 and stretched, offload=away)  # fmt: skip
         for each, ep in product(sizes, spread):
             micro = max(1, round(batch / shares / each)) if batch else deep
             order = schedule_of(row, pp, micro) | ways | {"ep": max(1, min(ep, gpus))}
             total = batch or each * shares * micro
-            found += [(replace(plan, microbatches=micro, recompute=word, **order), total / shares / micro, total) for word in again]
+            found += [(replace(plan, microbatches=micro, activation_checkpointing=word, **order), total / shares / micro, total) for word in again]
     return tuple(found)
 
 

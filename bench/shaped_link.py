@@ -29,7 +29,7 @@ from virtual_clock import Recorded, Trace, Wire, replay
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 
-PLANS = ("dp=4", "replica_groups=4 every=4")
+PLANS = ("dp=4", "replica_groups=4 sync_every=4")
 WARM = 4
 PORT = 29533
 

@@ -36,7 +36,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import make_model
 
-PLANS = ("fsdp=2", "fsdp=2 zero=2", "fsdp=2 zero=1", "dp=2")
+PLANS = ("fsdp=2", "fsdp=2 zero_stage=2", "fsdp=2 zero_stage=1", "dp=2")
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

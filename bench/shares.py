@@ -4,7 +4,7 @@
     python bench/shares.py --by computing    2 ranks that compute; the slow one sleeps twice as long as it computed
 
 Sleeping ranks take no core from each other, so on a machine that others use too the figures are those of the method. Each pair is a
-run with equal shares and one with batch_shares=auto, in turn; a figure is the median step of the last third, when shares have settled.
+run with equal shares and one with batch_split=auto, in turn; a figure is the median step of the last third, when shares have settled.
 
     ideal       all ranks done as early as whole samples allow, by the speeds they are given (sleeping) or had with equal shares
                 (computing: a sample's seconds, as if a step had no fixed cost, so less can be reached)
@@ -82,7 +82,7 @@ def rank(place: Place, shares: str, computing: bool) -> dict[str, Any]:
         model=lambda: Paced(times, computing), loss=F.mse_loss, data=Samples, batch=BATCH, steps=STEPS,
         optimizer=partial(torch.optim.SGD, lr=1e-3),
     )  # fmt: skip
-    engine = Engine(job, f"dp={place.world} batch_shares={shares}", device="cpu", place=place)
+    engine = Engine(job, f"dp={place.world} batch_split={shares}", device="cpu", place=place)
     seconds, notes, busy, sizes = list[float](), list[str](), list[list[float]](), list[int]()
     last = time.perf_counter()
     for batch in engine.batches():

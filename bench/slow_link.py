@@ -79,19 +79,19 @@ class Arm:
 def arms(steps: int, every: int = 4, outer: tuple[float, float] = (0.7, 0.9)) -> tuple[Arm, ...]:
     """All of them, for runs of so many steps."""
     lr, momentum = outer
-    diloco = f"replica_groups=4 sync=diloco every={every} outer_lr={lr} outer_momentum={momentum}"
+    diloco = f"replica_groups=4 outer_sync=diloco sync_every={every} outer_lr={lr} outer_momentum={momentum}"
     return (
         Arm("one", "dp=1", alone=True),
         Arm("dp", "dp=4"),
-        Arm("shares", "dp=4", slow="dp=4 batch_shares=3:3:3:1"),
-        Arm("bf16", "dp=4 compress=bf16"),
-        Arm("int8", "dp=4 compress=int8"),
-        Arm("powersgd", "dp=4 compress=powersgd compress_rank=4"),
-        Arm("post-local", f"replica_groups=4 every={every} start_local={steps // 2}"),
-        Arm("local", f"replica_groups=4 every={every}"),
+        Arm("shares", "dp=4", slow="dp=4 batch_split=3:3:3:1"),
+        Arm("bf16", "dp=4 grad_compression=bf16"),
+        Arm("int8", "dp=4 grad_compression=int8"),
+        Arm("powersgd", "dp=4 grad_compression=powersgd compression_rank=4"),
+        Arm("post-local", f"replica_groups=4 sync_every={every} warmup_sync_steps={steps // 2}"),
+        Arm("local", f"replica_groups=4 sync_every={every}"),
         Arm("diloco", diloco),
-        Arm("streaming", f"{diloco} fragments=3 fragment_delay=2"),
-        Arm("async", "replica_groups=4 sync=async staleness=2", recorded=False),
+        Arm("streaming", f"{diloco} num_fragments=3 fragment_delay=2"),
+        Arm("async", "replica_groups=4 outer_sync=async staleness=2", recorded=False),
     )
 
 
@@ -101,7 +101,7 @@ def not_there(job: Job, plan: Plan) -> str:
         check_plan(job, plan)
     except PlaitError as error:
         return error.problems[0].what
-    keys = {"compress": "compress", "batch_shares": "batch_shares", "replica_groups": "sync"}
+    keys = {"grad_compression": "grad_compression", "batch_split": "batch_split", "replica_groups": "outer_sync"}
     for key, word in keys.items():
         if key in plan.changed():
             without = replace(plan, **{key: getattr(Plan(), key)})

@@ -65,7 +65,7 @@ SLOWDOWNS = (
     Slowdown("tp over the slow link", "tp over a slow link", "--plan tp=2 --job.latency=0.01 --job.each=0 --job.width=512 --batch 64", advised=True),
     Slowdown("Python in the step", "Python", f"--plan dp=2 --callbacks {FILE}:callbacks", advised=True),
     Slowdown("no overlap", "no overlap", "--plan dp=2 --job.width=1024 --job.depth=8 --job.rate=1e8 --job.each=6e-3 --job.scaled=1", "--job.early=1"),
-    Slowdown("recompute where memory is free", "recompute", "--plan 'dp=2 recompute=full'", advised=True),
+    Slowdown("recompute where memory is free", "recompute", "--plan 'dp=2 activation_checkpointing=full'", advised=True),
 )
 
 

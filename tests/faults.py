@@ -324,7 +324,7 @@ def ring(name: str, number: int, change: Change, only: int, kind: str, unit: tup
 def heads(name: str, number: int, change: Change, only: int, kind: str, unit: tuple[str, ...]) -> None:
     """In what stretches and heads are exchanged by: 12 forward, 12 back in a step."""
     where = Results("all_to_all_single", floating, 24, number, only=only)
-    add(name, jobs.text, "cp=2 context=ulysses", Truth(kind, EMBED, unit, "cp"), where.changed(change))
+    add(name, jobs.text, "cp=2 cp_method=ulysses", Truth(kind, EMBED, unit, "cp"), where.changed(change))
 
 
 def stage(name: str, kind: str, micro: int, change: Change, step: int = 1) -> None:
@@ -413,7 +413,8 @@ dropout("masks are alike on all ranks", jobs.dropping, DP, Truth("random", FIRST
 dropout("masks are alike in all samples", jobs.text_dropping, PP, Truth("random", EMBED, BLOCK[0]), _own_masks)
 dropout("no values are dropped on one rank", jobs.dropping, FSDP, Truth("random", FIRST, ("drop",), rank=1),
         lambda real, self, x: x if rank() == 1 else real(self, x))  # fmt: skip
-dropout("masks of a recomputation are others", jobs.text_dropping, "fsdp=2 recompute=full", Truth("recompute", EMBED, BLOCK[2]), _others)
+dropout("masks of a recomputation are others", jobs.text_dropping, "fsdp=2 activation_checkpointing=full", Truth("recompute", EMBED, BLOCK[2]),
+    _others)
 
 # — clipping, optimizer —
 

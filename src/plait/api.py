@@ -34,6 +34,7 @@ from plait.cli.plan_options import machine_of
 from plait.cli.train import launch
 from plait.cli.train_options import requested, together
 from plait.cli.verify import proved, too_few
+from plait.config import former_names
 from plait.config.command_options import (
     CommandOptions,
     Option,
@@ -83,7 +84,7 @@ def train(
     that of run directories, by default the function's. `quiet` prints nothing. `callbacks` are called at points of the run, or
     "file.py:function" names what makes them; each rank has copies, so what they keep in themselves is not seen here. `options`
     are those of `plait train` by their names there, with values of Python: steps=200, save_every=50, keep=3, resume=True (or a
-    run's path), runs="runs", to="tensorboard", …
+    run's path), runs="runs", tracker="tensorboard", …
 
     Ctrl-C, or a notebook's interrupt, stops after the current step, saves, and returns a run whose `stopped` is true; a second
     one ends the ranks at once. In another thread than the main one Python hears no signals, so nothing stops the run before its
@@ -116,7 +117,7 @@ def plan(
 ) -> "PlanTable":
     """Choose a plan for a job on a machine, such as "h100x8", as `plait plan` does: `.best` is the choice, as one line.
 
-    `job` as in `train`; `options`: gpus=8, batch=64, memory="80GiB", pin="precision=bf16", top=5, allow_inexact=False, …
+    `job` as in `train`; `options`: gpus=8, batch=64, memory="80GiB", set="precision=bf16", top=5, allow_inexact=False, …
     """
     return PlanTable(**_looked(ApiRequest(job, "plan", {"machine": machine, **options}, arguments or {}), _planned))
 
@@ -199,8 +200,11 @@ class ApiRequest:
     def options(self) -> Any:
         """As the command line makes them. U020 for an option that does not exist, U002 for a value that one cannot have."""
         known = {name: option for name, option in options_of(OPTIONS[self.command]).items() if option.python}
+        former = {each.former: name for name, each in known.items() if each.former}
         made, problems = dict[str, Any](), list[Problem]()
-        for key, value in self.values.items():
+        for given, value in self.values.items():
+            if (key := former.get(given, given)) != given:
+                former_names.warn("option", given, key)
             try:
                 made[key] = _converted(known[key], value) if key in known else self._unknown(key, list(known))
             except PlaitError as error:
@@ -230,7 +234,7 @@ def _converted(option: Option, value: object) -> Any:
 
 def _checked(option: Option, value: object) -> object:
     """The value, if it is of the option's kind and choices."""
-    kinds, words = VALUES[option.kind]
+    value, (kinds, words) = option.present(value), VALUES[option.kind]
     right = isinstance(value, kinds) and (option.kind is bool or not isinstance(value, bool))
     if right and option.choices:
         right, words = value in option.choices, f"one of {', '.join(option.choices)}"

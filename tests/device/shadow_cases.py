@@ -170,7 +170,7 @@ def proved(prove: str, plan: str) -> list[dict[str, Any]]:
 def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3) -> list[dict[str, Any]]:
     """What `plait train` says of a job, and what it leaves behind; `size`: bytes of each device."""
     job, said = replace(shadow_jobs.JOBS[launch](), steps=steps), io.StringIO()
-    request = Request(launch, job, Plan.parse(plan), runs=Path(folder), device="cuda", check="none", save_every=10**6, restarts=0)
+    request = Request(launch, job, Plan.parse(plan), runs=Path(folder), device="cuda", check="none", save_every=10**6, max_restarts=0)
     whole = Machine.named("h100x2")
     machine = replace(whole, device=replace(whole.device, memory=size or whole.device.memory))
     for index in range(2):

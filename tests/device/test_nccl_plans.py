@@ -96,18 +96,18 @@ def same(name: str, plan: str, bound: bool = False) -> None:
 SLOW = pytest.mark.slow
 AXES = (
     ("mlp", "dp=2"), ("mlp", "fsdp=2"), ("mlp", "tp=2"), ("deep", "pp=2 microbatches=2"), ("experts", "ep=2"),
-    pytest.param("attention", "cp=2", marks=SLOW), pytest.param("attention", "cp=2 context=ulysses", marks=SLOW),
+    pytest.param("attention", "cp=2", marks=SLOW), pytest.param("attention", "cp=2 cp_method=ulysses", marks=SLOW),
 )  # fmt: skip
 PAIRS = (
     ("deep", "dp=2 fsdp=2"), ("deep", "dp=2 tp=2"), ("attention", "dp=2 cp=2"), ("deep", "pp=2 dp=2 microbatches=2"),
-    ("deep", "fsdp=2 tp=2"), ("attention", "fsdp=2 cp=2 context=ulysses"), ("deep", "pp=2 fsdp=2 microbatches=2"),
+    ("deep", "fsdp=2 tp=2"), ("attention", "fsdp=2 cp=2 cp_method=ulysses"), ("deep", "pp=2 fsdp=2 microbatches=2"),
     ("words", "pp=2 tp=2 microbatches=2 schedule=zb"), ("attention", "pp=2 cp=2 microbatches=2"), ("attention", "tp=2 cp=2"),
     ("experts", "fsdp=2 ep=2"), ("experts", "dp=3 ep=3"), ("deep", "dp=2 fsdp=2 tp=2"),
 )  # fmt: skip
 WAYS = (
-    ("mlp", "fsdp=2 zero=1 microbatches=2"), ("mlp", "fsdp=3 zero=2"), ("mlp", "fsdp=2 offload=all recompute=full"),
+    ("mlp", "fsdp=2 zero_stage=1 microbatches=2"), ("mlp", "fsdp=3 zero_stage=2"), ("mlp", "fsdp=2 offload=all activation_checkpointing=full"),
     ("deep", "dp=2 offload=optimizer"), ("batch_norm", "dp=2"), ("ragged", "fsdp=2 microbatches=2"), ("stream", "dp=2"),
-    ("words", "tp=2 sequence_parallel=true"), ("attention", "cp=3 recompute=full"), ("deep", "dp=2 batch_shares=2:1"),
+    ("words", "tp=2 sequence_parallel=true"), ("attention", "cp=3 activation_checkpointing=full"), ("deep", "dp=2 batch_split=2:1"),
 )  # fmt: skip
 TWICE = {"interleaved": " stages_per_rank=2", "zbv": " stages_per_rank=2"}
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_one_plan_is_read_under_another(tmp_path: Path) -> None:
     "name, plan",
     (
         ("words", "pp=2 fsdp=2 microbatches=2"), ("experts", "ep=2"),
-        *rarely(("attention", "cp=2"), ("words", "tp=2"), ("deep", "dp=2 fsdp=2 zero=2 microbatches=2")),
+        *rarely(("attention", "cp=2"), ("words", "tp=2"), ("deep", "dp=2 fsdp=2 zero_stage=2 microbatches=2")),
     ),
 )  # fmt: skip
 def test_a_proof_and_what_a_dry_run_says_is_sent(name: str, plan: str) -> None:

@@ -105,11 +105,11 @@ BUDGET = {
     ("deep", "fsdp=2"): 1, ("deep fused", "fsdp=2"): 1, ("words", "tp=2"): 1, ("words fused", "tp=2"): 1,
     ("deep", "pp=2 microbatches=4"): 1, ("deep fused", "pp=2 microbatches=4"): 1,
     ("ungiven", "pp=2 microbatches=2"): 1, ("deep", "fsdp=2 offload=optimizer"): 2,
-    ("attention", "cp=2"): 1, ("attention fused", "cp=2"): 1, ("attention", "cp=2 context=ulysses"): 1,
+    ("attention", "cp=2"): 1, ("attention fused", "cp=2"): 1, ("attention", "cp=2 cp_method=ulysses"): 1,
     ("experts", "ep=2"): 17, ("experts fused", "ep=2"): 17, ("stacked", "ep=2"): 3, ("stacked", "ep=2 token_dispatcher=allgather"): 1,
     ("batch_norm", "dp=2"): 1, ("deep", "dp=2 microbatches=3"): 1, ("deep", "dp=2 offload=optimizer"): 2, ("deep", "fsdp=2 tp=2"): 1,
     ("deep", "dp=1 offload=all"): 47, ("deep fused", "fsdp=2 offload=all"): 47, ("deep", "dp=2 fsdp=2 offload=all"): 47,
-    ("deep", "dp=2 fsdp=2"): 1, ("deep", "dp=2 fsdp=2 zero=2 microbatches=3"): 1,
+    ("deep", "dp=2 fsdp=2"): 1, ("deep", "dp=2 fsdp=2 zero_stage=2 microbatches=3"): 1,
     ("words", "pp=2 tp=2 microbatches=2 schedule=zb"): 1, ("experts", "fsdp=2 ep=2"): 17,
 }  # fmt: skip
 """What may make the host of a rank wait in one step: for the row of the step, and where that is more, what is still to be mended, or
@@ -280,7 +280,7 @@ def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
         ("stacked", "ep=2", "float64"), ("words", "pp=2 tp=2 microbatches=2 precision=bf16", None),
         *rarely(
             ("looking", "tp=2", "float64"), ("experts", "ep=2", "float64"),
-            ("attention", "cp=2 context=ulysses", "float64"), ("deep", "fsdp=2 tp=2", "float64"),
+            ("attention", "cp=2 cp_method=ulysses", "float64"), ("deep", "fsdp=2 tp=2", "float64"),
             ("attention", "tp=2 cp=2", "float64"), ("experts", "fsdp=2 ep=2", "float64"), ("attention", "cp=2 precision=bf16", None),
         ),
     ),
@@ -303,7 +303,7 @@ def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -
     assert min(whole) > 4 * 16 * 16_512 and max(parts) < 0.7 * 4 * 16 * 16_512, (whole, parts)
 
 
-@pytest.mark.parametrize("plan", ("fsdp=2", "fsdp=2 recompute=full", "fsdp=2 zero=2 microbatches=3"))
+@pytest.mark.parametrize("plan", ("fsdp=2", "fsdp=2 activation_checkpointing=full", "fsdp=2 zero_stage=2 microbatches=3"))
 def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
     """Also ahead of a unit's forward pass: never from the stream that computes, and nobody uses parameters before they are there."""
     found = devices.ranks(name="deep", plan=plan, device="cuda", steps=2)

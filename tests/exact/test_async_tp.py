@@ -28,8 +28,8 @@ SCHEMAS = {
     "fused_matmul_reduce_scatter": "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
 }
 PLANS = (
-    ("gpt", "tp=2"), ("llama", "tp=2"), ("llama", "fsdp=2 tp=2"), ("gpt", "fsdp=2 tp=2"), ("gpt", "tp=2 recompute=full"),
-    ("llama", "tp=2 recompute=selective"), ("beside", "tp=2 microbatches=2"), ("short", "tp=4"), ("t5", "tp=2"),
+    ("gpt", "tp=2"), ("llama", "tp=2"), ("llama", "fsdp=2 tp=2"), ("gpt", "fsdp=2 tp=2"), ("gpt", "tp=2 activation_checkpointing=full"),
+    ("llama", "tp=2 activation_checkpointing=selective"), ("beside", "tp=2 microbatches=2"), ("short", "tp=4"), ("t5", "tp=2"),
     ("llama_tied", "pp=2 tp=2 microbatches=2 schedule=zb"), ("gpt", "tp=2 dp=2 precision=bf16"), ("encoder", "tp=2"), ("gemma", "tp=2"),
 )  # fmt: skip
 

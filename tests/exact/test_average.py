@@ -48,9 +48,10 @@ def averaged(ema: plait.EMA = EMA, make: Callable[[], nn.Module] = model) -> pla
 
 
 PLANS = (
-    "dp=2", "fsdp=2 zero=2 microbatches=2", "tp=2", "pp=2 microbatches=2", *rarely(
-        "fsdp=3", "fsdp=2 zero=1", "dp=2 recompute=full", "fsdp=2 offload=all", "dp=2 offload=optimizer", "dp=2 fsdp=2", "pp=2 fsdp=2",
-        "tp=2 fsdp=2", "dp=2 processes=one", "dp=2 precision=bf16", "dp=2 batch_shares=3:1",
+    "dp=2", "fsdp=2 zero_stage=2 microbatches=2", "tp=2", "pp=2 microbatches=2", *rarely(
+        "fsdp=3", "fsdp=2 zero_stage=1", "dp=2 activation_checkpointing=full", "fsdp=2 offload=all", "dp=2 offload=optimizer", "dp=2 fsdp=2",
+        "pp=2 fsdp=2",
+        "tp=2 fsdp=2", "dp=2 processes=one", "dp=2 precision=bf16", "dp=2 batch_split=3:1",
     ),
 )  # fmt: skip
 
@@ -124,7 +125,7 @@ def trained(job: plait.Job, text: str, steps: int) -> dict[str, Any]:
     return fork.run(rank, Plan.parse(text).world)[0]
 
 
-@pytest.mark.parametrize("text", ("fsdp=2 zero=1", *rarely("dp=2 offload=optimizer", "pp=2")))
+@pytest.mark.parametrize("text", ("fsdp=2 zero_stage=1", *rarely("dp=2 offload=optimizer", "pp=2")))
 def test_an_evaluation_changes_nothing(text: str) -> None:
     assert trained(averaged(), text, 3)["same"]
 
@@ -170,7 +171,7 @@ def test_memory_is_billed() -> None:
     assert bills[0] == bills[1] + 4
 
 
-@pytest.mark.parametrize("text", ("replica_groups=2 sync=local every=2", "replica_groups=2 sync=async"))
+@pytest.mark.parametrize("text", ("replica_groups=2 outer_sync=local sync_every=2", "replica_groups=2 outer_sync=async"))
 def test_where_there_is_no_one_average(text: str) -> None:
     with pytest.raises(PlaitError) as caught:
         check_plan(averaged(), Plan.parse(text))

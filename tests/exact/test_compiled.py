@@ -24,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns of 
 
 PLANS = [
     "tp=2", *rarely(
-        "fsdp=2", "cp=2", "cp=2 context=ulysses", "pp=2 microbatches=2", "recompute=full", "dp=2 tp=2", "fsdp=2 tp=2", "dp=2 cp=2",
+        "fsdp=2", "cp=2", "cp=2 cp_method=ulysses", "pp=2 microbatches=2", "activation_checkpointing=full", "dp=2 tp=2", "fsdp=2 tp=2", "dp=2 cp=2",
         "fsdp=2 cp=2 shard_over_cp=true",
-        "dp=2 pp=2 microbatches=2", "tp=2 pp=2 microbatches=2", "tp=2 recompute=full", "precision=bf16", "microbatches=2", "tp=2 cp=2",
+        "dp=2 pp=2 microbatches=2", "tp=2 pp=2 microbatches=2", "tp=2 activation_checkpointing=full", "precision=bf16", "microbatches=2", "tp=2 cp=2",
         "pp=2 schedule=interleaved stages_per_rank=2 microbatches=2",
     ),
 ]  # fmt: skip
@@ -165,7 +165,7 @@ class Wide(nn.Module):
     ("job", "text", "code"),
     [
         (gpt, "pp=2 schedule=zb microbatches=2", "P027"),
-        (gpt, "recompute=selective", "P035"),
+        (gpt, "activation_checkpointing=selective", "P035"),
         (lambda _: jobs.mlp(), "pp=2 microbatches=2", "P018"),
     ],
 )

@@ -22,7 +22,7 @@ from plait.proof.algorithms.find import algorithm_of
 from plait.proof.verdict import table
 from plait.proof.verify import verify
 
-KINDS = ("compress=bf16", "compress=int8", "compress=powersgd compress_rank=1", "compress=powersgd")
+KINDS = ("grad_compression=bf16", "grad_compression=int8", "grad_compression=powersgd compression_rank=1", "grad_compression=powersgd")
 LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))[::5]
 
 
@@ -44,8 +44,9 @@ def test_equal_to_the_algorithm(
 
 
 @pytest.mark.parametrize(
-    "name, text", every(2, [("mlp", "dp=4 compress=int8"), ("ragged", "dp=2 compress=powersgd"), ("vae", "dp=3 compress=bf16"),
-                            ("attention", "dp=2 compress=int8 microbatches=2"), ("branches", "dp=3 compress=powersgd")])
+    "name, text", every(2, [("mlp", "dp=4 grad_compression=int8"), ("ragged", "dp=2 grad_compression=powersgd"), ("vae",
+        "dp=3 grad_compression=bf16"),
+                            ("attention", "dp=2 grad_compression=int8 microbatches=2"), ("branches", "dp=3 grad_compression=powersgd")])
 )  # fmt: skip
 def test_other_jobs(name: str, text: str) -> None:
     verdict = verify(jobs.ALL[name](), Plan.parse(text), steps=6)
@@ -54,8 +55,9 @@ def test_other_jobs(name: str, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, text", every(3, [("ragged", "pp=2 dp=2 compress=int8"), ("mlp", "pp=2 dp=2 compress=powersgd compress_rank=1 microbatches=2"),
-                            ("ragged", "dp=2 tp=2 compress=bf16")])
+    "name, text", every(3, [("ragged", "pp=2 dp=2 grad_compression=int8"), ("mlp",
+        "pp=2 dp=2 grad_compression=powersgd compression_rank=1 microbatches=2"),
+                            ("ragged", "dp=2 tp=2 grad_compression=bf16")])
 )  # fmt: skip
 def test_copies_of_parts(name: str, text: str) -> None:
     """Beside stages, of which two share a weight whose gradient is summed over them before it is compressed; beside slices."""
@@ -72,7 +74,7 @@ def test_a_dry_run_sends_the_same(kind: str) -> None:
 
 
 def test_a_rank_as_large_as_the_matrices_is_dp() -> None:
-    verdict = verify(jobs_compressed.job("words"), Plan.parse("dp=2 compress=powersgd compress_rank=7"))
+    verdict = verify(jobs_compressed.job("words"), Plan.parse("dp=2 grad_compression=powersgd compression_rank=7"))
     assert verdict.equal and verdict.algorithm is not None
     assert verdict.algorithm.distance < 1e-13
     assert "equal to dp here" in table(verdict, "words")
@@ -86,22 +88,22 @@ def test_without_compression_there_is_no_algorithm_of_its_own() -> None:
 
 def test_batch_statistics_are_named() -> None:
     """Copies share them in every forward pass; the algorithm in one process computes share by share."""
-    verdict = verify(jobs.batch_norm(), Plan.parse("dp=2 compress=int8"))
+    verdict = verify(jobs.batch_norm(), Plan.parse("dp=2 grad_compression=int8"))
     assert verdict.code == "V010" and "batch statistics" in verdict.cause
 
 
 @pytest.mark.parametrize(
     "text, code, told",
     [
-        ("compress=int8", "P030", "dp=2"),
-        ("fsdp=2 compress=bf16", "P080", "residual"),
-        ("dp=2 fsdp=2 compress=bf16", "P080", "residual"),
-        ("dp=2 cp=2 compress=int8", "P080", "same samples"),
-        ("dp=2 ep=2 compress=int8", "P080", "experts"),
-        ("dp=2 tp=2 compress=int8", "P080", "scale"),
-        ("dp=2 tp=2 compress=powersgd", "P080", "directions"),
-        ("dp=2 compress=int8 precision=fp16", "P080", "loss scale"),
-        ("dp=2 compress=int8 processes=one", "P080", "no messages"),
+        ("grad_compression=int8", "P030", "dp=2"),
+        ("fsdp=2 grad_compression=bf16", "P080", "residual"),
+        ("dp=2 fsdp=2 grad_compression=bf16", "P080", "residual"),
+        ("dp=2 cp=2 grad_compression=int8", "P080", "same samples"),
+        ("dp=2 ep=2 grad_compression=int8", "P080", "experts"),
+        ("dp=2 tp=2 grad_compression=int8", "P080", "scale"),
+        ("dp=2 tp=2 grad_compression=powersgd", "P080", "directions"),
+        ("dp=2 grad_compression=int8 precision=fp16", "P080", "loss scale"),
+        ("dp=2 grad_compression=int8 processes=one", "P080", "no messages"),
     ],
 )
 def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
@@ -114,7 +116,7 @@ def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
     """A step that is not finite is skipped on all ranks, and is as if it had not been: its sums are not taken over."""
 
     def rank(place: Place) -> dict[str, Any]:
-        engine = Engine(jobs_compressed.job("pictures"), "dp=2 compress=int8", place=place, device="cpu", on_nan="skip")
+        engine = Engine(jobs_compressed.job("pictures"), "dp=2 grad_compression=int8", place=place, device="cpu", on_nan="skip")
         kept = lambda: {n: t.clone() for n, t in engine.rank_model.techniques.compressor.state().items()}  # noqa: E731
         found, held = [], kept()
         for step, batch in zip(range(4), engine.batches()):

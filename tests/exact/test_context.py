@@ -31,35 +31,35 @@ from plait.tensors.rows import Rows
 
 PLANS = (
     "cp=2",
-    "cp=2 context=ulysses microbatches=2",
-    "cp=3 recompute=full",
+    "cp=2 cp_method=ulysses microbatches=2",
+    "cp=3 activation_checkpointing=full",
     "dp=2 cp=2 microbatches=2",
-    "cp=2 context=ulysses recompute=selective",
+    "cp=2 cp_method=ulysses activation_checkpointing=selective",
     "fsdp=2 cp=2",
     "cp=4",
-    "fsdp=2 cp=2 zero=2 context=ulysses microbatches=2 recompute=full",
-    "dp=2 cp=2 recompute=selective offload=optimizer",
+    "fsdp=2 cp=2 zero_stage=2 cp_method=ulysses microbatches=2 activation_checkpointing=full",
+    "dp=2 cp=2 activation_checkpointing=selective offload=optimizer",
 )
 JOBS = jobs_context.HUGGING | jobs_context.OWN | jobs_context.EXPERTS
 BESIDE = (
-    ("llama", "tp=2 cp=2 context=ulysses"),
-    ("gpt", "tp=2 cp=2 recompute=full microbatches=2"),
+    ("llama", "tp=2 cp=2 cp_method=ulysses"),
+    ("gpt", "tp=2 cp=2 activation_checkpointing=full microbatches=2"),
     ("gpt2", "pp=2 cp=2 microbatches=2"),
     ("unbalanced", "dp=2 ep=2 cp=2"),
-    ("balanced", "dp=2 cp=2 recompute=full"),
+    ("balanced", "dp=2 cp=2 activation_checkpointing=full"),
     ("checkpoint", "dp=2 tp=2 cp=2"),
-    ("biased", "pp=2 cp=2 microbatches=2 schedule=zb recompute=full"),
+    ("biased", "pp=2 cp=2 microbatches=2 schedule=zb activation_checkpointing=full"),
 )
 MORE = (
     "tp=2 cp=2",
-    "tp=2 cp=2 context=ulysses recompute=selective",
+    "tp=2 cp=2 cp_method=ulysses activation_checkpointing=selective",
     "fsdp=2 tp=2 cp=2 microbatches=2",
     "dp=2 tp=2 cp=2",
-    "pp=2 cp=2 microbatches=3 recompute=full",
-    "pp=2 cp=2 microbatches=2 stages_per_rank=2 schedule=interleaved context=ulysses",
+    "pp=2 cp=2 microbatches=3 activation_checkpointing=full",
+    "pp=2 cp=2 microbatches=2 stages_per_rank=2 schedule=interleaved cp_method=ulysses",
     "pp=2 fsdp=2 cp=2 microbatches=2",
     "pp=2 tp=2 cp=2 microbatches=2",
-    "pp=2 cp=2 microbatches=2 schedule=zb recompute=full",
+    "pp=2 cp=2 microbatches=2 schedule=zb activation_checkpointing=full",
 )
 SPREAD = [(name, PLANS[4 * k % len(PLANS)]) for k, name in enumerate(JOBS)]
 
@@ -110,7 +110,7 @@ def test_every_model_beside_other_strategies(name: str, text: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("text", ("dp=2 ep=2 cp=2 context=ulysses", "fsdp=2 ep=2 cp=2 recompute=full microbatches=2"))
+@pytest.mark.parametrize("text", ("dp=2 ep=2 cp=2 cp_method=ulysses", "fsdp=2 ep=2 cp=2 activation_checkpointing=full microbatches=2"))
 @pytest.mark.parametrize("name", jobs_context.EXPERTS)
 def test_experts(name: str, text: str) -> None:
     equal(name, text)
@@ -175,7 +175,7 @@ def test_plans_that_do_not_go_together() -> None:
 @pytest.mark.slow
 def test_heads_must_divide_for_ulysses() -> None:
     with pytest.raises(PlaitError) as caught:
-        verify(jobs_context.OWN["plain"](), Plan.parse("cp=3 context=ulysses"))
+        verify(jobs_context.OWN["plain"](), Plan.parse("cp=3 cp_method=ulysses"))
     assert caught.value.codes == ["P042"] and "2 heads" in caught.value.problems[0].what
 
 
@@ -219,7 +219,7 @@ class Ragged(Tokens):
 @pytest.mark.prove
 def test_lengths_that_change() -> None:
     job = dataclasses.replace(jobs_context.OWN["second_encoder"](), data=Ragged)
-    for text in ("cp=2", "cp=2 context=ulysses"):
+    for text in ("cp=2", "cp=2 cp_method=ulysses"):
         verdict = verify(job, Plan.parse(text), steps=4)
         assert verdict.equal, verdict.to_dict()
 
@@ -243,7 +243,7 @@ def test_evaluation(context: str) -> None:
         return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
     (one,) = evaluated("dp=1")
-    for found in evaluated(f"cp=2 context={context}"):
+    for found in evaluated(f"cp=2 cp_method={context}"):
         assert found.keys() == one.keys() and all(abs(found[k] - one[k]) < 1e-12 for k in one), (one, found)
 
 
@@ -310,7 +310,8 @@ class _Attending(nn.Module):
 
 
 @pytest.mark.parametrize("plan, added", sampled(3, [
-    ("cp=2", False), ("tp=2", False), ("cp=2 context=ulysses", False), ("cp=2", True), ("dp=2 tp=2", False), ("cp=2 recompute=full", False),
+    ("cp=2", False), ("tp=2", False), ("cp=2 cp_method=ulysses", False), ("cp=2", True), ("dp=2 tp=2", False),
+    ("cp=2 activation_checkpointing=full", False),
 ]))  # fmt: skip
 def test_attention_that_returns_its_weights_drops_out_the_same(plan: str, added: bool) -> None:
     """torch's function draws them otherwise than F.dropout, which a rank's heads or rows had drawn with: trained otherwise, without a word."""

@@ -62,12 +62,12 @@ WAYS["beside a mixture"] = tokens(lambda: Turning(interleaved, Routed()))
     sampled(
         3,
         (
-            ("halves", "cp=2 context=ulysses"),
+            ("halves", "cp=2 cp_method=ulysses"),
             *rarely(
-                ("interleaved", "cp=2"), ("beside a mixture", "cp=2"), ("rolled", "cp=2 context=ulysses microbatches=2")
+                ("interleaved", "cp=2"), ("beside a mixture", "cp=2"), ("rolled", "cp=2 cp_method=ulysses microbatches=2")
             ),
             ("interleaved", "tp=2 cp=2"),
-            *rarely(("complex_numbers", "cp=2 recompute=full")),
+            *rarely(("complex_numbers", "cp=2 activation_checkpointing=full")),
             ("beside a mixture", "dp=2 ep=2 cp=2"),
         ),
     ),

@@ -11,10 +11,10 @@ from plait.proof.verify import verify
 
 SPREAD = (
     ("bart", "cp=2"),
-    ("aligned", "cp=2 context=ulysses microbatches=2"),
+    ("aligned", "cp=2 cp_method=ulysses microbatches=2"),
     ("transformer", "dp=2 cp=2"),
-    ("whisper", "cp=2 context=ulysses recompute=selective"),
-    ("vit", "cp=2 recompute=full"),
+    ("whisper", "cp=2 cp_method=ulysses activation_checkpointing=selective"),
+    ("vit", "cp=2 activation_checkpointing=full"),
     ("latents", "cp=2"),
     ("latents", "tp=2 cp=2"),
     ("latents", "fsdp=2 tp=2"),

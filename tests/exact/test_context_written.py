@@ -24,17 +24,17 @@ from plait.tensors.rows import AndAll, Rows
 
 PLANS = (
     "cp=2",
-    "cp=2 context=ulysses microbatches=2",
-    "cp=3 recompute=full",
+    "cp=2 cp_method=ulysses microbatches=2",
+    "cp=3 activation_checkpointing=full",
     "dp=2 cp=2 microbatches=2",
-    "fsdp=2 cp=2 recompute=selective",
+    "fsdp=2 cp=2 activation_checkpointing=selective",
     "tp=2 cp=2",
     "pp=2 cp=2 microbatches=2",
     "cp=4",
 )
 SMALL = (
     ("own_einsum", "dp=2 cp=2"),
-    ("own_buffered", "tp=2 cp=2 recompute=full"),
+    ("own_buffered", "tp=2 cp=2 activation_checkpointing=full"),
     ("own_scan", "pp=2 cp=2 microbatches=2"),
     ("own_both", "cp=3"),
 )

@@ -24,7 +24,7 @@ PLANS = (
     "pp=3 microbatches=4 schedule=zb",
     "pp=2 dp=2 microbatches=2",
     "pp=2 microbatches=4 schedule=interleaved stages_per_rank=2",
-    "pp=2 microbatches=3 recompute=full",
+    "pp=2 microbatches=3 activation_checkpointing=full",
     "pp=2 fsdp=2 microbatches=2",
 )
 JOBS = {**jobs_courses.VARYING, **jobs_courses.RANDOM, **jobs_courses.OBJECTS}
@@ -44,7 +44,7 @@ def test_every_model(name: str, text: str) -> None:
 
 @pytest.mark.slow
 def test_a_unit_that_changes_an_object_it_is_given_is_not_run_again() -> None:
-    assert verify(JOBS["changed"](), Plan.parse("pp=2 microbatches=3 recompute=full")).equal
+    assert verify(JOBS["changed"](), Plan.parse("pp=2 microbatches=3 activation_checkpointing=full")).equal
 
 
 @pytest.mark.slow

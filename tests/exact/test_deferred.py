@@ -201,8 +201,8 @@ def test_what_cannot_be_followed_is_built_whole(name: str) -> None:
     "name, text",
     (
         pytest.param("gpt", "fsdp=3", marks=pytest.mark.prove),
-        pytest.param("llama_tied", "dp=2 fsdp=2 recompute=full", marks=pytest.mark.prove),
-        ("digits", "fsdp=2 zero=1"),
+        pytest.param("llama_tied", "dp=2 fsdp=2 activation_checkpointing=full", marks=pytest.mark.prove),
+        ("digits", "fsdp=2 zero_stage=1"),
     ),
 )
 def test_verified(name: str, text: str) -> None:

@@ -34,26 +34,27 @@ MODELS = {
     "unused": jobs_unlike.ALL["unused"], "scalars": jobs_unlike.ALL["scalars"],
 }  # fmt: skip
 ONE_AXIS = (
-    "dp=1 microbatches=3", "dp=2", "dp=3 recompute=selective", "dp=2 recompute=full precision=bf16", "dp=2 offload=optimizer",
-    "fsdp=2", "fsdp=3 zero=2 microbatches=2", "fsdp=2 zero=1 microbatches=2", "fsdp=2 offload=all", "dp=2 fsdp=2",
+    "dp=1 microbatches=3", "dp=2", "dp=3 activation_checkpointing=selective", "dp=2 activation_checkpointing=full precision=bf16",
+    "dp=2 offload=optimizer",
+    "fsdp=2", "fsdp=3 zero_stage=2 microbatches=2", "fsdp=2 zero_stage=1 microbatches=2", "fsdp=2 offload=all", "dp=2 fsdp=2",
 )  # fmt: skip
 PIPES = tuple(
     f"pp=2 microbatches=4 schedule={how}"
     for how in ("1f1b", "gpipe", "sequential", "zb", "interleaved stages_per_rank=2", "zbv stages_per_rank=2", "auto")
 )
-SLICES = ("tp=2", "tp=2 sequence_parallel=false", "tp=2 recompute=full", "tp=2 precision=bf16")
-STRETCHES = ("cp=2", "cp=2 context=ulysses", "cp=3", "cp=2 shard_over_cp=true", "cp=3 zero=1 shard_over_cp=true")
+SLICES = ("tp=2", "tp=2 sequence_parallel=false", "tp=2 activation_checkpointing=full", "tp=2 precision=bf16")
+STRETCHES = ("cp=2", "cp=2 cp_method=ulysses", "cp=3", "cp=2 shard_over_cp=true", "cp=3 zero_stage=1 shard_over_cp=true")
 PRODUCTS = (
     "fsdp=2 tp=2", "dp=2 tp=2", "cp=2 tp=2", "fsdp=2 cp=2", "pp=2 tp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2",
-    "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
-    "fsdp=2 cp=2 shard_over_cp=true", "dp=2 cp=2 zero=2 microbatches=2 shard_over_cp=true",
+    "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 activation_checkpointing=full",
+    "fsdp=2 cp=2 shard_over_cp=true", "dp=2 cp=2 zero_stage=2 microbatches=2 shard_over_cp=true",
 )  # fmt: skip
 SAMPLE = {
     "gpt": ("pp=2 microbatches=3", "cp=2"),
-    "transformer": ("fsdp=2 zero=2 microbatches=3",),
-    "unused": ("fsdp=2", "dp=2 compress=int8", "pp=2 fsdp=2 microbatches=2"), "scalars": ("fsdp=2", "pp=2 fsdp=2 microbatches=2"),
+    "transformer": ("fsdp=2 zero_stage=2 microbatches=3",),
+    "unused": ("fsdp=2", "dp=2 grad_compression=int8", "pp=2 fsdp=2 microbatches=2"), "scalars": ("fsdp=2", "pp=2 fsdp=2 microbatches=2"),
 }  # fmt: skip
-UNUSED = ("dp=2", "dp=2 microbatches=2", "fsdp=2 zero=1 microbatches=2", "dp=2 fsdp=2", "tp=2", "fsdp=2 tp=2")
+UNUSED = ("dp=2", "dp=2 microbatches=2", "fsdp=2 zero_stage=1 microbatches=2", "dp=2 fsdp=2", "tp=2", "fsdp=2 tp=2")
 EVERY = {
     "aligned": ("cp=2",),
     "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
@@ -64,9 +65,9 @@ EVERY = {
     **dict.fromkeys(("cnn", "lstm", "digits"), (*ONE_AXIS, "pp=2 microbatches=2")),
     "mixtral": ("dp=1", "dp=2", "fsdp=2"), **dict.fromkeys(("unused", "scalars"), UNUSED),
     "transformer": (
-        "dp=1", "dp=1 microbatches=3", "dp=1 recompute=selective precision=bf16", "dp=2 recompute=full", "fsdp=2",
-        "fsdp=2 precision=bf16", "fsdp=2 zero=2 microbatches=3", "fsdp=2 zero=1 microbatches=2", "dp=2 fsdp=2 microbatches=2",
-        "fsdp=3 offload=optimizer recompute=selective",
+        "dp=1", "dp=1 microbatches=3", "dp=1 activation_checkpointing=selective precision=bf16", "dp=2 activation_checkpointing=full", "fsdp=2",
+        "fsdp=2 precision=bf16", "fsdp=2 zero_stage=2 microbatches=3", "fsdp=2 zero_stage=1 microbatches=2", "dp=2 fsdp=2 microbatches=2",
+        "fsdp=3 offload=optimizer activation_checkpointing=selective",
     ),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from plait.planner.dryrun.dry_run import dry_run
 
 PLANS = (
     "dp=2", "fsdp=2", "tp=2", "cp=2", "pp=2 microbatches=2",
-    *rarely("fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=false", "cp=2 context=ulysses", "cp=4", "cp=2 tp=2"),
+    *rarely("fsdp=2 zero_stage=1 microbatches=2", "tp=2 sequence_parallel=false", "cp=2 cp_method=ulysses", "cp=4", "cp=2 tp=2"),
 )  # fmt: skip
 
 

@@ -33,9 +33,9 @@ JOBS = {
 }
 TRIED = (
     ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
-    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("mixtral", "dp=2 ep=2 offload=optimizer"),
+    ("mixtral", "ep=2 activation_checkpointing=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("mixtral", "dp=2 ep=2 offload=optimizer"),
     ("stacked", "ep=2 token_dispatcher=allgather"), ("gpt_oss", "dp=4 ep=2 token_dispatcher=allgather"),
-    ("stacked", "dp=3 ep=3 recompute=full token_dispatcher=allgather"), ("stacked", "fsdp=2 ep=2 token_dispatcher=allgather"),
+    ("stacked", "dp=3 ep=3 activation_checkpointing=full token_dispatcher=allgather"), ("stacked", "fsdp=2 ep=2 token_dispatcher=allgather"),
     ("mixtral", "fsdp=2 ep=2 token_dispatcher=allgather"), ("dense", "dp=4 ep=2"), ("gpt_oss", "fsdp=2 ep=2"),
     ("plain", "fsdp=2 ep=2 microbatches=2"),
 )  # fmt: skip
@@ -46,7 +46,7 @@ PLANS = (
     "fsdp=2 ep=2",
     "dp=2 fsdp=2 ep=4",
     "dp=2 fsdp=2 ep=2",
-    "dp=4 ep=2 recompute=selective",
+    "dp=4 ep=2 activation_checkpointing=selective",
     "fsdp=2 ep=2 offload=optimizer",
 )
 MORE = [(job, plan) for job in JOBS for plan in PLANS if (job, plan) not in TRIED]
@@ -70,7 +70,7 @@ def test_experts(name: str, plan: str) -> None:
     sampled(
         20,
         (
-            ("gumbel", "ep=2"), ("normal", "ep=2 recompute=full"), ("jitter", "fsdp=2 ep=2"), ("scaled", "dp=2 fsdp=2 ep=2"),
+            ("gumbel", "ep=2"), ("normal", "ep=2 activation_checkpointing=full"), ("jitter", "fsdp=2 ep=2"), ("scaled", "dp=2 fsdp=2 ep=2"),
             ("dropout", "ep=2"), ("module", "ep=2"), ("hidden", "dp=3 ep=3"), ("python", "ep=2"), ("gumbel_softmax", "ep=2"),
             ("normal", "pp=2 dp=2 ep=2 microbatches=2"),
         ),
@@ -91,7 +91,7 @@ def test_experts_under_more_plans(name: str, plan: str) -> None:
 @pytest.mark.parametrize(
     "plan",
     (
-        "pp=2 fsdp=2 ep=2 microbatches=2 schedule=zb zero=2",
+        "pp=2 fsdp=2 ep=2 microbatches=2 schedule=zb zero_stage=2",
         pytest.param("pp=2 ep=2 microbatches=2", marks=pytest.mark.prove),
         pytest.param("pp=2 dp=3 ep=3 microbatches=2 schedule=zbv stages_per_rank=2", marks=pytest.mark.prove),
     ),

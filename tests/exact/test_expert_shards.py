@@ -68,17 +68,20 @@ def frozen() -> plait.Job:
 
 
 TRIED = (
-    (mixtral, "fsdp=4 ep=2 zero=1 microbatches=3"), (balance, "fsdp=4 ep=2 zero=1"), (qwen3, "dp=2 fsdp=4 ep=2 zero=2"),
+    (mixtral, "fsdp=4 ep=2 zero_stage=1 microbatches=3"), (balance, "fsdp=4 ep=2 zero_stage=1"), (qwen3, "dp=2 fsdp=4 ep=2 zero_stage=2"),
     (listed, "pp=2 fsdp=4 ep=2 microbatches=2"), (five, "dp=2 fsdp=3 ep=2"),
-    (mixtral, "fsdp=4 ep=2 recompute=full offload=optimizer"), (scaled, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 precision=bf16"),
+    (mixtral, "fsdp=4 ep=2 activation_checkpointing=full offload=optimizer"), (scaled, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 precision=bf16"),
 )  # fmt: skip
 MORE = (
-    (mixtral, "fsdp=4 ep=2"), (mixtral, "fsdp=4 ep=2 tp=2"), (listed, "fsdp=4 ep=2 zero=2 microbatches=2"),
-    (mixtral, "dp=2 fsdp=4 ep=4 microbatches=2"), (qwen3, "fsdp=4 ep=2 cp=2"), (listed, "fsdp=4 ep=2 recompute=selective"),
-    (listed, "pp=2 fsdp=4 ep=2 microbatches=3 schedule=zb zero=2"), (listed, "pp=2 fsdp=4 ep=2 microbatches=2 zero=1 recompute=full"),
-    (partial(listed, always=True), "dp=2 fsdp=4 ep=2 microbatches=2 zero=2"), (partial(balance, depth=1, times=2), "fsdp=4 ep=2"),
-    (mixtral, "fsdp=4 ep=2 cp=2"), (jobs_moe.gpt_oss, "fsdp=4 ep=2 zero=2 recompute=full microbatches=2"), (frozen, "fsdp=4 ep=2"),
-    (five, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 tp=2 zero=1"), (balance, "fsdp=8 ep=2"), (balance, "fsdp=8 ep=4 zero=2"), (mixtral, "fsdp=8 ep=4"),
+    (mixtral, "fsdp=4 ep=2"), (mixtral, "fsdp=4 ep=2 tp=2"), (listed, "fsdp=4 ep=2 zero_stage=2 microbatches=2"),
+    (mixtral, "dp=2 fsdp=4 ep=4 microbatches=2"), (qwen3, "fsdp=4 ep=2 cp=2"), (listed, "fsdp=4 ep=2 activation_checkpointing=selective"),
+    (listed, "pp=2 fsdp=4 ep=2 microbatches=3 schedule=zb zero_stage=2"), (listed,
+        "pp=2 fsdp=4 ep=2 microbatches=2 zero_stage=1 activation_checkpointing=full"),
+    (partial(listed, always=True), "dp=2 fsdp=4 ep=2 microbatches=2 zero_stage=2"), (partial(balance, depth=1, times=2), "fsdp=4 ep=2"),
+    (mixtral, "fsdp=4 ep=2 cp=2"), (jobs_moe.gpt_oss, "fsdp=4 ep=2 zero_stage=2 activation_checkpointing=full microbatches=2"), (frozen,
+        "fsdp=4 ep=2"),
+    (five, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 tp=2 zero_stage=1"), (balance, "fsdp=8 ep=2"), (balance, "fsdp=8 ep=4 zero_stage=2"), (mixtral,
+        "fsdp=8 ep=4"),
 )  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def test_ranks_keep_parts(zero: int) -> None:
     """Two ranks have one expert of a stack: it is cut inside."""
     job = dataclasses.replace(mixtral(), batch=16)
     whole = sum(prod(p.shape) for n, p in job.model().named_parameters() if "experts" in n)
-    told = held(job, f"fsdp=8 ep=4 zero={zero}")
+    told = held(job, f"fsdp=8 ep=4 zero_stage={zero}")
     assert all(rank == {"own": whole // 8, "state": 2 * (whole // 8)} for rank in told)
 
 
@@ -182,7 +185,7 @@ def turns() -> plait.Job:
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "plan", (*rarely("fsdp=4 ep=2", "fsdp=4 ep=2 zero=2 microbatches=2 recompute=full"), "dp=2 fsdp=4 ep=2 zero=1")
+    "plan", (*rarely("fsdp=4 ep=2", "fsdp=4 ep=2 zero_stage=2 microbatches=2 activation_checkpointing=full"), "dp=2 fsdp=4 ep=2 zero_stage=1")
 )
 @pytest.mark.parametrize("total", (False, pytest.param(True, marks=pytest.mark.prove)))
 def test_a_dry_run_allocates_the_same(plan: str, total: bool) -> None:
@@ -224,7 +227,7 @@ def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]
     "job, plans",
     (
         *rarely((mixtral, ("dp=1", "fsdp=4 ep=2", "fsdp=8 ep=4"))),
-        (listed, ("fsdp=4 ep=2 offload=optimizer", "fsdp=2", "fsdp=4 ep=2 zero=1")),
+        (listed, ("fsdp=4 ep=2 offload=optimizer", "fsdp=2", "fsdp=4 ep=2 zero_stage=1")),
     ),
 )
 def test_a_checkpoint_goes_into_parts_and_out(job: Any, plans: tuple[str, ...], tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ OTHER_CAUSE = {
 CLEAN: list[tuple[Callable[[], Any], str]] = [
     (jobs.net, "dp=2 microbatches=3"), (jobs.net, "dp=2 fsdp=2 microbatches=2"), (jobs.normal, "dp=2"), (jobs.dropping, "fsdp=2"),
     (jobs.text, "tp=2"), (jobs.text, "cp=2"), (jobs.text, "pp=2 microbatches=3 schedule=zb"), (jobs.text, "dp=2 tp=2"),
-    (jobs.text_dropping, "fsdp=2 recompute=full"), (jobs.untied, "pp=2 tp=2 microbatches=2"), (jobs.mixture, "dp=2 ep=2"),
+    (jobs.text_dropping, "fsdp=2 activation_checkpointing=full"), (jobs.untied, "pp=2 tp=2 microbatches=2"), (jobs.mixture, "dp=2 ep=2"),
 ]  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_trials_leave_what_is_outside(kind: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ("fsdp=2", "tp=2", "pp=2", "replica_groups=2 every=2"))
+@pytest.mark.parametrize("text", ("fsdp=2", "tp=2", "pp=2", "replica_groups=2 sync_every=2"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_weights_are_refused(kind: str, text: str, tmp_path: Any) -> None:
     with pytest.raises(PlaitError) as caught:

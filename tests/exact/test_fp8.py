@@ -105,8 +105,8 @@ def test_fp8_follows_fp32() -> None:
     "plan",
     (
         "dp=2", "tp=2", "fsdp=2 fp8_recipe=rowwise",
-        *rarely("fsdp=2", "cp=2", "pp=2 microbatches=2 schedule=zb", "tp=2 fp8_recipe=rowwise", "dp=2 recompute=full microbatches=2",
-                "fsdp=2 tp=2", "cp=2 context=ulysses fp8_recipe=rowwise"),
+        *rarely("fsdp=2", "cp=2", "pp=2 microbatches=2 schedule=zb", "tp=2 fp8_recipe=rowwise", "dp=2 activation_checkpointing=full microbatches=2",
+                "fsdp=2 tp=2", "cp=2 cp_method=ulysses fp8_recipe=rowwise"),
     ),
 )  # fmt: skip
 def test_a_step_in_fp8_is_that_of_one_device_in_fp8(plan: str) -> None:

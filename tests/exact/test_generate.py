@@ -25,8 +25,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 6, "temperature": 0.8, "seed": 7},
     {"max_new_tokens": 6, "temperature": 1.5, "top_k": 4, "stop": 11},
 )
-PLANS = ("dp=2", "fsdp=2", "tp=2", "pp=2", "dp=2 microbatches=3", "dp=3", "fsdp=2 tp=2", "pp=2 dp=2", "cp=2", "fsdp=2 zero=1",
-         "pp=2 schedule=zbv stages_per_rank=2 microbatches=2", "batch_shares=3:1 dp=2", "processes=one dp=2", "tp=2 microbatches=12")  # fmt: skip
+PLANS = ("dp=2", "fsdp=2", "tp=2", "pp=2", "dp=2 microbatches=3", "dp=3", "fsdp=2 tp=2", "pp=2 dp=2", "cp=2", "fsdp=2 zero_stage=1",
+         "pp=2 schedule=zbv stages_per_rank=2 microbatches=2", "batch_split=3:1 dp=2", "processes=one dp=2", "tp=2 microbatches=12")  # fmt: skip
 QUICK = [
     ("gpt2", "dp=2 microbatches=3"),
     ("gpt2", "fsdp=2"),

@@ -23,9 +23,10 @@ pytestmark = [
 ]
 PLANS = ("dp=2", "fsdp=2", "pp=2 microbatches=2")
 QUICK = [("cond", "fsdp=2"), ("script", "dp=2")]
-ALL = [(kind, plan) for kind in jobs_higher.KINDS for plan in ("dp=1", *PLANS, "dp=1 recompute=full", "dp=1 recompute=selective")
+ALL = [(kind, plan) for kind in jobs_higher.KINDS for plan in ("dp=1", *PLANS, "dp=1 activation_checkpointing=full",
+    "dp=1 activation_checkpointing=selective")
        if (kind, plan) not in QUICK and not (kind in ("script", "trace") and plan == "fsdp=2")
-       and not (kind == "vmap" and ("pp" in plan or "recompute" in plan))]  # fmt: skip
+       and not (kind == "vmap" and ("pp" in plan or "checkpointing" in plan))]  # fmt: skip
 OPAQUE = ("cond", "while_loop", "scan")
 
 
@@ -35,7 +36,7 @@ def equal(kind: str, plan: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("plan", ("pp=2 microbatches=2", "dp=1 recompute=full"))
+@pytest.mark.parametrize("plan", ("pp=2 microbatches=2", "dp=1 activation_checkpointing=full"))
 def test_units_that_cannot_be_measured_are_named(plan: str) -> None:
     with pytest.raises(PlaitError, match="P073"):
         verify(jobs_higher.job("vmap"), Plan.parse(plan))

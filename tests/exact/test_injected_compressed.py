@@ -137,7 +137,7 @@ BUGS: dict[str, tuple[Patch, str, str, str]] = {
     "clipped before the sum": (clipped_first, "int8", "V026", FIRST),
     "another rank's scale is forgotten": (unscaled, "int8", "V004", "ranks"),
     "a mean instead of the sum": (averaged, "bf16", "V026", "0.5 times"),
-    "the factor begins anew in every step": (committed(cold), "powersgd compress_rank=1", "V026", LATER),
+    "the factor begins anew in every step": (committed(cold), "powersgd compression_rank=1", "V026", LATER),
     "the residual counts twice": (twice, "int8", "V026", LATER),
     "the residual is that of the sum": (of_the_sum, "int8", "V026", LATER),
     "columns that are not orthogonal": (unorthogonal, "powersgd", "V026", FIRST),
@@ -150,7 +150,7 @@ BUGS: dict[str, tuple[Patch, str, str, str]] = {
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     patch, kind, code, told = BUGS[bug]
     patch(monkeypatch)
-    verdict = verify(jobs_compressed.job("courses", clip=1.0), Plan.parse(f"dp=2 compress={kind}"))
+    verdict = verify(jobs_compressed.job("courses", clip=1.0), Plan.parse(f"dp=2 grad_compression={kind}"))
     assert verdict.exit_code == DIFFERENT, "not found"
     assert verdict.code == code and told in verdict.cause, (verdict.code, verdict.cause)
 
@@ -158,4 +158,4 @@ def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
 def test_what_changes_nothing_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Residuals that were swapped twice are back where they were."""
     committed(lambda self: (swapped(self), swapped(self), None)[2])(monkeypatch)
-    assert verify(jobs_compressed.job("courses", clip=1.0), Plan.parse("dp=2 compress=int8")).equal
+    assert verify(jobs_compressed.job("courses", clip=1.0), Plan.parse("dp=2 grad_compression=int8")).equal

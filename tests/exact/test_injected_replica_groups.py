@@ -26,8 +26,8 @@ from plait.parallel.replica_groups import synchronise
 from plait.parallel.replica_groups.synchronise import GroupMessage, RareSynchroniser
 from plait.proof.verify import verify
 
-DILOCO = "sync=diloco every=2"
-STREAM = "sync=diloco every=4 fragments=2 fragment_delay=1 fragment_alpha=0.5"
+DILOCO = "outer_sync=diloco sync_every=2"
+STREAM = "outer_sync=diloco sync_every=4 num_fragments=2 fragment_delay=1 fragment_alpha=0.5"
 
 
 def after_sync(change: Callable[[RareSynchroniser], None]) -> Patch:
@@ -98,7 +98,7 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other_fragment(monkeypatch: pytest.MonkeyPatch) -> None:
     real = synchronise.due
-    monkeypatch.setattr(synchronise, "due", lambda plan, step: [(p + 1) % plan.fragments for p in real(plan, step)])
+    monkeypatch.setattr(synchronise, "due", lambda plan, step: [(p + 1) % plan.num_fragments for p in real(plan, step)])
 
 
 def a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,24 +228,24 @@ BUGS: dict[str, tuple[Patch, str]] = {
     "the outer momentum is forgotten": (after_sync(reset_state), DILOCO),
     "a message is applied twice": (applied_twice, DILOCO),
     "the sign of the outer gradient": (of_weights, DILOCO),
-    "a sum instead of the mean": (summed, "every=2"),
+    "a sum instead of the mean": (summed, "sync_every=2"),
     "a sum instead of the mean of deltas": (summed, DILOCO),
     "another fragment": (other_fragment, STREAM),
-    "a step late": (a_step_late, "every=2"),
+    "a step late": (a_step_late, "sync_every=2"),
     "fragments are not mixed": (unmixed, STREAM),
     "fragments are mixed the wrong way round": (mixed_backwards, STREAM),
     "no Nesterov": (no_nesterov, DILOCO),
-    "a group's loss is its own mean": (without_scale, "every=2"),
-    "all groups have the same samples": (same_part, "every=2"),
-    "parts of the batch that are not even": (uneven, "every=2"),
-    "all clip by one norm": (clipped_together, "every=2"),
-    "no step without samples": (no_step_without_samples, "every=2"),
-    "a parameter in no fragment": (forgotten, "every=2"),
-    "one group keeps its weights": (one_group_keeps_its_own, "every=2"),
+    "a group's loss is its own mean": (without_scale, "sync_every=2"),
+    "all groups have the same samples": (same_part, "sync_every=2"),
+    "parts of the batch that are not even": (uneven, "sync_every=2"),
+    "all clip by one norm": (clipped_together, "sync_every=2"),
+    "no step without samples": (no_step_without_samples, "sync_every=2"),
+    "a parameter in no fragment": (forgotten, "sync_every=2"),
+    "one group keeps its weights": (one_group_keeps_its_own, "sync_every=2"),
     "global weights drift apart": (after_sync(global_weights_drift), DILOCO),
-    "no common steps at the start": (own_at_the_start, "every=2 start_local=2"),
-    "the residual is lost": (lost_residual, "every=2 compress=int8"),
-    "evaluation of a group's own weights": (own_weights, "sync=diloco every=4 outer_lr=0.5"),
+    "no common steps at the start": (own_at_the_start, "sync_every=2 warmup_sync_steps=2"),
+    "the residual is lost": (lost_residual, "sync_every=2 grad_compression=int8"),
+    "evaluation of a group's own weights": (own_weights, "outer_sync=diloco sync_every=4 outer_lr=0.5"),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as dist
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine import passes
-from plait.parallel import offload, recompute
+from plait.parallel import activation_checkpointing, offload
 from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import runtime
 from plait.parallel.fsdp import strategy as fsdp
@@ -52,7 +52,7 @@ def test_copies_summed_in_a_micro_batch_too_many(monkeypatch: pytest.MonkeyPatch
         self.scatter.last = True
 
     monkeypatch.setattr(FsdpRuntime, "begin", begin)
-    sees(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V002")
+    sees(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero_stage=2", "G", "0.weight", "V002")
 
 
 def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_micro_batch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: only the last micro-batch's sum survives."""
     monkeypatch.setattr(FsdpRuntime, "_put_by", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
-    sees(jobs.groups(), "fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V014")
+    sees(jobs.groups(), "fsdp=2 microbatches=2 zero_stage=2", "G", "0.weight", "V014")
 
 
 def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Randomness, "keep", keep)
     job = jobs.make(jobs_unlike.Chain)
-    verdict = verify(job, Plan.parse("fsdp=2 recompute=full"))
+    verdict = verify(job, Plan.parse("fsdp=2 activation_checkpointing=full"))
     assert verdict.exit_code == DIFFERENT and verdict.parameter == "first.weight"
     assert verdict.code in ("V005", "V017")
 
@@ -101,20 +101,20 @@ def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_recomputation_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: running statistics move twice in a step."""
     monkeypatch.setattr(modules, "own_buffers", lambda module: {})
-    sees(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
+    sees(jobs_unlike.ALL["norm_inside"](), "fsdp=2 activation_checkpointing=full", "B", "num_batches_tracked", "V011")
 
 
 @pytest.mark.slow
 def test_selective_gives_back_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept of one matrix product comes back for the next of the same shape."""
-    real = recompute._Keeping.__torch_dispatch__
+    real = activation_checkpointing._Keeping.__torch_dispatch__
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = real(self, func, types, args, kwargs)
         return out.flip(0) if self.again and "mm" in str(func) else out
 
-    monkeypatch.setattr(recompute._Keeping, "__torch_dispatch__", dispatch)
-    sees(jobs.make(lambda: jobs_unlike.Chain()), "fsdp=2 recompute=selective", "G", "first.weight", "V017")
+    monkeypatch.setattr(activation_checkpointing._Keeping, "__torch_dispatch__", dispatch)
+    sees(jobs.make(lambda: jobs_unlike.Chain()), "fsdp=2 activation_checkpointing=selective", "G", "first.weight", "V017")
 
 
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) ->
             module.set_reshard_after_backward(False, recurse=False)
 
     monkeypatch.setattr(FsdpRuntime, "begin", begin)
-    sees(jobs.groups(), "fsdp=2 zero=1", "U", "0.weight", "V015")
+    sees(jobs.groups(), "fsdp=2 zero_stage=1", "U", "0.weight", "V015")
 
 
 def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,4 +210,4 @@ def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch
         return zero
 
     monkeypatch.setattr(passes, "zero_loss", nothing)
-    assert verify(jobs_unlike.aside(), Plan.parse("fsdp=3 zero=2")).equal
+    assert verify(jobs_unlike.aside(), Plan.parse("fsdp=3 zero_stage=2")).equal

@@ -13,7 +13,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.proof.verify import verify
 
-PLANS = ("dp=2 microbatches=3", "pp=2 microbatches=2 recompute=full")
+PLANS = ("dp=2 microbatches=3", "pp=2 microbatches=2 activation_checkpointing=full")
 
 
 def proved(job: plait.Job, plan: str) -> tuple[bool, str, str]:
@@ -21,7 +21,7 @@ def proved(job: plait.Job, plan: str) -> tuple[bool, str, str]:
     return verdict.equal, verdict.code, {p.code: p.name for p in verdict.probes}.get("L", "nothing")
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *rarely("fsdp=2", "tp=2", "fsdp=2 recompute=full microbatches=2")])
+@pytest.mark.parametrize("plan", [*PLANS, *rarely("fsdp=2", "tp=2", "fsdp=2 activation_checkpointing=full microbatches=2")])
 def test_logged_values_are_those_of_one_device(plan: str) -> None:
     equal, code, _ = proved(jobs_logged.job(), plan)
     assert equal, code

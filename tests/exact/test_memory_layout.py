@@ -12,8 +12,8 @@ from plait.tensors.rows import memory_order
 from plait.tensors.trees import ProbeSizes, taken, template
 
 CASES = [
-    ("loss_in_forward", "cp=2 context=ulysses"), ("flat_words", "cp=2"), ("flat_words", "cp=2 context=ulysses"),
-    ("patches", "cp=2"), ("patches", "cp=2 context=ulysses"), ("time_first", "dp=2"), ("time_first", "dp=2 microbatches=2"),
+    ("loss_in_forward", "cp=2 cp_method=ulysses"), ("flat_words", "cp=2"), ("flat_words", "cp=2 cp_method=ulysses"),
+    ("patches", "cp=2"), ("patches", "cp=2 cp_method=ulysses"), ("time_first", "dp=2"), ("time_first", "dp=2 microbatches=2"),
     ("transposed", "pp=2"), ("transposed", "pp=2 microbatches=2 stages_per_rank=2 schedule=interleaved"),
     ("channels_last", "pp=2 microbatches=2"), ("channels_last", "fsdp=2"), ("flat_words", "tp=2"),
 ]  # fmt: skip

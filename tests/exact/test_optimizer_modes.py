@@ -101,7 +101,7 @@ def test_a_run_is_the_plain_loop(kind: str, text: str, tmp_path: Path) -> None:
     assert any(not torch.allclose(trained_weights[f"model/{n}"], w, rtol=1e-3) for n, w in weights.items())
 
 
-PLANS = ("fsdp=2", "pp=2 microbatches=2", "tp=2", "dp=2", "fsdp=2 tp=2", "dp=2 processes=one", "dp=2 offload=optimizer", "fsdp=2 zero=1")
+PLANS = ("fsdp=2", "pp=2 microbatches=2", "tp=2", "dp=2", "fsdp=2 tp=2", "dp=2 processes=one", "dp=2 offload=optimizer", "fsdp=2 zero_stage=1")
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_an_evaluation_in_train_mode_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_groups_have_no_weights_to_evaluate() -> None:
     with pytest.raises(PlaitError) as caught:
-        fork.run(lambda place: Engine(job("polyak"), "replica_groups=2 every=2", place=place, device="cpu"), 2)
+        fork.run(lambda place: Engine(job("polyak"), "replica_groups=2 sync_every=2", place=place, device="cpu"), 2)
     assert caught.value.problems[0].code == "P066" and "PolyakSGD" in caught.value.problems[0].what
 
 

@@ -133,8 +133,8 @@ def test_what_is_made_of_samples_is_told_from_what_is_not() -> None:
 @pytest.mark.parametrize(
     "layers, plan",
     every(2, [
-        ((Follower,), "dp=2 recompute=full"), ((lambda: Follower(True),), "dp=2"), ((Follower, net), "dp=3"),
-        ((Follower,), "dp=2"), ((Counter,), "dp=2"), ((Clipped,), "dp=1 recompute=full"),
+        ((Follower,), "dp=2 activation_checkpointing=full"), ((lambda: Follower(True),), "dp=2"), ((Follower, net), "dp=3"),
+        ((Follower,), "dp=2"), ((Counter,), "dp=2"), ((Clipped,), "dp=1 activation_checkpointing=full"),
     ]),
 )  # fmt: skip
 def test_equal(layers: tuple[Any, ...], plan: str) -> None:
@@ -290,10 +290,12 @@ class Passing(nn.Module):
 @pytest.mark.parametrize(
     "layer, plan",
     [
-        (Appending, "dp=1 recompute=full"), (Appending, "fsdp=2"),
+        (Appending, "dp=1 activation_checkpointing=full"), (Appending, "fsdp=2"),
         *(pytest.param(layer, plan, marks=pytest.mark.slow) for layer, plan in (
-            (Appending, "fsdp=2 recompute=selective"), (Summing, "dp=1 recompute=selective"), (Summing, "dp=2 recompute=full"),
-            (Noting, "fsdp=2 zero=2 microbatches=2"), (Noting, "dp=2 recompute=full"), (Noting, "fsdp=2 recompute=full"),
+            (Appending, "fsdp=2 activation_checkpointing=selective"), (Summing, "dp=1 activation_checkpointing=selective"), (Summing,
+                "dp=2 activation_checkpointing=full"),
+            (Noting, "fsdp=2 zero_stage=2 microbatches=2"), (Noting, "dp=2 activation_checkpointing=full"), (Noting,
+                "fsdp=2 activation_checkpointing=full"),
             (Summing, "fsdp=2"),
         )),
     ],

@@ -16,7 +16,7 @@ from plait.data.packing import best_fit
 from plait.proof.verify import verify
 
 PLANS = (
-    "dp=2 microbatches=2", "fsdp=2", "tp=2", "pp=2 microbatches=2", "cp=2", "cp=2 context=ulysses", "dp=2 tp=2", "cp=2 dp=2",
+    "dp=2 microbatches=2", "fsdp=2", "tp=2", "pp=2 microbatches=2", "cp=2", "cp=2 cp_method=ulysses", "dp=2 tp=2", "cp=2 dp=2",
 )  # fmt: skip
 CASES = [(model, text) for text in PLANS for model in MODELS]
 

@@ -145,10 +145,10 @@ def in_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 HOOKS = [
     (clamps, "dp=2 microbatches=2"),
-    (rows, "fsdp=2"), (clamps, "fsdp=2 microbatches=2 zero=2"), (clamps, "tp=2"), (adaptive, "fsdp=2 tp=2"),
+    (rows, "fsdp=2"), (clamps, "fsdp=2 microbatches=2 zero_stage=2"), (clamps, "tp=2"), (adaptive, "fsdp=2 tp=2"),
     (adaptive, "pp=2 microbatches=2"),
     (unit_length, "tp=2"), (unit_length, "fsdp=2 offload=optimizer"), (in_place, "fsdp=2"), (looks_at_weight, "fsdp=2"),
-    (replaced, "fsdp=2"), (replaced, "tp=2"), (counts, "fsdp=2 zero=1"), (pruned, "fsdp=2"), (normed, "fsdp=2"),
+    (replaced, "fsdp=2"), (replaced, "tp=2"), (counts, "fsdp=2 zero_stage=1"), (pruned, "fsdp=2"), (normed, "fsdp=2"),
     *rarely(
         (rows, "dp=2"), (rows, "tp=2"), (rows, "fsdp=2 tp=2"), (rows, "pp=2"), (clamps, "dp=2 fsdp=2"), (clamps, "pp=2 fsdp=2 microbatches=2"),
         (clamps, "microbatches=3"), (in_place, "dp=2"), (in_place, "tp=2"), (looks_at_weight, "dp=2"), (replaced, "dp=2"), (replaced, "pp=2"),
@@ -261,8 +261,8 @@ def draws(model: Blocks) -> None:
     (steps_by_itself, "dp=2", "changes the weight itself"),
     pytest.param(steps_by_itself, "dp=1", "changes the weight itself", marks=pytest.mark.slow),
     pytest.param(draws, "fsdp=2", "draw random numbers", marks=pytest.mark.slow),
-    pytest.param(clamps, "dp=2 compress=int8", "does not work with compress=int8", marks=pytest.mark.slow),
-    pytest.param(clamps, "replica_groups=2 every=2", "does not work with replica_groups=2", marks=pytest.mark.slow),
+    pytest.param(clamps, "dp=2 grad_compression=int8", "does not work with grad_compression=int8", marks=pytest.mark.slow),
+    pytest.param(clamps, "replica_groups=2 sync_every=2", "does not work with replica_groups=2", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_refused(change: Callable[[Blocks], object], plan: str, words: str) -> None:
     with pytest.raises(PlaitError, match=words) as raised:

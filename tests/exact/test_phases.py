@@ -16,7 +16,7 @@ from plait.engine.engine import Engine
 from plait.engine.passes import Passes, Turns
 from plait.proof.verify import verify
 
-PLANS = ("dp=2", "fsdp=2", "tp=2", "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero=1 microbatches=2", "fsdp=2 tp=2",
+PLANS = ("dp=2", "fsdp=2", "tp=2", "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero_stage=1 microbatches=2", "fsdp=2 tp=2",
          "dp=2 offload=optimizer", "dp=3")  # fmt: skip
 CASES = [(name, text) for name in jobs_phased.ALL for text in PLANS]
 
@@ -34,7 +34,7 @@ def refused(text: str) -> list[str]:
     return raised.value.codes
 
 
-@pytest.mark.parametrize("text", ("pp=2", "cp=2", "dp=2 compress=bf16", "replica_groups=2", "dp=2 processes=one"))
+@pytest.mark.parametrize("text", ("pp=2", "cp=2", "dp=2 grad_compression=bf16", "replica_groups=2", "dp=2 processes=one"))
 def test_what_cannot_be_meant_is_refused(text: str) -> None:
     assert "P091" in refused(text)
 

@@ -51,7 +51,7 @@ def test_the_mean_is_that_of_one_device(plan: str, n: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", (*rarely("pp=2 microbatches=2"), "pp=2 fsdp=2 schedule=zbv stages_per_rank=2 zero=2"))
+@pytest.mark.parametrize("plan", (*rarely("pp=2 microbatches=2"), "pp=2 fsdp=2 schedule=zbv stages_per_rank=2 zero_stage=2"))
 def test_outputs_cross_in_sixteen_bits(plan: str) -> None:
     """Under autocast a linear layer gives 16 bits, and that is what the next stage waits for."""
     job = watched(jobs_pipeline.LISTED["deep"](), 5)

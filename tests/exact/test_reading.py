@@ -35,7 +35,7 @@ def losses(kind: str, plan: str) -> list[float]:
     return fork.run(rank, Plan.parse(plan).world)[-1]["losses"]
 
 
-CASES = [(kind, plan) for kind in jobs_reading.KINDS for plan in ("tp=2", "cp=2", "cp=2 context=ulysses")]
+CASES = [(kind, plan) for kind in jobs_reading.KINDS for plan in ("tp=2", "cp=2", "cp=2 cp_method=ulysses")]
 
 
 @pytest.mark.slow

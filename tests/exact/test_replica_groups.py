@@ -21,15 +21,15 @@ from plait.proof.verdict import Verdict, table
 from plait.proof.verify import verify
 
 KINDS = (
-    "every=2",
-    "every=2 start_local=2",
-    "sync=diloco every=2",
-    "sync=diloco every=3 outer_lr=0.5 outer_momentum=0.3 start_local=1",
-    "sync=diloco every=4 fragments=2 fragment_delay=1 fragment_alpha=0.5",
-    "sync=diloco every=3 fragments=3 fragment_delay=2",
-    "every=2 compress=int8",
-    "sync=diloco every=2 compress=powersgd compress_rank=1",
-    "sync=diloco every=4 fragments=2 fragment_delay=2 compress=bf16",
+    "sync_every=2",
+    "sync_every=2 warmup_sync_steps=2",
+    "outer_sync=diloco sync_every=2",
+    "outer_sync=diloco sync_every=3 outer_lr=0.5 outer_momentum=0.3 warmup_sync_steps=1",
+    "outer_sync=diloco sync_every=4 num_fragments=2 fragment_delay=1 fragment_alpha=0.5",
+    "outer_sync=diloco sync_every=3 num_fragments=3 fragment_delay=2",
+    "sync_every=2 grad_compression=int8",
+    "outer_sync=diloco sync_every=2 grad_compression=powersgd compression_rank=1",
+    "outer_sync=diloco sync_every=4 num_fragments=2 fragment_delay=2 grad_compression=bf16",
 )
 LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))[::5]
 
@@ -61,14 +61,14 @@ INSIDE = (
     "pp=2",
     "pp=2 microbatches=2",
     "dp=2 fsdp=2",
-    "fsdp=2 zero=1",
-    "dp=2 recompute=full",
+    "fsdp=2 zero_stage=1",
+    "dp=2 activation_checkpointing=full",
     "fsdp=2 offload=optimizer",
 )
 
 
 @pytest.mark.parametrize(
-    "kind, inside", sampled(4, every(5, crossed(2, [k for k in KINDS if "compress" not in k], INSIDE)))
+    "kind, inside", sampled(4, every(5, crossed(2, [k for k in KINDS if "compression" not in k], INSIDE)))
 )
 def test_other_axes_inside_a_group(kind: str, inside: str) -> None:
     verdict = proved("mlp", f"replica_groups=2 {kind} {inside}")
@@ -77,7 +77,7 @@ def test_other_axes_inside_a_group(kind: str, inside: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(3, every(4, tuple(jobs.ALL))))
 def test_other_jobs(name: str) -> None:
-    for kind in ("every=2", "sync=diloco every=3 fragment_delay=1"):
+    for kind in ("sync_every=2", "outer_sync=diloco sync_every=3 fragment_delay=1"):
         verdict = proved(name, f"replica_groups=2 {kind}")
         assert verdict.equal, verdict.cause
 
@@ -87,7 +87,7 @@ def test_other_jobs(name: str) -> None:
     [
         "replica_groups=2",  # every step, an optimizer that is linear in the gradient, nothing clipped, samples weigh the same
         "replica_groups=3 dp=2",
-        "replica_groups=2 sync=diloco outer_lr=1 outer_momentum=0.0",
+        "replica_groups=2 outer_sync=diloco outer_lr=1 outer_momentum=0.0",
     ],
 )
 def test_what_should_be_dp_is(text: str) -> None:
@@ -97,12 +97,12 @@ def test_what_should_be_dp_is(text: str) -> None:
 
 
 def test_steps_at_the_start_are_dp() -> None:
-    """With AdamW, clipping and samples that weigh differently, as long as every step is one of `start_local`."""
+    """With AdamW, clipping and samples that weigh differently, as long as every step is one of `warmup_sync_steps`."""
     job = jobs_compressed.job("pictures", "adamw", True, clip=1.0)
     with pytest.MonkeyPatch.context() as patch:
         own = tuple(find.OwnTraining(o.wanted, o.train, o.named, o.strategies, o.by_share) for o in find.OWN)
         patch.setattr(find, "OWN", own)
-        verdict = verify(job, Plan.parse("replica_groups=2 dp=2 start_local=8 every=5"))
+        verdict = verify(job, Plan.parse("replica_groups=2 dp=2 warmup_sync_steps=8 sync_every=5"))
     assert verdict.equal and verdict.algorithm is not None, verdict.cause
     assert verdict.algorithm.distance < 1e-12
     assert "equal to dp here" in table(verdict, "pictures")
@@ -119,12 +119,12 @@ def test_what_should_not_be_dp_is_not(optimizer: str, clip: float | None) -> Non
     [
         ("replica_groups=64", "P012", "never have a sample"),
         ("replica_groups=2 processes=one", "P019", "process of its own"),
-        ("replica_groups=2 sync=diloco every=2 fragments=3", "P064", "after a step"),
-        ("replica_groups=2 sync=diloco every=2 fragment_delay=2", "P064", "sent again"),
-        ("replica_groups=2 tp=2 compress=int8", "P080", "part of a tensor"),
-        ("every=4", "P030", "replica_groups"),
-        ("replica_groups=2 fragments=2 every=4", "P030", "sync=diloco"),
-        ("replica_groups=2 sync=diloco staleness=2", "P030", "sync=async"),
+        ("replica_groups=2 outer_sync=diloco sync_every=2 num_fragments=3", "P064", "after a step"),
+        ("replica_groups=2 outer_sync=diloco sync_every=2 fragment_delay=2", "P064", "sent again"),
+        ("replica_groups=2 tp=2 grad_compression=int8", "P080", "part of a tensor"),
+        ("sync_every=4", "P030", "replica_groups"),
+        ("replica_groups=2 num_fragments=2 sync_every=4", "P030", "outer_sync=diloco"),
+        ("replica_groups=2 outer_sync=diloco staleness=2", "P030", "outer_sync=async"),
     ],
 )
 def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
@@ -136,7 +136,7 @@ def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
 @pytest.mark.slow
 def test_too_many_fragments_are_refused() -> None:
     with pytest.raises(PlaitError, match="P064") as error:
-        proved("words", "replica_groups=2 sync=diloco every=40 fragments=30")
+        proved("words", "replica_groups=2 outer_sync=diloco sync_every=40 num_fragments=30")
     assert "units" in str(error.value)
 
 
@@ -147,10 +147,10 @@ def test_a_dry_run_sends_the_same() -> None:
     assert verdict.equal, verdict.cause
 
 
-@pytest.mark.parametrize("plan", ("replica_groups=2 every=4", "dp=2 compress=int8"))
+@pytest.mark.parametrize("plan", ("replica_groups=2 sync_every=4", "dp=2 grad_compression=int8"))
 def test_fewer_ranks_cannot_go_on(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", TEST_JOB, "--plan", plan, "--fewer"]) == 2
+    assert main(["train", TEST_JOB, "--plan", plan, "--allow-shrink"]) == 2
     assert "P065" in capsys.readouterr().err and not (tmp_path / "runs").exists()

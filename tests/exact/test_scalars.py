@@ -14,9 +14,9 @@ from plait.proof.verify import verify
 
 PLANS = (
     "dp=2", "fsdp=2", "tp=2", "cp=2", "pp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 tp=2", "dp=2 cp=2", "tp=2 cp=2",
-    "pp=2 fsdp=2 microbatches=2", "pp=2 tp=2 microbatches=2", "pp=2 cp=2 microbatches=2", "fsdp=2 zero=1 microbatches=2",
-    "fsdp=2 cp=2 offload=all recompute=full microbatches=2", "replica_groups=2 fsdp=2 every=2",
-    "dp=2 compress=powersgd", "replica_groups=2 sync=diloco every=2 compress=powersgd",
+    "pp=2 fsdp=2 microbatches=2", "pp=2 tp=2 microbatches=2", "pp=2 cp=2 microbatches=2", "fsdp=2 zero_stage=1 microbatches=2",
+    "fsdp=2 cp=2 offload=all activation_checkpointing=full microbatches=2", "replica_groups=2 fsdp=2 sync_every=2",
+    "dp=2 grad_compression=powersgd", "replica_groups=2 outer_sync=diloco sync_every=2 grad_compression=powersgd",
 )  # fmt: skip
 EXPERTS = ("ep=2", "fsdp=2", "fsdp=2 cp=2", "fsdp=2 ep=2", "dp=2 ep=2", "fsdp=4 ep=2", "fsdp=2 ep=2 cp=2", "tp=2")
 

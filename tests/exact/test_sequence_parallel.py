@@ -125,12 +125,13 @@ JOBS = {
     "short": short,
 }
 PLANS = (
-    ("gpt", "tp=2 recompute=selective"), ("gpt", "fsdp=2 tp=2"), ("bert", "dp=2 tp=2 microbatches=2"),
-    ("vit", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 recompute=full"), ("short", "tp=4"),
+    ("gpt", "tp=2 activation_checkpointing=selective"), ("gpt", "fsdp=2 tp=2"), ("bert", "dp=2 tp=2 microbatches=2"),
+    ("vit", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 activation_checkpointing=full"), ("short", "tp=4"),
     ("mixing", "tp=2"), ("argument", "tp=2"), ("llama_tied", "pp=2 tp=2"),
     ("dropped", "fsdp=2 tp=2"), ("gemma", "tp=2"),
     ("beside", "tp=2"),
-    ("llama", "tp=4 recompute=full"), ("t5", "tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"), ("dropped", "pp=2 tp=2 recompute=full"),
+    ("llama", "tp=4 activation_checkpointing=full"), ("t5", "tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"), ("dropped",
+        "pp=2 tp=2 activation_checkpointing=full"),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""sync=async: the real processes against their ledger played again in one; and mistakes put into them, each of which is found."""
+"""outer_sync=async: the real processes against their ledger played again in one; and mistakes put into them, each of which is found."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def sgd(job: plait.Job) -> plait.Job:
 
 
 def proved(job: plait.Job, plan: str) -> Verdict:
-    return verify(job, Plan.parse(f"sync=async {plan}"), 4, "cpu")
+    return verify(job, Plan.parse(f"outer_sync=async {plan}"), 4, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def proved(job: plait.Job, plan: str) -> Verdict:
             (lambda: jobs.mlp(), "replica_groups=4 quorum=2"),
             (lambda: jobs.batch_norm(), "replica_groups=3 staleness=1"),
             (lambda: sgd(jobs.batch_norm()), "replica_groups=2 staleness=2 server_update=nesterov"),
-            (lambda: jobs.mlp(), "replica_groups=2 staleness=1 recompute=full microbatches=2"),
+            (lambda: jobs.mlp(), "replica_groups=2 staleness=1 activation_checkpointing=full microbatches=2"),
         ),
     ),
 )

@@ -17,15 +17,15 @@ from plait.proof.verify import verify
 JOBS = {**jobs.ALL, **jobs_unlike.ALL, **jobs_real.ALL}
 PLANS = (
     "fsdp=2",
-    "fsdp=4 zero=1 offload=all",
-    "dp=2 fsdp=2 recompute=full",
-    "fsdp=2 microbatches=3 zero=2 offload=optimizer",
-    "fsdp=3 recompute=selective",
-    "dp=2 fsdp=2 microbatches=2 zero=2 recompute=selective",
-    "fsdp=4 zero=2 recompute=full",
-    "fsdp=2 microbatches=3 zero=1 recompute=selective",
-    "fsdp=4 offload=optimizer recompute=selective",
-    "fsdp=2 microbatches=3 recompute=full offload=all",
+    "fsdp=4 zero_stage=1 offload=all",
+    "dp=2 fsdp=2 activation_checkpointing=full",
+    "fsdp=2 microbatches=3 zero_stage=2 offload=optimizer",
+    "fsdp=3 activation_checkpointing=selective",
+    "dp=2 fsdp=2 microbatches=2 zero_stage=2 activation_checkpointing=selective",
+    "fsdp=4 zero_stage=2 activation_checkpointing=full",
+    "fsdp=2 microbatches=3 zero_stage=1 activation_checkpointing=selective",
+    "fsdp=4 offload=optimizer activation_checkpointing=selective",
+    "fsdp=2 microbatches=3 activation_checkpointing=full offload=all",
 )
 TELLING = (
     "frozen_first", "uneven", "scalars", "unused", "layer_drop", "tied_across", "in_place", "structures", "spectral", "teacher",
@@ -70,7 +70,7 @@ def test_real_models(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", sampled(2, ("teacher", "in_place_on_output")))
 def test_units_that_share_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "GROUP_BYTES", 2500)  # two blocks in float64
-    equal_or_named(name, "fsdp=2 microbatches=2 recompute=selective")
+    equal_or_named(name, "fsdp=2 microbatches=2 activation_checkpointing=selective")
 
 
 @pytest.mark.prove
@@ -80,10 +80,10 @@ def test_every_job(name: str, text: str) -> None:
 
 
 LAYOUTS = (
-    "fsdp=2", "fsdp=3", "fsdp=4 zero=1", "fsdp=4 zero=2", "fsdp=4 zero=3", "dp=2 fsdp=2", "fsdp=2 microbatches=3 zero=1",
-    "fsdp=2 microbatches=3 zero=2", "fsdp=2 microbatches=3 zero=3", "dp=2 fsdp=2 microbatches=2 zero=2",
+    "fsdp=2", "fsdp=3", "fsdp=4 zero_stage=1", "fsdp=4 zero_stage=2", "fsdp=4 zero_stage=3", "dp=2 fsdp=2", "fsdp=2 microbatches=3 zero_stage=1",
+    "fsdp=2 microbatches=3 zero_stage=2", "fsdp=2 microbatches=3 zero_stage=3", "dp=2 fsdp=2 microbatches=2 zero_stage=2",
 )  # fmt: skip
-SAVING = tuple(f"recompute={r} offload={o}" for r in ("none", "full", "selective") for o in ("none", "optimizer", "all"))
+SAVING = tuple(f"activation_checkpointing={r} offload={o}" for r in ("none", "full", "selective") for o in ("none", "optimizer", "all"))
 
 
 @pytest.mark.prove
@@ -114,7 +114,7 @@ class Asks(nn.Module):
         return self.map(key) * (2.0 if key is value else 0.5) + value + (1.0 if more is key else 0.0)
 
 
-@pytest.mark.parametrize("plan", sampled(3, ("fsdp=2", "fsdp=2 zero=1 recompute=full", "dp=2 fsdp=2 microbatches=2")))
+@pytest.mark.parametrize("plan", sampled(3, ("fsdp=2", "fsdp=2 zero_stage=1 activation_checkpointing=full", "dp=2 fsdp=2 microbatches=2")))
 def test_one_tensor_given_twice_stays_one(plan: str) -> None:
     verdict = verify(jobs.make(OneOrTwo, units=("inside", "one", "two", "out")), Plan.parse(plan))
     assert verdict.equal and not verdict.inexact, verdict.to_dict()

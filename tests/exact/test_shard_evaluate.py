@@ -45,7 +45,7 @@ def evaluated(data: Any, plan: str, ranks: int) -> list[dict[str, float]]:
 @pytest.mark.parametrize("kind", (jobs.Numbers, Few))
 def test_ranks_with_fewer_batches_run_along(kind: type, length: int) -> None:
     (whole,) = evaluated(lambda: kind(length), "dp=1", 1)
-    for plan, ranks in (("fsdp=3 zero=3", 3), ("dp=2 fsdp=2 zero=2 recompute=full", 4)):
+    for plan, ranks in (("fsdp=3 zero_stage=3", 3), ("dp=2 fsdp=2 zero_stage=2 activation_checkpointing=full", 4)):
         for told in evaluated(lambda: kind(length), plan, ranks):
             assert told.keys() == whole.keys() and len(told) == 4
             for name, value in whole.items():

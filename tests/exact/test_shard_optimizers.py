@@ -79,7 +79,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", sampled(4, PARTS))
 def test_element_wise_optimizers_are_exact(name: str) -> None:
-    plan = "dp=2 fsdp=2 offload=optimizer" if "foreach" in name else "fsdp=3 zero=2"
+    plan = "dp=2 fsdp=2 offload=optimizer" if "foreach" in name else "fsdp=3 zero_stage=2"
     verdict = verify(jobs.make(lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1)), optimizer=PARTS[name]),
                      Plan.parse(plan))  # fmt: skip
     assert verdict.equal, verdict.cause
@@ -137,7 +137,7 @@ def matrices(params: Any) -> torch.optim.Optimizer:
 OWNED = [(name, plan) for name in WHOLE for plan in ("fsdp=2", "tp=2")]
 PAIRS = [
     ("Muon", "dp=2 fsdp=2"), ("Muon", "fsdp=2 tp=2"), ("Adafactor", "fsdp=2 tp=2"), ("Adafactor", "pp=2 fsdp=2 microbatches=2"),
-    ("Muon", "fsdp=2 cp=2"), ("Lamb", "fsdp=3 zero=1 microbatches=2"), ("Adafactor", "fsdp=3 zero=2"),
+    ("Muon", "fsdp=2 cp=2"), ("Lamb", "fsdp=3 zero_stage=1 microbatches=2"), ("Adafactor", "fsdp=3 zero_stage=2"),
     ("Muon", "pp=2 tp=2 microbatches=2"), ("Muon", "fsdp=2 precision=bf16"), ("Adafactor", "tp=2 cp=2"),
 ]  # fmt: skip
 REFUSED = [
@@ -414,7 +414,7 @@ def hooks_of_all(before: bool) -> list[Any]:
 
 @pytest.mark.parametrize("plan, before, everywhere", sampled(4, (
     ("fsdp=2", True, False), ("fsdp=2", False, True), ("tp=2", True, True), ("offload=optimizer", True, False), ("offload=optimizer", False, True),
-    ("offload=all", True, False), ("fsdp=2 zero=1", True, False), ("fsdp=2 tp=2", True, False),
+    ("offload=all", True, False), ("fsdp=2 zero_stage=1", True, False), ("fsdp=2 tp=2", True, False),
     ("fsdp=2 offload=optimizer", True, False),
 )))  # fmt: skip
 def test_a_hook_sees_the_gradients_of_the_step_and_what_it_writes_is_used(plan: str, before: bool, everywhere: bool) -> None:

@@ -63,13 +63,13 @@ MODELS: dict[str, Any] = {
     "bert": jobs_context.bert, "tied": jobs_real.gpt2, "biased": jobs_context.OWN["biased"], "checkpoint": jobs_context.OWN["checkpoint"],
 }  # fmt: skip
 PLANS = (
-    "cp=2", "fsdp=2 cp=2", "fsdp=2 cp=2 zero=1 microbatches=2", "fsdp=2 cp=2 zero=2 context=ulysses", "dp=2 cp=2 microbatches=2",
-    "tp=2 cp=2", "pp=2 cp=2 microbatches=2", "cp=2 context=ulysses zero=1", "cp=3 zero=2 recompute=full",
+    "cp=2", "fsdp=2 cp=2", "fsdp=2 cp=2 zero_stage=1 microbatches=2", "fsdp=2 cp=2 zero_stage=2 cp_method=ulysses", "dp=2 cp=2 microbatches=2",
+    "tp=2 cp=2", "pp=2 cp=2 microbatches=2", "cp=2 cp_method=ulysses zero_stage=1", "cp=3 zero_stage=2 activation_checkpointing=full",
 )  # fmt: skip
 BESIDE = (
     ("gpt", "cp=2 offload=all microbatches=2"), ("gpt", "dp=2 cp=2 offload=optimizer"),
-    ("gpt", "fsdp=2 cp=2 tp=2 microbatches=2"), ("gpt", "pp=2 cp=2 microbatches=2 schedule=zb zero=2"),
-    ("gpt", "replica_groups=2 cp=2 sync=diloco every=2"), ("gpt", "fsdp=2 cp=2 batch_shares=2:1"), ("gpt", "cp=2 precision=bf16"),
+    ("gpt", "fsdp=2 cp=2 tp=2 microbatches=2"), ("gpt", "pp=2 cp=2 microbatches=2 schedule=zb zero_stage=2"),
+    ("gpt", "replica_groups=2 cp=2 outer_sync=diloco sync_every=2"), ("gpt", "fsdp=2 cp=2 batch_split=2:1"), ("gpt", "cp=2 precision=bf16"),
     ("muon", "fsdp=2 cp=2"), ("adafactor", "cp=2 tp=2"), ("partly_trained", "fsdp=2 cp=2"), ("unbalanced", "dp=2 ep=2 cp=2"),
     ("balanced", "fsdp=4 ep=2 cp=2"),
 )  # fmt: skip
@@ -77,8 +77,8 @@ OTHERS = jobs_context.EXPERTS | {
     "muon": lambda: optimized_by(lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], 1e-2)),
     "adafactor": lambda: optimized_by(lambda p: torch.optim.Adafactor(p, 1e-2)), "partly_trained": partly_trained,
 }  # fmt: skip
-QUICK = (("lstm", "cp=2"), ("attending", "fsdp=2 cp=2 context=ulysses"), ("attending", "dp=2 cp=2 zero=1 microbatches=2"))
-SLOW = (("attending", "fsdp=2 cp=2 zero=2 context=ulysses"), ("attending", "tp=2 cp=2"), ("lstm", "fsdp=2 cp=2 zero=1 microbatches=2"))
+QUICK = (("lstm", "cp=2"), ("attending", "fsdp=2 cp=2 cp_method=ulysses"), ("attending", "dp=2 cp=2 zero_stage=1 microbatches=2"))
+SLOW = (("attending", "fsdp=2 cp=2 zero_stage=2 cp_method=ulysses"), ("attending", "tp=2 cp=2"), ("lstm", "fsdp=2 cp=2 zero_stage=1 microbatches=2"))
 LONG = [(name, plan) for name in MODELS for plan in PLANS] + [*BESIDE]
 
 
@@ -115,7 +115,7 @@ def test_equal_in_every_case(name: str, words: str) -> None:
 # — what a rank keeps —
 
 
-@pytest.mark.parametrize("words, ranks", [("cp=2", 2), ("cp=4", 4), ("fsdp=2 cp=2", 4), ("dp=2 fsdp=2 cp=2", 4), ("fsdp=2 cp=2 zero=1", 4)])
+@pytest.mark.parametrize("words, ranks", [("cp=2", 2), ("cp=4", 4), ("fsdp=2 cp=2", 4), ("dp=2 fsdp=2 cp=2", 4), ("fsdp=2 cp=2 zero_stage=1", 4)])
 def test_a_rank_keeps_its_part_of_a_shard_of_fsdp_times_cp(words: str, ranks: int) -> None:
     """What `fsdp` of so many ranks would have it keep, and each part is on as many ranks as there are replicas by dp."""
     job, plan = jobs_real.gpt(), over_cp(words)
@@ -151,7 +151,7 @@ def test_the_table_names_the_axes() -> None:
 # — checkpoints —
 
 
-CHAIN = ("cp=2", "dp=2", "fsdp=2 cp=2 zero=1", "tp=2", "dp=2 cp=2 microbatches=2", "fsdp=4", "cp=2 tp=2", "dp=1")
+CHAIN = ("cp=2", "dp=2", "fsdp=2 cp=2 zero_stage=1", "tp=2", "dp=2 cp=2 microbatches=2", "fsdp=4", "cp=2 tp=2", "dp=1")
 """Those with cp are sharded over it."""
 
 
@@ -184,7 +184,7 @@ def saved_anew(plan: str, read: Path, written: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_the_same_under_other_plans(tmp_path: Path) -> None:
     """Bit for bit: written by shards over cp and read by others, and the reverse."""
     folders, found = [tmp_path / str(k) for k in range(5)], []
-    for k, plan in enumerate(("fsdp=2 cp=2", "dp=1", "cp=3 zero=1", "fsdp=2")):
+    for k, plan in enumerate(("fsdp=2 cp=2", "dp=1", "cp=3 zero_stage=1", "fsdp=2")):
         found.append(saved_anew(plan, folders[k], folders[k + 1]))
     first, *others = found
     assert any(name.startswith("optimizer/") for name in first)
@@ -255,8 +255,8 @@ def test_a_fault_is_seen(fault: Any, words: str, probe: str, codes: tuple[str, .
 
 
 @pytest.mark.parametrize("words, code", [
-    ("dp=2", "P030"), ("fsdp=2", "P030"), ("cp=2 dp=2 compress=bf16", "P080"), ("replica_groups=2 cp=2 compress=int8", "P080"),
-    ("pp=2 cp=2 microbatches=2 schedule=zb", "P027"), ("cp=2 processes=one", "P041"), ("replica_groups=2 cp=2 sync=async", "P060"),
+    ("dp=2", "P030"), ("fsdp=2", "P030"), ("cp=2 dp=2 grad_compression=bf16", "P080"), ("replica_groups=2 cp=2 grad_compression=int8", "P080"),
+    ("pp=2 cp=2 microbatches=2 schedule=zb", "P027"), ("cp=2 processes=one", "P041"), ("replica_groups=2 cp=2 outer_sync=async", "P060"),
 ])  # fmt: skip
 def test_refused(words: str, code: str) -> None:
     with pytest.raises(PlaitError) as caught:
@@ -271,6 +271,6 @@ def test_phases_are_refused() -> None:
 
 
 def test_zero_says_what_is_sharded_over_cp_alone() -> None:
-    check_plan(jobs_real.gpt(), over_cp("cp=2 zero=1"))
+    check_plan(jobs_real.gpt(), over_cp("cp=2 zero_stage=1"))
     with pytest.raises(PlaitError, match="P030"):
-        check_plan(jobs_real.gpt(), Plan.parse("cp=2 zero=1"))
+        check_plan(jobs_real.gpt(), Plan.parse("cp=2 zero_stage=1"))

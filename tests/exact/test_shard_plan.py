@@ -198,12 +198,13 @@ def test_ranks_have_what_the_table_says(name: str, plan: str) -> None:
 
 
 GPT = (
-    "dp=2,fsdp=2,fsdp=2 zero=1,dp=2 fsdp=2,tp=2,tp=4,fsdp=2 tp=2,pp=2 microbatches=2,pp=4 microbatches=4,pp=2 tp=2 microbatches=2,cp=2,fsdp=2 cp=2,"
+    "dp=2,fsdp=2,fsdp=2 zero_stage=1,dp=2 fsdp=2,tp=2,tp=4,fsdp=2 tp=2,pp=2 microbatches=2,pp=4 microbatches=4,"
+    "pp=2 tp=2 microbatches=2,cp=2,fsdp=2 cp=2,"
     "pp=2 cp=2 microbatches=2,pp=2 dp=2 tp=2 microbatches=2,pp=2 stages_per_rank=2 schedule=interleaved microbatches=2,"
-    "pp=2 fsdp=2 tp=2 microbatches=2,tp=2 cp=2,replica_groups=2 tp=2 every=4,replica_groups=2 dp=2 every=2,"
+    "pp=2 fsdp=2 tp=2 microbatches=2,tp=2 cp=2,replica_groups=2 tp=2 sync_every=4,replica_groups=2 dp=2 sync_every=2,"
     "dp=2 offload=optimizer,fsdp=2 offload=all,tp=2 GPU,dp=2 tp=2 GPU,"
-    "cp=2 shard_over_cp=true,cp=3 zero=1 shard_over_cp=true,fsdp=2 cp=2 shard_over_cp=true,dp=2 cp=2 shard_over_cp=true,"
-    "tp=2 cp=2 shard_over_cp=true,pp=2 fsdp=2 cp=2 shard_over_cp=true microbatches=2,replica_groups=2 cp=2 shard_over_cp=true every=4,"
+    "cp=2 shard_over_cp=true,cp=3 zero_stage=1 shard_over_cp=true,fsdp=2 cp=2 shard_over_cp=true,dp=2 cp=2 shard_over_cp=true,"
+    "tp=2 cp=2 shard_over_cp=true,pp=2 fsdp=2 cp=2 shard_over_cp=true microbatches=2,replica_groups=2 cp=2 shard_over_cp=true sync_every=4,"
     "fsdp=2 cp=2 shard_over_cp=true offload=all"
 )
 MOE = (

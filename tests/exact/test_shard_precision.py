@@ -40,9 +40,9 @@ def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "plan, ranks",
     (
-        ("fsdp=2 recompute=full", 2),
-        pytest.param("dp=2 fsdp=2 microbatches=2 zero=2", 4, marks=pytest.mark.prove),
-        pytest.param("fsdp=3 zero=1 offload=optimizer", 3, marks=pytest.mark.prove),
+        ("fsdp=2 activation_checkpointing=full", 2),
+        pytest.param("dp=2 fsdp=2 microbatches=2 zero_stage=2", 4, marks=pytest.mark.prove),
+        pytest.param("fsdp=3 zero_stage=1 offload=optimizer", 3, marks=pytest.mark.prove),
     ),
 )
 def test_bf16_trains_and_sums_in_fp32(plan: str, ranks: int) -> None:
@@ -102,7 +102,7 @@ class Formats(nn.Module):
 @pytest.mark.parametrize("size", (0, 700))  # a group for each unit; small neighbours of one format together
 @pytest.mark.parametrize(
     "plan, ranks",
-    (("fsdp=2", 2), pytest.param("dp=2 fsdp=2 zero=2 microbatches=2 recompute=full", 4, marks=pytest.mark.prove)),
+    (("fsdp=2", 2), pytest.param("dp=2 fsdp=2 zero_stage=2 microbatches=2 activation_checkpointing=full", 4, marks=pytest.mark.prove)),
 )
 def test_parameters_of_several_formats(plan: str, ranks: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "GROUP_BYTES", size)

@@ -19,13 +19,13 @@ from plait.engine import train_step
 from plait.proof.verify import verify
 
 DATA = (
-    "dp=3 batch_shares=4:2:1", "dp=2 batch_shares=1:3 microbatches=2", "fsdp=2 batch_shares=3:1",
-    "fsdp=2 zero=1 batch_shares=1:3 microbatches=2", "fsdp=3 zero=2 batch_shares=4:2:1", "dp=2 fsdp=2 batch_shares=4:1:2:1",
-    "dp=2 batch_shares=auto", "dp=3 batch_shares=auto microbatches=2", "fsdp=2 batch_shares=auto",
+    "dp=3 batch_split=4:2:1", "dp=2 batch_split=1:3 microbatches=2", "fsdp=2 batch_split=3:1",
+    "fsdp=2 zero_stage=1 batch_split=1:3 microbatches=2", "fsdp=3 zero_stage=2 batch_split=4:2:1", "dp=2 fsdp=2 batch_split=4:1:2:1",
+    "dp=2 batch_split=auto", "dp=3 batch_split=auto microbatches=2", "fsdp=2 batch_split=auto",
 )  # fmt: skip
 OTHERS = (
-    "dp=2 tp=2 batch_shares=1:3", "dp=2 pp=2 microbatches=2 batch_shares=3:1", "dp=2 cp=2 batch_shares=1:3",
-    "dp=2 tp=2 batch_shares=auto", "fsdp=2 pp=2 microbatches=3 batch_shares=auto",
+    "dp=2 tp=2 batch_split=1:3", "dp=2 pp=2 microbatches=2 batch_split=3:1", "dp=2 cp=2 batch_split=1:3",
+    "dp=2 tp=2 batch_split=auto", "fsdp=2 pp=2 microbatches=3 batch_split=auto",
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_other_axes(name: str, text: str) -> None:
     every(
         5,
         [(job, text) for job in (jobs_padded.tagger, jobs_padded.pooled, jobs_moe.gpt)
-         for text in ("dp=2 batch_shares=3:1", "dp=2 batch_shares=auto microbatches=2", "dp=3 batch_shares=1:3:1")],
+         for text in ("dp=2 batch_split=3:1", "dp=2 batch_split=auto microbatches=2", "dp=3 batch_split=1:3:1")],
     ),
 )  # fmt: skip
 def test_padding_and_mixtures(job: Callable[[], Job], text: str) -> None:
@@ -73,7 +73,7 @@ def test_padding_and_mixtures(job: Callable[[], Job], text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", every(2, ["dp=2 ep=2 batch_shares=1:3", "dp=2 ep=2 batch_shares=auto"]))
+@pytest.mark.parametrize("text", every(2, ["dp=2 ep=2 batch_split=1:3", "dp=2 ep=2 batch_split=auto"]))
 def test_experts_elsewhere(text: str) -> None:
     equal(jobs_moe.gpt(), text)
 
@@ -81,7 +81,7 @@ def test_experts_elsewhere(text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "text", every(3, ["dp=2 batch_shares=3:1", "dp=2 batch_shares=auto", "fsdp=2 batch_shares=1:3"])
+    "text", every(3, ["dp=2 batch_split=3:1", "dp=2 batch_split=auto", "fsdp=2 batch_split=1:3"])
 )
 def test_all_that_a_proof_does(text: str) -> None:
     """Messages as in a dry run, batches of the job's own size, number formats, held-out metrics."""
@@ -100,10 +100,10 @@ def different(job: Job, plan: str, probe: str) -> None:
 def test_weights_of_unequal_shares_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank's mean counts the same, whatever its share."""
     monkeypatch.setattr(train_step, "total_weight", lambda training, batch, weights: sum(weights) * training.plan.ranks)
-    different(jobs.mlp(), "dp=2 batch_shares=3:1", "G")
+    different(jobs.mlp(), "dp=2 batch_split=3:1", "G")
 
 
-@pytest.mark.parametrize("plan", ["dp=2 batch_shares=3:1", "dp=2 batch_shares=auto"])
+@pytest.mark.parametrize("plan", ["dp=2 batch_split=3:1", "dp=2 batch_split=auto"])
 def test_shares_that_differ_between_ranks(monkeypatch: pytest.MonkeyPatch, plan: str) -> None:
     """Rank 1 has come to other parts than rank 0: samples are lost, or doubled."""
     real = BatchShare.sizes
@@ -120,7 +120,7 @@ def test_a_rank_that_changes_a_step_late(monkeypatch: pytest.MonkeyPatch) -> Non
     """Parts are the same on all ranks, and one takes them up later."""
     real = BatchShare.at
     monkeypatch.setattr(BatchShare, "at", lambda self, step: real(self, step - (self.rank == 1 and step > 1)))
-    different(jobs.mlp(), "dp=2 batch_shares=auto", "D")
+    different(jobs.mlp(), "dp=2 batch_split=auto", "D")
 
 
 @pytest.mark.slow
@@ -133,4 +133,4 @@ def test_random_numbers_keyed_as_if_shares_were_equal(monkeypatch: pytest.Monkey
         return replace(made, first=first and 3)  # an equal share of five samples begins there
 
     monkeypatch.setattr(loading, "part", part)
-    different(jobs.mlp(), "dp=2 batch_shares=3:1", "G")
+    different(jobs.mlp(), "dp=2 batch_split=3:1", "G")

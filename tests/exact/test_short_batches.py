@@ -22,7 +22,7 @@ from plait.proof.verify import verify
 EQUAL = [n for n in JOBS if n != "called"]
 CASES = [
     *sampled(len(EQUAL), ((n, "dp=2") for n in EQUAL)),
-    *sampled(1, rarely(*((n, t) for t in ("fsdp=2", "dp=3", "dp=2 recompute=full", "dp=2 fsdp=2") for n in EQUAL))),
+    *sampled(1, rarely(*((n, t) for t in ("fsdp=2", "dp=3", "dp=2 activation_checkpointing=full", "dp=2 fsdp=2") for n in EQUAL))),
 ]
 
 

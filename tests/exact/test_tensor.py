@@ -21,24 +21,24 @@ PLANS = (
     "fsdp=2 tp=2",
     "pp=2 tp=2 microbatches=2",
     "dp=2 fsdp=2 tp=2",
-    "tp=2 recompute=full",
-    "tp=2 recompute=selective",
+    "tp=2 activation_checkpointing=full",
+    "tp=2 activation_checkpointing=selective",
     "tp=2 microbatches=3",
     "tp=2 offload=optimizer",
     "tp=2 sequence_parallel=false",
-    "pp=2 tp=2 microbatches=2 schedule=zb recompute=full",
-    "pp=2 tp=2 microbatches=3 schedule=zbv stages_per_rank=2 recompute=selective",
+    "pp=2 tp=2 microbatches=2 schedule=zb activation_checkpointing=full",
+    "pp=2 tp=2 microbatches=3 schedule=zbv stages_per_rank=2 activation_checkpointing=selective",
 )
 JOBS = {**jobs_real.ALL, **jobs.ALL, **jobs_pipeline.LISTED, **jobs_pipeline.HARD, **jobs_unlike.ALL}
 FIRST = (
     ("mlp", "tp=4"), ("llama", "fsdp=2 tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"),
-    ("gpt", "tp=2 recompute=full"), ("attention", "tp=2 microbatches=3"), ("attention", "tp=2 recompute=selective"),
+    ("gpt", "tp=2 activation_checkpointing=full"), ("attention", "tp=2 microbatches=3"), ("attention", "tp=2 activation_checkpointing=selective"),
     ("root_gpt", "tp=2 dp=2"), ("root_gpt", "tp=2 sequence_parallel=false"), ("deep", "dp=2 fsdp=2 tp=2"),
-    ("ragged", "tp=2 offload=optimizer"), ("chunked_tied", "fsdp=2 tp=2"), ("multihead", "tp=2 recompute=full"),
+    ("ragged", "tp=2 offload=optimizer"), ("chunked_tied", "fsdp=2 tp=2"), ("multihead", "tp=2 activation_checkpointing=full"),
     ("scalars", "pp=2 tp=2 microbatches=2"), ("tied_across", "fsdp=2 tp=2"), ("twice", "tp=2 microbatches=3"),
-    ("frozen_middle", "tp=2 recompute=selective"),
+    ("frozen_middle", "tp=2 activation_checkpointing=selective"),
     ("digits", "tp=2"), ("frozen_first", "pp=2 tp=2 microbatches=2"),
-    ("gpt", "pp=2 tp=2 microbatches=2 schedule=zb recompute=full"),
+    ("gpt", "pp=2 tp=2 microbatches=2 schedule=zb activation_checkpointing=full"),
     ("own_checkpoint", "tp=2"), ("layer_drop", "tp=2"), ("unused", "tp=2 dp=2"),
 )  # fmt: skip
 UNCUT = {

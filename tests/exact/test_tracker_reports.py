@@ -38,7 +38,7 @@ them to this table: `plait verify` gives the verdict, a short training gives the
 | named | not exact by nature of the plan, and the run names what |
 """
 DP, FSDP, TP, PP, CP = "dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2", "cp=2"
-PARTS, SHARDED, AGAIN, STAGES = "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 recompute=full", "pp=2"
+PARTS, SHARDED, AGAIN, STAGES = "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 activation_checkpointing=full", "pp=2"
 E = "EQUAL"
 ROWS: dict[ModuleType, dict[str, dict[str, str]]] = {
     sharing: {
@@ -102,7 +102,7 @@ ROWS: dict[ModuleType, dict[str, dict[str, str]]] = {
         "neural_ode": {DP: E, FSDP: E, TP: E},
         "masked_autoencoder": {DP: E, FSDP: E, PP: E},
         "antithetic_times": {DP: "named", FSDP: "named", STAGES: "named"},
-        "expert_choice": {DP: "V015", FSDP: "V015", "recompute=full microbatches=2": "V015"},
+        "expert_choice": {DP: "V015", FSDP: "V015", "activation_checkpointing=full microbatches=2": "V015"},
         "least_squares_gan": {DP: E, FSDP: E, SHARDED: E},
         "one_key_head": {FSDP: E, PP: E, TP: E},
         "fused_by_head": {FSDP: E, TP: E, CP: E},

@@ -51,7 +51,7 @@ def test_a_message_that_no_dry_run_has_is_seen(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    "plan", sampled(2, ("fsdp=2", *rarely("dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true"), "cp=2"))
+    "plan", sampled(2, ("fsdp=2", *rarely("dp=2 fsdp=2 zero_stage=1 microbatches=2", "tp=2 sequence_parallel=true"), "cp=2"))
 )
 def test_the_collectives_of_devices(plan: str) -> None:
     """On a device parts travel by the library's own collectives: here over gloo."""

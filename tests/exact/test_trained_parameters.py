@@ -79,7 +79,7 @@ def test_thawing_is_refused_in_its_step(frozen: str, change: str, callback: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["fsdp=2", "tp=2", *rarely("dp=2", "pp=2", "fsdp=2 tp=2", "fsdp=2 zero=1", "fsdp=2 offload=optimizer")])
+@pytest.mark.parametrize("plan", ["fsdp=2", "tp=2", *rarely("dp=2", "pp=2", "fsdp=2 tp=2", "fsdp=2 zero_stage=1", "fsdp=2 offload=optimizer")])
 def test_freezing_works(plan: str) -> None:
     verdict = verify(jobs.make(lambda: Changing("", "freeze second", 1), clip=0.1), Plan.parse(plan))
     assert verdict.equal, (verdict.cause, verdict.first_wrong)

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 UNMEASURED = ("jagged", "nested")
 NEED_NO_UNITS = ("dp=2", "fsdp=2 microbatches=2", "dp=2 microbatches=2 offload=optimizer", "dp=2 fsdp=2")
-NEED_UNITS = ("tp=2", "cp=2", "pp=2 microbatches=2", "dp=2 ep=2", "dp=2 recompute=full", "dp=2 recompute=selective")
+NEED_UNITS = ("tp=2", "cp=2", "pp=2 microbatches=2", "dp=2 ep=2", "dp=2 activation_checkpointing=full", "dp=2 activation_checkpointing=selective")
 
 
 def equal(kind: str, plan: str) -> None:

@@ -256,7 +256,7 @@ class Moving(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("loss", "plan"), sampled(3, ((Counted, "dp=1 recompute=full"), (Moving, "tp=2"), (Moving, "pp=2")))
+    ("loss", "plan"), sampled(3, ((Counted, "dp=1 activation_checkpointing=full"), (Moving, "tp=2"), (Moving, "pp=2")))
 )
 def test_a_proof_leaves_the_state_of_a_loss_as_it_was(loss: Any, plan: str) -> None:
     model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))  # noqa: E731

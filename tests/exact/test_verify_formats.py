@@ -253,7 +253,7 @@ PLANS = (
     "dp=2",
     "dp=3 microbatches=2",
     "fsdp=2",
-    "fsdp=2 zero=1 recompute=full",
+    "fsdp=2 zero_stage=1 activation_checkpointing=full",
     "pp=2 microbatches=2",
     "pp=2 fsdp=2 microbatches=2",
     "tp=2",
@@ -271,7 +271,7 @@ CLEAN = [
     if not (name == "norm" and "microbatches" in plan)
     and not (("pp" in plan or "tp" in plan) and name in ("groups", "dropout", "norm", "chain"))
     and not (name == "ragged" and ("pp" in plan or "tp" in plan))
-] + [("context", f"cp=2 {more}precision={p}") for more in ("", "context=ulysses ") for p in ("fp32", "bf16", "fp16")]
+] + [("context", f"cp=2 {more}precision={p}") for more in ("", "cp_method=ulysses ") for p in ("fp32", "bf16", "fp16")]
 CLEAN += [
     (name, f"{plan} precision=bf16")
     for name in TIED

@@ -1,4 +1,4 @@
-"""The dealer of sync=async under random speeds, deaths, joins and late messages, in virtual time: what its ledger must show.
+"""The dealer of outer_sync=async under random speeds, deaths, joins and late messages, in virtual time: what its ledger must show.
 
 The transport is a list of messages with times. A group that dies may have sent its gradient before, or be only thought dead and
 send it later; the server learns of a death late. Wrong dealers, each with one mistake, are found by the same checks.

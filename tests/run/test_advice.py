@@ -69,7 +69,7 @@ def test_saves_callbacks_and_recomputed_activations() -> None:
     calls = first(split_of({"Python": 0.3}), "dp=1", "--callbacks", "own.py:all", "--batch", "8")
     assert calls.cause == "Python" and calls.command == 'plait train job.py --batch 8 --plan "dp=1"'
     others = (Alternative("recompute", "dp=1", 32, {}),)
-    again = first(split_of({}, forward=0.25), "dp=1 recompute=full", others=others)
+    again = first(split_of({}, forward=0.25), "dp=1 activation_checkpointing=full", others=others)
     assert again.cause == "recompute" and again.gain == 0.25 and again.command.endswith('--plan "dp=1"')
 
 
@@ -110,7 +110,7 @@ def test_a_slow_rank_is_replaced_or_given_less() -> None:
     quick = RankSplit(0, 1.0, {"computing": 0.38, "waiting for the slowest rank": 0.62})
     both = advise(StepSplit((quick, slow), 8), RunFacts(Plan.parse("dp=2"), "job.py"))[:2]
     assert [(a.cause, round(a.gain, 3)) for a in both] == [("slow rank", 0.6), ("slow rank", 0.432)]
-    assert both[0].command == "plait bench compute" and "batch_shares=auto" in both[1].command
+    assert both[0].command == "plait bench compute" and "batch_split=auto" in both[1].command
 
 
 def trained(folder: Path) -> None:

@@ -63,7 +63,7 @@ def processes(folder: Path, kind: str) -> set[str]:
     return {path.name for path in folder.glob(f"{kind}-*")}
 
 
-@pytest.mark.parametrize("plan", ["dp=2 tp=2", "pp=4 microbatches=4", "dp=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["dp=2 tp=2", "pp=4 microbatches=4", "dp=2 activation_checkpointing=full"])
 def test_forked_ranks_do_not_analyse_the_model(plan: str, tmp_path: Path) -> None:
     command = Command("train", f"{FILE}:job", "--plan", plan, "--check", "none", "--device", "cpu", folder=tmp_path)
     assert command.wait() == 0, command.output

@@ -156,7 +156,7 @@ def test_a_wrong_verdict_is_a_value() -> None:
         (lambda: plait.train(small, stepz=3), ["U020"]),
         (lambda: plait.train(small, seed=3), ["U020"]),
         (lambda: plait.train(small, nnodes=2), ["U020"]),
-        (lambda: plait.train(small, steps="3", save_every=0.5, fewer=1), ["U002"] * 3),
+        (lambda: plait.train(small, steps="3", save_every=0.5, allow_shrink=1), ["U002"] * 3),
         (lambda: plait.train(small, steps=True), ["U002"]),
         (lambda: plait.train(small, on_nan="go"), ["U002"]),
         (lambda: plait.train(small, keep=0, nproc=0), ["U002"] * 2),

@@ -81,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    every(3, (("dp=2", "fsdp=2"), ("fsdp=3", "pp=2"), ("pp=2", "tp=2"), ("fsdp=2", "dp=2 offload=optimizer"), ("tp=2", "fsdp=2 zero=1"))),
+    every(3, (("dp=2", "fsdp=2"), ("fsdp=3", "pp=2"), ("pp=2", "tp=2"), ("fsdp=2", "dp=2 offload=optimizer"), ("tp=2", "fsdp=2 zero_stage=1"))),
 )  # fmt: skip
 def test_it_goes_on_under_another_plan(whole: Any, tmp_path: Path, first: str, then: str) -> None:
     run(tmp_path / "a", first, 5)
@@ -134,7 +134,7 @@ def test_a_job_that_gains_or_loses_one(tmp_path: Path) -> None:
 def test_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", "fsdp=2", 5)
     saved, out = tensors(tmp_path / "a/step-000005"), tmp_path / "average.safetensors"
-    assert main(["checkpoint", "export", str(tmp_path / "a"), "--ema", "--to", str(out)]) == 0
+    assert main(["checkpoint", "export", str(tmp_path / "a"), "--ema", "--output", str(out)]) == 0
     written = load_file(out)
     assert set(written) == {*TRAINED, "0.weight", "0.bias"}
     assert all(torch.equal(written[n], saved[f"ema/{n}" if n in TRAINED else f"model/{n}"]) for n in written)

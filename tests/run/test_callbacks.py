@@ -145,8 +145,8 @@ def test_a_callback_that_wants_whole_weights_is_told_that_there_are_parts(folder
         (("--early-stop", "2"), ("U002", "needs --best")),
         (("--profile", "3:2"), ("U002", "--profile 10:13")),
         (
-            ("--callbacks", "odd.py:mine", "--plan", "replica_groups=2 sync=async", "--nproc", "3"),
-            ("U015", "sync=async"),
+            ("--callbacks", "odd.py:mine", "--plan", "replica_groups=2 outer_sync=async", "--nproc", "3"),
+            ("U015", "outer_sync=async"),
         ),
     ],
 )

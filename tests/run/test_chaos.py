@@ -34,7 +34,7 @@ def left(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_few_faults(tmp_path: Path) -> None:
     only = [word for name in FEW for word in ("--only", name)]
-    command = chaos(tmp_path, *only, "--json", "--to", "faults.md", "--seed", "3")
+    command = chaos(tmp_path, *only, "--json", "--output", "faults.md", "--seed", "3")
     assert command.wait(100) == 0, command.output
     told = json.loads(next(line for line in command.output.splitlines() if line.startswith('{"plan"')))
     rows = {row["name"]: row for row in told["faults"]}

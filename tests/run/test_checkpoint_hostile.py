@@ -41,7 +41,7 @@ def test_something_else_in_place_of_a_file(good: Path, tmp_path: Path, kind: str
     for words, code in (("list", 0), ("info", 2), ("verify", 1), ("export", 2)):
         if words == "info" and file != MANIFEST:
             continue  # it looks into the manifest only
-        to = ["--to", str(tmp_path / "out")] if words == "export" else []
+        to = ["--output", str(tmp_path / "out")] if words == "export" else []
         assert main(["checkpoint", words, str(folder / "step-000002"), *to]) == code, words
         said = capfd.readouterr()
         assert file in said.out + said.err and "Traceback" not in said.err
@@ -55,7 +55,7 @@ def test_something_else_in_place_of_a_file(good: Path, tmp_path: Path, kind: str
 def test_something_else_in_a_folder_of_hugging_face(good: Path, tmp_path: Path, kind: str, file: str) -> None:
     folder = tmp_path / "hf"
     limit = "5GB" if file == "model.safetensors" else "100B"
-    assert main(["checkpoint", "export", str(good), "--to", str(folder), "--shard", limit]) == 0
+    assert main(["checkpoint", "export", str(good), "--output", str(folder), "--shard", limit]) == 0
     victim = folder / file
     if not victim.exists():
         victim = sorted(folder.glob("*.safetensors"))[0]
@@ -153,5 +153,5 @@ def test_pieces_side_by_side_without_end() -> None:
 def test_names_that_no_file_can_have(tmp_path: Path, capfd: Any) -> None:
     for path in ("x" * 5000, "a\0b", "/dev/zero", os.devnull):
         for action in ("list", "info", "verify", "export"):
-            assert main(["checkpoint", action, path, "--to", str(tmp_path / "out")]) == 2, (path, action)
+            assert main(["checkpoint", action, path, "--output", str(tmp_path / "out")]) == 2, (path, action)
     assert "Traceback" not in capfd.readouterr().err

@@ -55,7 +55,7 @@ def refusal(path: Path, job: Job | None = None) -> PlaitError:
 @pytest.mark.parametrize("limit", ("5GB", "2KB"))
 def test_export_is_what_hugging_face_reads(saved: Any, tmp_path: Path, limit: str, capfd: Any) -> None:
     path, weights = saved
-    assert main(["checkpoint", "export", str(path), "--to", str(tmp_path / "out"), "--shard", limit]) == 0
+    assert main(["checkpoint", "export", str(path), "--output", str(tmp_path / "out"), "--shard", limit]) == 0
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     read: dict[str, torch.Tensor] = {}
     if limit == "5GB":
@@ -74,14 +74,14 @@ def test_export_is_what_hugging_face_reads(saved: Any, tmp_path: Path, limit: st
         assert len(names) > 3 and names[0] == f"model-00001-of-{len(names) - 1:05d}.safetensors"
     assert "head.weight" not in read and same(read | {"head.weight": read["embed.weight"]}, weights)
     assert same(filled(tmp_path / "out"), weights)
-    assert main(["checkpoint", "export", str(path), "--to", str(tmp_path / "out")]) == 2, "never over weights"
+    assert main(["checkpoint", "export", str(path), "--output", str(tmp_path / "out")]) == 2, "never over weights"
     assert "K009" in capfd.readouterr().err
 
 
 def test_export_in_another_format(saved: Any, tmp_path: Path) -> None:
     path, weights = saved
     to = tmp_path / "half.safetensors"
-    assert main(["checkpoint", "export", str(path / "step-000002"), "--to", str(to), "--dtype", "bf16"]) == 0
+    assert main(["checkpoint", "export", str(path / "step-000002"), "--output", str(to), "--dtype", "bf16"]) == 0
     assert all(torch.equal(t, weights[n].bfloat16()) for n, t in load_file(to).items())
     assert all(torch.equal(t, weights[n].bfloat16().float()) for n, t in filled(to).items()), (
         "cast to the model's format"
@@ -104,12 +104,12 @@ def test_import_of_everything_plait_reads(saved: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ("best.pt", "best.bin", "x/best.onnx", "best.safetensor"))
 def test_a_name_of_another_format_is_no_folder(saved: Any, tmp_path: Path, to: str, capfd: Any) -> None:
-    assert main(["checkpoint", "export", str(saved[0]), "--to", str(tmp_path / to)]) == 2
+    assert main(["checkpoint", "export", str(saved[0]), "--output", str(tmp_path / to)]) == 2
     assert (
         "error[U002]" in (said := capfd.readouterr().err) and str((tmp_path / to).with_suffix(".safetensors")) in said
     )
     assert not (tmp_path / to).exists()
-    assert main(["checkpoint", "export", str(saved[0]), "--to", f"{tmp_path / to}/"]) == 0, (
+    assert main(["checkpoint", "export", str(saved[0]), "--output", f"{tmp_path / to}/"]) == 0, (
         "a folder, since that is said"
     )
     assert "note  head.weight is tied to embed.weight" in capfd.readouterr().out
@@ -185,7 +185,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
 def test_an_index_cannot_lead_elsewhere(saved: Any, tmp_path: Path, to: str) -> None:
     path, _ = saved
     folder, secret = tmp_path / "hf", tmp_path / "secret.safetensors"
-    assert main(["checkpoint", "export", str(path), "--to", str(folder), "--shard", "2KB"]) == 0
+    assert main(["checkpoint", "export", str(path), "--output", str(folder), "--shard", "2KB"]) == 0
     index = json.loads((folder / INDEX).read_text())
     victim = index["weight_map"]["embed.weight"]
     shutil.copy(folder / victim, secret)
@@ -229,10 +229,10 @@ def test_the_command_looks_into_checkpoints(tmp_path: Path, capfd: Any) -> None:
     assert found["good"].endswith("step-000002") and str(victim) in found["checkpoints"][0]["errors"][0]["what"]
     code, found = asked("verify", "--step", "3")
     assert code == 1 and found["good"].endswith("step-000002")
-    assert main(["checkpoint", "export", str(tmp_path), "--to", str(tmp_path / "out")]) == 2, "nothing damaged goes out"
+    assert main(["checkpoint", "export", str(tmp_path), "--output", str(tmp_path / "out")]) == 2, "nothing damaged goes out"
     assert main(["checkpoint", "info", str(tmp_path), "--step", "9"]) == 2
     assert main(["checkpoint", "list", str(tmp_path / "nowhere")]) == 2
-    assert main(["checkpoint", "export", str(tmp_path), "--to", "x", "--shard", "much"]) == 2
+    assert main(["checkpoint", "export", str(tmp_path), "--output", "x", "--shard", "much"]) == 2
     assert "error[K002]" in (text := capfd.readouterr().err) and "step-000001, step-000002"[:4] in text
     victim.unlink()
     assert asked("list")[1][0]["state"].startswith("damaged: model-00001.safetensors")

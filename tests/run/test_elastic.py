@@ -63,7 +63,7 @@ def kill_once(command: Command, folder: Path, rank: int, delay: float) -> None:
         command.until(lambda: command.workers() != before or not alive(command.pid))
 
 
-MORE = rarely(("dp=2 pp=2", True), ("dp=2 fsdp=2", True), ("dp=2 fsdp=2 zero=1", True))
+MORE = rarely(("dp=2 pp=2", True), ("dp=2 fsdp=2", True), ("dp=2 fsdp=2 zero_stage=1", True))
 
 
 @pytest.mark.parametrize("plan, lossless", sampled(2, (("dp=2", True), ("fsdp=2", False), *MORE)))
@@ -122,7 +122,7 @@ def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_not_to_be_replaced(tmp_path: Path) -> None:
-    command = start(tmp_path, "dp=2", 1000, "--restarts", "0")
+    command = start(tmp_path, "dp=2", 1000, "--max-restarts", "0")
     command.until(lambda: step_of(tmp_path) >= 3, 120)
     os.kill(command.workers()[1], signal.SIGKILL)
     assert command.wait(60) == 1 and "error[C003] rank 1 was killed" in command.output, command.output
@@ -212,7 +212,7 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     steps = 30
     whole = start(tmp_path / "whole", "dp=2", steps)
     assert whole.wait(120) == 0, whole.output
-    command = start(tmp_path / "fewer", "dp=2", steps, "--fewer", "--job.pause", "0.02")
+    command = start(tmp_path / "fewer", "dp=2", steps, "--allow-shrink", "--job.pause", "0.02")
     command.until(lambda: step_of(tmp_path / "fewer") >= 8, 120)
     kill_for_good(command, tmp_path / "fewer", 0, 0.0)
     assert command.wait(120) == 0, command.output
@@ -230,7 +230,7 @@ def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> 
     flags, folder = ("--save-every", "15"), tmp_path / "fewer"
     whole = start(tmp_path / "whole", plan, steps, *flags)
     assert whole.wait(300) == 0, whole.output
-    command = start(folder, plan, steps, *flags, "--fewer", "--job.pause", "0.2")  # this process may get little of a processor
+    command = start(folder, plan, steps, *flags, "--allow-shrink", "--job.pause", "0.2")  # this process may get little of a processor
     command.until(lambda: step_of(folder) > 0 or not alive(command.pid), 120)
     for _ in range(3):
         at = step_of(folder)
@@ -248,7 +248,7 @@ def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> 
 def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
     """Of 120 in all: at the start, in a step, in a save, in an evaluation."""
     steps, chance = 150, random.Random(f"{plan} {seed}")
-    flags = ("--save-every", "15", "--restarts", "10")
+    flags = ("--save-every", "15", "--max-restarts", "10")
     whole = start(tmp_path / "whole", plan, steps, *flags)
     assert whole.wait(300) == 0, whole.output
     command = start(tmp_path / "killed", plan, steps, *flags, "--job.pause", "0.01")

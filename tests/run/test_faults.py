@@ -26,7 +26,7 @@ CASES = {
 @pytest.mark.parametrize("fault", sampled(5, CASES))
 def test_guilty_rank_is_named(fault: str, tmp_path: Path) -> None:
     code, what, more = CASES[fault]
-    flags = ("--nproc", "3", "--restarts", "0", "--job.fault", fault, "--job.pause", "0.05")
+    flags = ("--nproc", "3", "--max-restarts", "0", "--job.fault", fault, "--job.pause", "0.05")
     command = Command("train", TEST_JOB, *flags, folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 3)
     workers = command.workers()

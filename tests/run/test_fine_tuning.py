@@ -128,7 +128,7 @@ def test_another_base_is_refused(base: Path, tmp_path: Path, capfd: Any) -> None
     moved = base.rename(tmp_path / "moved.safetensors")
     fine = trained(job(moved), "dp=1", tmp_path, 4, resume=True)
     assert near(fine, trained(job(moved), "dp=1", tmp_path, 4)), "the path may be another"
-    out = ["checkpoint", "export", str(tmp_path / "checkpoints"), "--to"]
+    out = ["checkpoint", "export", str(tmp_path / "checkpoints"), "--output"]
     assert main([*out, str(tmp_path / "a.safetensors")]) == 2
     assert "error[K020]" in capfd.readouterr().err
     assert main([*out, str(tmp_path / "a.safetensors"), "--base", str(moved)]) == 0
@@ -177,7 +177,7 @@ def test_a_dry_run_a_sketch_and_a_plan_do_not_read_weights(tmp_path: Path) -> No
     assert error.codes == ["K007"]
 
 
-@pytest.mark.parametrize("plan", sampled(3, ("dp=2", "fsdp=2", "fsdp=2 zero=1")))
+@pytest.mark.parametrize("plan", sampled(3, ("dp=2", "fsdp=2", "fsdp=2 zero_stage=1")))
 def test_frozen_parameters_have_no_gradient_no_state_and_no_traffic(plan: str, tmp_path: Path) -> None:
     """What a step sends grows by the gathered halves of what is frozen, and by nothing in plain copies."""
     from plait.planner.dryrun.dry_run import dry_run, first_step
@@ -246,7 +246,7 @@ def test_a_manifest_that_points_to_what_the_base_has_not_is_refused(
     said["base"]["tensors"]["0.base_layer.weight"] = lie
     file.write_bytes(seal(said))
     to = str(tmp_path / "a.safetensors")
-    assert main(["checkpoint", "export", str(tmp_path / "checkpoints"), "--to", to]) == 2
+    assert main(["checkpoint", "export", str(tmp_path / "checkpoints"), "--output", to]) == 2
     found = capfd.readouterr().err
     assert "error[K020]" in found and word in found and "0.base_layer.weight" in found and not Path(to).exists()
     for plan in ("dp=1", "fsdp=2"):

@@ -358,7 +358,7 @@ MORE = {
 @pytest.mark.parametrize("how", sampled(3, [*HANGS, *(pytest.param(how, marks=pytest.mark.prove) for how in MORE)]))
 def test_a_hang_is_ended_and_named(how: str, tmp_path: Path, hasty: None) -> None:
     plan, when, where = (HANGS | MORE)[how]
-    command = Command("train", JOB, "--plan", plan, "--restarts", "0", "--job.how", how, folder=tmp_path)
+    command = Command("train", JOB, "--plan", plan, "--max-restarts", "0", "--job.how", how, folder=tmp_path)
     assert command.wait(100) == 1
     assert "error[C001] rank 1 stopped making progress and holds everyone up" in command.output, command.output
     assert when in command.output and "jobs_hanging.py:" in command.output, command.output
@@ -377,13 +377,13 @@ def test_a_slow_read_is_named_and_not_ended(tmp_path: Path, hasty: None) -> None
 
 @pytest.mark.slow
 def test_patience_is_the_users(tmp_path: Path) -> None:
-    command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "1000", "--patience", "2",
-                      "--restarts", "0", folder=tmp_path)  # fmt: skip
+    command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "1000", "--hang-timeout", "2",
+                      "--max-restarts", "0", folder=tmp_path)  # fmt: skip
     assert command.wait(60) == 1
     assert "error[C001] rank 1 stopped making progress" in command.output, command.output
     assert "in __getitem__" in (tmp_path / "runs/latest/logs/rank1.log").read_text()
-    refused = Command("train", JOB, "--patience", "0", folder=tmp_path)
-    assert refused.wait(60) == 2 and "error[U002] --patience" in refused.output
+    refused = Command("train", JOB, "--hang-timeout", "0", folder=tmp_path)
+    assert refused.wait(60) == 2 and "error[U002] --hang-timeout" in refused.output
 
 
 @pytest.mark.parametrize("workers", (0, 1))
@@ -401,5 +401,5 @@ def test_each_sample_counts_as_progress(workers: int) -> None:
 def test_beats_come_from_loader_processes(tmp_path: Path, hasty: None) -> None:
     """Every sample takes a fraction of a second, a batch longer than a rank may be silent."""
     command = Command("train", JOB, "--plan", "dp=1", "--workers", "1", "--job.how", "drip", "--job.seconds", "0.7",
-                      "--job.batch", "12", "--steps", "2", "--patience", "6", folder=tmp_path)  # fmt: skip
+                      "--job.batch", "12", "--steps", "2", "--hang-timeout", "6", folder=tmp_path)  # fmt: skip
     assert command.wait(100) == 0, command.output

@@ -79,7 +79,7 @@ def test_whatever_a_rank_raises_is_told_shortly(fault: str) -> None:
 )
 @pytest.mark.prove
 def test_whole_runs_with_hostile_ranks(fault: str, tmp_path: Path) -> None:
-    command = Command("train", JOB, "--nproc", "2", "--ranks", "0,1", "--job.fault", fault, folder=tmp_path)
+    command = Command("train", JOB, "--nproc", "2", "--log-ranks", "0,1", "--job.fault", fault, folder=tmp_path)
     assert command.wait(60) == (1 if fault in SAID else 0), command.output[:5_000]
     assert "Traceback" not in command.output
     if fault in SAID:
@@ -89,7 +89,7 @@ def test_whole_runs_with_hostile_ranks(fault: str, tmp_path: Path) -> None:
 
 
 def test_much_output_of_a_rank_stops_nobody(tmp_path: Path) -> None:
-    command = Command("train", JOB, "--nproc", "2", "--ranks", "1", "--job.fault", "prints a line", folder=tmp_path)
+    command = Command("train", JOB, "--nproc", "2", "--log-ranks", "1", "--job.fault", "prints a line", folder=tmp_path)
     assert command.wait(60) == 0, command.output[:5_000]
     assert "[rank 1] xxx" in command.output and "characters more in logs/rank1.log)" in command.output
     assert len(command.output) < 20_000

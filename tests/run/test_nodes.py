@@ -75,7 +75,7 @@ def test_variables_of_a_train_job_are_enough(hosts: Hosts, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
-    first, second = started(hosts, tmp_path, "--steps", "100000", "--restarts", "0")
+    first, second = started(hosts, tmp_path, "--steps", "100000", "--max-restarts", "0")
     first.until(lambda: at_step(tmp_path, 2), 120)
     os.kill(ranks(second)[0], signal.SIGKILL)
     assert (first.wait(60), second.wait(60)) == (1, 1)
@@ -88,7 +88,7 @@ def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost, restarts", ((0, "2"), *rarely((0, "0"), (1, "0"))))
 def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int, restarts: str) -> None:
     """Number 0 has the store: without it nobody goes on."""
-    both = started(hosts, tmp_path, "--steps", "100000", "--restarts", restarts)
+    both = started(hosts, tmp_path, "--steps", "100000", "--max-restarts", restarts)
     both[0].until(lambda: at_step(tmp_path, 2), 120)
     forked = both[lost].workers()
     began = time.monotonic()

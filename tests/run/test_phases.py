@@ -34,7 +34,7 @@ def test_rows_tell_of_every_phase(whole: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "plans", [("dp=2", "fsdp=2"), *rarely((("tp=2", "dp=2 microbatches=2"),), (("fsdp=2 zero=1", "tp=2"),))]
+    "plans", [("dp=2", "fsdp=2"), *rarely((("tp=2", "dp=2 microbatches=2"),), (("fsdp=2 zero_stage=1", "tp=2"),))]
 )
 def test_resumed_under_another_plan(plans: tuple[str, str], whole: Path, tmp_path: Path) -> None:
     first = Command(*ARGV, "--plan", plans[0], "--steps", "8", folder=tmp_path)

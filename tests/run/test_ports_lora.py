@@ -80,12 +80,12 @@ def test_the_command_trains_resumes_and_exports(tmp_path: Path) -> None:
     engine = Engine(loaded("job").job(), "dp=1", device="cpu", directory=run / "checkpoints", read_weights=False)
     engine.resume()
     trained = logits(engine.model)
-    assert main(["checkpoint", "export", str(run), "--adapter", "--to", str(tmp_path / "adapter")]) == 0
+    assert main(["checkpoint", "export", str(run), "--adapter", "--output", str(tmp_path / "adapter")]) == 0
     names = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"}
     adapted = PeftModel.from_pretrained(opened(folder), str(tmp_path / "adapter"))
     assert torch.equal(logits(adapted), trained), "bit for bit"
-    assert main(["checkpoint", "export", str(run), "--merge", "--to", str(tmp_path / "merged")]) == 0
+    assert main(["checkpoint", "export", str(run), "--merge", "--output", str(tmp_path / "merged")]) == 0
     merged = opened(tmp_path / "merged")
     assert torch.equal(logits(merged), logits(adapted.merge_and_unload()))
     assert (logits(merged) - trained).abs().max() < 1e-4 < (trained - logits(opened(folder))).abs().max()
@@ -120,11 +120,11 @@ def test_a_model_without_an_adapter(tmp_path: Path, tied: bool, capfd: Any) -> N
             engine.step(batch)
         engine.save()
         trained = logits(engine.model)
-    assert main(["checkpoint", "export", str(run), "--to", str(tmp_path / "out")]) == 0
+    assert main(["checkpoint", "export", str(run), "--output", str(tmp_path / "out")]) == 0
     again = opened(tmp_path / "out")
     assert type(again) is LlamaForCausalLM and again.config.attention_dropout == 0.1
     assert torch.equal(logits(again), trained) and not torch.equal(logits(started), trained)
-    assert main(["checkpoint", "export", str(run), "--adapter", "--to", str(tmp_path / "none")]) == 2
+    assert main(["checkpoint", "export", str(run), "--adapter", "--output", str(tmp_path / "none")]) == 2
     assert "error[K022]" in capfd.readouterr().err
 
 

@@ -205,5 +205,5 @@ def test_a_mistake_that_bf16_hides_is_seen_in_float64(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_room_on_disk_is_bounded(tmp_path: Path) -> None:
-    code, told = proved(f"{ONE}ddp.py", f"{ONE}ddp.py", tmp_path, "--room", "0.000001")
+    code, told = proved(f"{ONE}ddp.py", f"{ONE}ddp.py", tmp_path, "--disk-limit", "0.000001")
     assert (code, told["errors"][0]["code"]) == (2, "E011"), told

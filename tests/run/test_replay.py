@@ -17,7 +17,7 @@ from plait.engine.engine import Engine
 from plait.engine.step import Step
 
 JOB = str(Path(__file__).parents[1] / "jobs_replayed.py")
-PLANS = ("dp=2 tp=2", "pp=2 dp=2 microbatches=2 recompute=full", "fsdp=2 tp=2 microbatches=2 recompute=full")
+PLANS = ("dp=2 tp=2", "pp=2 dp=2 microbatches=2 activation_checkpointing=full", "fsdp=2 tp=2 microbatches=2 activation_checkpointing=full")
 
 
 def trained(folder: Path, plan: str, *words: str, code: int = 0) -> Path:
@@ -168,7 +168,7 @@ def test_a_changed_job_is_refused(run: Path, tmp_path: Path, capsys: pytest.Capt
         (["--step", "10"], "R010", "its last step in metrics.jsonl is 8"),
         (["--step", "0"], "U002", "--step 0"),
         (["--step", "2", "--plan", "dp=2 tp=x"], "T", ""),
-        (["--step", "2", "--plan", "replica_groups=2 every=2"], "R012", "weights of their own"),
+        (["--step", "2", "--plan", "replica_groups=2 sync_every=2"], "R012", "weights of their own"),
         (["--step", "2", "--plan", "compile=true", "--bisect"], "U002", "compiled units"),
     ],
 )

@@ -45,7 +45,8 @@ def train(
     return fork.run(rank, Plan.parse(text).world)
 
 
-PLANS = ("dp=2 compress=int8", "dp=3 compress=powersgd compress_rank=1", "dp=2 compress=bf16 microbatches=2", "pp=2 dp=2 compress=int8")  # fmt: skip
+PLANS = ("dp=2 grad_compression=int8", "dp=3 grad_compression=powersgd compression_rank=1", "dp=2 grad_compression=bf16 microbatches=2",
+    "pp=2 dp=2 grad_compression=int8")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", every(2, (PLANS[1], PLANS[0], PLANS[3], PLANS[2])))
@@ -81,9 +82,9 @@ def test_what_is_not_saved_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert train(tmp_path, text) != train(tmp_path, text, resume=True)
 
 
-@pytest.mark.parametrize("text", ("dp=3 compress=int8", "dp=2 compress=bf16", "dp=2"))
+@pytest.mark.parametrize("text", ("dp=3 grad_compression=int8", "dp=2 grad_compression=bf16", "dp=2"))
 def test_what_has_no_residuals_of_these_is_refused_unless_allowed(tmp_path: Path, text: str) -> None:
-    train(tmp_path, "dp=2 compress=int8", last=SAVED)
+    train(tmp_path, "dp=2 grad_compression=int8", last=SAVED)
     with pytest.raises(PlaitError, match="K010") as error:
         train(tmp_path, text, resume=True)
     assert "int8 between 2 copies →" in str(error.value) and "--allow-changes" in str(error.value)
@@ -93,14 +94,14 @@ def test_what_has_no_residuals_of_these_is_refused_unless_allowed(tmp_path: Path
 
 def test_residuals_begin_where_compression_does(tmp_path: Path) -> None:
     train(tmp_path, "dp=2", last=SAVED)
-    assert train(tmp_path, "dp=2 compress=int8", resume=True)[0]["changed"] == [
+    assert train(tmp_path, "dp=2 grad_compression=int8", resume=True)[0]["changed"] == [
         "compress: none → int8 between 2 copies"
     ]
 
 
 @pytest.mark.parametrize("wrong", ("missing", "shape"))
 def test_a_checkpoint_without_its_residuals_is_damaged(tmp_path: Path, wrong: str) -> None:
-    train(tmp_path, "dp=2 compress=int8", last=SAVED)
+    train(tmp_path, "dp=2 grad_compression=int8", last=SAVED)
     path = tmp_path / f"step-{SAVED:06d}" / MANIFEST
     content = unseal(path.read_bytes())
     name = "compress/residual/1/first.weight"
@@ -110,11 +111,11 @@ def test_a_checkpoint_without_its_residuals_is_damaged(tmp_path: Path, wrong: st
         content["tensors"][name] = {**entry, "shape": [6, 8], "pieces": [{**piece, "size": [6, 8]}]}
     path.write_bytes(seal(content))
     with pytest.raises(PlaitError, match="K002"):
-        train(tmp_path, "dp=2 compress=int8", resume=True)
+        train(tmp_path, "dp=2 grad_compression=int8", resume=True)
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
     """The command itself, killed between two checkpoints."""
-    ends = whole_and_killed(tmp_path, "dp=2 compress=int8", "not exact: gradients are summed as int8 between 2 copies")
+    ends = whole_and_killed(tmp_path, "dp=2 grad_compression=int8", "not exact: gradients are summed as int8 between 2 copies")
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
     assert any(n.startswith("compress/residual/1/") for n in ends[0])

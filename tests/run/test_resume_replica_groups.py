@@ -56,14 +56,14 @@ def train(
 
 
 PLANS = (
-    "replica_groups=2 every=4",
-    "replica_groups=3 sync=diloco every=3",
-    "replica_groups=2 sync=diloco every=6 fragments=2 fragment_delay=3 fragment_alpha=0.5",
-    "replica_groups=2 sync=diloco every=2 fsdp=2",
-    "replica_groups=2 every=3 compress=int8",
-    "replica_groups=2 start_local=7 every=2",
-    "replica_groups=2 sync=diloco every=4 fragments=2 fragment_delay=2 compress=powersgd compress_rank=1",
-    "replica_groups=2 tp=2 every=4",
+    "replica_groups=2 sync_every=4",
+    "replica_groups=3 outer_sync=diloco sync_every=3",
+    "replica_groups=2 outer_sync=diloco sync_every=6 num_fragments=2 fragment_delay=3 fragment_alpha=0.5",
+    "replica_groups=2 outer_sync=diloco sync_every=2 fsdp=2",
+    "replica_groups=2 sync_every=3 grad_compression=int8",
+    "replica_groups=2 warmup_sync_steps=7 sync_every=2",
+    "replica_groups=2 outer_sync=diloco sync_every=4 num_fragments=2 fragment_delay=2 grad_compression=powersgd compression_rank=1",
+    "replica_groups=2 tp=2 sync_every=4",
 )
 
 
@@ -115,7 +115,7 @@ def test_groups_that_go_on_as_the_first_are_other_groups(tmp_path: Path, monkeyp
     assert whole != train(tmp_path, PLANS[0], resume=True)
 
 
-@pytest.mark.parametrize("text", sampled(2, ("replica_groups=3 every=4", "dp=2", "fsdp=2")))
+@pytest.mark.parametrize("text", sampled(2, ("replica_groups=3 sync_every=4", "dp=2", "fsdp=2")))
 def test_another_number_of_groups_is_refused_unless_allowed(tmp_path: Path, text: str) -> None:
     train(tmp_path, PLANS[0], last=SAVED)
     with pytest.raises(PlaitError, match="K010") as error:
@@ -128,7 +128,7 @@ def test_groups_go_on_from_a_run_without_any(tmp_path: Path) -> None:
     """Each begins with the run's weights and the state of its optimizer."""
     train(tmp_path, "dp=2", last=SAVED)
     ends = train(
-        tmp_path, "replica_groups=2 sync=diloco every=1 outer_lr=1 outer_momentum=0.0", resume=True, last=SAVED + 1
+        tmp_path, "replica_groups=2 outer_sync=diloco sync_every=1 outer_lr=1 outer_momentum=0.0", resume=True, last=SAVED + 1
     )
     assert ends[0]["weights"] == ends[1]["weights"] and ends[0]["global"] == ends[1]["global"]
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Checkpoints, "publish", publish)
 
     def rank(place: Place) -> dict[str, Any]:
-        plan = "replica_groups=2 sync=diloco every=4 fragments=2 fragment_delay=3"
+        plan = "replica_groups=2 outer_sync=diloco sync_every=4 num_fragments=2 fragment_delay=3"
         job = replace(jobs_compressed.job("pictures"), steps=400)
         engine, told = Engine(job, plan, place=place, directory=tmp_path, device="cpu"), list[bool]()
         engine.checkpoints.told = lambda path: told.append((path / MANIFEST).exists())
@@ -172,17 +172,17 @@ def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", every(2, ("replica_groups=2 sync=diloco every=5", "replica_groups=2 dp=2 every=3")))
+@pytest.mark.parametrize("plan", every(2, ("replica_groups=2 outer_sync=diloco sync_every=5", "replica_groups=2 dp=2 sync_every=3")))
 def test_killed_and_resumed(tmp_path: Path, plan: str) -> None:
     """The command itself, killed between two checkpoints and between two synchronisations."""
-    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train by themselves", "--restarts", "0")
+    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train by themselves", "--max-restarts", "0")
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
     assert any(n.startswith("groups/1/") for n in ends[0])
 
 
 def test_a_wish_to_stop_is_heard_at_a_synchronisation(tmp_path: Path) -> None:
-    plan = "replica_groups=2 every=4"
-    argv = ("train", TEST_JOB, "--plan", plan, "--job.steps", "4000", "--job.pause", "0.01", "--restarts", "0")
+    plan = "replica_groups=2 sync_every=4"
+    argv = ("train", TEST_JOB, "--plan", plan, "--job.steps", "4000", "--job.pause", "0.01", "--max-restarts", "0")
     command = Command(*argv, folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 3)
     os.kill(command.pid, signal.SIGTERM)

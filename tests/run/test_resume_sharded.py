@@ -24,9 +24,10 @@ from run.test_train import ledger
 
 STEPS = 24
 ARGV = ("train", TEST_JOB, "--save-every", "3", "--job.steps", str(STEPS), "--job.pause", "0.005")
-LAYOUTS = ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2", "fsdp=3 zero=1 recompute=full", "fsdp=2 microbatches=2 zero=2 offload=optimizer",
-           "dp=2 microbatches=2", "fsdp=4 recompute=selective offload=all", "pp=2 microbatches=2",
-           "pp=2 dp=2 microbatches=2 schedule=zb", "pp=2 fsdp=2 recompute=full", "tp=2", "fsdp=2 tp=2 microbatches=2",
+LAYOUTS = ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2", "fsdp=3 zero_stage=1 activation_checkpointing=full",
+    "fsdp=2 microbatches=2 zero_stage=2 offload=optimizer",
+           "dp=2 microbatches=2", "fsdp=4 activation_checkpointing=selective offload=all", "pp=2 microbatches=2",
+           "pp=2 dp=2 microbatches=2 schedule=zb", "pp=2 fsdp=2 activation_checkpointing=full", "tp=2", "fsdp=2 tp=2 microbatches=2",
            "tp=4 offload=optimizer")  # fmt: skip
 TOLERANCE = 1e-9
 
@@ -154,7 +155,7 @@ def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Pat
 def test_a_failing_rank_is_named(fault: str, code: str, layout: str, tmp_path: Path) -> None:
     plan = ("--plan", layout)
     command = Command(
-        "train", TEST_JOB, *plan, "--restarts", "0", "--job.fault", fault, "--job.at", "9", "--job.pause", "0.05",
+        "train", TEST_JOB, *plan, "--max-restarts", "0", "--job.fault", fault, "--job.at", "9", "--job.pause", "0.05",
         folder=tmp_path,
     )  # fmt: skip
     command.until(lambda: len(rows(tmp_path)) >= 3)

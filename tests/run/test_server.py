@@ -1,4 +1,4 @@
-"""plait train with sync=async: what a run leaves behind, a group and a server that are killed, a request to stop, refusals."""
+"""plait train with outer_sync=async: what a run leaves behind, a group and a server that are killed, a request to stop, refusals."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
 
-SYNC = "replica_groups=3 sync=async"
+SYNC = "replica_groups=3 outer_sync=async"
 
 
 def train(folder: Path, plan: str, *more: str) -> Command:
@@ -71,7 +71,7 @@ def test_a_killed_group_is_started_again(tmp_path: Path, one_device: Path, plan:
 
 @pytest.mark.prove
 def test_a_run_goes_on_without_a_group(tmp_path: Path, one_device: Path) -> None:
-    said = struck(tmp_path, SYNC, 1, "--restarts", "0")
+    said = struck(tmp_path, SYNC, 1, "--max-restarts", "0")
     assert "the run goes on with 2 of 3 groups" in said
     assert same(tmp_path, one_device) < 1e-12
     assert {row["group"] for row in ledger(tmp_path)[-9:]} == {0, 2}
@@ -120,13 +120,13 @@ def test_what_the_job_raises_in_a_group_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plan, word",
     (
-        ("replica_groups=2 dp=2 sync=async", "sync=local"),
-        ("replica_groups=2 tp=2 sync=async", "tp=2"),
-        ("replica_groups=2 sync=async precision=fp16", "bf16"),
-        ("replica_groups=2 sync=async quorum=3", "quorum=1"),
-        ("replica_groups=2 sync=async quorum=1 server_update=nesterov", "server_update=clock"),
-        ("replica_groups=9 sync=async", "--batch 9"),
-        ("replica_groups=2 sync=async offload=optimizer", "leave out offload"),
+        ("replica_groups=2 dp=2 outer_sync=async", "outer_sync=local"),
+        ("replica_groups=2 tp=2 outer_sync=async", "tp=2"),
+        ("replica_groups=2 outer_sync=async precision=fp16", "bf16"),
+        ("replica_groups=2 outer_sync=async quorum=3", "quorum=1"),
+        ("replica_groups=2 outer_sync=async quorum=1 server_update=nesterov", "server_update=clock"),
+        ("replica_groups=9 outer_sync=async", "--batch 9"),
+        ("replica_groups=2 outer_sync=async offload=optimizer", "leave out offload"),
     ),
 )
 def test_impossible_mixes_are_refused_with_what_to_use(plan: str, word: str) -> None:

@@ -1,4 +1,4 @@
-"""batch_shares=auto while training: shares move to where they end together, and the run is the one of equal shares."""
+"""batch_split=auto while training: shares move to where they end together, and the run is the one of equal shares."""
 
 import json
 from pathlib import Path
@@ -58,9 +58,9 @@ def equal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampled(
         3,
         [
-            ("dp=2 batch_shares=auto", ()),
-            ("dp=2 batch_shares=auto", ("--workers", "2")),
-            ("fsdp=2 batch_shares=auto microbatches=2", ()),
+            ("dp=2 batch_split=auto", ()),
+            ("dp=2 batch_split=auto", ("--workers", "2")),
+            ("fsdp=2 batch_split=auto microbatches=2", ()),
         ],
     ),
     ids=("dp", "workers", "fsdp"),
@@ -78,9 +78,9 @@ def test_shares_follow_a_slow_rank(equal: Path, tmp_path: Path, plan: str, more:
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_shares_and_the_samples_of_one_that_was_not_stopped(equal: Path, tmp_path: Path) -> None:
-    train(tmp_path, "dp=2 batch_shares=auto", "--job.steps", "20", "--save-every", "20")
+    train(tmp_path, "dp=2 batch_split=auto", "--job.steps", "20", "--save-every", "20")
     before = held(tmp_path)
-    train(tmp_path, "dp=2 batch_shares=auto", "--resume", "--job.steps", "30")
+    train(tmp_path, "dp=2 batch_split=auto", "--resume", "--job.steps", "30")
     after = held(tmp_path)
     assert after[: len(before)] == before and after[20] == before[18], after  # step 19's is a short batch
     assert used(tmp_path) == used(equal)
@@ -90,8 +90,8 @@ def test_a_resumed_run_has_the_shares_and_the_samples_of_one_that_was_not_stoppe
 @pytest.mark.prove
 def test_other_plans_go_on_with_equal_shares(equal: Path, tmp_path: Path) -> None:
     """Shares of two ranks say nothing of three; nor are they asked for by a plan without them."""
-    train(tmp_path, "dp=2 batch_shares=auto", "--job.steps", "20", "--save-every", "20")
-    train(tmp_path, "dp=3 batch_shares=auto", "--resume", "--job.steps", "25", "--job.pause", "0")
+    train(tmp_path, "dp=2 batch_split=auto", "--job.steps", "20", "--save-every", "20")
+    train(tmp_path, "dp=3 batch_split=auto", "--resume", "--job.steps", "25", "--job.pause", "0")
     train(tmp_path, "dp=2", "--resume", "--job.steps", "30", "--job.pause", "0")
     assert held(tmp_path)[20] == [6, 5, 5] and held(tmp_path)[25] == [8, 8]
     assert alike(weights(tmp_path, 30), weights(equal, 30))

@@ -54,7 +54,7 @@ def test_a_yardstick_and_repeated_steps() -> None:
 def test_a_server_on_the_clock_of_a_link() -> None:
     """Two groups and a server: each clock sends the weights and a gradient, and a slower link ends later."""
     job = replace(jobs.mlp(0.0), steps=6, evaluate=plait.Evaluate(data=jobs.Numbers, metrics=metrics, every=2))
-    plan = Plan.parse("sync=async replica_groups=2 staleness=1")
+    plan = Plan.parse("outer_sync=async replica_groups=2 staleness=1")
     (losses, ends, sent), (_, later, _) = (
         async_course.play(job, plan, (Wire(rate, 0.01), (1.0, 1.0), 0.1), (-1.0, 2), lambda clock: None) for rate in (1e6, 1e3)
     )

@@ -48,9 +48,9 @@ def programs(tmp_path: Path) -> Programs:
 def submitted(tmp_path: Path, kind: str, *more: str) -> str:
     """What is written for the job of the launching tests, under dp=2 on two machines."""
     out = tmp_path / f"written.{kind}"
-    own = ("--plan", "dp=2", "--device", "cpu", "--runs", str(tmp_path / "a run's folder"), "--out", str(out))
+    own = ("--plan", "dp=2", "--device", "cpu", "--runs", str(tmp_path / "a run's folder"), "--output", str(out))
     if kind in ("slurm", "ssh"):
-        own += ("--call", f"{sys.executable} -m plait")
+        own += ("--launch-cmd", f"{sys.executable} -m plait")
     assert main(["submit", kind, TEST_JOB, "--nnodes", "2", *own, "--job.steps", str(STEPS), *more]) == 0
     return out.read_text()
 
@@ -153,7 +153,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, programs: P
 
 @pytest.mark.prove
 def test_a_lost_rank_is_started_again_in_the_same_allocation_and_then_left_out(tmp_path: Path, programs: Programs) -> None:
-    text = submitted(tmp_path, "slurm", "--job.fault", "kill", "--job.at", "7", "--save-every", "2", "--restarts", "1")
+    text = submitted(tmp_path, "slurm", "--job.fault", "kill", "--job.at", "7", "--save-every", "2", "--max-restarts", "1")
     script = Script(text, tmp_path, programs)
     assert script.wait() == 0, script.log.read_text()
     said = script.log.read_text()

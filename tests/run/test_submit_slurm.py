@@ -27,7 +27,7 @@ def written(folder: Path, *more: str) -> str:
         "--chdir",
         str(folder),
     )
-    assert main(["submit", "slurm", TEST_JOB, *own, "--name", "net", "--out", str(out), *more]) == 0
+    assert main(["submit", "slurm", TEST_JOB, *own, "--name", "net", "--output", str(out), *more]) == 0
     return str(out)
 
 

@@ -43,7 +43,7 @@ def written(run: Path) -> Told:
 def test_every_number_arrives_once_and_again_after_a_resume(tmp_path: Path) -> None:
     """The run ends after 15 steps, its newest checkpoint is lost, and it goes on from step 10: five steps are made twice."""
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
-    words = ("train", TEST_JOB, "--nproc", "2", "--save-every", "10", "--to", ALL, "--to=wandb", "--job.loud", "false")
+    words = ("train", TEST_JOB, "--nproc", "2", "--save-every", "10", "--tracker", ALL, "--tracker=wandb", "--job.loud", "false")
     first = Command(*words, "--steps", "15", folder=tmp_path, environment=environment)
     assert first.wait(100) == 0, first.output
     run = (tmp_path / "runs" / "latest").resolve()
@@ -70,7 +70,7 @@ def by_name(told: Told) -> Told:
 def test_trackers_that_fail_are_told_of_once_and_training_goes_on(tmp_path: Path) -> None:
     """MLflow's place cannot be made; the process of TensorBoard is killed in the middle of the run."""
     environment = {"MLFLOW_TRACKING_URI": "file:///proc/no-such-place"}
-    words = ("--to", "mlflow,tensorboard", "--job.pause", "0.1")
+    words = ("--tracker", "mlflow,tensorboard", "--job.pause", "0.1")
     command = Command("train", TEST_JOB, *words, folder=tmp_path, environment=environment)
     command.until(lambda: (tmp_path / "runs" / "latest" / "trackers" / "tensorboard.json").exists())
     (process,) = (p for p in psutil.process_iter(["cmdline"]) if "tensorboard" in (p.info["cmdline"] or []))
@@ -131,7 +131,7 @@ def test_nobody_is_called_without_an_account(tmp_path: Path) -> None:
     """Under strace, the trackers' processes connect to nothing but sockets of this machine."""
     trace = tmp_path / "trace"
     words = ["strace", "-f", "-qq", "-e", "trace=connect,sendto", "-o", str(trace), sys.executable, "-m", "plait"]
-    words += ["train", TEST_JOB, "--steps", "5", "--to", ALL]
+    words += ["train", TEST_JOB, "--steps", "5", "--tracker", ALL]
 
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=300, capture_output=True)

@@ -85,7 +85,7 @@ def test_warnings_are_collapsed_and_logs_complete(tmp_path: Path) -> None:
 
 
 def test_tensorboard_mirror(tmp_path: Path) -> None:
-    command = Command("train", TEST_JOB, "--steps", "3", "--to", "tensorboard", folder=tmp_path)
+    command = Command("train", TEST_JOB, "--steps", "3", "--tracker", "tensorboard", folder=tmp_path)
     assert command.wait() == 0, command.output
     assert list((tmp_path / "runs/latest/tensorboard").glob("events.out.*"))
 

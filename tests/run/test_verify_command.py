@@ -39,7 +39,7 @@ def test_without_a_plan_two_copies_are_tried(job: str, capfd: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_one_process_is_not_called_equal(job: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for plan in ("dp=1", "recompute=full"):
+    for plan in ("dp=1", "activation_checkpointing=full"):
         assert main(["verify", job, "--plan", plan]) == 0
         out = capfd.readouterr().out
         assert "EQUAL" not in out and "NOT SPLIT" in out and f'plait verify {job} --plan "dp=2"' in out, out

@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_pruned_is_still_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_exports(tmp_path: Path) -> None:
-    words = ("train", TEST_JOB, "--nproc", "2", "--save-every", "5", "--export-every", "10", "--export-to", "served")
+    words = ("train", TEST_JOB, "--nproc", "2", "--save-every", "5", "--export-every", "10", "--export-dir", "served")
     command = Command(*words, folder=tmp_path)
     assert command.wait() == 0, command.output
     assert {"step-000030", "latest"} <= {p.name for p in (tmp_path / "served").iterdir()}
@@ -155,12 +155,12 @@ def test_the_command_exports(tmp_path: Path) -> None:
     [
         (("--export-every", "150"), "U002", "no multiple of --save-every"),
         (("--export-every", "0"), "U002", "--export-every 0"),
-        (("--export-to", "x"), "U002", "without --export-every"),
-        (("--to", "aim"), "U002", "there is no such tracker"),
+        (("--export-dir", "x"), "U002", "without --export-every"),
+        (("--tracker", "aim"), "U002", "there is no such tracker"),
         (
-            ("--to", "tensorboard", "--plan", "replica_groups=2 sync=async"),
+            ("--tracker", "tensorboard", "--plan", "replica_groups=2 outer_sync=async"),
             "H020",
-            "--to does not work with sync=async",
+            "--tracker does not work with outer_sync=async",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.parallel.recompute import marked
+from plait.parallel.activation_checkpointing import marked
 from plait.planner.dryrun.measure import measure
 from plait.planner.estimate import estimate
 from plait.planner.question import PlanRequest
@@ -121,7 +121,7 @@ def test_a_causal_product_counts_with_its_full_square() -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_that_layers_share_is_there_once(mask: str) -> None:
-    """Layers stay alike; each has an equal part of it. `recompute=full` keeps the mask itself."""
+    """Layers stay alike; each has an equal part of it. `activation_checkpointing=full` keeps the mask itself."""
     request = asked(masked(mask, 512))
     layers = next(block for block in request.pace.work.blocks if block.count == LAYERS)
     plain = next(block for block in asked(masked("causal", 512)).pace.work.blocks if block.count == LAYERS)

@@ -12,7 +12,7 @@ from plait.config.job import EMA, Job
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
 
-VALUES = {"recompute": "full", "offload": "all", "compress": "bf16", "batch_shares": "auto", "shard_over_cp": "true"}
+VALUES = {"activation_checkpointing": "full", "offload": "all", "grad_compression": "bf16", "batch_split": "auto", "shard_over_cp": "true"}
 """Of keys that are no numbers: one that is not the default."""
 IDS = [f"{row.first}, {row.second}{''.join(f', {term}' for term in row.given)}" for row in CONFLICTS]
 

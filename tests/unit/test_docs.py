@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TECHNIQUES = [
     p
     for p in sorted((SOURCE / "parallel").rglob("*.py"))
-    if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "recompute", "threads")
+    if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "activation_checkpointing", "threads")
     and p.parts[-2:] != ("parallel", "strategy.py")
 ]
 README_LINES, WALK_LINES = 90, 213

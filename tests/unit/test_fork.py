@@ -35,7 +35,7 @@ VERBS = {
     "plan": ("plan", JOB, "--machine", "h100x8"),
     "plan, dry run": ("plan", JOB, "--plan", "dp=2", "--dry-run"),
     "sketch": ("sketch", JOB, "--plan", "dp=2"),
-    "bench": ("bench", "comm", "--nproc", "2", "--device", "cpu", "--out", "machine.toml"),
+    "bench": ("bench", "comm", "--nproc", "2", "--device", "cpu", "--output", "machine.toml"),
     "report": ("report", "runs/latest", "--timeline"),
     "checkpoint": ("checkpoint", "verify", "runs/latest"),
 }

@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 STRATEGIES = [
     p
     for p in FILES
-    if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "recompute", "threads")
+    if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "activation_checkpointing", "threads")
 ]
 
 LINES, STRATEGY_LINES, FUNCTION_LINES, PARAMETERS = 500, 150, 50, 6

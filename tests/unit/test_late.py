@@ -66,7 +66,7 @@ def priced(asked: PlanRequest, words: str) -> Estimate:
 def test_bytes_of_copies_are_those_that_compression_itself_counts(asked: PlanRequest, kind: str) -> None:
     """To a thousandth: scales and lengths are not in the closed form."""
     assert sum(torch.Size(s).numel() for s in SHAPES) == NUMBERS == sum(p.numel() for p in Model().parameters())
-    words = "dp=8" if kind == "none" else f"dp=8 compress={kind}"
+    words = "dp=8" if kind == "none" else f"dp=8 grad_compression={kind}"
     by_hand = {"none": 2 * 7 / 8 * 4 * NUMBERS, "bf16": 7 * 2 * NUMBERS, "int8": 7 * NUMBERS}
     thin = 2 * (512 + 64) * 2 + 2 * (256 + 64) * 2 + 256 + 64 + 512
     by_hand["powersgd"] = 2 * 7 / 8 * 4 * thin
@@ -77,15 +77,15 @@ def test_bytes_of_copies_are_those_that_compression_itself_counts(asked: PlanReq
 def test_bytes_of_groups_by_hand(asked: PlanRequest) -> None:
     """A mean over 4 groups in a ring is 1.5 times the bytes, once in H steps; a server takes gradients and gives weights."""
     size = 4 * NUMBERS
-    assert priced(asked, f"{GROUPS}local every=16").sent == {"replica_groups": pytest.approx(1.5 * size / 16)}
-    assert priced(asked, f"{GROUPS}diloco every=16 fragments=2").sent == {
+    assert priced(asked, f"{GROUPS}local sync_every=16").sent == {"replica_groups": pytest.approx(1.5 * size / 16)}
+    assert priced(asked, f"{GROUPS}diloco sync_every=16 num_fragments=2").sent == {
         "replica_groups": pytest.approx(1.5 * size / 16)
     }
-    assert priced(asked, f"{GROUPS}diloco every=16 compress=int8").sent == {
+    assert priced(asked, f"{GROUPS}diloco sync_every=16 grad_compression=int8").sent == {
         "replica_groups": pytest.approx(3 * size / 4 / 16)
     }
     assert priced(asked, f"{GROUPS}async staleness=1").sent == {"replica_groups": pytest.approx(2 * size)}
-    inside = priced(asked, f"{GROUPS}local every=16 dp=2 fsdp=4 zero=1").sent
+    inside = priced(asked, f"{GROUPS}local sync_every=16 dp=2 fsdp=4 zero_stage=1").sent
     assert inside["replica_groups"] == pytest.approx(1.5 * size / 4 / 16) and inside["dp"] == pytest.approx(size / 4)
     assert inside["fsdp"] == pytest.approx(3 / 4 * 2 * size)
 
@@ -93,20 +93,20 @@ def test_bytes_of_groups_by_hand(asked: PlanRequest) -> None:
 def test_memory_of_groups(asked: PlanRequest) -> None:
     size = 4 * NUMBERS
     plain, local, outer = (
-        priced(asked, w).memory for w in ("dp=1", f"{GROUPS}local every=4", f"{GROUPS}diloco every=4")
+        priced(asked, w).memory for w in ("dp=1", f"{GROUPS}local sync_every=4", f"{GROUPS}diloco sync_every=4")
     )
     assert "outer" not in local and outer["outer"] == pytest.approx(2 * size)
     assert {k: v for k, v in local.items() if k != "messages"} == plain
-    assert priced(asked, f"{GROUPS}diloco every=4 outer_momentum=0.0").memory["outer"] == pytest.approx(size)
-    assert priced(asked, "dp=8 compress=int8").memory["residuals"] == pytest.approx(size)
+    assert priced(asked, f"{GROUPS}diloco sync_every=4 outer_momentum=0.0").memory["outer"] == pytest.approx(size)
+    assert priced(asked, "dp=8 grad_compression=int8").memory["residuals"] == pytest.approx(size)
     assert priced(asked, f"{GROUPS}async").memory["optimizer"] == 0 < plain["optimizer"]
-    sharded = priced(asked, f"{GROUPS}diloco every=4 fsdp=8").memory
+    sharded = priced(asked, f"{GROUPS}diloco sync_every=4 fsdp=8").memory
     assert sharded["outer"] == pytest.approx(2 * size / 8)
 
 
 @pytest.mark.parametrize("sync", ["local", "diloco"])
 def test_rarer_is_fewer_bytes_and_less_time(asked: PlanRequest, sync: str) -> None:
-    found = [priced(asked, f"{GROUPS}{sync} every={h}") for h in (2, 4, 16, 64, 256)]
+    found = [priced(asked, f"{GROUPS}{sync} sync_every={h}") for h in (2, 4, 16, 64, 256)]
     assert [e.sent["replica_groups"] for e in found] == sorted((e.sent["replica_groups"] for e in found), reverse=True)
     assert [e.seconds for e in found] == sorted((e.seconds for e in found), reverse=True)
     assert found[0].parts["sync"] > 50 * found[-1].parts["sync"] > 0
@@ -114,13 +114,13 @@ def test_rarer_is_fewer_bytes_and_less_time(asked: PlanRequest, sync: str) -> No
 
 def test_a_delay_hides_messages(asked: PlanRequest) -> None:
     times = [
-        priced(asked, f"{GROUPS}diloco every=16 fragments=2 fragment_delay={d}").parts["sync"] for d in (0, 1, 4, 8)
+        priced(asked, f"{GROUPS}diloco sync_every=16 num_fragments=2 fragment_delay={d}").parts["sync"] for d in (0, 1, 4, 8)
     ]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
 @pytest.mark.parametrize(
-    "words", ["dp=4 compress=int8", "dp=4 compress=powersgd", f"{GROUPS}local every=4 compress=int8"]
+    "words", ["dp=4 grad_compression=int8", "dp=4 grad_compression=powersgd", f"{GROUPS}local sync_every=4 grad_compression=int8"]
 )
 def test_times_cross_at_the_break_even(words: str) -> None:
     """On a fast link rounding takes longer than what it saves; a mean of weights always takes less time than sums of gradients."""
@@ -142,7 +142,7 @@ def test_times_cross_at_the_break_even(words: str) -> None:
 def test_what_never_pays_has_no_break_even() -> None:
     """Between 32 copies numbers of 16 bits are gathered: 31 × 2 bytes for each, where a sum in fp32 sends 7.75."""
     slow = PlanRequest.of(job(), "small.py", Machine.named("h100x8x4").with_network(1e8), split=False)
-    found = crossing(slow.pace, Plan.parse("dp=32 compress=bf16"), 1, 1)
+    found = crossing(slow.pace, Plan.parse("dp=32 grad_compression=bf16"), 1, 1)
     assert found.bits == 0 and "however slow" in found.told("nodes")
     assert late.break_even(lambda bits: 2.0, lambda bits: 1.0) == inf
     assert speed(late.break_even(lambda bits: 1e9 / bits, lambda bits: 1.0)) == "999 Mbit/s"
@@ -161,17 +161,17 @@ def test_staleness_that_is_enough() -> None:
 
 
 def test_exactness_is_told_in_words_and_in_samples() -> None:
-    plan = Plan.parse("replica_groups=4 every=16")
+    plan = Plan.parse("replica_groups=4 sync_every=16")
     assert told(plan) == "not the same training as on one device: weights of 4 groups are averaged every 16 steps"
-    assert told(Plan.parse("dp=4 batch_shares=auto")) == "" and progress(Plan.parse("dp=4 batch_shares=auto")) == 1
+    assert told(Plan.parse("dp=4 batch_split=auto")) == "" and progress(Plan.parse("dp=4 batch_split=auto")) == 1
     for words in (
-        "dp=4 compress=int8",
-        "dp=4 compress=powersgd",
-        f"{GROUPS}diloco every=64 fragments=4 fragment_delay=1",
+        "dp=4 grad_compression=int8",
+        "dp=4 grad_compression=powersgd",
+        f"{GROUPS}diloco sync_every=64 num_fragments=4 fragment_delay=1",
         f"{GROUPS}async",
     ):
         assert told(Plan.parse(words)).startswith("not the same training") and 0 < progress(Plan.parse(words)) <= 1
-    rarer = [progress(Plan.parse(f"{GROUPS}local every={h}")) for h in (1, 2, 4, 8, 16, 64, 1024)]
+    rarer = [progress(Plan.parse(f"{GROUPS}local sync_every={h}")) for h in (1, 2, 4, 8, 16, 64, 1024)]
     assert rarer == sorted(rarer, reverse=True) and rarer[0] == 1 and rarer[-1] >= 1 / 4
 
 
@@ -184,7 +184,7 @@ def test_inexact_plans_are_offered_on_request_alone(asked: PlanRequest) -> None:
     assert offers and all(row.why.startswith("not the same training") for row in offers)
     assert {row.plan for row in found.rows} <= {row.plan for row in wide.rows}
     assert all(row.seconds < found.rows[0].seconds for row in offers)
-    given = ask(asked, {"replica_groups": 4, "every": 16, "sync": "diloco"})
+    given = ask(asked, {"replica_groups": 4, "sync_every": 16, "outer_sync": "diloco"})
     best = given.rows[0].plan
     assert best.replica_groups == 4 and best.every == 16 and best.devices == 8
     assert "break-even: " in text(given) and "an outer optimizer steps on how far they moved" in text(given)
@@ -203,7 +203,7 @@ def test_a_map_has_a_cell_for_each_link_and_spread(asked: PlanRequest) -> None:
         times = [c.seconds["dp"] for c in row]
         assert times == sorted(times, reverse=True)
     said = json.loads(json.dumps(shown.to_dict()))
-    assert len(said["cells"]) == 6 and said["ways"]["int8"]["plan"] == "dp=8 compress=int8"
+    assert len(said["cells"]) == 6 and said["ways"]["int8"]["plan"] == "dp=8 grad_compression=int8"
     assert shown.text().count("10 Mbit/s") == 2
     picture = ElementTree.fromstring(page(said))
     cells_drawn = [g for g in picture.iter("{http://www.w3.org/2000/svg}g") if g.get("class") == "cell"]
@@ -215,7 +215,7 @@ def test_the_command_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file.write_text(
         Path(__file__).read_text(encoding="utf-8").replace("from plait.cli.main import main\n", ""), encoding="utf-8"
     )
-    words: list[Any] = ["plan", f"{file}:job", "--machine", "h100x2x4", "--map", "--json", "--out", str(out)]
+    words: list[Any] = ["plan", f"{file}:job", "--machine", "h100x2x4", "--map", "--json", "--output", str(out)]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["between"] == "4 nodes" and out.read_text().startswith("<svg")
     assert main(["plan", f"{file}:job", "--machine", "h100", "--map"]) == 2

@@ -215,13 +215,13 @@ def test_recomputation_forgets_and_the_table_says_so() -> None:
         *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)),
         nn.Linear(64, 10),
     )
-    kept = {r: of(f"dp=1 recompute={r}", model=blocks)["activations"] for r in ("none", "selective", "full")}
+    kept = {r: of(f"dp=1 activation_checkpointing={r}", model=blocks)["activations"] for r in ("none", "selective", "full")}
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
 @pytest.mark.slow
 def test_the_table_is_the_same_every_time() -> None:
-    plans = [Plan.parse(p) for p in ("dp=1", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero=1 microbatches=3", "dp=1")]
+    plans = [Plan.parse(p) for p in ("dp=1", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero_stage=1 microbatches=3", "dp=1")]
     tables = [memory_table(job(torch.optim.AdamW), plan) for plan in plans]
     for found in tables:
         assert all(size > 0 and f"  {name} " in str(found) for name, size in found.categories.items())

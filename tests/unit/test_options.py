@@ -89,9 +89,9 @@ def test_signatures_and_their_docstrings_name_options(name: str) -> None:
 
 
 def test_numbers_that_are_too_small() -> None:
-    given = TrainOptions(job="job.py", steps=0, keep=-1, workers=0, restarts=-1, nproc=0)
+    given = TrainOptions(job="job.py", steps=0, keep=-1, workers=0, max_restarts=-1, nproc=0)
     told = [problem.what for problem in out_of_range(given)]
-    assert [what.partition(" is")[0] for what in told] == ["--nproc 0", "--restarts -1", "--steps 0", "--keep -1"]
+    assert [what.partition(" is")[0] for what in told] == ["--nproc 0", "--max-restarts -1", "--steps 0", "--keep -1"]
     assert out_of_range(TrainOptions(job="job.py")) == [] and out_of_range(CommandOptions()) == []
 
 

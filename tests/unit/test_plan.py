@@ -124,13 +124,13 @@ def test_only_one_axis_fills_the_rest(file) -> None:
 
 
 def test_the_stage_of_zero_is_one_of_three(file) -> None:
-    assert [Plan.parse(f"zero={n}").zero for n in (1, 2, 3)] == [1, 2, 3]
-    assert Plan.load(file("p.toml", "[memory]\nzero = 2\n")) == Plan(zero=2)
-    (problem,) = problems(Plan.parse, "zero=4")
+    assert [Plan.parse(f"zero_stage={n}").zero_stage for n in (1, 2, 3)] == [1, 2, 3]
+    assert Plan.load(file("p.toml", "[memory]\nzero_stage = 2\n")) == Plan(zero_stage=2)
+    (problem,) = problems(Plan.parse, "zero_stage=4")
     assert problem.code == "T002"
-    assert "zero = 4        expected 1, 2 or 3" in problem.what
+    assert "zero_stage = 4        expected 1, 2 or 3" in problem.what
     for value in ("0", "-1", "true", '"3"', "3.0", "[3]", "0x" + "f" * 5000):
-        assert codes(problems(Plan.load, file("p.toml", f"zero = {value}\n"))) == ["T002"]
+        assert codes(problems(Plan.load, file("p.toml", f"zero_stage = {value}\n"))) == ["T002"]
 
 
 def test_the_keys_are_the_fields_of_a_plan() -> None:
@@ -155,7 +155,7 @@ WRONG = [
     "microbatches=*",
 ]
 WRONG += ["microbatches=two", "precision=bf61", "precision=FP32", "compile=yes", "compile=1", "processes=two"]
-WRONG += ["zero=4", "zero=0", "zero=*", "recompute=some", "offload=disk", "fsdp=0", "dp=* fsdp=*"]
+WRONG += ["zero_stage=4", "zero_stage=0", "zero_stage=*", "activation_checkpointing=some", "offload=disk", "fsdp=0", "dp=* fsdp=*"]
 
 
 @pytest.mark.parametrize("line", [*WRONG, "dpp=2", "=3"])
@@ -247,7 +247,7 @@ HOSTILE = {
     "huge_int.toml": "[mesh]\ndp = " + "9" * 100_000,
     "huge_int.json": '{"mesh": {"dp": ' + "9" * 100_000 + "}}",
     "huge_hex.toml": "[mesh]\ndp = 0x" + "f" * 100_000,
-    "huge_choice.toml": "[memory]\nzero = 0x" + "f" * 8000,
+    "huge_choice.toml": "[memory]\nzero_stage = 0x" + "f" * 8000,
     "huge_hex_elsewhere.toml": "[step]\ndp = 0x" + "f" * 100_000,
     "deep_table.toml": "[mesh." + "a." * 1500 + "a]",
     "deep_value.toml": "dp." + "a." * 1500 + "a = 1",
@@ -284,12 +284,12 @@ def test_hostile_paths(path: str) -> None:
     assert codes(problems(Plan.read, path)) == ["T003"]
 
 
-@pytest.mark.parametrize("text", ("zero=2", "dp=2 schedule=gpipe", "stages_per_rank=2 fsdp=2"))
+@pytest.mark.parametrize("text", ("zero_stage=2", "dp=2 schedule=gpipe", "stages_per_rank=2 fsdp=2"))
 def test_a_key_without_effect_is_refused(text: str) -> None:
     assert codes(Plan.parse(text).idle()) == ["P030"]
 
 
-@pytest.mark.parametrize("text", ("", "fsdp=2 zero=2", "pp=2 schedule=gpipe", "zero=2 offload=all"))
+@pytest.mark.parametrize("text", ("", "fsdp=2 zero_stage=2", "pp=2 schedule=gpipe", "zero_stage=2 offload=all"))
 def test_a_key_with_effect_is_not(text: str) -> None:
     assert Plan.parse(text).idle() == []
 

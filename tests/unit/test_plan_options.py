@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 SAYS = {
-    "--machine mispelled": "M010", "--machine no.toml": "M012", "--machine h100x8 --gpus 12": "U002", "--memory much": "U002", "--pin dq=2": "T001",
-    "--gpus 0": "U002", "--scale 1,x": "U002", "--objective fewest": "U002", "--objective fewest --deadline soon": "U002", "--deadline 24h": "U002",
-    "--vary length": "U002", "--learn elsewhere": "U002", "--machine h100x8 --try 2": "U002", "--machine h100x8 --out no/folder/plan.toml": "",
+    "--machine mispelled": "M010", "--machine no.toml": "M012", "--machine h100x8 --gpus 12": "U002", "--memory much": "U002", "--set dq=2": "T001",
+    "--gpus 0": "U002", "--scale 1,x": "U002", "--objective min-devices": "U002", "--objective min-devices --deadline soon": "U002",
+    "--deadline 24h": "U002",
+    "--maximize length": "U002", "--learn elsewhere": "U002", "--machine h100x8 --try 2": "U002", "--machine h100x8 --output no/folder/plan.toml": "",
     "--dry-run --plan dp=2 --machine mispelled": "M010", "--map --machine mispelled": "M010",
     "--dry-run --plan no.toml": "T", "--show tensor --plan tq=2": "T001",
 }  # fmt: skip

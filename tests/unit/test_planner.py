@@ -115,7 +115,7 @@ def test_parts_add_up_and_more_work_takes_longer(asked: PlanRequest) -> None:
     pace = asked.pace
     plain = estimate(pace, Plan(), 8)
     assert plain.seconds == pytest.approx(sum(plain.parts.values()))
-    again = estimate(pace, Plan(recompute="full"), 8)
+    again = estimate(pace, Plan(activation_checkpointing="full"), 8)
     assert again.seconds > plain.seconds and again.memory["activations"] < plain.memory["activations"]
     twice = estimate(pace, Plan(microbatches=2), 8)
     assert twice.seconds > plain.seconds and twice.memory["activations"] == plain.memory["activations"]
@@ -145,15 +145,15 @@ def test_shards_over_cp_have_a_price_where_they_are_given(asked: PlanRequest) ->
     assert over.sent == {"cp": pytest.approx(fully.sent["fsdp"])} and whole.sent == {}
     assert estimate(asked.pace, Plan.parse("fsdp=2 cp=2 shard_over_cp=true"), 4).sent == {"fsdp×cp": pytest.approx(fully.sent["fsdp"])}
     for zero in (1, 3):
-        found = ask(asked, {"cp": 8, "shard_over_cp": True, "zero": zero})
-        assert found.best is not None and (found.best.plan.shards, found.best.plan.zero) == (8, zero)
+        found = ask(asked, {"cp": 8, "shard_over_cp": True, "zero_stage": zero})
+        assert found.best is not None and (found.best.plan.shards, found.best.plan.zero_stage) == (8, zero)
 
 
 @pytest.mark.parametrize("ep, left", [(2, 4), (4, 2), (8, 1), (16, 1)])
 def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> None:
     """With fsdp=8 a rank has 1/8 of what is no expert, and 1/left of its 1/ep of the experts; the rest it gathers."""
     pace = TimeModel(Workload("mixture", (Block("layer", 4, (), 800.0, experts=64000.0),)), Machine.named("h100x8"))
-    need = {zero: estimate(pace, Plan(dp=2, fsdp=8, ep=ep, zero=zero), 4).memory for zero in (1, 2, 3)}
+    need = {zero: estimate(pace, Plan(dp=2, fsdp=8, ep=ep, zero_stage=zero), 4).memory for zero in (1, 2, 3)}
     parts, whole = 4 * (800 / 8 + 64000 / ep / left), 4 * (800 + 64000 / ep)
     software = pace.software
     assert need[3]["parameters"] == pytest.approx(parts * software.weights)
@@ -297,7 +297,7 @@ def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: PlanRequest) -> N
     """The model has four heads: four ranks can share them out, eight cannot."""
     for cp, contexts in ((2, {"ring", "ulysses"}), (4, {"ring", "ulysses"}), (8, {"ring"})):
         assert {b.context for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
-    times = {c: ask(asked, {"cp": 4, "context": c}).rows[0].seconds for c in ("ring", "ulysses")}
+    times = {c: ask(asked, {"cp": 4, "cp_method": c}).rows[0].seconds for c in ("ring", "ulysses")}
     assert ask(asked, {"cp": 4}).rows[0].seconds <= min(times.values()) * 1.02
 
 
@@ -321,7 +321,7 @@ def test_nothing_that_is_left_out_would_have_been_shown(machine: str, gib: float
                       for s, v in orders for over in ((False, True) if branch.cp > 1 else (False,))]  # fmt: skip
             keys = product((1, 2, 3) if fsdp > 1 or branch.cp > 1 else (3,), ("none", "selective", "full"), ("none", "optimizer", "all"))
             for shape, (zero, recompute, offload) in product(shapes, keys):
-                plan = replace(shape, zero=zero, recompute=recompute, offload=offload)
+                plan = replace(shape, zero_stage=zero, activation_checkpointing=recompute, offload=offload)
                 got = estimate(pace, plan, branch_samples(plan, question), question.memory)
                 if question.holds(got) and not refused(plan):
                     known = factors(plan, there.machine.devices_per_node)
@@ -383,9 +383,9 @@ def test_the_same_question_has_the_same_answer(asked: PlanRequest) -> None:
 
 
 def test_pins_are_kept_and_refusals_honoured(asked: PlanRequest) -> None:
-    found = ask(asked, {"tp": 2, "recompute": "full"}, top=50)
+    found = ask(asked, {"tp": 2, "activation_checkpointing": "full"}, top=50)
     assert {row.plan.tp for row in found.rows if row.why != "" and row.fits and row in found.rows[:1]} == {2}
-    assert all(c.plan.tp == 2 and c.plan.recompute == "full" for c in found.found.best)
+    assert all(c.plan.tp == 2 and c.plan.activation_checkpointing == "full" for c in found.found.best)
     assert all(c.plan.devices == 8 and c.plan.shares <= 32 for c in found.found.best)
     refused = asked.refused()
     assert (
@@ -471,7 +471,7 @@ def test_a_plan_that_waits_for_its_host_says_so() -> None:
 def test_the_choice_of_a_number_format_is_in_the_headline(asked: PlanRequest) -> None:
     large = replace(asked, job=replace(asked.job, batch=1 << 16))
     head = next(line for line in text(ask(large, {})).splitlines() if line.startswith("choice"))
-    assert "in bf16" in head and "--pin precision=fp32" in head
+    assert "in bf16" in head and "--set precision=fp32" in head
     assert "in bf16" not in text(ask(large, {"precision": "bf16"}))
 
 
@@ -498,10 +498,10 @@ def test_files_that_cannot_be_written_are_refused_at_once(tmp_path, capsys) -> N
     file = tmp_path / "job.py"
     file.write_text("from tests.unit.test_planner import job\n")
     for out, why in ((tmp_path / "no" / "p.toml", "no folder"), (tmp_path, "a folder")):
-        assert main(["plan", str(file), "--machine", "h100x2", "--out", str(out)]) == 2
+        assert main(["plan", str(file), "--machine", "h100x2", "--output", str(out)]) == 2
         said = capsys.readouterr().err
         assert "M016" in said and why in said
-    assert main(["bench", "compute", "--nproc", "1", "--out", str(tmp_path / "no" / "m.toml")]) == 2
+    assert main(["bench", "compute", "--nproc", "1", "--output", str(tmp_path / "no" / "m.toml")]) == 2
     assert "M016" in capsys.readouterr().err
 
 
@@ -543,7 +543,7 @@ def test_attention_takes_its_time_with_few_keys_and_narrow_heads() -> None:
     assert rate(1000) == pytest.approx(rate(10**9) / 2, rel=1e-3) and rate(1000, causal=False) == pytest.approx(rate(10**9) * 0.8, rel=1e-3)
     assert rate(8192, 64) == pytest.approx(rate(8192) * 5 / 6) and rate(8192, 256) > rate(8192)
     assert rate(8192, cp=8) == pytest.approx(rate(1024)), "a step of the ring is a kernel of its own"
-    assert rate(8192, cp=8, context="ulysses") == rate(8192)
+    assert rate(8192, cp=8, cp_method="ulysses") == rate(8192)
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
@@ -586,7 +586,7 @@ def test_frozen_weights_that_are_sharded_are_gathered() -> None:
     """Adapters' gradients are nothing to send; what they adapt is gathered all the same."""
     block = Block("layer", 4, (PlannedProduct(64, 4096, 4096),), 4096.0**2, given=1.0, out=1.0, kernels=1)
     pace = TimeModel(Workload("", (block,), frozen=1.0), Machine.named("h100x8"))
-    waits = [estimate(pace, Plan(fsdp=8, zero=zero, precision="bf16"), 1).parts["gradients"] for zero in (3, 1)]
+    waits = [estimate(pace, Plan(fsdp=8, zero_stage=zero, precision="bf16"), 1).parts["gradients"] for zero in (3, 1)]
     assert waits[0] > 0 == waits[1]
 
 
@@ -646,7 +646,7 @@ def test_the_longest_argument_that_fits() -> None:
 
     memory = leaving(2.1e8)
     goal = goals.longest("layers", {"layers": "2"}, again)
-    pins = {"fsdp": 2, "recompute": "none", "precision": "fp32", "offload": "none"}
+    pins = {"fsdp": 2, "activation_checkpointing": "none", "precision": "fp32", "offload": "none"}
     found = goal(again({"layers": "2"}), pins, memory)
     best = int(found.told.split()[1])
     assert 2 < best < max(tried) and found.chosen == 0
@@ -678,8 +678,8 @@ def _unknown() -> Machine:
 @pytest.mark.parametrize(
     "words, code",
     [
-        (["--memory", "much"], "U002"), (["--gpus", "0"], "U002"), (["--scale", "a"], "U002"), (["--pin", "tpp=2"], "T001"),
-        (["--objective", "fewest"], "U002"), (["--deadline", "24h"], "U002"), (["--vary", "length"], "U002"), (["--machine", "h1000x8"], "M010"),
+        (["--memory", "much"], "U002"), (["--gpus", "0"], "U002"), (["--scale", "a"], "U002"), (["--set", "tpp=2"], "T001"),
+        (["--objective", "fewest"], "U002"), (["--deadline", "24h"], "U002"), (["--maximize", "length"], "U002"), (["--machine", "h1000x8"], "M010"),
         (["--gpus", "12"], "U002"), (["--objective", "fewest", "--deadline", "soon"], "U002"),
     ],
 )  # fmt: skip

@@ -241,7 +241,7 @@ def test_a_table_of_offloaded_runs_says_it_once() -> None:
 
 def test_megatron_deepspeed_shards_its_optimizer() -> None:
     row = ROW | {"note": "Megatron-DeepSpeed", "micro_batch": "2", "precision": "fp16"}
-    assert {(plan.zero, plan.fsdp) for plan, *_ in run_of(row).plans} == {(1, 8)}
+    assert {(plan.zero_stage, plan.fsdp) for plan, *_ in run_of(row).plans} == {(1, 8)}
 
 
 @pytest.mark.prove

@@ -42,15 +42,15 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
 
 def seconds(fast: Callable[[Plan], bool], slower: float) -> Priced:
     """A second for those plans that are fast, more for all others. What is not kept on the host fits with full recomputation alone."""
-    fits = lambda plan: plan.offload == "all" or plan.recompute == "full"  # noqa: E731
+    fits = lambda plan: plan.offload == "all" or plan.activation_checkpointing == "full"  # noqa: E731
     return lambda plan: (1.0 if fast(plan) else slower, 50.0 if fits(plan) else 120.0)
 
 
 CASES: dict[str, tuple[Callable[[Plan], bool], float, dict[str, Any]]] = {
-    "offload": (lambda plan: plan.offload == "all" and plan.recompute == "none", 1.15, {"fsdp": 16, "ep": 1}),
+    "offload": (lambda plan: plan.offload == "all" and plan.activation_checkpointing == "none", 1.15, {"fsdp": 16, "ep": 1}),
     "tp": (lambda plan: plan.tp == 16, 1.1, {"pp": 1, "cp": 1, "offload": "none"}),
     "ep": (lambda plan: plan.ep == 16, 1.1, {"fsdp": 16, "offload": "none"}),
-    "cp": (lambda plan: plan.cp == 16 and plan.context == "ulysses", 1.1, {"cp": 16, "offload": "none"}),
+    "cp": (lambda plan: plan.cp == 16 and plan.cp_method == "ulysses", 1.1, {"cp": 16, "offload": "none"}),
     "axis": (lambda plan: plan.fsdp == 8 and plan.cp == 2, 1.03, {"tp": 1, "ep": 1, "offload": "none"}),
 }  # fmt: skip
 
@@ -69,22 +69,24 @@ def test_a_recomputation_is_simpler_than_an_axis(choose: Callable[..., Found]) -
     def priced(plan: Plan) -> tuple[float, float]:
         if plan.fsdp == 8 and plan.cp == 2:
             return 1.0, 50.0
-        return (1.014 if plan.fsdp == 16 and plan.recompute == "selective" else 1.5), 50.0 if plan.recompute != "none" else 120.0
+        kept = plan.activation_checkpointing
+        return (1.014 if plan.fsdp == 16 and kept == "selective" else 1.5), 50.0 if kept != "none" else 120.0
 
-    assert str(choose(priced, tp=1, pp=1, ep=1, zero=3, microbatches=1).best[0].plan) == "fsdp=16 recompute=selective precision=bf16"
+    best = choose(priced, tp=1, pp=1, ep=1, zero_stage=3, microbatches=1).best[0].plan
+    assert str(best) == "fsdp=16 activation_checkpointing=selective precision=bf16"
 
 
 def test_memory_is_left_unless_nothing_else_fits(choose: Callable[..., Found]) -> None:
     """With less than 5 of 100 bytes left a plan is tight, and one that takes three times as long is better."""
     sizes = {"none": 97.0, "selective": 96.0, "full": 80.0}
     times = {"none": 1.0, "selective": 1.1, "full": 3.0}
-    priced = lambda plan: (times[plan.recompute], sizes[plan.recompute])  # noqa: E731
+    priced = lambda plan: (times[plan.activation_checkpointing], sizes[plan.activation_checkpointing])  # noqa: E731
     best = choose(priced).best[0]
-    assert best.plan.recompute == "full" and best.warnings == []
-    assert choose(priced, without="tight").best[0].plan.recompute == "none"
+    assert best.plan.activation_checkpointing == "full" and best.warnings == []
+    assert choose(priced, without="tight").best[0].plan.activation_checkpointing == "none"
     sizes["full"] = 99.0
     tight = choose(priced).best[0]
-    assert tight.plan.recompute == "none" and tight.warnings == ["tight"]
+    assert tight.plan.activation_checkpointing == "none" and tight.warnings == ["tight"]
 
 
 def test_offload_is_taken_if_nothing_else_fits(choose: Callable[..., Found]) -> None:

@@ -1,4 +1,4 @@
-"""The parts of sync=async one by one: connections that prove who they are, tensors as bytes, delayed Nesterov, the bound that is needed."""
+"""The parts of outer_sync=async one by one: connections that prove who they are, tensors as bytes, delayed Nesterov, the bound that is needed."""
 
 import socket
 import threading

@@ -132,9 +132,9 @@ def test_what_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "device", "codes"),
-    [("dp=3 batch_shares=3:1", "cpu", ["P015"]), ("batch_shares=auto", "cpu", ["P015"]), ("dp=2 batch_shares=3:1", "cuda", []),
-     ("dp=2 processes=one batch_shares=3:1", "cpu", ["P015"]), ("dp=2 fsdp=2 batch_shares=4:3:2:1", "cpu", []),
-     ("fsdp=2 batch_shares=auto", "cuda", ["P016"]), ("dp=2 tp=2 batch_shares=auto", "cuda", [])],
+    [("dp=3 batch_split=3:1", "cpu", ["P015"]), ("batch_split=auto", "cpu", ["P015"]), ("dp=2 batch_split=3:1", "cuda", []),
+     ("dp=2 processes=one batch_split=3:1", "cpu", ["P015"]), ("dp=2 fsdp=2 batch_split=4:3:2:1", "cpu", []),
+     ("fsdp=2 batch_split=auto", "cuda", ["P016"]), ("dp=2 tp=2 batch_split=auto", "cuda", [])],
 )  # fmt: skip
 def test_what_is_refused(plan: str, device: str, codes: list[str]) -> None:
     parsed = Plan.parse(plan)
@@ -142,7 +142,7 @@ def test_what_is_refused(plan: str, device: str, codes: list[str]) -> None:
 
 
 def test_the_slowest_of_a_share_counts() -> None:
-    plan = Plan.parse("dp=2 tp=2 batch_shares=auto")
+    plan = Plan.parse("dp=2 tp=2 batch_split=auto")
     assert slowest_of_share(plan, [0.1, 0.4, 0.2, 0.1]) == [0.4, 0.2]
     assert room_of_share(plan, [8.0, 6.0, 0.0, 9.0]) == [6, 9]
 

@@ -23,7 +23,7 @@ def of_rank(rank: int, plan: Plan, samples: int) -> StepStats:
     return stats
 
 
-@pytest.mark.parametrize("text", ["dp=1", "dp=4", "dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 batch_shares=auto", "fsdp=2 cp=2"])
+@pytest.mark.parametrize("text", ["dp=1", "dp=4", "dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 batch_split=auto", "fsdp=2 cp=2"])
 def test_ranks_read_what_they_packed(text: str) -> None:
     plan = Plan.parse(text)
     rows = [of_rank(rank, plan, 3).pack(CPU) for rank in range(plan.world)]
@@ -43,7 +43,7 @@ def test_ranks_read_what_they_packed(text: str) -> None:
 
 def test_the_order_of_the_row_is_that_of_the_fields() -> None:
     """The tail of a bucket holds it: in another order, sums over three ranks and more would be other bits."""
-    plan = Plan.parse("dp=2 batch_shares=auto")
+    plan = Plan.parse("dp=2 batch_split=auto")
     row = of_rank(1, plan, 3).pack(CPU).tolist()
     assert row == [1.25, 1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 0.5, 0.0, 5.0, 1.0, 2.0, 0.0, 1.0, 3.0, 0.5, 7.0, 1.0]
 

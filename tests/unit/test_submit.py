@@ -107,7 +107,7 @@ def test_sbatch_is_asked_for_what_the_plan_needs() -> None:
 
 
 def test_exit_codes_say_what_becomes_of_a_jobset() -> None:
-    spec = yaml.safe_load(written("jobset", "--nnodes", "2", "--restarts", "7"))["spec"]
+    spec = yaml.safe_load(written("jobset", "--nnodes", "2", "--max-restarts", "7"))["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     rules = [(rule["action"], rule["onExitCodes"]["values"]) for rule in job["podFailurePolicy"]["rules"]]
     assert rules == [("Ignore", [75]), ("FailJob", [2])] and spec["failurePolicy"]["maxRestarts"] == 7
@@ -135,14 +135,14 @@ def test_options_of_train_are_passed_on(kind: str, tmp_path: Path) -> None:
         "32",
         "--scale-lr",
         "sqrt",
-        "--restarts",
+        "--max-restarts",
         "5",
-        "--to",
+        "--tracker",
         "tensorboard",
         "--allow-inexact",
     )
     text = written(kind, "--nnodes", "2", *own, "--job.lr", "-1", "--runs", "/shared", plan=str(tmp_path / "plan.toml"))
-    for word in ("--steps=7", "--batch=32", "--scale-lr=sqrt", "--restarts=5", "--to=tensorboard", "--allow-inexact"):
+    for word in ("--steps=7", "--batch=32", "--scale-lr=sqrt", "--max-restarts=5", "--tracker=tensorboard", "--allow-inexact"):
         assert word in text
     assert "--job.lr=-1" in text and "--runs=/shared/net" in text and "dp=4" in text and "plan.toml" not in text
     assert "--resume=auto" in text and "--save-every" not in text
@@ -162,7 +162,7 @@ def test_who_says_where_to_go_on_is_obeyed() -> None:
         (("--plan", "dp=3", "--nnodes", "2"), "S001", "wants 3 devices, and 2 machines of 1 are 2"),
         (("--plan", "dp=*", "--nnodes", "2"), "S001", "nobody says how many"),
         (("--plan", "dp=2 processes=one", "--nnodes", "2"), "S001", "one machine only"),
-        (("--plan", "auto"), "S001", "--out plan.toml"),
+        (("--plan", "auto"), "S001", "--output plan.toml"),
         ((), "S001", "wants a plan"),
         (("--plan", "dp=2", "--nnodes", "0"), "U002", "--nnodes 0"),
         (("--plan", "dp=2", "--steps", "0"), "U002", "--steps 0"),
@@ -172,9 +172,9 @@ def test_who_says_where_to_go_on_is_obeyed() -> None:
         (("--plan", "dp=2", "--time", "noon"), "S002", "--time noon"),
         (("--plan", "dp=2", "--name", "My_Job"), "S002", "--name my-job"),
         (("--plan", "dp=2", "--option", "--a b=c"), "S002", "no option of sbatch"),
-        (("--plan", "dp=2 zero=1"), "P030", "zero=1 has no effect"),
+        (("--plan", "dp=2 zero_stage=1"), "P030", "zero_stage=1 has no effect"),
         (("--plan", "dp=2", "--runs", "a\udc80b"), "S002", "not UTF-8"),
-        (("--plan", "dp=2", "--out", "/nowhere/x"), "M016", "/nowhere"),
+        (("--plan", "dp=2", "--output", "/nowhere/x"), "M016", "/nowhere"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_told(words: tuple[str, ...], code: str, told: str) -> None:
@@ -200,7 +200,7 @@ def test_what_a_scheduler_cannot_is_told(kind: str, words: tuple[str, ...], told
 
 def test_it_is_printed_or_written(tmp_path: Path) -> None:
     out = tmp_path / "a job.sbatch"
-    code, text = said("slurm", "job.py", "--plan", "dp=2", "--out", str(out))
+    code, text = said("slurm", "job.py", "--plan", "dp=2", "--output", str(out))
     assert code == 0 and text == f"{out} is written; start it with  sbatch '{out}'\n"
     assert out.read_text() == said("slurm", "job.py", "--plan", "dp=2")[1]
     code, text = said("slurm", "job.py", "--plan", "dp=2", "--json")

@@ -89,16 +89,16 @@ def test_speeds_that_are_none(tmp_path: Path, line: str, why: str) -> None:
 
 def test_shares_by_speed_are_offered_with_their_gain(asked: PlanRequest) -> None:
     found = ask(asked, {"precision": "fp32", "fsdp": 1, "tp": 1, "pp": 1, "microbatches": 1, "compile": False})
-    assert found.best is not None and str(found.best.plan) == "dp=4 batch_shares=auto"
+    assert found.best is not None and str(found.best.plan) == "dp=4 batch_split=auto"
     question = found.question
     equal, auto = (
-        price(asked.pace, Plan.parse(f"dp=4 precision=fp32 batch_shares={s}"), question, 1 << 14)
+        price(asked.pace, Plan.parse(f"dp=4 precision=fp32 batch_split={s}"), question, 1 << 14)
         for s in ("equal", "auto")
     )
     assert equal.parts["compute"] / auto.parts["compute"] == pytest.approx(
         13 / 4, rel=0.1
     )  # 16384 on the slow one, then 5041 of 65536
-    given = price(asked.pace, Plan.parse("dp=4 precision=fp32 batch_shares=4:4:4:1"), question, 1 << 14)
+    given = price(asked.pace, Plan.parse("dp=4 precision=fp32 batch_split=4:4:4:1"), question, 1 << 14)
     assert given.seconds == pytest.approx(auto.seconds, rel=1e-6)
     assert "× as fast as the same plan with equal shares" in text(found)
     assert gain(asked.pace, Plan(dp=4), question, 1 << 14) == ""
@@ -106,24 +106,24 @@ def test_shares_by_speed_are_offered_with_their_gain(asked: PlanRequest) -> None
 
 def test_parts_are_written_where_speeds_cannot_be_measured(asked: PlanRequest) -> None:
     found = ask(asked, {"precision": "bf16", "fsdp": 4, "tp": 1, "pp": 1})
-    assert found.best is not None and found.best.plan.batch_shares == "4:4:4:1"
+    assert found.best is not None and found.best.plan.batch_split == "4:4:4:1"
 
 
 def test_every_rank_is_held_against_its_own_device(asked: PlanRequest) -> None:
     """A batch whose equal share does not fit into the smallest device, and whose share by speed does."""
     wide = PlanRequest.of(job(1 << 18), "job.py", asked.machine)
-    pins = {"precision": "fp32", "dp": 4, "fsdp": 1, "tp": 1, "pp": 1, "microbatches": 1, "recompute": "none"}
+    pins = {"precision": "fp32", "dp": 4, "fsdp": 1, "tp": 1, "pp": 1, "microbatches": 1, "activation_checkpointing": "none"}
     question, plan = wide.question(pins), Plan.parse("dp=4")
     samples = branch_samples(plan, question)
-    equal, auto = (price(wide.pace, replace(plan, batch_shares=s), question, samples) for s in ("equal", "auto"))
+    equal, auto = (price(wide.pace, replace(plan, batch_split=s), question, samples) for s in ("equal", "auto"))
     assert equal.spare is not None and auto.spare is not None and question.room(3) < question.room(0) == question.memory
     small = replace(question, rooms=tuple(0.9 * equal.reserved if i == 3 else n for i, n in enumerate(question.rooms)))
-    equal, auto = (price(wide.pace, replace(plan, batch_shares=s), small, samples) for s in ("equal", "auto"))
+    equal, auto = (price(wide.pace, replace(plan, batch_split=s), small, samples) for s in ("equal", "auto"))
     assert not small.holds(equal) and small.holds(auto)
 
 
 def test_alike_devices_are_as_before(asked: PlanRequest, machine: Machine) -> None:
     alike = asked.on(replace(machine, speeds=(), memories=()))
     found = ask(alike, {"precision": "bf16"})
-    assert all(row.plan.batch_shares == "equal" and (row.estimate is None or row.estimate.spare is None)
+    assert all(row.plan.batch_split == "equal" and (row.estimate is None or row.estimate.spare is None)
                for row in found.rows)  # fmt: skip

@@ -2,8 +2,8 @@
 
     plait train  examples/ports/lora/job.py --plan fsdp=2
     plait verify examples/ports/lora/job.py --plan tp=2
-    plait checkpoint export runs/latest --adapter --to adapter      # for PeftModel.from_pretrained
-    plait checkpoint export runs/latest --merge --to merged         # for AutoModelForCausalLM.from_pretrained
+    plait checkpoint export runs/latest --adapter --output adapter      # for PeftModel.from_pretrained
+    plait checkpoint export runs/latest --merge --output merged         # for AutoModelForCausalLM.from_pretrained
 
 Each rank reads its own parts of the base, which is never held whole, and a checkpoint holds the adapter and its optimizer alone.
 """

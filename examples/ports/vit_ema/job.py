@@ -2,7 +2,7 @@
 
     plait train  examples/ports/vit_ema/job.py --nproc 2
     plait verify examples/ports/vit_ema/job.py --plan "fsdp=2"
-    plait checkpoint export runs/latest --ema --to averaged.safetensors
+    plait checkpoint export runs/latest --ema --output averaged.safetensors
 
 Mixup draws its partner and its part in `__getitem__`, where random numbers belong to the sample: every plan mixes the same images. In a
 `collate` it would mix with what happens to be on the same rank.

@@ -93,7 +93,7 @@ def page(setting: Setting, job: str, rows: Iterable[Row], seconds: float) -> str
         "# The fault matrix",
         "What goes wrong on purpose in small runs of a job, what plait promises then, and what was measured. Written by",
         "",
-        f"    plait chaos {job} {flags} --to docs/faults.md",
+        f"    plait chaos {job} {flags} --output docs/faults.md",
         "",
         f"on {date}, plait {__version__}, torch {torch.__version__.partition('+')[0]}, {cores()} shared CPU cores "
         f"({platform.machine()}, load {os.getloadavg()[1]:.0f}): {summary(rows, seconds)}. It takes any job and plan; try it on yours.",
@@ -102,7 +102,7 @@ def page(setting: Setting, job: str, rows: Iterable[Row], seconds: float) -> str
         "has to say `--resume`, from that start on. *Lost*: complete steps that were made again. *Equal*: losses, samples of every step,",
         "weights and optimizer state are those of the undisturbed run, bit for bit. Runs are forked from a process that has read the",
         "job's data and run its model once; what a start costs without that, *next* does not have. Where cores are shared, seconds are what",
-        "was left of them: read *next* beside the same column of other rows. Where `--patience` is said, it is 4 s, or 2.5 times what the",
+        "was left of them: read *next* beside the same column of other rows. Where `--hang-timeout` is said, it is 4 s, or 2.5 times what the",
         "undisturbed run took to its first step.",
         "",
         "| fault | what is done | promised | seen | next | lost | equal | |",
@@ -132,7 +132,7 @@ FAULTS = (
 )  # fmt: skip
 
 PATIENT = 2.5
-"""`--patience` is at least so many times what the undisturbed run took to its first step."""
+"""`--hang-timeout` is at least so many times what the undisturbed run took to its first step."""
 
 
 def run(

@@ -13,7 +13,7 @@ from plait.chaos.strike import Strike
 from plait.chaos.watched import Record
 
 GOES_ON = "named, all ranks forked anew, goes on by itself"
-ENDED = "named, ended, goes on by itself (--patience)"
+ENDED = "named, ended, goes on by itself (--hang-timeout)"
 NO_STEP = "; no completed step lost where ranks hold copies, else at most those since a complete checkpoint"
 AWAY = "named, ended, and tried again twice; then exit 1, and --resume goes on"
 
@@ -129,7 +129,7 @@ def _first_step(scene: Scene) -> Outcome:
 def hangs(
     act: str, phase: str, within: float = 0.0, says: str = "stopped making progress"
 ) -> Callable[[Scene], Outcome]:
-    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--patience` is,
+    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--hang-timeout` is,
     and in a pipeline too, where it is minutes: what one stage does says nothing of another."""
 
     def pose(scene: Scene) -> Outcome:

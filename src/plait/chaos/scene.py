@@ -77,7 +77,7 @@ class Setting:
     run: Path | None = None
     """Its directory."""
     patience: float = 4.0
-    """Seconds for `--patience`: more where this machine takes long to begin, for that is no hang."""
+    """Seconds for `--hang-timeout`: more where this machine takes long to begin, for that is no hang."""
 
     @property
     def steps(self) -> int:
@@ -130,7 +130,7 @@ class Scene:
     @property
     def patient(self) -> tuple[str, ...]:
         """Of faults whose limits are minutes by default."""
-        return ("--patience", f"{self.setting.patience:.0f}")
+        return ("--hang-timeout", f"{self.setting.patience:.0f}")
 
     def several(self) -> None:
         """A fault of one rank among others."""

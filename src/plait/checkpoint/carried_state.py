@@ -323,7 +323,7 @@ def _alike(manifest: Manifest, rows: tuple[CarriedValue, ...]) -> bool:
 def _stages(plan: str, world: int) -> list[int]:
     """The pipeline stage of each rank of a plan."""
     try:
-        known = Plan.parse(plan).fill(world)
+        known = Plan.stored(plan).fill(world)
         return [known.at(rank)["pp"] for rank in range(world)]
     except PlaitError:  # of another version
         return [0] * world

@@ -122,7 +122,7 @@ def _groups(specs: dict[str, Spec], limit: int) -> list[list[str]]:
 def _free(to: Path, files: list[Path], stem: str) -> None:
     old = [p for p in (*files, *(to.glob(f"{stem}*.safetensors*") if to.is_dir() else ())) if p.exists()]
     if old:
-        why, fix = "an export does not write over weights", ("--to somewhere/else",)
+        why, fix = "an export does not write over weights", ("--output somewhere/else",)
         raise PlaitError(Problem("K009", f"{old[0]} exists", why=why, fix=fix))
 
 
@@ -223,7 +223,7 @@ def _merged(path: Path, to: Path, wanted: Wanted, about: Path) -> list[Path]:
         what, fix = f"the run of {path} has {len(others) + 1} adapters", ("--adapter, and merge them with peft",)
         raise PlaitError(Problem("K022", what, why="--merge merges one", fix=fix))
     if to.exists() and any(to.iterdir()):
-        why, fix = "a merged model does not go over anything", ("--to somewhere/else",)
+        why, fix = "a merged model does not go over anything", ("--output somewhere/else",)
         raise PlaitError(Problem("K009", f"{to} is not empty", why=why, fix=fix))
     of_adapter = _of_adapter(name, "none")
     with Scratch("merge") as folder:

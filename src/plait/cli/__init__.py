@@ -4,7 +4,7 @@ main              the words of the command line
 plan_and_job      the plan and the job that a command names
 train_options     plait train: what is wrong with its options, and what they ask for; the callbacks among it
 train             plait train: the launcher's side
-served            plait train with sync=async: groups and servers
+served            plait train with outer_sync=async: groups and servers
 restart_loop      which round follows when ranks or machines fail, end or come
 rank_failures     how often ranks failed, and whether the run continues
 other_plans       plans instead of the given one: for fewer ranks, found while training goes on, and for a device that is full

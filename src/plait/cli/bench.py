@@ -30,10 +30,10 @@ def run(options: BenchOptions) -> int:
     parts = PARTS if options.what == "all" else (options.what,)
     if options.what == "data" and not options.job:
         raise PlaitError(Problem("U001", "plait bench data needs a job", fix=("plait bench data job.py",)))
-    check_writable(options.out)
+    check_writable(options.output)
     job = load_job(options.job, options.arguments) if options.job and "data" in parts else None
     kind = kind_of(options.device)
-    machine = Machine.load(options.out) if options.out.exists() else detect.found(options.device)
+    machine = Machine.load(options.output) if options.output.exists() else detect.found(options.device)
     member = joined()
     ranks = member.count if member is not None else options.nproc or machine.devices_per_node
     machine = sized(machine, ranks, kind)
@@ -53,8 +53,8 @@ def run(options: BenchOptions) -> int:
             rates = everywhere(lambda place: {"rate": measure_machine.load(place, job)}, ranks)
             machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
     if current().rank == 0:
-        write(options.out, header() + machine.to_toml())
-        print_result(options, facts(machine, options.out), table(machine, ranks, options.out))
+        write(options.output, header() + machine.to_toml())
+        print_result(options, facts(machine, options.output), table(machine, ranks, options.output))
     return 0
 
 

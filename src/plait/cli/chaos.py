@@ -51,8 +51,8 @@ def run(options: ChaosOptions) -> int:
     took = time.monotonic() - began
     say(matrix.summary(rows, took))
     print_result(options, matrix.to_dict(setting, rows))
-    if options.to:
-        options.to.write_text(matrix.page(setting, options.job, rows, took), encoding="utf-8")
+    if options.output:
+        options.output.write_text(matrix.page(setting, options.job, rows, took), encoding="utf-8")
     return DIFFERENT if any(row.verdict == SHORT for row in rows) else 0
 
 

@@ -36,13 +36,13 @@ def run(options: CheckpointOptions) -> int:
     if options.action == "info":
         found = _info(paths[0])
         return _say(options, found, "\n".join(f"{name:<11} {value}" for name, value in found.items()), 0)
-    if options.to is None:
-        raise PlaitError(Problem("U002", "export needs --to", fix=("--to weights/", "--to model.safetensors")))
+    if options.output is None:
+        raise PlaitError(Problem("U002", "export needs --output", fix=("--output weights/", "--output model.safetensors")))
     dtype = DTYPES[FORMATS[options.dtype]] if options.dtype else None
     if options.adapter and options.merge:
         raise PlaitError(Problem("U002", "--adapter and --merge are two exports", fix=("one of them",)))
     wanted = Wanted(_size(options.shard), dtype, options.base, average=options.ema)
-    written, tied = export_folder(paths[0], _target(options.to), wanted, options.adapter, options.merge)
+    written, tied = export_folder(paths[0], _target(options.output), wanted, options.adapter, options.merge)
     files, wrong = [str(file) for file in written], marks(paths[0]) or ()
     notes = [f"note  {name} is tied to {kept} and stored once: tie them before loading" for name, kept in tied.items()]
     if has_adapter(paths[0]) and not options.adapter and not options.merge:
@@ -59,8 +59,8 @@ def _target(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() in OTHERS and not text.endswith("/"):
         why = f"an export is safetensors; {text} would be a folder of that name"
-        fix = (f"--to {path.with_suffix('.safetensors')}", f"--to {path.with_suffix('')}/")
-        what = f"--to {text} is not written: {path.suffix} is another format"
+        fix = (f"--output {path.with_suffix('.safetensors')}", f"--output {path.with_suffix('')}/")
+        what = f"--output {text} is not written: {path.suffix} is another format"
         raise PlaitError(Problem("U002", what, why=why, fix=fix))
     return path
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from plait.cli import plan_and_job
 from plait.cli.result import print_result, results_alone
 from plait.config import command_options as of
-from plait.config.command_options import REQUIRED, CommandOptions, Option, options_of
+from plait.config import former_names
+from plait.config.command_options import REQUIRED, CommandOptions, Option, flag_of, options_of
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -33,6 +34,7 @@ from plait.config.errors import (
 )  # fmt: skip
 from plait.config.keys import KEYS
 from plait.config.library import uncollected
+from plait.config.plan import FORMER
 from plait.config.version import __version__
 from plait.launch import forkable
 from plait.launch.limits import open_standard
@@ -81,14 +83,18 @@ def parsed(argv: list[str]) -> tuple[Command, CommandOptions]:
         raise PlaitError(Problem("U001", f"there is no command `{first[:60]}`        {hint}", fix=("plait --help",)))
     found, unknown = parser.parse_known_args(words)
     command = COMMANDS[first or ""]
+    given = {word.partition("=")[0] for word in words}
+    for option in options_of(command.options).values():
+        if option.former and flag_of(option.former) in given:
+            former_names.warn("option", flag_of(option.former), option.flag)
     if unknown:
         option = next((word for word in unknown if word[:1] == "-"), None)
         what = f"unexpected word `{unknown[0][:60]}`"
         if option is not None:
             what = f"unknown option  {option[:60]}        {did_you_mean(option.partition('=')[0], command.words)}"
         raise PlaitError(Problem("U001", what, fix=(f"{parsers[first or ''].prog} --help",)))
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
-    return command, command.options(arguments=arguments, **given)
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
+    return command, command.options(arguments=arguments, **values)
 
 
 def main(argv: list[str] | None = None, job: "Job | None" = None) -> int:
@@ -103,7 +109,7 @@ def main(argv: list[str] | None = None, job: "Job | None" = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="plait")  # what a job or a path says may be no text in this encoding
     try:
-        with results_alone(not READ.isdisjoint(word.partition("=")[0] for word in argv)) as output:
+        with results_alone(not READ.isdisjoint(word.partition("=")[0] for word in argv)) as output, former_names.as_notes():
             return _told(argv, job, output)
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -141,7 +147,7 @@ def _run(argv: list[str], job: "Job | None", output: TextIO) -> int:
         command, options = parsed(argv)
         if isinstance(options, of.SplitOptions):
             options = replace(options, loaded=job)
-        return command.run(replace(options, output=output))
+        return command.run(replace(options, stdout=output))
     except PlaitError as error:
         from plait.launch.attempts import says
 
@@ -222,12 +228,17 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
         settings["action"] = "store_true"
     else:
         settings |= {"type": option.kind, "choices": option.choices or None, "metavar": option.metavar}
+    if option.former_values:
+        settings["type"] = option.present
     if option.many:
         settings["action"] = "append"
     if option.bare is not None:
         settings |= {"nargs": "?", "const": option.bare}
     if not option.by_place:
         parser.add_argument(*option.words or (option.flag,), dest=option.name, default=argparse.SUPPRESS, **settings)
+        if option.former:
+            settings["help"] = argparse.SUPPRESS
+            parser.add_argument(flag_of(option.former), dest=option.name, default=argparse.SUPPRESS, **settings)
     elif option.default is REQUIRED:
         parser.add_argument(option.name, **settings)
     elif option.many:
@@ -250,7 +261,7 @@ def _imported(module: str) -> ModuleType:
 
 def _help(options: of.HelpOptions) -> int:
     """Explain an error code, a key of a plan, or a command."""
-    word, (parser, commands) = options.word, _parser()
+    word, (parser, commands) = FORMER.get(options.word or "", options.word), _parser()
     if word is None or word in commands:
         (parser if word is None else commands[word]).print_help()
         return 0
@@ -292,21 +303,21 @@ COMMANDS = {
     ),
     "sketch": Command(
         "show what a model costs, unit by unit, without running it", of.SketchOptions, _in("plait.cli.sketch"),
-        ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
+        ("job.py", 'job.py --plan "fsdp=8 activation_checkpointing=full"'),
     ),
     "plan": Command(
         "choose a plan: will it fit, how fast, why; or look at one", of.PlanOptions, _in("plait.cli.plan_options"),
         (
             "job.py --machine h100x8",
-            "job.py --machine a100x8 --objective cheapest",
+            "job.py --machine a100x8 --objective min-cost",
             'job.py --plan "tp=2" --show tensor',
-            "job.py --machine h100x8x4 --map --out map.svg",
+            "job.py --machine h100x8x4 --map --output map.svg",
         ),
     ),
     "submit": Command(
         "write what a scheduler wants: Slurm, Kubernetes, SkyPilot, Ray, ssh", of.SubmitOptions, _in("plait.integrations.submit.command"),
         (
-            'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --out job.sbatch',
+            'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --output job.sbatch',
             "jobset job.py --plan fsdp=16 --machine h100x8x2 --image registry/train:1 --volume shared:/mnt",
             'ssh job.py --plan "dp=4" --hosts node1,node2',
         ),
@@ -325,7 +336,7 @@ COMMANDS = {
     ),
     "checkpoint": Command(
         "list, inspect, verify or export checkpoints", of.CheckpointOptions, _in("plait.cli.checkpoint"),
-        ("list runs/gpt-3", "verify runs/gpt-3", "export runs/gpt-3 --to weights.safetensors"),
+        ("list runs/gpt-3", "verify runs/gpt-3", "export runs/gpt-3 --output weights.safetensors"),
     ),
     "help": Command(
         "explain an error code, a plan key or a command: P012, fsdp, train", of.HelpOptions, _help,

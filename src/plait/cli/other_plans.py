@@ -139,7 +139,7 @@ def _best(request: Request, ranks: int) -> Plan:
 
 def _shared(given: Plan, plan: Plan) -> Plan:
     """The plan with shares of the batch by speed, where the request's has them: its parts are of other ranks."""
-    return replace(plan, batch_shares="auto") if given.batch_shares != "equal" and plan.ranks > 1 else plan
+    return replace(plan, batch_split="auto") if given.batch_split != "equal" and plan.ranks > 1 else plan
 
 
 def _checked(request: Request, plan: Plan) -> Plan:

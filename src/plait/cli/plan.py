@@ -67,8 +67,8 @@ def explained(options: PlanOptions, machine: Machine, say: Callable[[str], None]
     found = answered(asked, options)
     if options.tries:
         found = tried(found, options)
-    if options.out and found.best:
-        write(options.out, toml(found))
+    if options.output and found.best:
+        write(options.output, toml(found))
     say("")
     print_result(options, found.to_dict(), shown(text(found)))
     return 0 if found.best else 1
@@ -78,11 +78,11 @@ def goal_of(options: PlanOptions, again: Callable[[dict[str, str]], PlanRequest]
     """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: goals.scale(asked, pins, memory, counts(options.scale))
-    if options.objective == "fewest":
+    if options.objective == "min-devices":
         return lambda asked, pins, memory: goals.fewest(asked, pins, memory, hours(options.deadline or ""))
-    if options.objective == "largest" and options.vary:
-        return goals.longest(options.vary, options.arguments, again)
-    return {"cheapest": goals.cheapest, "largest": goals.largest}.get(options.objective)
+    if options.objective == "max-batch" and options.maximize:
+        return goals.longest(options.maximize, options.arguments, again)
+    return {"min-cost": goals.cheapest, "max-batch": goals.largest}.get(options.objective)
 
 
 def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
@@ -107,7 +107,7 @@ def impossible(found: Answer) -> Problem:
         whys = list(unsearched(found))
     product = prod(question.pins.get(key, 1) for key in AXES if key != "ep")
     fix = [f"--gpus {product}"] if axes and product > 1 else []
-    fix += [f"--pin {axes[0]}={max(d for d in divisors(devices) if d <= question.pins[axes[0]])}"] if axes else []
+    fix += [f"--set {axes[0]}={max(d for d in divisors(devices) if d <= question.pins[axes[0]])}"] if axes else []
     what = f"no plan for {devices} devices and a batch of {question.batch} goes with {kept}"
     return Problem("P070", what, why="; ".join(whys), fix=tuple(fix))
 

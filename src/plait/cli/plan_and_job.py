@@ -59,16 +59,17 @@ def _filled(plan: Plan, count: int | None) -> Plan:
 
 TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
-    **dict.fromkeys(("fsdp", "zero", "shard_over_cp"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel", "async_tp"), "tensor/strategy"),
-    **dict.fromkeys(("cp", "context"), "context/strategy"), **dict.fromkeys(("ep", "token_dispatcher"), "expert/strategy"),
+    **dict.fromkeys(("fsdp", "zero_stage", "shard_over_cp"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel", "async_tp"),
+        "tensor/strategy"),
+    **dict.fromkeys(("cp", "cp_method"), "context/strategy"), **dict.fromkeys(("ep", "token_dispatcher"), "expert/strategy"),
     "microbatches": "accumulate",
     **dict.fromkeys(
-        ("replica_groups", "sync", "every", "start_local", "outer_lr", "outer_momentum", "fragments", "fragment_delay",
+        ("replica_groups", "outer_sync", "sync_every", "warmup_sync_steps", "outer_lr", "outer_momentum", "num_fragments", "fragment_delay",
          "fragment_alpha"), "replica_groups/strategy"),
-    "batch_shares": "shares/strategy",
-    "recompute": "recompute", "offload": "offload",
+    "batch_split": "shares/strategy",
+    "activation_checkpointing": "activation_checkpointing", "offload": "offload",
     **dict.fromkeys(("precision", "fp8_recipe"), "precision"), "compile": "compiled", "processes": "threads",
-    **dict.fromkeys(("compress", "compress_rank"), "compression/strategy"),
+    **dict.fromkeys(("grad_compression", "compression_rank"), "compression/strategy"),
 }  # fmt: skip
 """Which file of `parallel/` explains a key of a plan."""
 

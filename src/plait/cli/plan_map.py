@@ -1,4 +1,4 @@
-"""`plait plan --map`: which way to synchronise is fastest, as text, as JSON, or with --out as one SVG.
+"""`plait plan --map`: which way to synchronise is fastest, as text, as JSON, or with --output as one SVG.
 
 The picture has a grid for the same samples and one for the same loss, light or dark as the reader likes. A cell has the name of the fastest way
 and how many times as fast as `dp` it is; its colour is that of its kind. Text on every colour has a contrast of at least 4.5.
@@ -67,8 +67,8 @@ def mapped(asked: PlanRequest, pins: dict[str, Any], options: PlanOptions) -> in
     between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
     cells = late_map(LateJob(asked.pace, asked.job.batch, asked.job.steps), every)
     shown = LateMap(asked.name, between, tuple(every), cells)
-    if options.out:
-        write(options.out, page(shown.to_dict()))
+    if options.output:
+        write(options.output, page(shown.to_dict()))
     print_result(options, shown.to_dict(), shown.text())
     return 0
 

@@ -30,8 +30,8 @@ def run(options: PlanOptions) -> int:
 
         return print_dry_run(options, None if machine is None else room(machine, size(options.memory)))
     assert machine is not None
-    if options.out:
-        check_writable(options.out)
+    if options.output:
+        check_writable(options.output)
     if options.tries and not machine.on_cores and kind_of("auto") == "cpu":
         why = f"{machine} is another machine, and plans are run on this one"
         raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))

@@ -14,7 +14,7 @@ from plait.scripts.prove import prove
 def run(options: ProveOptions) -> int:
     """The command."""
     check_range(options)
-    reference = ScriptCommand("reference", options.reference, options.steps, options.limit, int(options.room * 2**30), options.float64)
+    reference = ScriptCommand("reference", options.reference, options.steps, options.hang_timeout, int(options.disk_limit * 2**30), options.float64)
     try:
         with ProgressLine("prove", options.json) as line:
             verdict = prove(reference, replace(reference, side="candidate", words=options.candidate), line.show)

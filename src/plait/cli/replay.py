@@ -135,8 +135,8 @@ def _plan(folder: Path, options: ReplayOptions) -> Plan:
     if max(ran.replica_groups, plan.replica_groups) > 1:
         why = "replica groups hold weights of their own between synchronizations"
         fix = "replay a run whose ranks synchronize in every step"
-    elif plan != ran and {ran.compress, plan.compress} != {"none"}:
-        why = f"with compress={ran.compress} a rank's gradients depend on the residuals that it holds"
+    elif plan != ran and {ran.grad_compression, plan.grad_compression} != {"none"}:
+        why = f"with grad_compression={ran.grad_compression} a rank's gradients depend on the residuals that it holds"
     if why:
         raise PlaitError(Problem("R012", f"{folder}, a run under {ran}, cannot be replayed under {plan}", why=why, fix=(fix,)))
     if options.bisect and (plan.compile or plan.processes == "one"):

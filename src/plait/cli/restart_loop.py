@@ -1,8 +1,8 @@
 """The rounds of a run: after ranks or machines fail, end or come, the launcher decides which round follows, where, and under which plan.
 
-    a rank fails                    all ranks are restarted, up to --restarts times at one step
+    a rank fails                    all ranks are restarted, up to --max-restarts times at one step
     the same one fails every time   its device is left out: fewer ranks continue under another plan
-    a rank fails, with --fewer      the same, at once
+    a rank fails, with --allow-shrink      the same, at once
     a machine is lost               the other machines continue
     a machine comes (back)          the ranks stop after their step, and a round with all machines begins
 
@@ -36,7 +36,7 @@ class RestartLoop:
 
     def __init__(self, request: Request, run: RunDirectory, memory: Memory | None, node: Node, listener: Listener):
         self.request, self.run, self.memory, self.node, self.listener = request, run, memory, node, listener
-        self.failures = RankFailures(request.restarts if memory is not None else 0, request.fewer)
+        self.failures = RankFailures(request.max_restarts if memory is not None else 0, request.allow_shrink)
         self.plans = OtherPlans(request)
 
     def close(self) -> None:

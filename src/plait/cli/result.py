@@ -17,14 +17,14 @@ class Printed(Protocol):
     @property
     def json(self) -> bool: ...
     @property
-    def output(self) -> TextIO | None: ...
+    def stdout(self) -> TextIO | None: ...
 
 
 def print_result(options: Printed, facts: Any, text: str | None = None) -> None:
     """Print a result: `facts` as JSON with `--json`; without it `text`, unless a person has read that line by line already."""
     line = json.dumps(facts) if options.json else text
     if line is not None:
-        print(line, file=options.output or sys.stdout, flush=True)
+        print(line, file=options.stdout or sys.stdout, flush=True)
 
 
 @contextmanager

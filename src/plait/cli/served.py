@@ -1,4 +1,4 @@
-"""`plait train` with sync=async, the launcher's side: groups and servers are forked; a group that dies is started again or left out,
+"""`plait train` with outer_sync=async, the launcher's side: groups and servers are forked; a group that dies is started again or left out,
 and after a server's death all start again from the newest checkpoint."""
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from plait.launch.supervise import Spare
 def refuse_launchers(plan: Plan, how: str) -> None:
     """P063: groups and servers find each other on one machine, and plait's launcher starts them."""
     if plan.server_count:
-        what = f"sync=async runs on one machine, under plait's own launcher; here {how}"
+        what = f"outer_sync=async runs on one machine, under plait's own launcher; here {how}"
         why = "groups and servers meet on this machine's loopback, and only plait's launcher starts one of them anew"
-        fix = ("plait train … on one machine", "sync=local or sync=diloco    over machines and launchers")
+        fix = ("plait train … on one machine", "outer_sync=local or outer_sync=diloco    over machines and launchers")
         raise PlaitError(Problem("P063", what, why=why, fix=fix))
 
 
@@ -57,19 +57,19 @@ def ranks(
     request: Request, run: RunDirectory, listener: fork.Listener, begin: Callable[[range], None]
 ) -> list[dict[str, Any]]:
     """Fork groups and servers, again after the death of a server. What the first server returned."""
-    plan, resume, left = request.plan, request.resume, request.restarts
+    plan, resume, left = request.plan, request.resume, request.max_restarts
     if request.workers:
         listener.note(
-            "note  --workers has no effect under sync=async: a group reads the samples of a portion when it is dealt"
+            "note  --workers has no effect under outer_sync=async: a group reads the samples of a portion when it is dealt"
         )
     begin(range(plan.world))
     stop = StopRequest.of_process()
     stop.trains = True
     while True:
-        losses = GroupLosses(plan, request.restarts, listener.note, stop)
+        losses = GroupLosses(plan, request.max_restarts, listener.note, stop)
         try:
             spare = Spare(lambda rank: rank < plan.replica_groups, losses.lost)
-            results = start(setting_of(request, run, resume), spare, listener, request.patience)
+            results = start(setting_of(request, run, resume), spare, listener, request.hang_timeout)
             return [results[plan.replica_groups]]
         except PlaitError as error:
             saved = Checkpoints(run.checkpoints).found()

@@ -75,7 +75,7 @@ def _watched(request: Request, console: Console, node: Node) -> tuple[int, dict[
         for note in (*request.notes, *_notes(request), *made.notes(), *checked.lines):
             console.say(note)
 
-    memory = Memory() if request.restarts and not plan.server_count else None
+    memory = Memory() if request.max_restarts and not plan.server_count else None
     listener = fork.Listener(output.message, output.text, console.tick, console.say, logs=True)
     loop = RestartLoop(request, run, memory, node, listener)
     try:
@@ -133,7 +133,7 @@ def _ranks(
         try:
             with stop.training():
                 results = fork.run(
-                    target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, handing=handing,
+                    target, plan.world, listener, patience=request.hang_timeout, alike=plan.pp == 1, handing=handing,
                     node=node if node.count > 1 else None, devices=now.devices[node.index], leaves=leaves,
                 )  # fmt: skip
         except PlaitError as error:
@@ -273,19 +273,19 @@ def _refuse(request: Request, checked: jobcheck.Checked) -> None:
 
 
 def _refuse_fewer(request: Request) -> None:
-    """P065 for `--fewer` where what ranks keep is no use to fewer of them."""
+    """P065 for `--allow-shrink` where what ranks keep is no use to fewer of them."""
     plan = request.plan
-    if request.fewer and (plan.replica_groups > 1 or plan.compress != "none"):
+    if request.allow_shrink and (plan.replica_groups > 1 or plan.grad_compression != "none"):
         groups = plan.replica_groups > 1
-        word = f"replica_groups={plan.replica_groups}" if groups else f"compress={plan.compress}"
+        word = f"replica_groups={plan.replica_groups}" if groups else f"grad_compression={plan.grad_compression}"
         kept = (
             "each group has weights and an optimizer state of its own"
             if groups
             else "each copy has residuals of its own"
         )
-        fix = ("leave out --fewer    a rank that is lost is started again",)
+        fix = ("leave out --allow-shrink    a rank that is lost is started again",)
         raise PlaitError(
-            Problem("P065", f"--fewer does not work with {word}", why=f"{kept}, which fewer cannot go on with", fix=fix)
+            Problem("P065", f"--allow-shrink does not work with {word}", why=f"{kept}, which fewer cannot go on with", fix=fix)
         )
 
 
@@ -364,7 +364,7 @@ def headline(request: Request) -> str:
         where = f"{plan.devices} {kind} groups and {plan.server_count} server" + ("s" if plan.server_count > 1 else "")
     if plan.parts:
         share = ", ".join(map(str, shares)) + " for the ranks with samples of their own"
-    elif plan.batch_shares == "auto":
+    elif plan.batch_split == "auto":
         share += " until speeds are known"
     parts = f", in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     name = Path(request.name.partition(":")[0])

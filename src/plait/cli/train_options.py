@@ -55,7 +55,7 @@ def together(
 
     if not given:
         return made
-    if plan.sync == "async":
+    if plan.outer_sync == "async":
         raise PlaitError(_by_a_server(["callbacks=[…]"]))
     checked(given, "callbacks=")
     return lambda: [*given, *(made() if made is not None else [])]
@@ -70,14 +70,14 @@ def refuse_callbacks(options: TrainOptions, plan: Plan) -> None:
         "--group-norms": options.group_norms,
     }
     given = [name for name, value in named.items() if value]
-    if given and plan.sync == "async":
+    if given and plan.outer_sync == "async":
         raise PlaitError(_by_a_server(given))
 
 
 def _by_a_server(given: list[str]) -> Problem:
     why = "there the server makes the steps and each group computes portions of them, so no rank sees a step as a whole"
-    fix = (f"leave out {' and '.join(given)}", "sync=local or sync=diloco")
-    return Problem("U015", f"{given[0]} does not work with sync=async", why=why, fix=fix)
+    fix = (f"leave out {' and '.join(given)}", "outer_sync=local or outer_sync=diloco")
+    return Problem("U015", f"{given[0]} does not work with outer_sync=async", why=why, fix=fix)
 
 
 def _steps(text: str) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def _made_callbacks(function: Callable[[], Any] | None, options: TrainOptions) -
     if options.profile:
         made.append(Profile(*_steps(options.profile)))
     if options.export_every is not None:
-        made.append(ExportWeights(options.export_every, options.export_to))
+        made.append(ExportWeights(options.export_every, options.export_dir))
     if options.early_stop is not None:
         made.append(EarlyStopping(metric, options.early_stop, mode))
     return [*made, BestCheckpoint(metric, mode)] if metric else made
@@ -172,12 +172,12 @@ def requested(options: TrainOptions) -> "Request":
     beyond = [rank for rank in shown if not 0 <= rank < plan.world]
     if beyond:
         why = "the plan has " + ("rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}")
-        raise PlaitError(Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=why))
+        raise PlaitError(Problem("U002", f"--log-ranks {options.log_ranks}: there is no rank {beyond[0]}", why=why))
     instead = {name: value for name in ("steps", "weights") if (value := getattr(options, name))}
     job, notes = scaled(replace(job, **instead) if instead else job, options.batch, options.scale_lr)
     return Request(
         options.job, job, plan, device=options.device, verbose=options.verbose, shown=shown, notes=notes,
-        trackers=chosen(list(options.to)), callbacks=callbacks, group_norms=options.group_norms,
+        trackers=chosen(list(options.tracker)), callbacks=callbacks, group_norms=options.group_norms,
         **{each.name: getattr(options, each.name) for each in fields(RunOptions)},
     )  # fmt: skip
 
@@ -185,40 +185,40 @@ def requested(options: TrainOptions) -> "Request":
 def problems(options: TrainOptions) -> list[Problem]:
     """U002 for values that options cannot have, alone or together. (`out_of_range` knows numbers that are too small.) J058."""
     found = [*hugging_face.untrainable(options.job)]
-    if options.patience is not None and not 0 < options.patience < math.inf:
-        what = f"--patience {options.patience} is not a number of seconds > 0"
-        found.append(Problem("U002", what, fix=("--patience 600",)))
-    if options.to:
+    if options.hang_timeout is not None and not 0 < options.hang_timeout < math.inf:
+        what = f"--hang-timeout {options.hang_timeout} is not a number of seconds > 0"
+        found.append(Problem("U002", what, fix=("--hang-timeout 600",)))
+    if options.tracker:
         from plait.integrations.trackers.packages import unknown
 
-        found += unknown(list(options.to))
+        found += unknown(list(options.tracker))
     every = options.export_every or 0
     if every > 0 and options.save_every >= 1 and every % options.save_every:
         why = f"what is exported is a checkpoint, and there is one every {options.save_every} steps"
         fix = (f"--export-every {every} --save-every {every}",)
         found.append(Problem("U002", f"--export-every {every} is no multiple of --save-every", why=why, fix=fix))
-    if options.export_to is not None and options.export_every is None:
-        fix = (f"--export-every {options.save_every} --export-to {options.export_to}",)
-        found.append(Problem("U002", "--export-to does nothing without --export-every", fix=fix))
+    if options.export_dir is not None and options.export_every is None:
+        fix = (f"--export-every {options.save_every} --export-dir {options.export_dir}",)
+        found.append(Problem("U002", "--export-dir does nothing without --export-every", fix=fix))
     if options.scale_lr and not options.batch:
         why = "the rule compares it with the job's own batch"
         found.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
     try:
         _shown(options)
     except ValueError:
-        found.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
+        found.append(Problem("U002", f"--log-ranks {options.log_ranks} is not a list of ranks", fix=("--log-ranks 0,3",)))
     return [*found, *callback_problems(options)]
 
 
 def _shown(options: TrainOptions) -> tuple[int, ...]:
     """The ranks whose output is shown."""
-    return tuple(int(rank) for rank in options.ranks.split(","))
+    return tuple(int(rank) for rank in options.log_ranks.split(","))
 
 
 def _refuse_followers(options: TrainOptions, plan: Plan) -> None:
     """H020 for trackers and exports where a server makes the steps, and no rank."""
-    given = ["--to"] * bool(options.to) + ["--export-every"] * bool(options.export_every)
-    if given and plan.sync == "async":
-        why = "rank 0 starts trackers and exports, and under sync=async a server makes the steps"
-        fix = ("train without them; metrics.jsonl and checkpoints are there", "sync=diloco")
-        raise PlaitError(Problem("H020", f"{given[0]} does not work with sync=async", why=why, fix=fix))
+    given = ["--tracker"] * bool(options.tracker) + ["--export-every"] * bool(options.export_every)
+    if given and plan.outer_sync == "async":
+        why = "rank 0 starts trackers and exports, and under outer_sync=async a server makes the steps"
+        fix = ("train without them; metrics.jsonl and checkpoints are there", "outer_sync=diloco")
+        raise PlaitError(Problem("H020", f"{given[0]} does not work with outer_sync=async", why=why, fix=fix))

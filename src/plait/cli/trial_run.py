@@ -25,7 +25,8 @@ def measure(options: TrainOptions, steps: int = STEPS) -> TrialRun:
     """So many steps of a training in a run of its own, in a folder that is removed: no tracker and no other folder gets anything of it."""
     with Scratch("try") as folder:
         run = replace(
-            options, steps=steps, runs=Path(folder), json=True, resume=None, to=(), export_every=None, export_to=None, early_stop=None, check="none",
+            options, steps=steps, runs=Path(folder), json=True, resume=None, tracker=(), export_every=None, export_dir=None, early_stop=None,
+            check="none",
         )  # fmt: skip
         done = subprocess.run([sys.executable, "-m", "plait", "train", *words_of(run)], capture_output=True, text=True)
         if done.returncode:

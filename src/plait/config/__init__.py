@@ -6,6 +6,7 @@ hugging_face      a job made of a Hugging Face config alone: `hf:FOLDER`
 library           which code is of a library, and which the user's own
 phases            several losses and optimizers: the parts of a step
 keys              the keys of a plan, and which are axes of the mesh
+former_names      names of the version before, which are accepted with a warning
 plan              how to split it: values; a line of text, TOML or JSON
 conflicts         what of a plan does not work together: one table
 command_options   the options of each command

@@ -8,13 +8,14 @@ A command's options are one frozen dataclass. From its fields come the parser of
 (`cli/main.py`), the keyword arguments in Python (`api.py`), the words that `plait submit` hands on, and what is out of range.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TextIO, get_args, get_origin
 
+from plait.config import former_names
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.hardware import KINDS, NOT_YET
 
@@ -49,11 +50,31 @@ class Option:
     """It is a keyword argument in Python too."""
     handed_on: bool = True
     """`plait submit` hands it on, as it is given, to the `plait train` that the scheduler starts."""
+    former: str = ""
+    """Its name in the version before, which is accepted with a warning."""
+    former_values: Mapping[str, str] = field(default_factory=dict)
+    """Its present values by those of the version before, which are accepted with a warning."""
 
     @property
     def flag(self) -> str:
         """Its word on the command line, such as --save-every."""
-        return self.words[-1] if self.words else f"--{self.name.replace('_', '-')}"
+        return self.words[-1] if self.words else flag_of(self.name)
+
+    def present(self, value: Any) -> Any:
+        """The value by its present name. Warns of a former one."""
+        if not isinstance(value, str) or value not in self.former_values:
+            return value
+        former_names.warn("value", f"{self.flag} {value}", now := self.former_values[value])
+        return now
+
+
+def flag_of(name: str) -> str:
+    """The word on the command line of an option of this name.
+
+    >>> flag_of("save_every")
+    '--save-every'
+    """
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +83,7 @@ class CommandOptions:
 
     arguments: dict[str, str] = field(default_factory=dict)
     """Of the job's function: --job.NAME on the command line."""
-    output: TextIO | None = None
+    stdout: TextIO | None = None
     """Standard output, for the result alone, while sys.stdout is standard error (`cli/result.py`). None: sys.stdout."""
 
 
@@ -146,7 +167,7 @@ def verbose_option() -> Any:
 
 
 def device_option() -> Any:
-    return option("auto", "cuda: also ROCm's (auto)", choices=(*KINDS, *NOT_YET), metavar=f"{{{','.join(KINDS)}}}")
+    return option("auto", "device type; cuda includes ROCm (default: auto)", choices=(*KINDS, *NOT_YET), metavar=f"{{{','.join(KINDS)}}}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +175,7 @@ class JobOptions(CommandOptions):
     """The job, and how results are printed."""
 
     job: str = option(
-        REQUIRED, "path/to/job.py, path/to/job.py:function, or hf:FOLDER of a Hugging Face config; its arguments are --job.name value",
+        REQUIRED, "path/to/job.py, path/to/job.py:function, or hf:FOLDER of a Hugging Face config; arguments of the job: --job.NAME VALUE",
         by_place=True, metavar="JOB", **SHELL,
     )  # fmt: skip
     json: bool = json_option()
@@ -166,9 +187,10 @@ class SplitOptions(JobOptions):
     """The job, the plan, and where it runs."""
 
     plan: str | None = option(
-        None, 'one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here', handed_on=False
+        None, 'a line such as "dp=2 microbatches=4", a TOML file, or auto for the fastest plan on this machine (default: dp=*)', handed_on=False
     )
-    nproc: int | None = option(None, "processes to start on this machine; fills dp=*", least=1, handed_on=False)
+    nproc: int | None = option(None, "processes to start on this machine; dp=* uses all of them (default: what the plan needs)", least=1,
+        handed_on=False)
     device: str = device_option()
     loaded: "Job | None" = None
     """The job, if it does not lie in a file, or was read before."""
@@ -178,54 +200,56 @@ class SplitOptions(JobOptions):
 class RunOptions(CommandOptions):
     """Of `plait train`: how a run goes."""
 
-    restarts: int = option(2, "go on when a rank is lost, N times in a row at one step; 0: never", metavar="N", least=0)
-    fewer: bool = option(False, "go on with fewer ranks when one is lost, instead of starting it again")
+    max_restarts: int = option(
+        2, "restart after a rank failure, up to N times in a row at one step; 0 disables (default: 2)", metavar="N", least=0, former="restarts"
+    )
+    allow_shrink: bool = option(False, "continue with fewer ranks after a rank failure, instead of restarting all ranks", former="fewer")
     nnodes: str | None = option(
-        None, "machines, or 1:2 for one to two; the same command is started on each, and --nproc ranks there",
+        None, "number of nodes, or a range such as 1:2; run the same command on each, with --nproc ranks there (default: 1)",
         metavar="N", **SHELL,
     )  # fmt: skip
     node_rank: int | None = option(
-        None, "which of them this is, from 0, where no launcher says it", metavar="N", **SHELL
+        None, "rank of this node, starting at 0 (default: set by the launcher)", metavar="N", **SHELL
     )
     master: str | None = option(
-        None, "where machine 0 is reached, where no launcher says it", metavar="HOST:PORT", **SHELL
+        None, "address and port of node 0 (default: set by the launcher)", metavar="HOST:PORT", **SHELL
     )
-    steps: int | None = option(None, "optimizer steps, instead of the job's", least=1)
-    batch: int | None = option(None, "global batch, instead of the job's", least=1)
+    steps: int | None = option(None, "number of optimizer steps (default: the job's)", least=1)
+    batch: int | None = option(None, "global batch size (default: the job's)", least=1)
     scale_lr: str | None = option(
-        None, "change the learning rate with --batch, by this rule", choices=("linear", "sqrt")
+        None, "scale the learning rate with --batch by this rule (default: do not scale)", choices=("linear", "sqrt")
     )
     resume: str | None = option(
-        None, "continue this job's newest run, or this run or checkpoint; auto: the newest, or begin where there is none",
+        None, "continue this run or checkpoint; without a value, the job's newest run; auto: the newest run, or a new one if there is none",
         metavar="RUN", bare="", handed_on=False,
     )  # fmt: skip
-    allow_changes: bool = option(False, "with --resume: also with other data or another seed (K010)")
+    allow_changes: bool = option(False, "with --resume: accept changed data or another seed (K010)")
     weights: str | None = option(
-        None, "start from these: a safetensors file, a Hugging Face folder or a checkpoint", metavar="PATH"
+        None, "initial weights: a safetensors file, a Hugging Face folder or a checkpoint", metavar="PATH"
     )
-    save_every: int = option(100, "steps between checkpoints (100)", metavar="N", least=1)
-    save: str = option(
-        "trained", "checkpoints leave out frozen parameters that are in --weights or Job.weights (trained), or hold all",
-        choices=("trained", "all"),
+    save_every: int = option(100, "steps between checkpoints (default: 100)", metavar="N", least=1)
+    checkpoint_params: str = option(
+        "trained", "parameters in checkpoints: all, or trained to leave out frozen ones that --weights or Job.weights has (default: trained)",
+        choices=("trained", "all"), former="save",
     )  # fmt: skip
-    keep: int = option(3, "checkpoints to keep (3)", metavar="N", least=1)
-    on_nan: str = option("stop", "a step with a loss or gradient that is not finite", choices=("stop", "skip"))
-    check: str = option("quick", "how to check that the plan can cut the job's batches (quick)", choices=CHECKS)
-    allow_inexact: bool = option(False, "train although the check found that the plan is another training")
-    workers: int = option(0, "loader processes per rank (0)", metavar="N", least=0)
-    ranks: str = option("0", "ranks whose output to show, such as 0,3 (0); logs/ has all", listed=True)
-    to: tuple[str, ...] = option(
-        (), "also give the metrics to these: tensorboard, wandb, mlflow, trackio", metavar="TRACKERS"
+    keep: int = option(3, "number of checkpoints to keep (default: 3)", metavar="N", least=1)
+    on_nan: str = option("stop", "reaction to a loss or gradient that is not finite (default: stop)", choices=("stop", "skip"))
+    check: str = option("quick", "effort of the check before training that the plan is exact for this job (default: quick)", choices=CHECKS)
+    allow_inexact: bool = option(False, "train even if that check finds that the plan changes the training result")
+    workers: int = option(0, "DataLoader worker processes per rank (default: 0)", metavar="N", least=0)
+    log_ranks: str = option("0", "ranks whose output is printed, such as 0,3; logs/ has all (default: 0)", listed=True, former="ranks")
+    tracker: tuple[str, ...] = option(
+        (), "send metrics to an experiment tracker: tensorboard, wandb, mlflow, trackio", metavar="TRACKERS", former="to"
     )
     export_every: int | None = option(
-        None, "write the weights as a Hugging Face folder every N steps, while it trains; a multiple of --save-every",
+        None, "export the weights as a Hugging Face folder every N steps, a multiple of --save-every (default: never)",
         metavar="N", least=1,
     )  # fmt: skip
-    export_to: Path | None = option(None, "where these folders go (export in the run directory)", metavar="DIR")
-    runs: Path = option(Path("runs"), "where run directories go (runs)", handed_on=False)
-    patience: float | None = option(
-        None, "end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
-        metavar="SECONDS",
+    export_dir: Path | None = option(None, "folder for these exports (default: RUN/export)", metavar="DIR", former="export_to")
+    runs: Path = option(Path("runs"), "folder for run directories (default: runs)", handed_on=False)
+    hang_timeout: float | None = option(
+        None, "end the run if a rank makes no progress for this long (default: 10 s to an hour, depending on what it does)",
+        metavar="SECONDS", former="patience",
     )  # fmt: skip
 
 
@@ -234,16 +258,16 @@ class TrainOptions(RunOptions, SplitOptions):
     """Of `plait train`."""
 
     callbacks: str | None = option(
-        None, "what is called after steps, evaluations and saves: a function that returns a list of plait.Callback",
+        None, "function that returns a list of plait.Callback objects",
         metavar="FILE:FUNCTION",
     )  # fmt: skip
     best: str | None = option(
-        None, "keep the best checkpoint by a metric of the evaluation in RUN/best, such as max:accuracy or min:loss",
+        None, "keep the checkpoint with the best evaluation metric in RUN/best, such as max:accuracy or min:loss",
         metavar="MODE:METRIC",
     )  # fmt: skip
-    early_stop: int | None = option(None, "end the run after N evaluations without a better --best metric", metavar="N")
+    early_stop: int | None = option(None, "end the run after N evaluations without a better --best metric (default: never)", metavar="N")
     profile: str | None = option(
-        None, "trace these steps on every rank, into RUN/profile, such as 10:13", metavar="FIRST:LAST"
+        None, "profile these steps on every rank, such as 10:13, into RUN/profile", metavar="FIRST:LAST"
     )
     group_norms: bool = option(False, "record the gradient norm of each parameter group")
 
@@ -252,29 +276,29 @@ class TrainOptions(RunOptions, SplitOptions):
 class VerifyOptions(SplitOptions):
     """Of `plait verify`."""
 
-    steps: int = option(4, "optimizer steps to compare, at least 3 (4)")
-    full: bool = option(False, "also batches of the job's own size that take long on one device")
+    steps: int = option(4, "optimizer steps to compare, at least 3 (default: 4)")
+    full: bool = option(False, "also compare batches of the job's own size that take long on one device")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(SplitOptions):
     """Of `plait check`."""
 
-    full: bool = option(False, "more batches and points, for up to some minutes")
+    full: bool = option(False, "check more batches and positions, for up to some minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(SplitOptions):
     """Of `plait chaos`."""
 
-    steps: int = option(9, "optimizer steps of each run (9)", least=9)
-    batch: int | None = option(None, "global batch of each run (small)", least=1)
+    steps: int = option(9, "optimizer steps of each run (default: 9)", least=9)
+    batch: int | None = option(None, "global batch size of each run (default: a small one)", least=1)
     only: tuple[str, ...] = option(
-        (), "this fault alone, or those whose name begins so; again for more", metavar="NAME"
+        (), "inject only faults whose name starts with NAME; may be repeated (default: all)", metavar="NAME"
     )
-    list: bool = option(False, "list the faults and what is promised, and run none")
-    seed: int = option(0, "chooses ranks, steps and moments (0)")
-    to: Path | None = option(None, "also write the table there, as Markdown", metavar="FILE")
+    list: bool = option(False, "list the faults and the expected recovery, and run none")
+    seed: int = option(0, "seed of the choice of ranks, steps and moments (default: 0)")
+    output: Path | None = option(None, "Markdown file to write the table to (default: none)", metavar="FILE", former="to")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +306,8 @@ class MeasuredJobOptions(JobOptions):
     """The job, and the length of its sequences."""
 
     seq: int | None = option(
-        None, "tokens of each sequence, as --job.seq (hf: what the config allows, at most 8192)", metavar="N", least=1, python=False
+        None, "sequence length in tokens, the same as --job.seq (default for hf: the config's limit, at most 8192)", metavar="N", least=1,
+        python=False,
     )
 
     def __post_init__(self) -> None:
@@ -294,8 +319,8 @@ class MeasuredJobOptions(JobOptions):
 class SketchOptions(MeasuredJobOptions):
     """Of `plait sketch`."""
 
-    batch: int = option(1, "samples to show the figures of (1)", least=1)
-    plan: str | None = option(None, "also the memory that each rank needs under this plan, at the job's batch")
+    batch: int = option(1, "number of samples that the figures are for (default: 1)", least=1)
+    plan: str | None = option(None, "also show the memory of each rank under this plan, at the job's batch size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,50 +328,53 @@ class PlanOptions(MeasuredJobOptions):
     """Of `plait plan`. What Python does not take makes another answer than a table of plans."""
 
     machine: str = option(
-        "here", "what to train on: here, a name such as h100x8 or h100x8x16 (16 nodes of 8), or a TOML file (here)"
+        "here", "machine to plan for: a name such as h100x8 or h100x8x16 (16 nodes of 8), a TOML file, or here (default: here)"
     )
-    gpus: int | None = option(None, "so many devices of the machine, instead of all", metavar="N", least=1)
-    batch: int | None = option(None, "global batch, instead of the job's", least=1)
-    memory: str | None = option(None, "memory of a device, such as 80GiB, instead of the machine's", metavar="SIZE")
-    plan: str | None = option(None, "keys that are given, as one line; with --show or --dry-run the plan to look at")
-    pin: tuple[str, ...] = option((), "the same, one key at a time", metavar="KEY=VALUE")
+    gpus: int | None = option(None, "use N of the machine's devices (default: all)", metavar="N", least=1)
+    batch: int | None = option(None, "global batch size (default: the job's)", least=1)
+    memory: str | None = option(None, "memory of a device, such as 80GiB (default: the machine's)", metavar="SIZE")
+    plan: str | None = option(None, "fixed plan keys, as one line; with --show or --dry-run, the plan to examine")
+    set: tuple[str, ...] = option((), "fix one plan key; may be repeated", metavar="KEY=VALUE", former="pin")
     learn: str | None = option(
-        None, "run directories of this machine whose measured steps correct the predictions; none: no correction (runs)", metavar="DIR"
+        None, "folder of runs on this machine whose measured steps correct the predictions, or none (default: runs)", metavar="DIR"
     )
-    fresh: bool = option(False, "sketch the job again, although an earlier plan's sketch is kept and the files it read are the same", python=False)
-    top: int = option(5, "how many of the best plans to show (5)", metavar="N")
-    all: bool = option(False, "show the best plan of every mesh, and what does not fit")
-    out: Path | None = option(None, "write the choice there, as a plan file", metavar="FILE", python=False)
+    fresh: bool = option(False, "sketch the job again instead of using the cached sketch", python=False)
+    top: int = option(5, "number of plans to show (default: 5)", metavar="N")
+    all: bool = option(False, "show the best plan of every mesh, and plans that do not fit")
+    output: Path | None = option(None, "plan file to write the choice to (default: none)", metavar="FILE", python=False, former="out")
     objective: str = option(
-        "fastest", "fastest step; cheapest or fewest devices; largest batch that fits (fastest)",
-        choices=("fastest", "cheapest", "fewest", "largest"), python=False,
+        "fastest", "what to optimize: step time, cost, number of devices, or batch size (default: fastest)",
+        choices=("fastest", "min-cost", "min-devices", "max-batch"), python=False,
+        former_values={"cheapest": "min-cost", "fewest": "min-devices", "largest": "max-batch"},
     )  # fmt: skip
-    vary: str | None = option(
-        None, "largest: not the batch but this argument of the job, such as length", metavar="NAME", python=False
+    maximize: str | None = option(
+        None, "with --objective max-batch: maximize this job argument instead of the batch size", metavar="NAME", python=False, former="vary"
     )
     deadline: str | None = option(
-        None, "the whole job must end within it, such as 24h (fewest)", metavar="TIME", python=False
+        None, "with --objective min-devices: time limit of the job, such as 24h", metavar="TIME", python=False
     )
     scale: str | None = option(
-        None, "the best plan at each number of devices, and its efficiency", metavar="N,N,…", python=False
+        None, "show the best plan and its efficiency for each of these numbers of devices", metavar="N,N,…", python=False
     )
-    allow_inexact: bool = option(False, "also plans that are another training: rare or compressed synchronisation")
+    allow_inexact: bool = option(False, "include plans that change the training result (infrequent sync, compressed gradients)")
     map: bool = option(
-        False, "which way to synchronise is fastest, by link speed and spread; --out map.svg draws it", python=False
+        False, "show the fastest way to synchronize by link speed and spread of device speeds; --output map.svg draws it", python=False
     )
-    tries: int = option(0, "run the first K for a few steps, here", words=("--try",), metavar="K", python=False)
+    tries: int = option(0, "run the first K plans for a few steps on this machine", words=("--try",), metavar="K", python=False)
     show: str | None = option(
-        None, "of --plan: which layers tp cuts, how, what stays whole and why; or what each rank has of each parameter",
+        None, "explain --plan: how tp shards each layer, and why not; or which shard of each parameter each rank has",
         choices=("tensor", "parameters"), python=False,
     )  # fmt: skip
-    dry_run: bool = option(False, "make a step of --plan, of one rank of each kind, without processes", python=False)
+    dry_run: bool = option(
+        False, "simulate one step of --plan in this process, on fake tensors, for each distinct rank", python=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions(CommandOptions):
     """Who starts the run."""
 
-    kind: str = option(REQUIRED, "who starts it", by_place=True, choices=SCHEDULERS)
+    kind: str = option(REQUIRED, "scheduler that starts the run", by_place=True, choices=SCHEDULERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,23 +382,23 @@ class SubmitOptions(TrainOptions, SchedulerOptions):
     """Of `plait submit`: those of `plait train`, which it hands on, and its own."""
 
     machine: str | None = option(
-        None, "such as h100x8x2: gives --nnodes and --nproc, as in plait plan", metavar="NAME"
+        None, "machine, such as h100x8x2: sets --nnodes and --nproc, as in plait plan", metavar="NAME"
     )
-    name: str | None = option(None, "of the job, and of the folder of its runs (from the job's path)")
-    out: Path | None = option(None, "write it there, instead of printing it", metavar="FILE")
-    cpus: int | None = option(None, "cores of each machine (slurm: the whole machine)", metavar="N", least=1)
-    gpu: str | None = option(None, "what the scheduler calls the GPU: H100, nvidia.com/gpu", metavar="KIND")
-    time: str | None = option(None, "how long it may run, such as 24h or 1d12h", metavar="TIME")
-    image: str | None = option(None, "image of the container")
-    volume: tuple[str, ...] = option((), "a volume that all machines see", metavar="NAME:/PATH")
-    chdir: str | None = option(None, "where plait is started; the job's path begins there", metavar="FOLDER")
-    setup: tuple[str, ...] = option((), "a line of shell that comes before", metavar="LINE")
-    hosts: str | None = option(None, "ssh: the machines, the first is number 0", metavar="A,B")
-    secret: str | None = option(None, "Kubernetes: the Secret that the machines share (plait)", metavar="NAME")
-    call: str | None = option(
-        None, 'how plait is called there (plait), such as "python -m plait"', metavar="WORDS"
+    name: str | None = option(None, "name of the scheduler's job and of the folder of its runs (default: from the job's path)")
+    output: Path | None = option(None, "file to write (default: print it)", metavar="FILE", former="out")
+    cpus: int | None = option(None, "cores of each node (default for slurm: all)", metavar="N", least=1)
+    gpu: str | None = option(None, "the scheduler's name of the GPU, such as H100 or nvidia.com/gpu", metavar="KIND")
+    time: str | None = option(None, "time limit, such as 24h or 1d12h", metavar="TIME")
+    image: str | None = option(None, "container image")
+    volume: tuple[str, ...] = option((), "volume that all nodes mount; may be repeated", metavar="NAME:/PATH")
+    chdir: str | None = option(None, "working directory on the nodes; the job's path is relative to it", metavar="FOLDER")
+    setup: tuple[str, ...] = option((), "shell command to run before training; may be repeated", metavar="LINE")
+    hosts: str | None = option(None, "ssh: the hosts; the first is node 0", metavar="A,B")
+    secret: str | None = option(None, "Kubernetes: Secret that authenticates the nodes to each other (default: plait)", metavar="NAME")
+    launch_cmd: str | None = option(
+        None, 'command that starts plait on the nodes, such as "python -m plait" (default: plait)', metavar="WORDS", former="call"
     )
-    option: tuple[str, ...] = option((), "passed on to the scheduler as it is", metavar="NAME=VALUE")
+    option: tuple[str, ...] = option((), "option passed to the scheduler unchanged; may be repeated", metavar="NAME=VALUE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,9 +406,9 @@ class BenchOptions(CommandOptions):
     """Of `plait bench`."""
 
     what: str = option("all", None, by_place=True, choices=("compute", "comm", "data", "all"))
-    job: str | None = option(None, "the job whose data is read (data, all)", by_place=True, metavar="JOB")
-    out: Path = option(Path("machine.toml"), "file to write (machine.toml)")
-    nproc: int | None = option(None, "processes that measure at once (one per device or core)", least=1)
+    job: str | None = option(None, "job whose dataset is read (for data and all)", by_place=True, metavar="JOB")
+    output: Path = option(Path("machine.toml"), "machine file to write (default: machine.toml)", former="out")
+    nproc: int | None = option(None, "processes that measure at once (default: one per device or core)", least=1)
     device: str = device_option()
     json: bool = json_option()
     verbose: bool = verbose_option()
@@ -390,14 +418,14 @@ class BenchOptions(CommandOptions):
 class ReportOptions(CommandOptions):
     """Of `plait report`."""
 
-    paths: tuple[str, ...] = option(("runs/latest",), "run directories (runs/latest); of several, the first in detail", by_place=True, metavar="RUN")
-    svg: str | None = option(None, "print one picture for a paper instead", choices=("loss", "timeline", "memory", "scaling"))
-    follow: bool = option(False, "serve the page on this machine while the run trains, until it ends")
-    timeline: bool = option(False, "also write RUN/trace.json, for Perfetto")
-    memory: bool = option(False, "what the fullest rank's memory was used for, beside the plan's bill")
-    step: int | None = option(None, "which step the timeline shows (one that took the median time)", metavar="N")
+    paths: tuple[str, ...] = option(("runs/latest",), "run directories, the first in detail (default: runs/latest)", by_place=True, metavar="RUN")
+    svg: str | None = option(None, "print one figure as SVG instead of writing the page", choices=("loss", "timeline", "memory", "scaling"))
+    follow: bool = option(False, "serve the page on this machine while the run trains")
+    timeline: bool = option(False, "also write RUN/trace.json for Perfetto")
+    memory: bool = option(False, "show what memory of the fullest rank was used for, measured and predicted")
+    step: int | None = option(None, "step that the timeline shows (default: one of median duration)", metavar="N")
     tries: int = option(
-        0, "run the first K pieces of advice for some steps here, in turn with the run's plan: predicted and measured gain", words=("--try",),
+        0, "try the first K pieces of advice for some steps here, and compare the measured with the predicted gain", words=("--try",),
         metavar="K", least=0,
     )  # fmt: skip
     open: bool = option(False, "open the page in a browser")
@@ -409,12 +437,14 @@ class ReportOptions(CommandOptions):
 class ProveOptions(CommandOptions):
     """Of `plait prove`."""
 
-    reference: str = option(REQUIRED, "the command that trains on one device, as one text", by_place=True, metavar="REFERENCE")
-    candidate: str = option(REQUIRED, "the command that trains on several", by_place=True, metavar="CANDIDATE")
-    steps: int = option(6, "optimizer steps to compare (6)", metavar="N", least=2)
-    float64: bool = option(False, "compute in float64 on both sides, as far as the scripts allow it")
-    limit: float = option(120.0, "seconds without a new step after which a command is ended (120)", metavar="SECONDS", least=1)
-    room: float = option(8.0, "GiB of tensors that a process may write to disk (8)", metavar="GIB")
+    reference: str = option(REQUIRED, "command that trains on one device, as one argument", by_place=True, metavar="REFERENCE")
+    candidate: str = option(REQUIRED, "command that trains on several devices, as one argument", by_place=True, metavar="CANDIDATE")
+    steps: int = option(6, "optimizer steps to compare (default: 6)", metavar="N", least=2)
+    float64: bool = option(False, "compute in float64 on both sides, if the scripts allow it")
+    hang_timeout: float = option(
+        120.0, "end a command that makes no step for this long (default: 120)", metavar="SECONDS", least=1, former="limit"
+    )
+    disk_limit: float = option(8.0, "limit of the tensors that a process writes to disk, in GiB (default: 8)", metavar="GIB", former="room")
     json: bool = json_option()
     verbose: bool = verbose_option()
 
@@ -423,13 +453,13 @@ class ProveOptions(CommandOptions):
 class ReplayOptions(CommandOptions):
     """Of `plait replay`."""
 
-    path: str = option("runs/latest", "a run directory (runs/latest)", by_place=True, metavar="RUN")
-    step: int = option(REQUIRED, "the step to compute again", metavar="N", least=1)
-    plan: str | None = option(None, "the plan to compute it under, as one line or a TOML file (one process)")
-    device: str = option("cpu", "cuda: also ROCm's (cpu)", choices=("auto", *KINDS), metavar=f"{{{','.join(KINDS)}}}")
-    bisect: bool = option(False, "also name the first module with an output that is not finite, or far larger than usual")
-    top: int = option(10, "how many samples to print (10)", metavar="N", least=1)
-    allow_changes: bool = option(False, "replay with the job as it is now, although it was another in the run (R011)")
+    path: str = option("runs/latest", "run directory (default: runs/latest)", by_place=True, metavar="RUN")
+    step: int = option(REQUIRED, "step to compute again", metavar="N", least=1)
+    plan: str | None = option(None, "plan to compute it under, as one line or a TOML file (default: one process)")
+    device: str = option("cpu", "device type; cuda includes ROCm (default: cpu)", choices=("auto", *KINDS), metavar=f"{{{','.join(KINDS)}}}")
+    bisect: bool = option(False, "also find the first module whose output is not finite or unusually large")
+    top: int = option(10, "number of samples to print (default: 10)", metavar="N", least=1)
+    allow_changes: bool = option(False, "replay with the job's present code even if it has changed since the run (R011)")
     json: bool = json_option()
     verbose: bool = verbose_option()
 
@@ -439,15 +469,15 @@ class CheckpointOptions(CommandOptions):
     """Of `plait checkpoint`."""
 
     action: str = option(REQUIRED, None, by_place=True, choices=("list", "info", "verify", "export"))
-    path: str = option(REQUIRED, "a run directory, its checkpoints, or one checkpoint", by_place=True, metavar="PATH")
-    step: int | None = option(None, "the checkpoint of this step, instead of all or the newest")
-    to: str | None = option(None, "export: a folder, or a file that ends in .safetensors", metavar="PATH")
-    shard: str = option("5GB", "export: largest file in a folder (5GB)", metavar="SIZE")
-    dtype: str | None = option(None, "export: number format of the weights", choices=("fp32", "fp16", "bf16", "fp64"))
-    ema: bool = option(False, "export: the moving average of the weights (Job.ema) instead of the last ones")
-    adapter: bool = option(False, "export: the adapter of a model of peft, alone")
-    merge: bool = option(False, "export: the model with its adapter merged into it, held whole here")
-    base: str | None = option(None, "export: where the weights are now that the run started from", metavar="PATH")
+    path: str = option(REQUIRED, "run directory, folder of checkpoints, or one checkpoint", by_place=True, metavar="PATH")
+    step: int | None = option(None, "step of the checkpoint (default: all, or the newest)")
+    output: str | None = option(None, "export: folder, or .safetensors file, to write", metavar="PATH", former="to")
+    shard: str = option("5GB", "export: size limit of each file (default: 5GB)", metavar="SIZE")
+    dtype: str | None = option(None, "export: dtype of the weights (default: that of the checkpoint)", choices=("fp32", "fp16", "bf16", "fp64"))
+    ema: bool = option(False, "export: the exponential moving average of the weights (Job.ema) instead of the last ones")
+    adapter: bool = option(False, "export: only the adapter of a PEFT model")
+    merge: bool = option(False, "export: merge the adapter into the base model (loads the full model into memory)")
+    base: str | None = option(None, "export: path to the base weights, if they have moved since the run started", metavar="PATH")
     json: bool = json_option()
     verbose: bool = verbose_option()
 

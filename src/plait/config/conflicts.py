@@ -15,7 +15,7 @@ from plait.config.plan import Plan
 
 THREADS = "processes=one"
 SPLIT_BACKWARD = f"schedule={'|'.join(SPLIT)}"
-BF16 = "compress=bf16    rounds each number by itself"
+BF16 = "grad_compression=bf16    rounds each number by itself"
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,25 @@ def _phases(second: str, why: str) -> Conflict:
 
 
 def _server(second: str, why: str, *fix: str) -> Conflict:
-    return Conflict("P060", "sync=async", second, why, fix, given=("replica_groups",))
+    return Conflict("P060", "outer_sync=async", second, why, fix, given=("replica_groups",))
 
 
-def _compressed(second: str, why: str, *fix: str, first: str = "compress") -> Conflict:
+def _compressed(second: str, why: str, *fix: str, first: str = "grad_compression") -> Conflict:
     return Conflict("P080", first, second, why, (*fix, "leave out compress"), without=("replica_groups",))
 
 
 def _given_back(sharded: str, without: tuple[str, ...] = ()) -> Conflict:
-    why = "the second half of a backward needs parameters that zero=3 has given back after the first"
-    return Conflict("P027", SPLIT_BACKWARD, "zero=3", why, ("zero=2", "schedule=1f1b"), given=("pp", sharded), without=without)
+    why = "the second half of a backward needs parameters that zero_stage=3 has given back after the first"
+    return Conflict("P027", SPLIT_BACKWARD, "zero_stage=3", why, ("zero_stage=2", "schedule=1f1b"), given=("pp", sharded), without=without)
 
 
 def _parts_of_groups(key: str) -> Conflict:
     why = "a rank holds a part of a tensor; the scale of int8 and the directions of powersgd are those of the whole"
-    return Conflict("P080", "compress=int8|powersgd", key, why, (BF16, "leave out compress"), given=("replica_groups",))
+    return Conflict("P080", "grad_compression=int8|powersgd", key, why, (BF16, "leave out compress"), given=("replica_groups",))
 
 
 ONE_PROCESS = "a group that dies is handled as one process; several would have to agree that one of them is gone"
-GROUPS_OF_MANY = ("sync=local every=8    for groups of several processes", "leave out the axes inside groups")
+GROUPS_OF_MANY = ("outer_sync=local sync_every=8    for groups of several processes", "leave out the axes inside groups")
 
 CONFLICTS = (
     _threads("P033", "tp", "slices of layers belong to processes, not to threads", '--plan "tp={tp}"'),
@@ -104,9 +104,10 @@ CONFLICTS = (
     _threads("P019", "fsdp", "threads of one process share its memory: there is nothing to shard", '--plan "fsdp={fsdp}"'),
     _threads("P019", "offload=all", "parameters are brought to the device by fsdp, and threads of one process have nothing to shard",
              "offload=optimizer", "leave out processes"),
-    Conflict("P019", "replica_groups", THREADS, "each group is a process of its own, at least", ("leave out processes",), without=("sync=async",)),
-    _threads("P020", "recompute", "a recomputation finds its random numbers by torch's generator, which the threads would share",
-             '--plan "dp={dp} recompute={recompute}"'),
+    Conflict("P019", "replica_groups", THREADS, "each group is a process of its own, at least", ("leave out processes",),
+        without=("outer_sync=async",)),
+    _threads("P020", "activation_checkpointing", "a recomputation finds its random numbers by torch's generator, which the threads would share",
+             '--plan "dp={dp} activation_checkpointing={activation_checkpointing}"'),
     _threads("P017", "compile=true", "threads of one process would compile and run the same graph at the same time",
              '--plan "dp={dp} compile=true"', '--plan "dp={dp} processes=one"'),
     Conflict("P033", "async_tp=true", "precision=fp8",
@@ -115,9 +116,9 @@ CONFLICTS = (
     Conflict("P021", "offload=all", "dp", "it copies the parameters of one unit at a time to the device, which is fsdp's work",
              ('--plan "fsdp={dp} offload=all"', "offload=optimizer"), without=("fsdp", "shard_over_cp")),
     Conflict("P050", "ep", "offload=all", "it is fsdp that brings parameters to the device, and it leaves experts", ('--plan "ep={ep}"',)),
-    Conflict("P035", "recompute=selective", "compile=true",
+    Conflict("P035", "activation_checkpointing=selective", "compile=true",
              "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept",
-             ("recompute=full", "compile=false")),
+             ("activation_checkpointing=full", "compile=false")),
     Conflict("P027", SPLIT_BACKWARD, "compile=true",
              "it computes gradients of weights later than those of inputs, and a graph computes them all at once",
              ("schedule=1f1b", "compile=false"), given=("pp",)),
@@ -127,18 +128,19 @@ CONFLICTS = (
     _compressed("fsdp", "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of", "dp={fsdp}    copies alone"),
     _compressed("cp", "ranks of cp have parts of the gradient of the same samples, which the same message adds up", "dp={cp}    copies alone"),
     _compressed("ep", "experts are on some of the ranks with other samples, and their gradients are summed on the way", "leave out ep"),
-    _compressed("tp", "a rank of tp has a part of a parameter, and the largest number of that part would set the scale", BF16, first="compress=int8"),
-    _compressed("tp", "a rank of tp has a part of a matrix, and its directions are not those of the whole", BF16, first="compress=powersgd"),
-    _compressed("batch_shares=auto", "residuals are of each rank's own samples, and with shares that follow speeds no run could be repeated",
-                "batch_shares=2:1    parts of your own"),
+    _compressed("tp", "a rank of tp has a part of a parameter, and the largest number of that part would set the scale", BF16,
+        first="grad_compression=int8"),
+    _compressed("tp", "a rank of tp has a part of a matrix, and its directions are not those of the whole", BF16, first="grad_compression=powersgd"),
+    _compressed("batch_split=auto", "residuals are of each rank's own samples, and with shares that follow speeds no run could be repeated",
+                "batch_split=2:1    parts of your own"),
     _compressed("precision=fp16", "the loss scale changes between steps, and a residual would be of another scale than the gradient",
                 "precision=bf16"),
     *(_parts_of_groups(key) for key in ("fsdp", "shard_over_cp", "tp", "ep")),
     *(_server(axis, ONE_PROCESS, *GROUPS_OF_MANY) for axis in (*WITHIN, THREADS)),
     _server("precision=fp16", "its loss scale follows overflows of whole steps, and here gradients come one by one", "precision=bf16"),
     _server("offload", "groups keep no optimizer state, and the server's is in host memory", "leave out offload"),
-    _server("compress", "gradients to a server are sent whole in this version", "sync=local compress=int8"),
-    _server("batch_shares", "portions come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
+    _server("grad_compression", "gradients to a server are sent whole in this version", "outer_sync=local grad_compression=int8"),
+    _server("batch_split", "portions come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
     Conflict("P066", "Job.ema", "replica_groups",
              "groups train weights of their own between two meetings, and a server's weights are on no rank that trains",
              ("ema=None", "leave out replica_groups")),
@@ -147,8 +149,8 @@ CONFLICTS = (
     _phases("ep", "gradients of experts are reduced separately from the others, for one loss"),
     _phases("replica_groups", "groups are brought together by one optimizer"),
     _phases(THREADS, "copies in threads hold no phases"),
-    _phases("compress", "what rounding leaves over is kept for one sum per step"),
+    _phases("grad_compression", "what rounding leaves over is kept for one sum per step"),
     _phases("compile=true", "a graph would be compiled of all phases together"),
     _phases("precision=fp16", "one loss scale does not fit several losses"),
-    _phases("batch_shares=auto", "a rank's speed is that of one pass per step"),
+    _phases("batch_split=auto", "a rank's speed is that of one pass per step"),
 )  # fmt: skip

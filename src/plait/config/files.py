@@ -110,4 +110,4 @@ def write(path: Path, text: str) -> None:
 
 
 def _unwritable(path: Path, why: str, fix: tuple[str, ...]) -> PlaitError:
-    return PlaitError(Problem("M016", f"--out {path} cannot be written", why=why, fix=fix))
+    return PlaitError(Problem("M016", f"--output {path} cannot be written", why=why, fix=fix))

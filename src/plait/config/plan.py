@@ -11,12 +11,14 @@ import math
 import os
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from plait.config import former_names
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.files import as_json, loads, open_plain
 from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, SAME_SLICES, TABLES, Key
@@ -27,6 +29,8 @@ SHOWN = 20
 """The most problems of a plan that are shown."""
 LARGEST = 2**20
 """The largest number of a plan."""
+FORMER = {key.former: name for name, key in KEYS.items() if key.former}
+"""The present names of keys by those of the version before."""
 
 
 def from_line(text: str) -> dict[str, Any]:
@@ -107,8 +111,9 @@ def _flatten(data: object, path: Path) -> tuple[dict[str, Any], list[Problem]]:
             continue
         rows = content if name in TABLES else {name: content}
         for key, value in rows.items():
-            if name in TABLES and key in KEYS and KEYS[key].table != name:
-                right = KEYS[key].table
+            known = KEYS.get(FORMER.get(key, key))
+            if name in TABLES and known is not None and known.table != name:
+                right = known.table
                 what = f"`{key}` belongs in [{right}], not in [{name}]"
                 problems.append(Problem("T001", what, where=where, fix=(f"[{right}] {key} = {_shown(value)}",)))
             if key in values:
@@ -132,7 +137,8 @@ def _misplaced(name: str, content: object, path: Path) -> Problem:
 
 def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dict[str, Any]:
     good: dict[str, Any] = {}
-    for name, value in values.items():
+    problems += [_twice(FORMER[name], where) for name in values if FORMER.get(name) in values]
+    for name, value in _renamed(values).items():
         if name in KEYS:
             problem, good[name] = _value(name, KEYS[name], value, where)
             problems += problem
@@ -152,6 +158,14 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dic
     if problems:
         raise PlaitError(problems)
     return good
+
+
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """The values by the keys' present names. Warns of former ones."""
+    for name in values:
+        if name in FORMER:
+            former_names.warn("plan key", name, FORMER[name])
+    return {FORMER.get(name, name): value for name, value in values.items()}
 
 
 def _twice(key: str, where: str) -> Problem:
@@ -220,24 +234,24 @@ class Plan:
     microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
-    batch_shares: str = "equal"
-    sync: str = "local"
-    every: int = 1
-    start_local: int = 0
+    batch_split: str = "equal"
+    outer_sync: str = "local"
+    sync_every: int = 1
+    warmup_sync_steps: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int = 1
+    num_fragments: int = 1
     fragment_delay: int = 0
     fragment_alpha: float = 0.0
     staleness: int = 0
     server_update: str = "clock"
     quorum: int = 0
     servers: int = 1
-    compress: str = "none"
-    compress_rank: int = 2
-    zero: int = 3
+    grad_compression: str = "none"
+    compression_rank: int = 2
+    zero_stage: int = 3
     shard_over_cp: bool = False
-    recompute: str = "none"
+    activation_checkpointing: str = "none"
     offload: str = "none"
     precision: str = "fp32"
     fp8_recipe: str = "tensorwise"
@@ -245,7 +259,7 @@ class Plan:
     processes: str = "per-device"
     sequence_parallel: bool = True
     async_tp: bool = False
-    context: str = "ring"
+    cp_method: str = "ring"
     token_dispatcher: str = "alltoall"
 
     def __post_init__(self) -> None:
@@ -340,8 +354,8 @@ class Plan:
 
     @property
     def server_count(self) -> int:
-        """Servers that groups send their gradients to (`sync=async`): processes that use no device."""
-        return self.servers if self.sync == "async" and self.replica_groups > 1 else 0
+        """Servers that groups send their gradients to (`outer_sync=async`): processes that use no device."""
+        return self.servers if self.outer_sync == "async" and self.replica_groups > 1 else 0
 
     @property
     def world(self) -> int:
@@ -355,12 +369,12 @@ class Plan:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The parts that `batch_shares` gives each share of a batch; empty: it gives none.
+        """The parts that `batch_split` gives each share of a batch; empty: it gives none.
 
-        >>> Plan.parse("dp=3 batch_shares=4:2:1").parts
+        >>> Plan.parse("dp=3 batch_split=4:2:1").parts
         (4, 2, 1)
         """
-        return tuple(map(int, self.batch_shares.split(":"))) if ":" in self.batch_shares else ()
+        return tuple(map(int, self.batch_split.split(":"))) if ":" in self.batch_split else ()
 
     def at(self, rank: int) -> dict[str, int]:
         """The place of a rank on every axis.
@@ -383,7 +397,7 @@ class Plan:
     @property
     def rarely(self) -> bool:
         """Whether there are replica groups that train by themselves and synchronise now and then."""
-        return self.replica_groups > 1 and self.sync != "async"
+        return self.replica_groups > 1 and self.outer_sync != "async"
 
     def share(self, rank: int) -> int:
         """Which share of its group's samples a rank computes on; ranks of one `cp` and `tp` have the same."""
@@ -403,27 +417,27 @@ class Plan:
 
     def idle(self) -> list[Problem]:
         """P030 for every key that was given and has no effect under this plan."""
-        needs = {"zero": ("fsdp", self.shards), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
-        needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp), "token_dispatcher": ("ep", self.ep)}
+        needs = {"zero_stage": ("fsdp", self.shards), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
+        needs |= {"sequence_parallel": ("tp", self.tp), "cp_method": ("cp", self.cp), "token_dispatcher": ("ep", self.ep)}
         needs |= {"shard_over_cp": ("cp", self.cp)}
-        needs |= dict.fromkeys(("sync", "every", "start_local"), ("replica_groups", self.replica_groups))
+        needs |= dict.fromkeys(("outer_sync", "sync_every", "warmup_sync_steps"), ("replica_groups", self.replica_groups))
         problems = []
         for key, (axis, size) in needs.items():
-            if size == 1 and self.changes(key) and not (key == "zero" and self.offload == "all"):
+            if size == 1 and self.changes(key) and not (key == "zero_stage" and self.offload == "all"):
                 what = f"{self.word(key)} has no effect: there is no {axis} in the plan"
                 problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
         return problems + [problem for key, word in self._unused() if (problem := self._without(key, word))]
 
     def _unused(self) -> Iterator[tuple[str, str]]:
         """Keys of one way to synchronise or to compress, and what must be in the plan for them."""
-        if self.sync != "diloco":
-            yield from ((key, "sync=diloco") for key in ("outer_lr", "outer_momentum", "fragments"))
-        if self.fragments == 1:
-            yield from ((key, "fragments=2") for key in ("fragment_delay", "fragment_alpha") if self.sync != "diloco")
-        if self.sync != "async":
-            yield from ((key, "sync=async") for key in ("staleness", "server_update", "quorum", "servers"))
-        if self.compress != "powersgd":
-            yield "compress_rank", "compress=powersgd"
+        if self.outer_sync != "diloco":
+            yield from ((key, "outer_sync=diloco") for key in ("outer_lr", "outer_momentum", "num_fragments"))
+        if self.num_fragments == 1:
+            yield from ((key, "num_fragments=2") for key in ("fragment_delay", "fragment_alpha") if self.outer_sync != "diloco")
+        if self.outer_sync != "async":
+            yield from ((key, "outer_sync=async") for key in ("staleness", "server_update", "quorum", "servers"))
+        if self.grad_compression != "powersgd":
+            yield "compression_rank", "grad_compression=powersgd"
         if not (self.tp > 1 and self.stretched):
             yield "async_tp", "tp=2" if self.tp == 1 else "compile=false" if self.compile else "sequence_parallel=true"
         if self.precision != "fp8":
@@ -461,6 +475,13 @@ class Plan:
     def parse(text: str) -> "Plan":
         """A plan from one line of ``key=value`` words. All faults are raised together."""
         return Plan(**from_line(text))
+
+    @staticmethod
+    def stored(text: str) -> "Plan":
+        """A plan from the line in a checkpoint or a run, which an earlier version may have written."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", former_names.FormerName)
+            return Plan.parse(text)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":

@@ -26,15 +26,15 @@ def check(options: PlanOptions) -> None:
     counts(options.scale or "1")
     if options.deadline:
         hours(options.deadline)
-    if options.objective == "fewest" and not options.deadline:
+    if options.objective == "min-devices" and not options.deadline:
         why = "the fewest devices are those that end before it"
-        raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
-    if options.vary and options.objective != "largest":
-        fix = (f"--objective largest --vary {options.vary}",)
-        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
-    if options.deadline and options.objective != "fewest":
-        fix = ("--objective fewest --deadline 24h",)
-        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
+        raise PlaitError(Problem("U002", "--objective min-devices needs --deadline", why=why, fix=("--deadline 24h",)))
+    if options.maximize and options.objective != "max-batch":
+        fix = (f"--objective max-batch --maximize {options.maximize}",)
+        raise PlaitError(Problem("U002", "--maximize has no effect without --objective max-batch", fix=fix))
+    if options.deadline and options.objective != "min-devices":
+        fix = ("--objective min-devices --deadline 24h",)
+        raise PlaitError(Problem("U002", "--deadline has no effect without --objective min-devices", fix=fix))
     if options.learn not in (None, "none") and not Path(options.learn).is_dir():
         what, fix = f"--learn {options.learn} is no folder", ("--learn runs", "--learn none    predictions alone")
         raise PlaitError(Problem("U002", what, why="it is the folder of run directories", fix=fix))
@@ -56,8 +56,8 @@ def hours(text: str) -> float:
 
 
 def pinned(options: PlanOptions) -> dict[str, Any]:
-    """The keys of --pin, and of --plan: what the search must not change."""
-    words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
+    """The keys of --set, and of --plan: what the search must not change."""
+    words = " ".join([*options.set, *([options.plan] if options.plan else [])])
     given = Plan.parse(words) if words else Plan()
     named = {word.partition("=")[0] for word in words.split()}
     return {key: getattr(given, key) for key in given.to_dict() if key in named}

@@ -182,7 +182,7 @@ class BatchShare:
 
     @staticmethod
     def of(plan: Plan, share: int, group: int = 0) -> "BatchShare":
-        """Share number `share` of a replica group of a plan; with `batch_shares=auto`, as training begins."""
+        """Share number `share` of a replica group of a plan; with `batch_split=auto`, as training begins."""
         return BatchShare(share, plan.ranks, plan.microbatches, group, plan.replica_groups, plan.parts)
 
     def at(self, step: int) -> "BatchShare":

@@ -190,7 +190,7 @@ class RankOptions:
     """Resume although the job changed such that its place in the data means something else."""
     onward: bool = False
     """The number of steps is given: resume also after an early end."""
-    save: str = "trained"
+    checkpoint_params: str = "trained"
     """What checkpoints hold of a model with frozen parameters that were read from `Job.weights`: trained ones, or all."""
     save_every: int = 100
     """Steps between checkpoints."""
@@ -237,7 +237,7 @@ def restore(engine: Engine, options: RankOptions, run: RunDirectory, notes: RunN
         checkpoint = _resume(engine, options, run, notes)
     if options.job.weights is not None and checkpoint is None:
         engine.load_weights(options.job.weights)
-    if options.save == "all":
+    if options.checkpoint_params == "all":
         engine.base = None
     if engine.place.rank == 0:
         with writing(run.path):

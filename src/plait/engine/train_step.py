@@ -117,7 +117,7 @@ def may_run_ahead(rank_model: RankModel, skips_nonfinite: bool) -> bool:
     """
     skips = not (skips_nonfinite or rank_model.techniques.loss_scale is not None)
     skips = skips or (takes_found_inf(rank_model.optimizer) and momentum_begins_at_zero(rank_model.optimizer))
-    here = rank_model.techniques.masters is None and rank_model.plan.offload == "none" and rank_model.plan.compress == "none"
+    here = rank_model.techniques.masters is None and rank_model.plan.offload == "none" and rank_model.plan.grad_compression == "none"
     return skips and here and told_late(rank_model)
 
 

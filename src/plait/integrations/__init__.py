@@ -3,7 +3,7 @@ Nothing of the core imports it, but commands that load a part of it when they ar
 imports another.
 
 adapters/       training written for other frameworks, made a `Job`: `plait.from_loop`, `from_trainer`, `from_lightning`, `from_keras`
-trackers/       experiment trackers that get a run's metrics: `plait train --to`
+trackers/       experiment trackers that get a run's metrics: `plait train --tracker`
 submit/         files for schedulers, written from a plan: `plait submit`
 ray             `plait.ray`: a run whose ranks Ray Train starts
 export_weights  `plait.ExportWeights`: Hugging Face folders of the weights, written while a run trains

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a job in the workers of Ray Train. Words that are not below are those of plait train.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--max-failures", type=int, metavar="N", help="how often Ray starts the ranks again; -1: always (--restarts)")
+    add("--max-failures", type=int, metavar="N", help="how often Ray starts the ranks again; -1: always (--max-restarts)")
     add("--storage", type=Path, help="where run directories and Ray's record go; all machines see it (--runs)")
     add("--name", help="of Ray's experiment: the same name goes on with the same run")
     add("--address", help="of a Ray cluster: auto, ray://host:10001 (the one that Ray finds, or one on this machine)")
@@ -123,7 +123,7 @@ def _run(words: list[str]) -> Trained:
         raise PlaitError(Problem("U002", what, fix=("--nproc <ranks on all machines together>",)))
     if own.max_failures is not None and own.max_failures < -1:
         raise PlaitError(too_small("--max-failures", own.max_failures, -1))
-    failures = options.restarts if own.max_failures is None else own.max_failures
+    failures = options.max_restarts if own.max_failures is None else own.max_failures
     plan = Plan.read(options.plan or "dp=*").fill(options.nproc)
     storage = (own.storage or options.runs).absolute()
     start = (

@@ -325,7 +325,7 @@ def hung(found: Hang) -> Failure:
         does = "it waits for its device" if look.stack.awaits_device else does
         fix = (
             f"logs/rank{rank}.log ends with its stack", "--resume after mending it",
-            f"--patience {max(60, 4 * look.silent):.0f}    if it only needs more time",
+            f"--hang-timeout {max(60, 4 * look.silent):.0f}    if it only needs more time",
         )  # fmt: skip
     why = "; ".join((f"no progress for {look.silent:.0f} s, {moment(look.progress)}", does, *found.others))
     return Failure(rank, (0, rank), Problem("C001", what, why=why, where=look.stack.where, fix=fix))

@@ -10,7 +10,7 @@ which step and phase, the user's line, whether it computes or sleeps, who waits 
 It *ends* the run late, and the sooner the surer it is (`limit`). All others wait in a collective that this rank has not
 entered, in a phase that took the others next to no time: a few seconds. It reads, saves or compiles, which may take
 minutes at any moment: ten minutes without using anything, an hour when it is at work. Every limit grows with what the
-same phase took before, on any rank; `--patience` overrules all of them. A rank that a signal has stopped is ended for
+same phase took before, on any rank; `--hang-timeout` overrules all of them. A rank that a signal has stopped is ended for
 after `STOPPED`.
 
 The host of a GPU queues work and then waits for its device, which may compute, or wait in a collective for the devices of

@@ -19,12 +19,12 @@ context/          context parallelism (cp)
 pipeline/         pipeline parallelism (pp)
 replica_groups/   groups that synchronise rarely (replica_groups; local SGD, DiLoCo)
 shares/           shares of the batch by speed (batch_shares)
-server/           a server and groups with bounded staleness (sync=async)
+server/           a server and groups with bounded staleness (outer_sync=async)
 accumulate        gradient accumulation (microbatches)
 precision         16-bit forward passes
 fp8               linear layers in 8 bits, by torchao
 loss_scale        the factor on an fp16 loss
-recompute         activation recomputation
+activation_checkpointing   activations that backward recomputes
 offload           optimizer or parameters in host memory
 compiled          torch.compile
 threads           the classic DataParallel (processes=one)

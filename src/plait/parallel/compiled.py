@@ -25,7 +25,7 @@ Choose when
     Many small element-wise operations, many steps.
 
 Avoid when
-    Short runs, shapes that change all the time, models whose Python changes course in every step. With `recompute=selective` and
+    Short runs, shapes that change all the time, models whose Python changes course in every step. With `activation_checkpointing=selective` and
     the schedules that split the backward pass it does not work.
 
 Paper

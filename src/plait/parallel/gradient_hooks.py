@@ -39,7 +39,7 @@ def check(plan: Plan, sketch: Sketch, hooks: Mapping[str, object]) -> None:
         return
     name, experts = next(iter(hooks)), [n for m in sketch.mixtures if plan.ep > 1 for n in hooks if n in m.names]
     whys = {
-        f"compress={plan.compress}": (plan.compress != "none", "what copies send is rounded before it is summed"),
+        f"grad_compression={plan.grad_compression}": (plan.grad_compression != "none", "what copies send is rounded before it is summed"),
         f"replica_groups={plan.replica_groups}": (
             plan.replica_groups > 1,
             "each group updates by gradients of its own samples",

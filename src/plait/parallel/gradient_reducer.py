@@ -78,7 +78,7 @@ class StepStats:
     waited: list[float] = field(default_factory=list)
     """Seconds that each rank waited for its samples."""
     room: list[float] = field(default_factory=list)
-    """Samples that fit into each rank's memory; 0 if that is unknown. Empty without `batch_shares=auto`."""
+    """Samples that fit into each rank's memory; 0 if that is unknown. Empty without `batch_split=auto`."""
     disk_save: float = 0.0
     memory_save: float = 0.0
     end: float = 0.0
@@ -91,7 +91,7 @@ class StepStats:
     def zeros(cls, plan: Plan) -> Self:
         """Stats with a place for everything that ranks of this plan sum; nothing is logged."""
         by_rank = [0.0] * plan.world
-        room = by_rank if plan.batch_shares == "auto" else []
+        room = by_rank if plan.batch_split == "auto" else []
         return cls(samples=[0.0] * plan.ranks, busy=[*by_rank], waited=[*by_rank], room=[*room])
 
     def add_losses(self, losses: Sequence[Tensor], plan: Plan, device: torch.device) -> None:

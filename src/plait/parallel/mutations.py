@@ -94,7 +94,7 @@ AXES = ("pp", "cp", "tp", "ep")
 def refused_unmeasured(plan: Plan, sketch: Sketch) -> Problem | None:
     """P073 if the plan splits or recomputes units, and the model has none that were measured."""
     needs = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1]
-    needs += [f"recompute={plan.recompute}"] if plan.recompute != "none" else []
+    needs += [f"activation_checkpointing={plan.activation_checkpointing}"] if plan.activation_checkpointing != "none" else []
     if not sketch.unmeasured or not needs:
         return None
     what = f"plait cannot follow the model's forward pass, which {needs[0]} requires"

@@ -19,7 +19,7 @@ from plait.config.errors import Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel import accumulate, compiled, offload, precision, recompute, threads, whole_tensors
+from plait.parallel import accumulate, activation_checkpointing, compiled, offload, precision, threads, whole_tensors
 from plait.parallel.compression import strategy as compression
 from plait.parallel.context import strategy as context
 from plait.parallel.data import strategy as data_parallel
@@ -107,7 +107,7 @@ INSTALLING: tuple[Strategy, ...] = (
     threads,
     shares,
     accumulate,
-    recompute,
+    activation_checkpointing,
     compiled,
     compression,
     data_parallel,

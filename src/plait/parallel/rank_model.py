@@ -116,10 +116,10 @@ class Techniques:
     replica_groups: RareSynchroniser | None = None
     """What this rank synchronises with its like in other replica groups."""
     compressor: Compressor | None = None
-    """What makes the sums of `compress`, and holds the residuals."""
+    """What makes the sums of `grad_compression`, and holds the residuals."""
     loss_scale: LossScale | None = None
     balance: Balance | None = None
-    """What follows the speeds of shares, under `batch_shares=auto`."""
+    """What follows the speeds of shares, under `batch_split=auto`."""
     average: MovingAverage | None = None
     """The average of the weights, where the job wants one."""
     compiled: CompiledUnits | None = None

@@ -42,7 +42,7 @@ def alternatives(asked: "PlanRequest", question: "SearchSpace", plan: Plan) -> l
     rows = ask(asked, {"precision": plan.precision}, devices=plan.devices).rows
     for got in (row.estimate for row in rows if row.fits):
         if got is not None and str(got.plan) != str(plan):
-            other = replace(got.plan, batch_shares=plan.batch_shares)
+            other = replace(got.plan, batch_split=plan.batch_split)
             found.append(Alternative("plan", str(other), question.batch, dict(got.parts)))
     return found
 
@@ -51,7 +51,7 @@ def _variants(plan: Plan, batch: int) -> Iterator[tuple[str, Plan, int]]:
     """(what is changed, the plan, the batch)."""
     for fewer in (n for n in range(1, plan.microbatches) if plan.microbatches % n == 0):
         yield "micro-batches", replace(plan, microbatches=fewer), batch
-    for less in KEYS["recompute"].choices[: KEYS["recompute"].choices.index(plan.recompute)]:
-        yield "recompute", replace(plan, recompute=less), batch
+    for less in KEYS["activation_checkpointing"].choices[: KEYS["activation_checkpointing"].choices.index(plan.activation_checkpointing)]:
+        yield "recompute", replace(plan, activation_checkpointing=less), batch
     for times in LARGER:
         yield "batch", plan, times * batch

@@ -146,7 +146,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     if found := asked.searched(replace(question, pins=others | alone)).best:
         return found[0]
     own = -(-question.batch // (question.devices if axis in ("dp", "fsdp") else 1))
-    least: dict[str, Any] = {"precision": question.of("precision")[0], "recompute": "full", "microbatches": own}
+    least: dict[str, Any] = {"precision": question.of("precision")[0], "activation_checkpointing": "full", "microbatches": own}
     least |= others | alone
     plan = Plan(**least)
     why = refused(plan)
@@ -227,7 +227,7 @@ def _headline(found: Answer) -> str:
     if "tight" in found.best.warnings:
         words.append("tight: nothing else fits")
     if plan.precision != "fp32" and "precision" not in pinned:
-        words.append(f"in {plan.precision}, which rounds differently from fp32: --pin precision=fp32 keeps that")
+        words.append(f"in {plan.precision}, which rounds differently from fp32: --set precision=fp32 keeps that")
     return " · ".join(words)
 
 

@@ -113,7 +113,7 @@ def sizes_of(found: Estimate) -> dict[str, float]:
 
 def layout_of(plan: Plan) -> str:
     """What is split, as a label of runs."""
-    return f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero if plan.fsdp > 1 else 0} {plan.recompute}"
+    return f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero_stage if plan.fsdp > 1 else 0} {plan.activation_checkpointing}"
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def same_heads(pace: TimeModel, plan: Plan, own: Stage) -> float:
 def gradients(pace: TimeModel, plan: Plan, own: Stage, hidden: float) -> dict[str, float]:
     """Seconds of the messages of dp, fsdp and cp about gradients and weights that computing does not hide. `hidden`: seconds of one micro-batch."""
     replicas = plan.along(plan.replica_axes)
-    if replicas * plan.shards == 1 or (pace.work.frozen == 1 and (plan.shards == 1 or plan.zero < 3)):
+    if replicas * plan.shards == 1 or (pace.work.frozen == 1 and (plan.shards == 1 or plan.zero_stage < 3)):
         return {"gradients": 0.0}
     machine, software, f = pace.machine, pace.software, plan.shards
     inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)
@@ -346,7 +346,7 @@ def gradients(pace: TimeModel, plan: Plan, own: Stage, hidden: float) -> dict[st
     forward, backward = hidden / 3, hidden * 2 / 3
     unit = late.TOGETHER
     apart = machine.all_reduce(unit, replicas, late.apart(plan, "dp")) * elements * software.sent / f / unit if f > 1 else 0.0
-    if f > 1 and plan.zero == 3:
+    if f > 1 and plan.zero_stage == 3:
         sizes = [(p.size.weights, p.number) for p in own]
         gather = sum(machine.all_gather(w / (k := ceil(w / software.piece) or 1) * item(plan), f, inner) * k * n for w, n in sizes)
         scatter = sum(machine.reduce_scatter(w * part * software.sent, f, inner) * n for w, n in sizes)

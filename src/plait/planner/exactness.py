@@ -31,17 +31,17 @@ ALONE = -log(MEASURED["one"]) / log(GROUPS)
 def progress(plan: Plan) -> float:
     """That of a plan. At least what one group makes that never hears of the others."""
     k = plan.replica_groups
-    if k == 1 or plan.sync != "async":
-        found = 1.0 if plan.compress == "none" else MEASURED[plan.compress]
+    if k == 1 or plan.outer_sync != "async":
+        found = 1.0 if plan.grad_compression == "none" else MEASURED[plan.grad_compression]
     else:
         found = MEASURED["async"]
-    if k == 1 or plan.sync == "async":
+    if k == 1 or plan.outer_sync == "async":
         return found
-    if plan.start_local:
+    if plan.warmup_sync_steps:
         return found * MEASURED["post-local"]
     floor = k**-ALONE
-    found *= floor + (1 - floor) * _together(plan.sync, plan.every)
-    return found * (MEASURED["streaming"] / MEASURED["diloco 4"] if plan.fragments > 1 else 1.0)
+    found *= floor + (1 - floor) * _together(plan.outer_sync, plan.sync_every)
+    return found * (MEASURED["streaming"] / MEASURED["diloco 4"] if plan.num_fragments > 1 else 1.0)
 
 
 def _together(sync: str, every: int) -> float:
@@ -61,27 +61,27 @@ def told(plan: Plan) -> str:
     """What makes it another training than on one device, in plain words; nothing for an exact plan."""
     if late.is_exact(plan):
         return ""
-    k, every = plan.replica_groups, f"every {plan.every} steps" if plan.every > 1 else "after every step"
+    k, every = plan.replica_groups, f"every {plan.sync_every} steps" if plan.sync_every > 1 else "after every step"
     words: list[str] = []
-    if k > 1 and plan.sync == "local":
+    if k > 1 and plan.outer_sync == "local":
         words.append(f"weights of {k} groups are averaged {every}")
-    elif k > 1 and plan.sync == "diloco":
+    elif k > 1 and plan.outer_sync == "diloco":
         words.append(f"{k} groups train by themselves, and an outer optimizer steps on how far they moved {every}")
     elif k > 1:
         words.append(f"gradients of {k} groups are used when they arrive, up to {plan.staleness} versions late")
-    if plan.fragments > 1:
-        words.append(f"a {plan.fragments}th of the model at a time")
+    if plan.num_fragments > 1:
+        words.append(f"a {plan.num_fragments}th of the model at a time")
     if plan.fragment_delay:
         words.append(f"applied {plan.fragment_delay} steps after it was sent")
-    if plan.start_local:
-        words.append(f"from step {plan.start_local + 1} on")
+    if plan.warmup_sync_steps:
+        words.append(f"from step {plan.warmup_sync_steps + 1} on")
     what = "what groups send is" if k > 1 else "gradients are"
     how = {
         "bf16": f"{what} rounded to 16 bits", "int8": f"{what} rounded to 8 bits",
-        "powersgd": f"{what} reduced to matrices of rank {plan.compress_rank}",
+        "powersgd": f"{what} reduced to matrices of rank {plan.compression_rank}",
     }  # fmt: skip
-    if plan.compress != "none":
-        words.append(f"{how[plan.compress]}, and the rest added to the next")
+    if plan.grad_compression != "none":
+        words.append(f"{how[plan.grad_compression]}, and the rest added to the next")
     return f"not the same training as on one device: {', '.join(words)}"
 
 

@@ -85,7 +85,7 @@ class Cores:
         """Seconds of a step that dp and fsdp take besides messages, for `size` bytes of weights; `stream`: bytes/s of memory."""
         late = self.staged * self.operator if plan.pp > 1 and plan.shares > 1 else 0.0
         if plan.shards > 1:
-            again, passes = (plan.microbatches, 3) if plan.zero == 3 else (1, 2)
+            again, passes = (plan.microbatches, 3) if plan.zero_stage == 3 else (1, 2)
             copied = again * passes * size * self.fresh / stream
             return (again * self.unit * units + self.shard * kernels) * self.operator + copied + late
         if plan.shares * plan.replica_groups == 1:
@@ -126,7 +126,7 @@ class Software:
     sent: float = 4.0
     """Of gradients in the messages that add them up."""
     redone: float = 0.0
-    """Part of the matmuls with weights that recompute=selective does again."""
+    """Part of the matmuls with weights that activation_checkpointing=selective does again."""
     portable: bool = True
     """Kernels are torch's, not tuned by the vendor for each device."""
     attention: Attention = "portable"
@@ -211,7 +211,8 @@ class TimeModel:
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
         shares, cuts = plan.shares if block.statistics else 1, (plan.tp, plan.cp, plan.ep)
-        ways = (plan.stretched, plan.context, plan.token_dispatcher, plan.recompute, plan.precision, plan.compile, plan.microbatches > 1, plan.zero)
+        ways = (plan.stretched, plan.cp_method, plan.token_dispatcher, plan.activation_checkpointing, plan.precision, plan.compile,
+            plan.microbatches > 1, plan.zero_stage)
         key = (id(block), samples, shares, cuts, ways)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
@@ -233,12 +234,12 @@ class TimeModel:
         else:
             forward, back = (t + more for t, more in zip((forward, back), self.software.cores.passes(block.kernels, plan)))
         again = 0.0
-        if plan.recompute == "full":
+        if plan.activation_checkpointing == "full":
             again = forward
-        elif plan.recompute == "selective":
+        elif plan.activation_checkpointing == "selective":
             again = self.software.redone * weight + point if any(p.fused for p in block.products) else attention
         back_weight = (weight + self.added(block, plan)) * (1 - self.work.frozen)
-        both = 2 * sent + (sent if plan.recompute == "full" else 0.0)
+        both = 2 * sent + (sent if plan.activation_checkpointing == "full" else 0.0)
         return BlockTime(forward + sent, back - weight + again + both - sent, back_weight, again, both)
 
     def product(self, product: PlannedProduct, plan: Plan, samples: float) -> float:
@@ -291,7 +292,7 @@ class TimeModel:
         if self.software.cores:
             return fitted.fused
         keys, head = max(product.inner, product.columns), min(product.inner, product.columns)
-        keys /= plan.cp if plan.context == "ring" else 1  # each step of the ring is a kernel of its own
+        keys /= plan.cp if plan.cp_method == "ring" else 1  # each step of the ring is a kernel of its own
         filled = (1 + HEAD / 128) / (1 + HEAD / head) / (1 + FILLED / (1 if product.causal else 4) / keys)
         if self.software.attention == "tuned" and ratio < 1:
             return fitted.tuned * filled
@@ -351,7 +352,7 @@ class TimeModel:
         """Seconds to add a micro-batch's gradients to those before: of a processor's core, a part of its other costs."""
         if plan.microbatches == 1 or self.software.cores or not self.software.adds:
             return 0.0
-        elements = sharded(block, plan) if plan.zero == 3 else weights(block, plan)
+        elements = sharded(block, plan) if plan.zero_stage == 3 else weights(block, plan)
         return elements * (2 * self.software.gradients + item(plan)) / self.stream
 
     def sums(self, block: Block, plan: Plan, samples: float) -> float:
@@ -389,7 +390,7 @@ class TimeModel:
         """Seconds of messages of cp that attention does not hide."""
         if plan.cp == 1 or not block.keys:
             return 0.0
-        if plan.context == "ulysses":
+        if plan.cp_method == "ulysses":
             size = (block.keys + 2 * block.out) * samples / plan.cp / plan.tp * item(plan)
             return self.machine.all_to_all(size, plan.cp, plan.tp)
         size = block.keys * samples / plan.cp / plan.tp * item(plan)
@@ -419,9 +420,9 @@ def kept(block: Block, plan: Plan, samples: float, software: Software) -> tuple[
     whole += (met(plan) - 1) * sum(p.rows * p.inner * p.times for p in block.products if p.experts) * scale
     if plan.precision == "fp8" and not software.portable:
         whole *= EIGHT_BIT
-    if plan.recompute == "full" and block.count > 1:
+    if plan.activation_checkpointing == "full" and block.count > 1:
         return block.given / spread / plan.cp * samples * item(plan), whole
-    if plan.recompute == "selective":
+    if plan.activation_checkpointing == "selective":
         whole -= block.kept_selective / plan.tp * scale
     return whole, 0.0
 
@@ -432,7 +433,7 @@ EIGHT_BIT = 0.85
 
 def depth(plan: Plan) -> int:
     """What is kept in parts: as `zero` says, where anything is."""
-    return plan.zero if plan.is_sharded else 0
+    return plan.zero_stage if plan.is_sharded else 0
 
 
 @dataclass(frozen=True)

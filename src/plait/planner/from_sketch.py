@@ -81,7 +81,7 @@ class Block:
     kept_cut: float = 0.0
     """Those of `kept` between slices."""
     kept_selective: float = 0.0
-    """Those of `kept` that recompute=selective lets go."""
+    """Those of `kept` that activation_checkpointing=selective lets go."""
     given: float = 0.0
     """Its input, with a part of what other blocks are given too, such as a mask: what full recomputation keeps."""
     out: float = 0.0

@@ -13,7 +13,7 @@ from plait.planner.answer import WORDS, Answer, ask, why_not
 from plait.planner.question import PlanRequest
 from plait.planner.search import ALIKE, Candidate, Found
 
-KEPT = ("precision", "recompute", "compile", "offload")
+KEPT = ("precision", "activation_checkpointing", "compile", "offload")
 """Given keys that mean the same on one device."""
 
 

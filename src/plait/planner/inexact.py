@@ -47,7 +47,7 @@ def with_inexact(found: Answer) -> Answer:
         return replace(found, beside=f"no inexact plan is faster by more than {100 * ALIKE:.0f} %")
     kinds: dict[tuple[str, ...], Candidate] = {}
     for offer in offers:
-        kinds.setdefault((offer.plan.sync if offer.plan.replica_groups > 1 else "", offer.plan.compress), offer)
+        kinds.setdefault((offer.plan.outer_sync if offer.plan.replica_groups > 1 else "", offer.plan.grad_compression), offer)
     rows = []
     for offer in list(kinds.values())[:SHOWN]:
         times = f"{exact / offer.seconds:.3g} × the samples/s, {exact / to_loss(offer):.3g} × as fast to the same loss (fitted)"
@@ -60,15 +60,16 @@ def offered(asked: PlanRequest, question: SearchSpace, best: Candidate) -> Itera
     """Plans that are predicted to take less time than `best`, and that the job can run under."""
     pins, refused, learned = question.pins, asked.refused(), asked.learned
     within = inf if learned.anchors else best.cost  # it is of corrected times
-    formats = [pins["compress"]] if "compress" in pins else list(FORMATS)
+    formats = [pins["grad_compression"]] if "grad_compression" in pins else list(FORMATS)
     for how in formats if pins.get("replica_groups", 1) == 1 else ():
         if how != "none":
             alone = dict.fromkeys(UNCUT[how], 1)
-            copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
+            copies = replace(question, pins=alone | pins | {"grad_compression": how, "replica_groups": 1})
             yield from (candidate for candidate in asked.searched(copies, best.cost).best[:KEPT] if candidate.plan.dp > 1)
     for groups in counts(question, asked.machine.nodes):
-        free = {"replica_groups": groups, "every": pins.get("every", 1 << 20), "sync": "local"}  # keys with which groups cost next to nothing
-        inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | free)
+        free = {"replica_groups": groups, "sync_every": pins.get("sync_every", 1 << 20),
+            "outer_sync": "local"}  # keys with which groups cost next to nothing
+        inside = replace(question, pins={k: v for k, v in pins.items() if k != "grad_compression"} | free)
         for candidate in search(asked.pace, inside, refused, within).best[:KEPT]:
             for plan in rarely(candidate.plan, pins, formats):
                 if not refused(plan):
@@ -89,9 +90,9 @@ def counts(question: SearchSpace, nodes: int) -> list[int]:
 def rarely(inner: Plan, pins: dict[str, Any], formats: list[str]) -> Iterator[Plan]:
     """A plan of replica groups with every way to synchronise, those keys that are given being as they are."""
     given = {key: value for key, value in pins.items() if KEYS[key].table == "groups"}
-    for sync in [given["sync"]] if "sync" in given else ["local", "diloco", "async"]:
-        for every in [given["every"]] if "every" in given else EVERY if sync != "async" else [1]:
+    for sync in [given["outer_sync"]] if "outer_sync" in given else ["local", "diloco", "async"]:
+        for every in [given["sync_every"]] if "sync_every" in given else EVERY if sync != "async" else [1]:
             for how in formats:
-                more: dict[str, Any] = {"sync": sync, "every": every, "compress": how}
+                more: dict[str, Any] = {"outer_sync": sync, "sync_every": every, "grad_compression": how}
                 more |= {"staleness": 1} if sync == "async" else {}
                 yield replace(inner, **more | given)

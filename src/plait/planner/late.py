@@ -8,7 +8,7 @@ Replica groups that synchronise every H steps send at the end of H steps what `d
 on its way while `fragment_delay` steps are computed; what is left of it then is waited for. Under `async` a group sends its
 gradients to the servers and gets weights back for every piece of the batch, and all groups share the servers' links.
 
-With `start_local` the first steps synchronise every time; what is priced here is the training after them.
+With `warmup_sync_steps` the first steps synchronise every time; what is priced here is the training after them.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ SLOWEST, FASTEST = 1e4, 1e14
 
 def format_of(plan: Plan, axis: str) -> str:
     """How what is sent along `dp` or `replica_groups` is compressed: along the slower of the two that there are."""
-    return plan.compress if (axis == "replica_groups") == (plan.replica_groups > 1) else "none"
+    return plan.grad_compression if (axis == "replica_groups") == (plan.replica_groups > 1) else "none"
 
 
 GATHERED = ("bf16", "int8")
@@ -52,7 +52,7 @@ GATHERED = ("bf16", "int8")
 def each(pace: TimeModel, plan: Plan, how: str, item: float) -> float:
     """Bytes for each number that is sent, of numbers with `item` bytes."""
     if how == "powersgd":
-        return pace.work.low_rank(plan.compress_rank) * item
+        return pace.work.low_rank(plan.compression_rank) * item
     return min(item, {"none": item, "bf16": 2.0, "int8": 1.0}[how])
 
 
@@ -115,16 +115,16 @@ def rarely(pace: TimeModel, plan: Plan, numbers: float, step: float) -> float:
 
     `numbers`: weights that a rank holds, `step`: seconds of a step inside a group.
     """
-    if plan.sync == "async":
+    if plan.outer_sync == "async":
         return served(pace, plan, numbers, (step,) * plan.replica_groups) - step
-    parts = plan.fragments if plan.sync == "diloco" else 1
+    parts = plan.num_fragments if plan.outer_sync == "diloco" else 1
     message = seconds_sent(pace, plan, numbers / parts, "replica_groups")
-    hidden = min(plan.fragment_delay, plan.every / parts) * step if plan.sync == "diloco" else 0.0
+    hidden = min(plan.fragment_delay, plan.sync_every / parts) * step if plan.outer_sync == "diloco" else 0.0
     own = compressing(pace, plan, numbers, "replica_groups")
-    own += OUTER * numbers * pace.software.weights / pace.stream if plan.sync == "diloco" else 0.0
+    own += OUTER * numbers * pace.software.weights / pace.stream if plan.outer_sync == "diloco" else 0.0
     cores = pace.software.cores
-    own += ROUND[plan.sync] * pace.work.tensors * cores.operator if cores else 0.0
-    return (parts * max(0.0, message - hidden) + own) / plan.every
+    own += ROUND[plan.outer_sync] * pace.work.tensors * cores.operator if cores else 0.0
+    return (parts * max(0.0, message - hidden) + own) / plan.sync_every
 
 
 def served(pace: TimeModel, plan: Plan, numbers: float, steps: tuple[float, ...]) -> float:
@@ -163,11 +163,11 @@ def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[st
     item = pace.software.weights
     if plan.replica_groups > 1:
         size = weights * item
-        if plan.sync == "diloco":
+        if plan.outer_sync == "diloco":
             found["outer"] = size * (2 if plan.outer_momentum else 1)
-        found["messages"] = size if plan.sync == "async" else size / plan.fragments
-        found |= {"optimizer": 0.0} if plan.sync == "async" else {}  # it is the servers', on their hosts
-    if plan.compress != "none" and plan.replica_groups * plan.dp > 1:
+        found["messages"] = size if plan.outer_sync == "async" else size / plan.num_fragments
+        found |= {"optimizer": 0.0} if plan.outer_sync == "async" else {}  # it is the servers', on their hosts
+    if plan.grad_compression != "none" and plan.replica_groups * plan.dp > 1:
         found["residuals"] = (weights if plan.replica_groups > 1 else numbers) * pace.software.gradients
     return found
 
@@ -182,26 +182,26 @@ def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
     if plan.server_count:
         found["replica_groups"] = sum(pushed(pace, plan, part))
     elif plan.replica_groups > 1:
-        found["replica_groups"] = bytes_sent(pace, plan, part, plan.replica_groups, "replica_groups") / plan.every
+        found["replica_groups"] = bytes_sent(pace, plan, part, plan.replica_groups, "replica_groups") / plan.sync_every
     if plan.dp > 1:
         found["dp"] = bytes_sent(pace, plan, part, plan.dp, "dp")
     if f > 1:
         item = 2.0 if plan.precision in ("bf16", "fp16") else 4.0
-        gathered = plan.microbatches * 2 * item if plan.zero == 3 else software.weights
-        added = software.sent * (plan.microbatches if plan.zero == 3 else 1)
+        gathered = plan.microbatches * 2 * item if plan.zero_stage == 3 else software.weights
+        added = software.sent * (plan.microbatches if plan.zero_stage == 3 else 1)
         found["×".join(axis for axis in plan.shard_axes if getattr(plan, axis) > 1)] = (f - 1) * (part * added + numbers / f * gathered)
     return found
 
 
 def exact_twin(plan: Plan) -> Plan:
     """The same ranks without what is late, rare or compressed: replica groups become copies."""
-    inner = replace(plan.inner, compress="none", compress_rank=Plan().compress_rank, batch_shares="equal")
+    inner = replace(plan.inner, grad_compression="none", compression_rank=Plan().compression_rank, batch_split="equal")
     return replace(inner, dp=plan.dp * plan.replica_groups)
 
 
 def is_exact(plan: Plan) -> bool:
     """Whether it is the same training as on one device, as far as synchronising goes."""
-    return plan.compress == "none" and plan.replica_groups == 1
+    return plan.grad_compression == "none" and plan.replica_groups == 1
 
 
 def linked(machine: Machine, bits: float, latency: float | None = None) -> Machine:

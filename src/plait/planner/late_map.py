@@ -62,9 +62,9 @@ class LateJob:
 
     def sent(self, plan: Plan) -> float:
         """Bytes that a rank sends in a step, in the mean of the job."""
-        if plan.start_local and self.steps:
-            first = min(1.0, plan.start_local / self.steps)
-            return first * self.sent(late.exact_twin(plan)) + (1 - first) * self.sent(replace(plan, start_local=0))
+        if plan.warmup_sync_steps and self.steps:
+            first = min(1.0, plan.warmup_sync_steps / self.steps)
+            return first * self.sent(late.exact_twin(plan)) + (1 - first) * self.sent(replace(plan, warmup_sync_steps=0))
         return sum(estimate(self.pace, plan, 1.0).sent.values())
 
     def parts(self, plan: Plan, link: TimeModel) -> StepParts:
@@ -78,14 +78,14 @@ class LateJob:
     def seconds(self, plan: Plan, link: TimeModel, slower: Sequence[float], parts: StepParts | None = None) -> float:
         """Seconds for a batch, in the mean of the job. `slower`: how many times as long each group, or copy, takes as the fastest."""
         parts = parts or self.parts(plan, link)
-        if plan.start_local and self.steps:
-            first = min(1.0, plan.start_local / self.steps)
+        if plan.warmup_sync_steps and self.steps:
+            first = min(1.0, plan.warmup_sync_steps / self.steps)
             before = self.seconds(late.exact_twin(plan), link, slower) + late.row(link, plan, "replica_groups")
-            return first * before + (1 - first) * self.seconds(replace(plan, start_local=0), link, slower, parts)
+            return first * before + (1 - first) * self.seconds(replace(plan, warmup_sync_steps=0), link, slower, parts)
         if plan.server_count:
             steps = tuple(parts.computing * s + parts.messages for s in slower)
             return late.served(link, plan, parts.states, steps)
-        together = len(slower) / sum(1 / s for s in slower) if plan.batch_shares != "equal" else max(slower)
+        together = len(slower) / sum(1 / s for s in slower) if plan.batch_split != "equal" else max(slower)
         step = parts.computing * together + parts.messages
         return step + (late.rarely(link, plan, parts.states, step) if plan.replica_groups > 1 else 0.0)
 
@@ -158,19 +158,19 @@ def ways(inner: Plan, groups: int, steps: int = 0) -> Iterable[SyncWay]:
     """Ways for so many groups with the plan `inner`, dp first. Those that are not exact come after those that are."""
     dp = replace(inner, dp=inner.dp * groups)
     yield SyncWay("dp", dp)
-    yield SyncWay("shares", replace(dp, batch_shares="auto"))
+    yield SyncWay("shares", replace(dp, batch_split="auto"))
     for name in ("bf16", "int8", "powersgd"):
-        yield SyncWay(name, replace(dp, compress=name))
-        yield SyncWay(f"{name} + shares", replace(dp, compress=name, batch_shares="auto"))
+        yield SyncWay(name, replace(dp, grad_compression=name))
+        yield SyncWay(f"{name} + shares", replace(dp, grad_compression=name, batch_split="auto"))
     rare = replace(inner, replica_groups=groups)
     if steps > 1:
-        yield SyncWay("post-local 16", replace(rare, every=16, start_local=steps // 2))
+        yield SyncWay("post-local 16", replace(rare, sync_every=16, warmup_sync_steps=steps // 2))
     for every in (4, 16, 64):
-        yield SyncWay(f"local {every}", replace(rare, every=every))
+        yield SyncWay(f"local {every}", replace(rare, sync_every=every))
     for every in (16, 64):
-        yield SyncWay(f"diloco {every}", replace(rare, sync="diloco", every=every))
-    yield SyncWay("streaming 16", replace(rare, sync="diloco", every=16, fragments=2, fragment_delay=4))
-    yield SyncWay("async", replace(rare, sync="async", staleness=1))
+        yield SyncWay(f"diloco {every}", replace(rare, outer_sync="diloco", sync_every=every))
+    yield SyncWay("streaming 16", replace(rare, outer_sync="diloco", sync_every=16, num_fragments=2, fragment_delay=4))
+    yield SyncWay("async", replace(rare, outer_sync="async", staleness=1))
 
 
 def late_map(
@@ -190,7 +190,7 @@ def late_map(
             for name, plan in ways:
                 groups = plan.replica_groups if plan.replica_groups > 1 else plan.dp
                 spread = (1.0,) * (groups - 1) + (slow,)
-                if plan.sync == "async":
+                if plan.outer_sync == "async":
                     least = late.needed(plan, tuple(slow / s for s in spread))
                     plan = replace(plan, staleness=max(plan.staleness, least))
                 times[name] = job.seconds(plan, link, spread, known[name])

@@ -28,7 +28,7 @@ def foresee(job: Job, plan: Plan, device: str) -> Sketch | None:
     """
     check_plan(job, plan, device)
     check_unshared(job)
-    if max(plan.pp, plan.cp, plan.ep, plan.tp) == 1 and plan.recompute == "none":
+    if max(plan.pp, plan.cp, plan.ep, plan.tp) == 1 and plan.activation_checkpointing == "none":
         return None
     try:
         return fork.computed(lambda place: _analysed(job, plan, device, place))

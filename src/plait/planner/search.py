@@ -34,7 +34,7 @@ def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float, wi
     machine, batch = pace.machine, ceil(question.batch / plan.replica_groups)
     if not machine.unlike:
         return estimate(pace, plan, samples, question.memory, within)
-    parts = plan.parts or (by_speed(pace.machine, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
+    parts = plan.parts or (by_speed(pace.machine, plan) if plan.batch_split == "auto" else (1,) * plan.ranks)
     found = dict[tuple[float, float, float], Estimate]()
     for held, ranks in zip(sizes(batch, parts, plan.microbatches), members(plan)):
         each = float(ceil(held / plan.microbatches))
@@ -50,9 +50,9 @@ def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float, wi
 
 def gain(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> str:
     """What shares by speed of a plan are predicted to gain over equal ones; nothing of a plan without them."""
-    if plan.batch_shares == "equal" or not pace.machine.unlike:
+    if plan.batch_split == "equal" or not pace.machine.unlike:
         return ""
-    equal = price(pace, replace(plan, batch_shares="equal"), question, samples)
+    equal = price(pace, replace(plan, batch_split="equal"), question, samples)
     times = equal.seconds / price(pace, plan, question, samples).seconds
     fits = "" if question.holds(equal) else ", which would not fit"
     return f"shares by speed: {times:.2f} × as fast as the same plan with equal shares{fits}"
@@ -78,7 +78,7 @@ class Preferences:
     axis: float = 1.03
     """For every axis after the first: each has groups of processes and conditions of its own, and predictions err by more than that."""
     nodes: float = 1.1
-    """tp, or the exchanges of ep or of context=ulysses, cross nodes: every layer then waits for a network that other jobs share. Published
+    """tp, or the exchanges of ep or of cp_method=ulysses, cross nodes: every layer then waits for a network that other jobs share. Published
     layouts of Megatron-LM, Llama 3 (arXiv 2407.21783) and torchtitan keep tp inside a node."""
     offload: float = 1.15
     """State is kept on the host: its processors and memory, of which predictions know least, also read the data."""
@@ -92,7 +92,7 @@ PREFERENCES = Preferences()
 def crossings(plan: Plan, per_node: int) -> list[str]:
     """The axes of which every layer waits for messages between nodes of so many devices: tp, ep, and cp if it exchanges heads."""
     inner = plan.along(SAME_LOSS)
-    sizes = {"tp": plan.tp, "ep": plan.ep * inner if plan.ep > 1 else 1, "cp": inner if plan.cp > 1 and plan.context == "ulysses" else 1}
+    sizes = {"tp": plan.tp, "ep": plan.ep * inner if plan.ep > 1 else 1, "cp": inner if plan.cp > 1 and plan.cp_method == "ulysses" else 1}
     return [axis for axis, size in sizes.items() if size > per_node]
 
 
@@ -100,7 +100,7 @@ def factors(plan: Plan, per_node: int) -> dict[str, float]:
     """A plan's factors by what they are for, but for that of its memory."""
     changed = plan.changed()
     axes = sum(changed.get(axis, 1) > 1 for axis in (*AXES, "ep"))
-    keys = len(changed) - axes - ("zero" in changed) + (plan.fsdp > 1)
+    keys = len(changed) - axes - ("zero_stage" in changed) + (plan.fsdp > 1)
     found = {"axes": PREFERENCES.axis ** max(0, axes - 1), "keys": PREFERENCES.key**keys}
     if crossing := crossings(plan, per_node):
         found[f"{', '.join(crossing)} between nodes"] = PREFERENCES.nodes
@@ -224,7 +224,7 @@ class _Looking:
     def bounded(self) -> list[tuple[float, Plan]]:
         """The branches of which something may fit, each with a lower bound of the cost of its plans. Those come first that compute least if
         they keep everything for backward: their plans have few stages, and are priced quickly."""
-        least = self.question.of("recompute", RECOMPUTES)[0]
+        least = self.question.of("activation_checkpointing", RECOMPUTES)[0]
         found = [(self.floor(branch), branch) for branch in branches(self.question)]
         self.counts["do not fit"] += sum(floor == inf for floor, _ in found)
         return sorted((pair for pair in found if pair[0] < inf), key=lambda pair: self.computed(pair[1], least))
@@ -240,10 +240,10 @@ class _Looking:
         over = question.of("shard_over_cp", (branch.cp > 1,))[0]
         spread = replace(branch, dp=1, fsdp=branch.shares, schedule="sequential", shard_over_cp=over)
         offloads = question.of("offload")
-        for recompute in question.of("recompute", RECOMPUTES):
+        for recompute in question.of("activation_checkpointing", RECOMPUTES):
             cost = self.computed(branch, recompute)
             for offload in dict.fromkeys((offloads[0], offloads[-1])):
-                held = [Kept(zero, recompute, offload) for zero in question.of("zero", (2, 3))]
+                held = [Kept(zero, recompute, offload) for zero in question.of("zero_stage", (2, 3))]
                 spare = question.memory - min(self.least(spread, kept) for kept in held)
                 tight = PREFERENCES.tight if spare < question.margin else 1.0
                 found = min(found, cost * tight * held[0].factor if spare >= 0 else inf)
@@ -257,10 +257,10 @@ class _Looking:
     def times(self, branch: Plan, recompute: str) -> tuple[float, ...]:
         """Seconds of all blocks for a micro-batch: forward, and both halves of backward; of a layer; and how many layers there are."""
         samples = branch_samples(branch, self.question)
-        key = (branch.tp, branch.cp, branch.ep, branch.shares, samples, branch.precision, recompute, branch.context, branch.stretched,
+        key = (branch.tp, branch.cp, branch.ep, branch.shares, samples, branch.precision, recompute, branch.cp_method, branch.stretched,
                branch.compile)  # fmt: skip
         if key not in self.known:
-            plan = replace(branch, recompute=recompute)
+            plan = replace(branch, activation_checkpointing=recompute)
             found = [(self.pace.block(block, plan, samples), block.count) for block in self.pace.work.blocks]
             parts = [[one.forward * n, one.back_input * n, one.back_weight * n] for one, n in found]
             layer = max(sum(part) / n for part, (_, n) in zip(parts, found) if n == self.layer.count)
@@ -278,7 +278,7 @@ class _Looking:
         samples, software, blocks = branch_samples(branch, self.question), self.pace.software, self.pace.work.blocks
         key = (branch.tp, branch.cp, branch.ep, samples, branch.precision, recompute, branch.stretched)
         if key not in self.known:
-            plan = replace(branch, recompute=recompute)
+            plan = replace(branch, activation_checkpointing=recompute)
             layer = formulas.weights(self.layer, plan)
             own = sum(formulas.weights(b, plan) * b.count for b in blocks), layer, layer - self.layer.experts / plan.ep
             kept = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
@@ -321,8 +321,8 @@ class _Looking:
         Less sharding, less recomputation and less that is kept on the host take no longer, so where one fits with room to spare,
         more of it is not priced.
         """
-        recomputes = self.question.of("recompute", RECOMPUTES)
-        zeros = self.question.of("zero", (1, 2, 3)) if shape.shards > 1 else [shape.zero]
+        recomputes = self.question.of("activation_checkpointing", RECOMPUTES)
+        zeros = self.question.of("zero_stage", (1, 2, 3)) if shape.shards > 1 else [shape.zero_stage]
         mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
         live = cache(lambda: None if shape.schedule in UNSURE else Live.of(shape))
         for offload, update in updates.items():
@@ -337,7 +337,7 @@ class _Looking:
                     tight = PREFERENCES.tight if spare < self.question.margin else 1.0
                     if spare < 0 or seconds * plain * kept.factor * tight > self.limit(mesh):
                         self.counts["do not fit" if spare < 0 else "slower"] += 1
-                    elif self.priced(replace(shape, zero=zero, recompute=recompute, offload=offload)):
+                    elif self.priced(replace(shape, zero_stage=zero, activation_checkpointing=recompute, offload=offload)):
                         worth[k:] = [min(at, w) for w in worth[k:]]
                         break
 

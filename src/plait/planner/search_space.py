@@ -90,7 +90,7 @@ def branches(question: SearchSpace) -> Iterator[Plan]:
         # under cp a unit that counts positions cannot be compiled, and a sketch without cp does not know which do
         splits = _splits(-(-question.batch // (shares * question.groups)))
         free = {"ep": question.of("ep", experts), "microbatches": question.of("microbatches", splits),
-                "context": question.of("context", contexts), "sequence_parallel": question.of("sequence_parallel", () if tp > 1 else (True,)),
+                "cp_method": question.of("cp_method", contexts), "sequence_parallel": question.of("sequence_parallel", () if tp > 1 else (True,)),
                 "compile": question.of("compile", () if cp == 1 else (False,))}  # fmt: skip
         for values in product(*free.values()):
             yield Plan(**same, **mesh, **dict(zip(free, values)), precision=question.of("precision")[0])
@@ -108,7 +108,7 @@ def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
 MOST = {"tp": 64, "cp": 64}
 """No group of tp or cp is larger, since each of its ranks waits for all others in every layer."""
 FREE = (
-    *AXES, "ep", "microbatches", "precision", "zero", "recompute", "schedule", "stages_per_rank", "offload", "context",
+    *AXES, "ep", "microbatches", "precision", "zero_stage", "activation_checkpointing", "schedule", "stages_per_rank", "offload", "cp_method",
     "sequence_parallel", "compile", "shard_over_cp",
 )  # fmt: skip
 """Keys that the search chooses; all others are as given."""
@@ -151,14 +151,14 @@ LONGEST = 64
 def ways(pace: TimeModel, plan: Plan, question: SearchSpace, refused: Callable[[Plan], str]) -> list[Plan]:
     """The plan with equal shares, and with shares by speed where devices differ: measured ones, or parts where speeds cannot be
     measured under the plan."""
-    if not pace.machine.unlike or plan.ranks == 1 or "batch_shares" in question.pins:
+    if not pace.machine.unlike or plan.ranks == 1 or "batch_split" in question.pins:
         return [plan]
     speeds = by_speed(pace.machine, plan)
     if len(set(speeds)) == 1:
         return [plan]
-    auto = replace(plan, batch_shares="auto")
+    auto = replace(plan, batch_split="auto")
     if refused(auto) and not refused(plan) and plan.ranks <= LONGEST:
-        auto = replace(plan, batch_shares=told([max(1, round(speed / 100)) for speed in speeds]))
+        auto = replace(plan, batch_split=told([max(1, round(speed / 100)) for speed in speeds]))
     return [plan, auto]
 
 

@@ -390,7 +390,7 @@ def of_rank(engine: Engine) -> Notes:
     notes = Notes(rank_model.module, None if hidden else [unit.name for unit in rank_model.whole_sketch.units], lambda: engine.passes.at)
     notes.layout = lambda name, t: PartLayout.of(rank_model, name)
     notes.gathers = plan.shards > 1
-    if plan.recompute != "none":
+    if plan.activation_checkpointing != "none":
         notes.compare_again()
     if rank_model.techniques.pipeline is not None:
         stages = rank_model.techniques.pipeline.stages

@@ -296,7 +296,7 @@ def _drawn(like: Tensor, place: str, p: float) -> Tensor:
         why = "a checkpoint in the model's own code computes a part of a compiled unit again, and its place is not known there"
         raise PlaitError(
             Problem(
-                "J014", what, why=why, fix=("recompute=full in the place of the model's checkpoint", "compile=false")
+                "J014", what, why=why, fix=("activation_checkpointing=full in the place of the model's checkpoint", "compile=false")
             )
         )
     return draw(like, place, p)

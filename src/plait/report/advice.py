@@ -104,11 +104,11 @@ def _slow_rank(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     gain = min(slow.late, max(more, 0.0)) / found.seconds
     why = f"Rank {slow.rank} arrives last at collectives, {100 * slow.late / found.seconds:.0f} % of a step after the others, and computes longer."
     yield Advice("slow rank", f"The device of rank {slow.rank} is slow: check it, or replace its host", why, gain, "plait bench compute")
-    if facts.plan.shares > 1 and facts.plan.batch_shares == "equal":
+    if facts.plan.shares > 1 and facts.plan.batch_split == "equal":
         took = [sum(r.parts.get(name, 0.0) for name in OWN) for r in found.ranks]
         shared = len(took) / sum(1 / max(seconds, 1e-9) for seconds in took)
         what, gain = f"Give rank {slow.rank} fewer samples, by its speed", min(slow.late, max(took) - shared) / found.seconds
-        yield Advice("slow rank", what, why, gain, facts.train(plan=f"{facts.plan} batch_shares=auto"))
+        yield Advice("slow rank", what, why, gain, facts.train(plan=f"{facts.plan} batch_split=auto"))
 
 
 def _hideable(found: StepSplit, facts: RunFacts) -> float:
@@ -184,7 +184,7 @@ def _rest(found: StepSplit, facts: RunFacts) -> Iterable[Advice]:
     what = "Do less in callbacks: compare with a run without them" if has else "Look at Python around the step in a trace"
     yield Advice("Python", what, why, python, facts.train("--callbacks" if has else "--profile=10:13"))
     less = [o for o in facts.others if o.change == "recompute"]
-    if less and facts.plan.recompute == "full":
+    if less and facts.plan.activation_checkpointing == "full":
         part, plan = found.forward / found.seconds, min(less, key=lambda o: o.parts.get("recompute", 0.0)).plan
         why = f"Forward passes take {100 * part:.0f} % of a step, and backward makes them again; there is memory for what they compute."
         yield Advice("recompute", "Keep activations instead of computing them again", why, part, facts.train(plan=plan))

@@ -1,4 +1,4 @@
-"""Groups that send gradients to a server (sync=async), each in a process of its own. The technique is explained in `parallel/server/`.
+"""Groups that send gradients to a server (outer_sync=async), each in a process of its own. The technique is explained in `parallel/server/`.
 
 dealing     who is dealt which portion, which gradients an update takes, and the ledger of them: no process, no clock on the wall, no tensor
 group       a group: takes a portion and the weights, and returns a gradient; what groups and servers know before they are forked, and their messages

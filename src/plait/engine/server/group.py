@@ -283,7 +283,7 @@ def not_dealt(kind: str) -> Problem:
     what = f"the job's data is a {kind}, of which samples cannot be dealt"
     why = "groups are dealt samples by their number, in an order of their own; an iterable gives them only one after the other"
     return Problem(
-        "P062", what, why=why, fix=("data with __len__ and __getitem__", "sync=local every=8    reads iterables")
+        "P062", what, why=why, fix=("data with __len__ and __getitem__", "outer_sync=local sync_every=8    reads iterables")
     )
 
 

@@ -89,7 +89,7 @@ def _refuse(trainer: "Trainer") -> None:
             what = f"TrainingArguments({name}={getattr(args, name)!r}) is not part of a job"
             problems.append(Problem(CODE, what, why=why, fix=(f"{name}={nothing!r}",)))
     if args.deepspeed:
-        fix = ("leave deepspeed out, and give the plan fsdp=N zero=1, 2 or 3",)
+        fix = ("leave deepspeed out, and give the plan fsdp=N zero_stage=1, 2 or 3",)
         problems.append(Problem(CODE, "TrainingArguments(deepspeed=…) has an engine of its own", fix=fix))
     for callback in trainer.callback_handler.callbacks:
         if not type(callback).__module__.startswith("transformers."):
@@ -180,7 +180,7 @@ def _plan_keys(args: "TrainingArguments", world: int) -> list[str]:
     if args.fsdp and world > 1:
         keys.remove(f"dp={world}")
     keys += ["precision=bf16"] if args.bf16 else ["precision=fp16"] if args.fp16 else ["precision=tf32"] if args.tf32 else []
-    keys += ["recompute=full"] if args.gradient_checkpointing else []
+    keys += ["activation_checkpointing=full"] if args.gradient_checkpointing else []
     keys += ["compile=true"] if args.torch_compile else []
     return [f'a plan says how to compute, and not the job: --plan "{" ".join(keys)}"'] if keys else []
 

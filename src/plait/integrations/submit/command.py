@@ -31,15 +31,15 @@ def run(options: SubmitOptions) -> int:
         raise PlaitError(wrong)
     chosen = scheduler(options.kind)
     given = {name for name in OWN if getattr(options, name) not in (None, ())}
-    if options.out:
-        check_writable(options.out)
+    if options.output:
+        check_writable(options.output)
     check(options.kind, chosen, given, gpus=options.device != "cpu")
     text = chosen.write(_submission(options))
-    start = chosen.start.replace("FILE", quote(str(options.out)) if options.out else "FILE")
-    if options.out:
-        write(options.out, text)
-    facts = {"kind": options.kind, "text": text, "file": options.out and str(options.out), "start": start}
-    print_result(options, facts, shown(f"{options.out} is written; start it with  {start}" if options.out else text.removesuffix("\n")))
+    start = chosen.start.replace("FILE", quote(str(options.output)) if options.output else "FILE")
+    if options.output:
+        write(options.output, text)
+    facts = {"kind": options.kind, "text": text, "file": options.output and str(options.output), "start": start}
+    print_result(options, facts, shown(f"{options.output} is written; start it with  {start}" if options.output else text.removesuffix("\n")))
     return 0
 
 
@@ -61,10 +61,10 @@ def _submission(options: SubmitOptions) -> Submission:
     check_text({word.partition("=")[0]: word for word in words})
     return Submission(
         options.job, plan, nodes, each, name, words, runs=str(options.runs), resume=options.resume,
-        restarts=options.restarts, gpus=options.device != "cpu", gpu=options.gpu, cpus=options.cpus,
+        restarts=options.max_restarts, gpus=options.device != "cpu", gpu=options.gpu, cpus=options.cpus,
         seconds=seconds(options.time), image=options.image, volumes=tuple(map(_volume, options.volume)),
         folder=options.chdir or (os.getcwd() if options.kind == "ssh" else None), setup=tuple(options.setup), hosts=hosts,
-        master=options.master, secret=options.secret or "plait", plait=tuple(split(options.call or "plait")),
+        master=options.master, secret=options.secret or "plait", plait=tuple(split(options.launch_cmd or "plait")),
         options=tuple(_option(text) for text in options.option), least=_counted(options)[1],
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def _submission(options: SubmitOptions) -> Submission:
 def _plan(said: str | None) -> Plan:
     if said in (None, "auto"):
         what = "plait submit wants a plan" + ("" if said is None else ": auto would choose one for this machine")
-        fix = ('--plan "dp=16"', "plait plan JOB --machine h100x8x2 --out plan.toml    and --plan plan.toml")
+        fix = ('--plan "dp=16"', "plait plan JOB --machine h100x8x2 --output plan.toml    and --plan plan.toml")
         raise PlaitError(Problem("S001", what, fix=fix))
     plan = Plan.read(said)
     if plan.idle():

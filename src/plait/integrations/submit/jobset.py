@@ -1,7 +1,7 @@
 """A JobSet of Kubernetes: an indexed Job with a pod on each machine, and names by which the pods find each other.
 
 Exit codes say what becomes of it. 75 means *saved, run me again*: the pods are made anew, as often as it takes. 2 means that the
-command or the plan is wrong: it ends, as it does when its time is over. Anything else makes all pods anew, `--restarts` times, and
+command or the plan is wrong: it ends, as it does when its time is over. Anything else makes all pods anew, `--max-restarts` times, and
 they go on from the newest checkpoint.
 
 What all kinds of Kubernetes have in common: a container on each machine, with its devices, volumes and the shared secret.
@@ -206,5 +206,5 @@ def _pod(asked: Submission) -> dict[str, Value]:
 
 SCHEDULER = Scheduler(
     "a JobSet", write, "kubectl apply -f FILE",
-    frozenset(("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "secret", "option", "call")), ("image",),
+    frozenset(("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "secret", "option", "launch_cmd")), ("image",),
 )  # fmt: skip

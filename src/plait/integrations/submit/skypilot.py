@@ -1,6 +1,6 @@
 """A task of SkyPilot: on each machine `run` starts one `plait train`, which reads from SkyPilot's variables which of them it is.
 
-As a managed job (`sky jobs launch`) it is started again when a machine is taken away, when it ends with 75, and `--restarts` times when
+As a managed job (`sky jobs launch`) it is started again when a machine is taken away, when it ends with 75, and `--max-restarts` times when
 it fails; each start goes on from the newest checkpoint.
 """
 
@@ -35,5 +35,5 @@ def _document(asked: Submission) -> dict[str, Value]:
 
 SCHEDULER = Scheduler(
     "SkyPilot", write, "sky jobs launch FILE",
-    frozenset(("cpus", "gpu", "image", "volume", "chdir", "setup", "option", "call")), ("gpu",),
+    frozenset(("cpus", "gpu", "image", "volume", "chdir", "setup", "option", "launch_cmd")), ("gpu",),
 )  # fmt: skip

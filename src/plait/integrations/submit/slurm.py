@@ -125,5 +125,5 @@ def _value(name: str, value: str) -> str:
 
 
 SCHEDULER = Scheduler(
-    "Slurm", write, "sbatch FILE", frozenset(("cpus", "gpu", "time", "chdir", "setup", "option", "call")),
+    "Slurm", write, "sbatch FILE", frozenset(("cpus", "gpu", "time", "chdir", "setup", "option", "launch_cmd")),
 )  # fmt: skip

@@ -84,5 +84,5 @@ def _check(asked: Submission) -> None:
 
 
 SCHEDULER = Scheduler(
-    "ssh", write, "bash FILE", frozenset(("chdir", "setup", "hosts", "option", "call", "master")), ("hosts",)
+    "ssh", write, "bash FILE", frozenset(("chdir", "setup", "hosts", "option", "launch_cmd", "master")), ("hosts",)
 )

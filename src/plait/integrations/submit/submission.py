@@ -13,6 +13,7 @@ from importlib import import_module
 from string import Template
 
 from plait import PlaitError, Plan
+from plait.config.command_options import flag_of
 from plait.config.errors import Problem
 from plait.config.keys import AXES
 
@@ -133,7 +134,7 @@ def _mismatch(plan: Plan, nodes: int, each: int, source: str) -> Problem:
     what = f"the plan wants {_count(plan.devices, 'device')}, and {_count(nodes, 'machine')} of {each} are {there}"
     fix = [f"--nnodes {nodes} --nproc {plan.devices // nodes}"] if plan.devices % nodes == 0 else []
     fix += [f"--nnodes {plan.devices // each} --nproc {each}"] if plan.devices % each == 0 else []
-    fix += ["plait plan JOB --machine NAME --out plan.toml    a plan for these machines"]
+    fix += ["plait plan JOB --machine NAME --output plan.toml    a plan for these machines"]
     return Problem("S001", what, why=f"{' × '.join(used) or 'dp=1'} = {plan.devices}", where=source, fix=tuple(fix))
 
 
@@ -182,10 +183,10 @@ class Scheduler:
     """Those of them without which it cannot be written."""
 
 
-OWN = ("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "hosts", "secret", "option", "call", "master")
+OWN = ("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "hosts", "secret", "option", "launch_cmd", "master")
 """Options that not every scheduler has."""
 INSTEAD = {
-    "image": '--call "apptainer exec --nv image.sif plait"    runs it in an image',
+    "image": '--launch-cmd "apptainer exec --nv image.sif plait"    runs it in an image',
     "time": "leave out --time; Ctrl-C or SIGTERM saves and stops",
     "volume": "--runs FOLDER    on a file system that all machines see",
     "hosts": "leave out --hosts: the scheduler chooses them",
@@ -204,13 +205,13 @@ def scheduler(kind: str) -> Scheduler:
 def check(kind: str, scheduler: Scheduler, given: set[str], gpus: bool) -> None:
     """S002 for options that the scheduler can do nothing with, and for those that it needs. `gpus`: whether it gives away GPUs."""
     problems = [
-        Problem("S002", f"{scheduler.name} has no --{name}", fix=(INSTEAD.get(name, f"leave out --{name}"),))
+        Problem("S002", f"{scheduler.name} has no {flag_of(name)}", fix=(INSTEAD.get(name, f"leave out {flag_of(name)}"),))
         for name in OWN
         if name in given and name not in scheduler.takes
     ]
     missing = [name for name in scheduler.needs if name not in given and (gpus or name != "gpu")]
     problems += [
-        Problem("S002", f"plait submit {kind} needs --{name}", fix=(EXAMPLE.get(name, f"--{name}"),))
+        Problem("S002", f"plait submit {kind} needs {flag_of(name)}", fix=(EXAMPLE.get(name, flag_of(name)),))
         for name in missing
     ]
     if problems:

@@ -52,5 +52,5 @@ def _patch(asked: Submission) -> Value:
 
 SCHEDULER = Scheduler(
     "a TrainJob", write, "kubectl apply -f FILE",
-    frozenset(("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "secret", "option", "call")), ("image",),
+    frozenset(("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "secret", "option", "launch_cmd")), ("image",),
 )  # fmt: skip

@@ -33,7 +33,7 @@ LONGEST_PAUSE = 60.0
 
 
 def chosen(words: list[str]) -> "tuple[TrackerProcesses, ...]":
-    """What follows the metrics for the trackers of `--to`. H004 if the package of one is missing."""
+    """What follows the metrics for the trackers of `--tracker`. H004 if the package of one is missing."""
     names = installed(words)
     return (TrackerProcesses(names),) if names else ()
 

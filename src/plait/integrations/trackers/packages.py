@@ -192,29 +192,29 @@ class Trackio(Tracker):
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
 }  # fmt: skip
-"""By the name in `--to`."""
+"""By the name in `--tracker`."""
 
 
 def listed(words: list[str]) -> list[str]:
-    """The names in `--to tensorboard,wandb`, each once."""
+    """The names in `--tracker tensorboard,wandb`, each once."""
     return list(dict.fromkeys(name for word in words for name in word.split(",")))
 
 
 def unknown(words: list[str]) -> list[Problem]:
-    """U002 for names in `--to` that no tracker has."""
+    """U002 for names in `--tracker` that no tracker has."""
     why = f"the trackers are {', '.join(TRACKERS)}"
     return [
-        Problem("U002", f"--to {name}: there is no such tracker", why=why)
+        Problem("U002", f"--tracker {name}: there is no such tracker", why=why)
         for name in listed(words)
         if name not in TRACKERS
     ]
 
 
 def installed(words: list[str]) -> tuple[str, ...]:
-    """The names in `--to`. H004 if the package of one is missing."""
+    """The names in `--tracker`. H004 if the package of one is missing."""
     chosen = {name: TRACKERS[name] for name in listed(words)}
     missing = [
-        Problem("H004", f"--to {name} needs the package {tracker.package}", fix=(f"pip install {tracker.package}",))
+        Problem("H004", f"--tracker {name} needs the package {tracker.package}", fix=(f"pip install {tracker.package}",))
         for name, tracker in chosen.items()
         if find_spec(tracker.module) is None
     ]

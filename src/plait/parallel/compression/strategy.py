@@ -4,7 +4,7 @@ What it does
     Each rank adds its residual e to its gradient g, sends a compressed C(g + e), and keeps e = g + e − C(g + e). The
     optimizer, and the clipping before it, see the sum of what was sent. `bf16` rounds to 16 bits. `int8` rounds to whole
     numbers from −127 to 127 with one scale for each parameter and rank. `powersgd` sends two thin matrices of
-    `compress_rank` columns instead of a matrix; tensors of one dim, and those that thin matrices would not make
+    `compression_rank` columns instead of a matrix; tensors of one dim, and those that thin matrices would not make
     smaller, go as they are. Beside `replica_groups` it is what the groups send each other that is compressed.
 
 Picture
@@ -52,7 +52,7 @@ EXACT = False
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.compress != "none"
+    return plan.grad_compression != "none"
 
 
 def of_copies(plan: Plan) -> bool:
@@ -64,7 +64,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if not of_copies(plan):
         return
     if plan.along(SAME_SLICES) == 1 and plan.processes != "one":
-        what = f"compress={plan.compress} has no effect: there are no copies in the plan"
+        what = f"grad_compression={plan.grad_compression} has no effect: there are no copies in the plan"
         fix = ("dp=2", "replica_groups=2", "leave out compress")
         yield Problem("P030", what, why="dp=1 and replica_groups=1", fix=fix)
 
@@ -73,9 +73,9 @@ def named(plan: Plan) -> str:
     """What is compressed and how, in a few words: of two plans with the same words the residuals mean the same."""
     if not wanted(plan):
         return ""
-    rank = f" of rank {plan.compress_rank}" if plan.compress == "powersgd" else ""
+    rank = f" of rank {plan.compression_rank}" if plan.grad_compression == "powersgd" else ""
     between = f"{plan.dp} copies" if of_copies(plan) else f"{plan.replica_groups} replica groups"
-    return f"{plan.compress}{rank} between {between}"
+    return f"{plan.grad_compression}{rank} between {between}"
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -87,6 +87,6 @@ def apply(split: SplitModel) -> SplitModel:
     if not of_copies(split.plan):
         return split
     trained = {name: parameter for name, parameter in split.params.items() if parameter.requires_grad}
-    made = Compressor(split.plan.compress, trained, split.job.seed, split.plan.compress_rank)
+    made = Compressor(split.plan.grad_compression, trained, split.job.seed, split.plan.compression_rank)
     split.hooks.after_update.append(made.commit)
     return split.using(compressor=made)

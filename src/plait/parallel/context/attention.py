@@ -275,9 +275,9 @@ def check_heads(heads: int, ranks: int, slices: int = 1) -> None:
     """P042 when heads cannot be shared out. `slices`: of how many processes, each with its heads, this is one."""
     if heads % ranks:
         whose = f" of each of tp={slices}" if slices > 1 else ""
-        what = f"context=ulysses shares out heads: {heads} heads{whose} do not divide by cp={ranks}"
+        what = f"cp_method=ulysses shares out heads: {heads} heads{whose} do not divide by cp={ranks}"
         raise PlaitError(Problem("P042", what, why=f"{heads} = {heads // ranks} × {ranks} + {heads % ranks}",
-                                 fix=("context=ring", f"cp={math.gcd(heads, ranks)}")))  # fmt: skip
+                                 fix=("cp_method=ring", f"cp={math.gcd(heads, ranks)}")))  # fmt: skip
 
 
 class _Drawn:

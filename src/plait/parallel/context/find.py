@@ -365,7 +365,7 @@ def communication(
     def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
         if checkpoint_frame() is not parallel_units.frame:
             why = "a checkpoint in its own code (torch.utils.checkpoint) holds its attention, and runs that alone in backward"
-            fix = "checkpoint the whole unit", "recompute=full in the plan"
+            fix = "checkpoint the whole unit", "activation_checkpointing=full in the plan"
             raise refused(f"unit {parallel_units.unit} cannot run on a stretch of the sequence", why, *fix)
         units.add(parallel_units.unit)
         heads.add(asked.q.shape[1])

@@ -4,7 +4,7 @@ What it does
     The model's own forward runs on every rank. Embeddings, positions and masks are made for the whole sequence, as always;
     from the first unit with attention on, a unit gets the rows of this rank and knows nothing else. Only its attention
     must see the other stretches: in a ring, keys and values of all stretches come by one after the other; with
-    `context=ulysses` ranks exchange their stretches for heads before the attention and back after it. Which dim of which
+    `cp_method=ulysses` ranks exchange their stretches for heads before the attention and back after it. Which dim of which
     tensor is the sequence is found by running the model on two lengths; that a unit may run on a stretch is checked in
     float64 before it does. An encoder's and a decoder's sequence are cut each by itself: a decoder's rows then attend to
     the encoder's, wherever they are. Patches of an image are a sequence too, with or without a class token.
@@ -99,7 +99,7 @@ def stretched(setup: RankSetup, sketch: Sketch) -> Sketch:
             return call(model, given)
 
     sequence_plan = find(model, setup.samples(SAMPLES)[0], run, sketch)
-    heads = plan.context == "ulysses"
+    heads = plan.cp_method == "ulysses"
     sequence_plan = checked_units(
         model, setup.samples(1)[0], run, sequence_plan, layout=layout(plan), ranks=plan.cp, heads=heads
     )
@@ -142,7 +142,7 @@ def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found
 def apply(split: SplitModel) -> SplitModel:
     plan, group, sequence_plan = split.plan, split.mesh.group("cp"), split.sketch.sequence_plan
     parallel_units = ContextParallelUnits(split.module, sequence_plan, plan.cp)
-    answer = by_ring if plan.context == "ring" else by_ulysses
+    answer = by_ring if plan.cp_method == "ring" else by_ulysses
     parallel_units.answer = answer(lambda: split.randomness, group)
     parallel_units.hold = lambda length: GroupLayout(layout(plan)(length, plan.cp), group.rank(), group)
     if plan.compile:
@@ -168,7 +168,7 @@ def apply(split: SplitModel) -> SplitModel:
 
 def layout(plan: Plan) -> Layout:
     """How a sequence is cut: for a ring so that causal work is equal."""
-    return Rows.zigzag if plan.context == "ring" else Rows.even
+    return Rows.zigzag if plan.cp_method == "ring" else Rows.even
 
 
 def sketch_of(plan: Plan, sketch: Sketch, rank: int) -> Sketch:

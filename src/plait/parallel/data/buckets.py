@@ -1,5 +1,5 @@
-"""Gradients of several ranks summed in buckets, inside the last backward of a step (see `parallel/data/strategy.py`), or, as `compress` says, after
-it (see `parallel/compression/strategy.py`).
+"""Sums of gradients over ranks, bucket by bucket: inside the last backward of a step (see `parallel/data/strategy.py`), or after it if they
+are compressed (see `parallel/compression/strategy.py`).
 """
 
 import math

@@ -71,9 +71,9 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
-    """Every rank has all of what the other axes leave. Under `compress` what a rank sends is rounded once, when it has all of it."""
+    """Every rank has all of what the other axes leave. Under `grad_compression` what a rank sends is rounded once, when it has all of it."""
     copies = Reduce(table.plan.replica_axes, "sum", REPLICAS)
-    last = table.plan.compress != "none"
+    last = table.plan.grad_compression != "none"
     return replace(table, specs={n: s if s.expert else s.reduced(copies, first=not last) for n, s in table.specs.items()})
 
 

@@ -210,7 +210,7 @@ def without_eval_mode(kind: OptimizerKind, plan: Plan) -> Problem | None:
     """P066 of an optimizer with two modes, if a plan has no one sequence of weights that it could evaluate."""
     if not kind.with_modes or plan.replica_groups == 1:
         return None
-    key = "sync=async" if plan.sync == "async" else f"replica_groups={plan.replica_groups}"
+    key = "outer_sync=async" if plan.outer_sync == "async" else f"replica_groups={plan.replica_groups}"
     what = f"the eval mode of {kind.with_modes} does not work with {key}"
     why = "its eval() changes the weights of one replica group, and what is evaluated and saved are the weights of all groups"
     fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")

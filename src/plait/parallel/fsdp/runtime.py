@@ -211,7 +211,7 @@ class FsdpRuntime:
     ):
         """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest.
         `same_slices`: the ranks over which gradients of tensors that are not sharded are summed; None: all there are."""
-        self.model, self.zero, self.scatter = model, plan.zero, scatter
+        self.model, self.zero, self.scatter = model, plan.zero_stage, scatter
         self.usual, self.apart, self.same_slices, self.pipelined = usual, apart, same_slices, plan.pp > 1
         from torch.distributed.fsdp import FSDPModule
 

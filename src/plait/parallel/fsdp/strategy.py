@@ -141,7 +141,7 @@ def apply(split: SplitModel) -> SplitModel:
     for modules in (*units, [model]):
         for module in modules:
             module.register_forward_hook(runtime.without_views)
-        fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
+        fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero_stage == 3 and modules != [model], **options)
         for module in modules:
             runtime.keep_arguments(module)
         assert isinstance(modules[0], FSDPModule)

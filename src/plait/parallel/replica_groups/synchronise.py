@@ -1,14 +1,14 @@
 """What a rank sends its like in other replica groups, when, and what it makes of what comes back (see `strategy.py`).
 
 A rank and its like hold the same part of the model at the same place inside their groups. A message is a mean over them:
-of the weights (`sync=local`), or of how far each has moved from the global weights, G − θ (`sync=diloco`), on which an outer
+of the weights (`outer_sync=local`), or of how far each has moved from the global weights, G − θ (`outer_sync=diloco`), on which an outer
 optimizer steps: G ← SGD(G, mean(G − θ)), then θ ← α θ + (1 − α) G. The optimizer state of a group is its own, always.
 
 The model is synchronised in one fragment, all of it, or in several, one after the other (streaming DiLoCo). Blocks are dealt out one by
 one, so that each fragment has some from every depth of the model; what is not in a block (embeddings, the head, norms between blocks) is a
 fragment of its own, the last. Fragments are due at equal distances:
 
-    every=6 fragments=3      step  1  2  3  4  5  6  7  8  9 10 11 12
+    sync_every=6 num_fragments=3      step  1  2  3  4  5  6  7  8  9 10 11 12
                              fragment 0     1     2     0     1     2
 """
 
@@ -33,16 +33,16 @@ from plait.tensors.rows import Part
 def fragments_of(plan: Plan, sketch: Sketch) -> list[set[str]]:
     """The parameters of each fragment, by name. P064 when the model has too few units for so many fragments."""
     names = {name for name, _, _ in sketch.parameters}
-    if plan.fragments == 1:
+    if plan.num_fragments == 1:
         return [names]
-    dealt = plan.fragments - 1
+    dealt = plan.num_fragments - 1
     units = [unit for unit in sketch.units if unit.repeated]
     if len(units) < dealt:
         units = [unit for unit in sketch.units if unit.parameters]
     if len(units) < dealt:
-        what = f"the model cannot be synchronised in {plan.fragments} fragments"
+        what = f"the model cannot be synchronised in {plan.num_fragments} fragments"
         why = f"it has {len(units)} units, and one fragment is for what is outside of blocks"
-        raise PlaitError(Problem("P064", what, why=why, fix=(f"fragments={len(units) + 1}",)))
+        raise PlaitError(Problem("P064", what, why=why, fix=(f"num_fragments={len(units) + 1}",)))
     found = [{n for unit in units[p::dealt] for n in unit.parameters} & names for p in range(dealt)]
     taken = set[str]()
     for fragment in found:  # a parameter that two blocks share belongs to the first
@@ -53,11 +53,11 @@ def fragments_of(plan: Plan, sketch: Sketch) -> list[set[str]]:
 
 def due(plan: Plan, step: int) -> Iterable[int]:
     """Fragments that are sent after this step (counted from 1)."""
-    since = step - plan.start_local
+    since = step - plan.warmup_sync_steps
     if since <= 0:
         return []
     return [
-        p for p in range(plan.fragments) if since % plan.every == (p + 1) * plan.every // plan.fragments % plan.every
+        p for p in range(plan.num_fragments) if since % plan.sync_every == (p + 1) * plan.sync_every // plan.num_fragments % plan.sync_every
     ]
 
 
@@ -93,7 +93,7 @@ class RareSynchroniser:
         """`whole`: the sketch of the whole model. `parts`: of every parameter and buffer. `refresh`: is called when they were written."""
         self.plan, self.device, self.params, self.refresh = setup.plan, setup.device, params, refresh
         self.group, self.count = mesh.group("replica_groups"), setup.plan.replica_groups
-        self.outer = setup.plan.sync == "diloco"
+        self.outer = setup.plan.outer_sync == "diloco"
         trained = {n for n, p in params.items() if p.requires_grad}
         self.own = {n: part for n, part in parts.items() if n in trained}
         """This rank's parts of the trained parameters."""
@@ -105,9 +105,9 @@ class RareSynchroniser:
         """The global weights, where they are not the mean of the groups'."""
         self.sgd: torch.optim.SGD | None = None
         self.compressor: Compressor | None = None
-        if setup.plan.compress != "none":
+        if setup.plan.grad_compression != "none":
             plan, like = setup.plan, {n: params[n] for n in self.own}
-            self.compressor = Compressor(plan.compress, like, setup.job.seed, plan.compress_rank)
+            self.compressor = Compressor(plan.grad_compression, like, setup.job.seed, plan.compression_rank)
         self.pending: list[GroupMessage] = []
         self.met = set[str]()
         """Parameters that had a gradient in some step."""
@@ -116,7 +116,7 @@ class RareSynchroniser:
 
     def sums(self, step: int) -> bool:
         """Whether gradients of this step (counted from 1) are summed over all groups, as copies do."""
-        return step <= self.plan.start_local
+        return step <= self.plan.warmup_sync_steps
 
     def total(self, weight: Tensor) -> None:
         """Add up a number over the groups, in place."""
@@ -149,7 +149,7 @@ class RareSynchroniser:
         if self.sums(step):
             row = torch.tensor(word, dtype=torch.float64, device=self.device)
             dist.all_reduce(row, group=self.group)
-            if step == self.plan.start_local:
+            if step == self.plan.warmup_sync_steps:
                 self._rebase()
             return [(step, row.tolist())]
         for fragment in due(self.plan, step):
@@ -162,7 +162,7 @@ class RareSynchroniser:
         return heard
 
     def _message(self, fragment: int, step: int, word: list[float]) -> GroupMessage:
-        names = [*self.fragments[fragment], *(self.changing if fragment == self.plan.fragments - 1 else ())]
+        names = [*self.fragments[fragment], *(self.changing if fragment == self.plan.num_fragments - 1 else ())]
         by_format: dict[torch.dtype, list[Tensor]] = {}
         for name in names:
             tensor = self._part(name).tensor.detach()

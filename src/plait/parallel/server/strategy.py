@@ -1,4 +1,4 @@
-"""A server and groups that do not wait for each other (sync=async): gradients come when they come, and the bound says how late.
+"""A server and groups that do not wait for each other (outer_sync=async): gradients come when they come, and the bound says how late.
 
 What it does
     A server holds the weights and the optimizer. Each group is dealt a portion of the next samples together with the weights,
@@ -24,7 +24,7 @@ Choose when
 
 Avoid when
     All are alike: dp sends less, its devices wait for each other hardly at all, and no gradient is stale. On slow links local
-    steps (sync=local or diloco) send far less.
+    steps (outer_sync=local or diloco) send far less.
 
 How it stays exact
     Every gradient that is used has a row in the ledger: which samples, computed at which version, used in which. Training is

@@ -2,7 +2,7 @@
 
 What it does
     Ranks that have samples of their own (dp × fsdp) get as many as their parts say, not equally many: given parts, such as
-    batch_shares=3:1:1:1, one for each of these ranks, or parts that follow what is measured (batch_shares=auto). Ranks that
+    batch_split=3:1:1:1, one for each of these ranks, or parts that follow what is measured (batch_split=auto). Ranks that
     compute the same samples (tp, cp, pp) share a part, and its speed is that of the slowest of them.
 
 Picture
@@ -50,28 +50,28 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.batch_shares != "equal"
+    return plan.batch_split != "equal"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     given, count = plan.parts, plan.ranks
     if count == 1:
-        what = f"batch_shares={plan.batch_shares} shares out nothing: one process has the whole batch"
+        what = f"batch_split={plan.batch_split} shares out nothing: one process has the whole batch"
         why = "processes=one cuts it into equal parts for its threads" if plan.processes == "one" else "dp=1, fsdp=1"
         yield Problem("P015", what, why=why, fix=("dp=2", "leave out batch_shares"))
     elif given and len(given) != count:
         axes = f"dp={plan.dp} × fsdp={plan.fsdp} = {count} ranks with samples of their own"
         fitting = ":".join(map(str, (*given, *[1] * count)[:count]))
-        fix = (f"batch_shares={fitting}", f"dp={len(given)}" if plan.fsdp == 1 else "batch_shares=auto")
+        fix = (f"batch_split={fitting}", f"dp={len(given)}" if plan.fsdp == 1 else "batch_split=auto")
         yield Problem(
-            "P015", f"batch_shares={plan.batch_shares} has {len(given)} parts for {count} shares", why=axes, fix=fix
+            "P015", f"batch_split={plan.batch_split} has {len(given)} parts for {count} shares", why=axes, fix=fix
         )
     together = [f"{axis}={size}" for axis in ("pp", "fsdp", "ep") if (size := getattr(plan, axis)) > 1]
     together += [plan.word("shard_over_cp")] if plan.shard_over_cp else []
-    if plan.batch_shares == "auto" and device == "cuda" and together and count > 1:
-        what = f"batch_shares=auto cannot tell the speeds of GPUs under {' '.join(together)}"
+    if plan.batch_split == "auto" and device == "cuda" and together and count > 1:
+        what = f"batch_split=auto cannot tell the speeds of GPUs under {' '.join(together)}"
         why = "they wait for each other inside their passes, and the time of a kernel that waits is like that of one that computes"
-        yield Problem("P016", what, why=why, fix=("batch_shares=3:1    the parts themselves", "dp alone"))
+        yield Problem("P016", what, why=why, fix=("batch_split=3:1    the parts themselves", "dp alone"))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -80,6 +80,6 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(split: SplitModel) -> SplitModel:
     """What measures speeds. Parts that are given are the data layer's to cut."""
-    if split.plan.batch_shares != "auto":
+    if split.plan.batch_split != "auto":
         return split
     return split.using(balance=Balance(split.job.batch, split.plan.ranks, split.plan.microbatches))

@@ -106,7 +106,7 @@ def _sequence(table: ShardPlan, sketch: Sketch, i: int) -> Hashable:
     plan = table.plan
     cuts = [context.layout(plan)(n, plan.cp).sizes for n in (sketch.sequence_plan.lengths if plan.cp > 1 else ())]
     near = [tuple(sizes[k % plan.cp] for k in (i, i + 1, i - 1)) for sizes in cuts]
-    return tuple(near), plan.context == "ring" and (i > 0) + (i == plan.cp - 1)
+    return tuple(near), plan.cp_method == "ring" and (i > 0) + (i == plan.cp - 1)
 
 
 CPU = torch.device("cpu")

@@ -51,15 +51,15 @@ def train(
 
 
 def _counts(plan: Plan, size: int) -> list[int]:
-    """Samples of each share: as equal as can be, the first larger, or as `batch_shares` says."""
+    """Samples of each share: as equal as can be, the first larger, or as `batch_split` says."""
     return list(sizes(size, plan.parts or (1,) * plan.dp, plan.microbatches))
 
 
 def compressed(xs: list[Tensor], plan: Plan, thin: dict[str, Tensor], name: str, seed: int) -> Sent:
     """Σ C(x_i), and each share's part of it. `thin`: the factors of powersgd, by parameter."""
-    if plan.compress == "powersgd":
-        return powersgd(xs, plan.compress_rank, thin, name, seed)
-    own = [x.bfloat16().to(x.dtype) if plan.compress == "bf16" else int8(x) for x in xs]
+    if plan.grad_compression == "powersgd":
+        return powersgd(xs, plan.compression_rank, thin, name, seed)
+    own = [x.bfloat16().to(x.dtype) if plan.grad_compression == "bf16" else int8(x) for x in xs]
     return torch.stack(own).sum(0), own
 
 

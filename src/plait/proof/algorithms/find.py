@@ -49,14 +49,14 @@ def shortened(plan: Plan, steps: int) -> tuple[Plan, int]:
     """A plan and steps in which every fragment is synchronised twice, and one step more: with fewer steps between, where it wants many."""
     if _enough(plan) <= steps:
         return plan, steps
-    least = max(3, plan.fragments, plan.fragment_delay + 1)
-    plan = replace(plan, every=min(plan.every, least), start_local=min(plan.start_local, 2))
+    least = max(3, plan.num_fragments, plan.fragment_delay + 1)
+    plan = replace(plan, sync_every=min(plan.sync_every, least), warmup_sync_steps=min(plan.warmup_sync_steps, 2))
     return plan, max(steps, _enough(plan))
 
 
 def _enough(plan: Plan) -> int:
     """Steps up to one after the second synchronisation, where groups are apart again."""
-    return plan.start_local + 2 * plan.every + plan.fragment_delay + (plan.every > 1)
+    return plan.warmup_sync_steps + 2 * plan.sync_every + plan.fragment_delay + (plan.sync_every > 1)
 
 
 OWN = (

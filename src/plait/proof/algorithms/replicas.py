@@ -5,7 +5,7 @@
                    diloco:  Δ = G − m ;  b ← μ b + Δ ;  G ← G − η (Δ + μ b) ;  θ_i ← α θ_i + (1 − α) G
 
 p: a fragment, some of the parameters; the last one with what forward passes change. The states of the optimizers are never
-touched. In the steps of `start_local` all models take the sum of the gradients.
+touched. In the steps of `warmup_sync_steps` all models take the sum of the gradients.
 """
 
 from collections.abc import Callable
@@ -31,28 +31,28 @@ def train(
     data, k = job.data(), plan.replica_groups
     ones = [reference.OneDevice.of(job, data, dtype, device) for _ in range(k)]
     states = [reference.floating(one.model) for one in ones]
-    table, met, at = _fragments(ones[0], plan.fragments), [set[str]() for _ in ones], 0
+    table, met, at = _fragments(ones[0], plan.num_fragments), [set[str]() for _ in ones], 0
     base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, Named(), list[tuple[int, Named]]()
     left = [Named() for _ in range(k + 1)]
     out: dict[str, Any] = {"initial": reference.copied(ones[0].model.named_parameters()), "rows": [], "ids": []}
     for step, read in zip(range(1, steps + 1), reference.samples(job, data)):
-        alike, losses = step <= plan.start_local, _passes(ones, data, read, step <= plan.start_local, moves)
+        alike, losses = step <= plan.warmup_sync_steps, _passes(ones, data, read, step <= plan.warmup_sync_steps, moves)
         _gradients(ones, met, [loss is not None for loss in losses], alike)
         out.setdefault("gradients", _own([reference.gradients(one.model) for one in ones]))
         rows = [one.update(read, torch.zeros(()) if loss is None else loss, clip) for one, loss in zip(ones, losses)]
         out["rows"].append(rows[0] | {f"{w} of group {i}": rows[i][w] for i in range(1, k) for w in ("loss", "norm")})
         out["ids"].append([read[0], read[1]])
         for p, names in enumerate(table):
-            at = step - plan.start_local
-            if at > 0 and at % plan.every == (p + 1) * plan.every // len(table) % plan.every:
+            at = step - plan.warmup_sync_steps
+            if at > 0 and at % plan.sync_every == (p + 1) * plan.sync_every // len(table) % plan.sync_every:
                 still = [n for n in states[0] if n not in base] if p + 1 == len(table) else []
                 mean = _mean(states, [*names, *still])
-                if plan.compress != "none":
+                if plan.grad_compression != "none":
                     mean |= compressed.means(plan, job.seed, {n: base[n] for n in names}, states, left)
                 sent.append((step + plan.fragment_delay, mean))
         for _, mean in [message for message in sent if message[0] == step]:
             _take_over(plan, mean, base, bases, states)
-        if at <= 0 or (plan.sync == "local" and plan.compress == "none"):
+        if at <= 0 or (plan.outer_sync == "local" and plan.grad_compression == "none"):
             base = _mean(states, list(base))
     everything = _mean(states, list(states[0])) | base
     out["weights"] = {n: everything.get(n, p.detach()) for n, p in ones[0].model.named_parameters()}
@@ -99,7 +99,7 @@ def _gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: lis
 
 def _take_over(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[Named]) -> None:
     for n, value in mean.items():
-        if plan.sync == "diloco" and n in base:
+        if plan.outer_sync == "diloco" and n in base:
             delta, mu = base[n] - value, plan.outer_momentum
             momentum[n] = mu * momentum[n] + delta if n in momentum else delta
             value = base[n] - plan.outer_lr * (delta + mu * momentum[n])

@@ -1,4 +1,4 @@
-"""Groups and servers (sync=async): they run with random delays, and one process plays their ledger again.
+"""Groups and servers (outer_sync=async): they run with random delays, and one process plays their ledger again.
 
     for (samples, version read) of each row:   g = gradient(weights[version read], samples) ;  rule(g)
 

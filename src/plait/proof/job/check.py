@@ -211,8 +211,8 @@ def _key(words: list[Any]) -> str:
 
 def _cut(plan: Plan, most: int) -> Plan:
     """What of a plan shares out samples, with no more than `most` shares."""
-    parts = plan.batch_shares if 1 < plan.ranks <= most else Plan.batch_shares
-    return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes, batch_shares=parts)
+    parts = plan.batch_split if 1 < plan.ranks <= most else Plan.batch_split
+    return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes, batch_split=parts)
 
 
 def _compared(

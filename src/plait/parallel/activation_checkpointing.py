@@ -57,7 +57,7 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.recompute != "none"
+    return plan.activation_checkpointing != "none"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -81,7 +81,7 @@ def marked(sketch: Sketch) -> list[str]:
 def apply(split: SplitModel) -> SplitModel:
     _check_draws(split)
     for name in marked(split.sketch):
-        module, selective = split.module.get_submodule(name), split.plan.recompute == "selective"
+        module, selective = split.module.get_submodule(name), split.plan.activation_checkpointing == "selective"
         module.forward = Recomputed(module, name, split.sketch, selective=selective, wide=split.setup.cast is torch.float64)
     return split
 
@@ -91,7 +91,7 @@ def _check_draws(split: SplitModel) -> None:
     units, owners = marked(split.whole_sketch), {place.split("#")[0] for place in split.whole_sketch.places}
     draws = [unit for unit in units if any(f"{owner}.".startswith(f"{unit}.") for owner in owners)]
     if draws and split.whole_sketch.differentiates:
-        what = f"recompute={split.plan.recompute} does not work with random numbers in {draws[0]}"
+        what = f"activation_checkpointing={split.plan.activation_checkpointing} does not work with random numbers in {draws[0]}"
         why = "the forward pass asks for derivatives, and what is computed again for them there would draw others"
         raise PlaitError(Problem("P092", what, why=why, fix=("leave out recompute", "no dropout in it")))
 
