@@ -145,6 +145,8 @@ def test_only_failures_at_the_same_step_are_counted() -> None:
     failures = RankFailures(2)
     assert [failures.can_restart(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
     assert failures.can_restart(killed, 3) is False, "the third in a row at one step, or beside it"
+    failures = RankFailures(2)
+    assert [failures.can_restart(killed, step) for step in (17, -1, 0)] == [True, True, False], "restarts that complete no step"
     assert failures.can_restart(raised, 50) and not failures.can_restart(raised, 0)
     assert not failures.can_restart(PlaitError(Problem("N001", "the loss is nan")), 60) and not failures.can_restart(ValueError(), 70)
 

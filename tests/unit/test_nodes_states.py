@@ -146,6 +146,22 @@ def test_number_0_waits_until_what_ranks_held_is_put_away_and_has_it_brought() -
     assert found == [following] and list(one.ranks) == [1]
 
 
+def test_a_machine_that_copies_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that dies meanwhile is soon known to be lost."""
+    zero, one = all_of_them = machines(HashStore(), 2)
+    opened(all_of_them)
+    one.failed(raised(2), here=True)
+    zero.look()
+    monkeypatch.setattr(nodes, "WORD", 1.0)
+    monkeypatch.setattr(nodes, "PERIOD", 0.1)
+    thread, left = beside(zero.left)
+    with one.beating():
+        time.sleep(2.0)
+        assert thread.is_alive()
+    thread.join(10)
+    assert left == [[]]
+
+
 def test_a_launcher_that_was_started_again_is_a_newcomer() -> None:
     store = HashStore()
     zero, one = all_of_them = machines(store, 2)

@@ -46,6 +46,8 @@ class RankFailures:
             return False
         if (error.codes[0] in OWN and reached < 1) or self._is_repeated(error):
             return False  # the job's own code: a restart would raise it again
+        if reached < 1:  # no step was completed since the failure before
+            reached = self.reached
         if abs(reached - self.reached) > 1:
             self.tries = 0
             self.devices.clear()

@@ -65,7 +65,8 @@ class RestartLoop:
             raise self._with_state_saved(error) from None
         stop = StopRequest.of_process()
         stop.waits = True  # a request to stop waits until the state in memory is where the next start finds it
-        memory.collect()
+        with node.beating():
+            memory.collect()
         there = [0, *node.left()]
         devices = {k: self.now.devices[k] for k in there}
         if failures.leaves_device_out:
@@ -119,7 +120,8 @@ class RestartLoop:
         """On every machine but number 0, which decides. Raises the error if number 0 ends the run."""
         if self.node.cut_off or self.memory is None:
             raise error
-        self.memory.collect()
+        with self.node.beating():
+            self.memory.collect()
         try:
             self.node.ready(self.memory.held())
             return self.node.next_round(self._bring)

@@ -25,6 +25,7 @@ A run on one machine is the case of one node, whose store is in its own memory.
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -38,7 +39,7 @@ from plait.launch import rendezvous
 from plait.launch.failures import Failure
 from plait.launch.hangs import ranks_in_words
 from plait.launch.launchers import Membership
-from plait.launch.node_rows import NOTHING, Bring, Brought, Held, NodeRows
+from plait.launch.node_rows import NOTHING, PERIOD, Bring, Brought, Held, NodeRows
 from plait.launch.rendezvous import ABSENT, Meeting
 from plait.launch.round import Round
 from plait.launch.stopping import ending_waits
@@ -177,6 +178,27 @@ class Node:
             self._say()
         self._raise_failure_of(0)
 
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Inside, a thread says that this machine is alive, while the caller copies and does not use the node."""
+        if self.count == 1:
+            yield
+            return
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(PERIOD):
+                with contextlib.suppress(Exception):  # whoever waits for this machine next finds out
+                    self.rows.exchange()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def ready(self, held: Held = NOTHING) -> None:
         """This machine can take part in the next round, and has so much of the state in its memory."""
         self._say(state="ready", held=held)
@@ -239,7 +261,9 @@ class Node:
                 return None
             order, answer = leader.bring, self.rows.mine.brought
             if order is not None and order.machine == self.index and (answer is None or answer.number != order.number):
-                self._say(brought=Brought(order.number, bring(order.step)))
+                with self.beating():
+                    metrics = bring(order.step)
+                self._say(brought=Brought(order.number, metrics))
             opened = self._reached(lambda: self.rows.get(_ROUND, _Opened))
             if opened is not None and opened.round.number > self.number and opened.lives.get(self.index) == self.rows.mine.life:
                 self._lives = opened.lives
@@ -310,9 +334,9 @@ class Node:
             raise Failure.of_json(row.failure).error()
 
     def _silently_gone(self, k: int) -> bool:
-        """Whether a machine is lost: it said nothing for long, longer where it may be busy with what its ranks held."""
+        """Whether a machine is lost: it said nothing for long; longer if it ends its ranks and copies what they held."""
         row = self.rows[k]
-        patience = 4 * LOST if row.round == self.number and row.state != "runs" else BROKEN
+        patience = WORD if row.round == self.number and row.state != "runs" else BROKEN
         return row.life != self._lives[k] or row.state == "over" or self.rows.silent(k) > patience
 
     def _say(self, **facts: Any) -> None:
