@@ -72,7 +72,8 @@ def _watched(request: Request, console: Console, node: Node) -> tuple[int, dict[
     output = _Output(console, run)
     if first:
         console.say(headline(request))
-        for note in (*request.notes, *_notes(request), *made.notes(), *checked.lines):
+        several = ["note  node 0 holds the store: if it is lost, the run ends; continue it with --resume"] if node.count > 1 else []
+        for note in (*request.notes, *_notes(request), *made.notes(), *checked.lines, *several):
             console.say(note)
 
     memory = Memory() if request.max_restarts and not plan.server_count else None
