@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from plait.config.errors import PlaitError
 from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
-from plait.scripts.causes import settings
-from plait.scripts.numbers import StepDifference
-from plait.scripts.recordings import Recording
-from plait.scripts.rows import Readers, faults, notes, replayed, surplus_rows
+from plait.scripts.differences import StepDifference, settings
+from plait.scripts.recordings import Readers, Recording, faults, notes, replayed, surplus_rows
 
 
 def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int = 2, group: Sequence[int] = ()) -> Recording:
@@ -161,7 +159,7 @@ def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
 def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, weights: float, codes: list[str], tmp_path: Path) -> None:
     mine, other = (recorded(tmp_path, [batch("a"), step(1) | {"kind": kind}]).steps[0] for kind in ("Adam", "SGD"))
     points = {"applied": [Probe("", "", applied, 0.5, "a")], "weights": [Probe("", "", weights, 0.5, "a")]}
-    sides = SimpleNamespace(compared=[StepDifference(1, mine, other, points)])
+    sides = SimpleNamespace(compared=[StepDifference(mine, other, points)])
     assert [each.code for each in settings(sides)] == codes
 
 

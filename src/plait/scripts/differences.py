@@ -1,27 +1,135 @@
-"""Why a script trains another model: each cause is shown by what would have been right, else it is unknown."""
+"""How far the candidate's numbers are from the reference's, tensor by tensor, and why: each cause is shown by what would have been right.
+
+The reference runs three times: as it is, with its first weights moved by one rounding, and by as many as a right run may be away
+(`proof/rounding.py`). A tensor's limit is the larger of what these runs show and the median of all tensors' limits, since one element may by
+chance hardly move.
+"""
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
 
 import torch
+from torch import Tensor
 
 from plait.config.errors import Problem, problem_of_page
-from plait.proof.probes import as_double, off
-from plait.scripts.numbers import BothSides, StepDifference
-from plait.scripts.recordings import unlike
+from plait.proof.probes import TOLERANCE, Probe, as_double, off
+from plait.proof.rounding import TIMES, StepResult, distances, limits, wider
+from plait.scripts.recordings import OptimizerStep, Readers, Recording, unlike
+from plait.scripts.values import StoredTensor, TensorFolder
 from plait.tensors.norm import several
 
+POINTS = ("after", "gradients", "applied")
+"""Where gradients are compared: as backward leaves them (in the first step), before clipping, and as the optimizer gets them."""
 AGREES = 1e-3
 """How far a number that explains a difference may be from it, relative."""
 RATE_AGREES = 1e-6
 """How far learning rates may be from each other, relative: a schedule may compute them in another order."""
 
 
+@dataclass(frozen=True)
+class StepDifference:
+    """How far an optimizer's step is from the reference's: by point, a comparison of each tensor."""
+
+    candidate: OptimizerStep
+    reference: OptimizerStep
+    points: Mapping[str, Sequence[Probe]]
+
+    @property
+    def number(self) -> int:
+        """The step, from 1."""
+        return self.candidate.step
+
+    def wrong(self, point: str) -> list[str]:
+        """The tensors that are farther away at a point than rounding takes them."""
+        return [each.name for each in self.points[point] if not each.equal]
+
+    def worst(self, point: str) -> Probe:
+        """The tensor that is farthest beyond its limit, or nearest to it."""
+        return max(self.points[point], key=_times)
+
+
+def _times(probe: Probe) -> float:
+    return probe.worst / probe.tolerance
+
+
+@dataclass(frozen=True)
+class BothSides:
+    """The recordings of both sides."""
+
+    readers: Readers
+    reference: Recording
+    moved: tuple[Recording, Recording]
+    """The reference with weights moved by one rounding, and by many."""
+    tensors: TensorFolder
+    float64: bool
+
+    @cached_property
+    def compared(self) -> tuple[StepDifference, ...]:
+        """The differences of each optimizer's step, in order."""
+        found, recordings = list[StepDifference](), (self.readers.all[0], self.reference, *self.moved)
+        weights = [{**each.start.weights} for each in recordings]
+        for rounds in zip(*(each.rounds for each in recordings)):
+            sides = [{step.optimizer: step for step in steps} for steps in rounds]
+            for optimizer in sorted(set.intersection(*map(set, sides))):
+                steps = [side[optimizer] for side in sides]
+                points = {point: self._compared([StepResult({}, self.read(getattr(step, point)), {}, {}) for step in steps]) for point in POINTS}
+                after = [
+                    StepResult(self.read(old), {}, self.read(step.weights), self.read(_grouped(step.buffers)))
+                    for old, step in zip(weights, steps)
+                ]
+                points |= {"weights": self._compared(after, "weight"), "buffers": self._compared(after, "state")}
+                if any(unlike(steps[0].after, each.after) for each in self.steps_of_ranks(steps[0])):
+                    points["after"] = []  # the script sums over ranks itself, after backward
+                found.append(StepDifference(steps[0], steps[1], points))
+                for old, step in zip(weights, steps):
+                    old.update(step.weights)
+        return tuple(found)
+
+    def steps_of_ranks(self, step: OptimizerStep) -> list[OptimizerStep]:
+        """A step of the candidate on every rank."""
+        return [each for rank in self.readers.all for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
+
+    def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> list[Probe]:
+        candidate, base, small, large = results
+        limit = {key: value for key, value in wider(limits(base, [small], TIMES), limits(base, [large])).items() if key[0] == kind}
+        least = max(median(limit.values()) if limit else 0.0, TOLERANCE * self.float64)
+        far = distances(base, candidate).items()
+        return [Probe("", "", off, max(limit[key], least), key[1]) for key, off in far if key[0] == kind]
+
+    def read(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """Stored tensors by name."""
+        return {name: self.tensors.load(each) for name, each in stored.items()}
+
+
+def _grouped(buffers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Buffers as optimizer state is named: those of one name are judged at one scale."""
+    return {f"{name.rpartition('.')[0]}|{name.rpartition('.')[2]}": t for name, t in buffers.items()}
+
+
+def probe(code: str, title: str, compared: Sequence[StepDifference], point: str) -> Probe:
+    """The comparison of a point over all steps: the first step that differs, else the tensor that came nearest to its limit."""
+    seen = [each for each in compared if each.points[point]]
+    if not seen:
+        return Probe(code, title)
+    shown = next((each for each in seen if each.wrong(point)), max(seen, key=lambda each: _times(each.worst(point))))
+    detail = f"step {shown.number}, {len(shown.wrong(point))} of {len(shown.points[point])} tensors"
+    worst = shown.worst(point)
+    return replace(worst, code=code, title=title, name=worst.name.replace("|", ".").strip("."), detail=detail)
+
+
 def cause_of(sides: BothSides, exact: Sequence[Problem]) -> Problem:
     """The cause of a difference: the first that can be shown. `exact`: what is wrong with rows, first weights and settings."""
     first = next((each for each in sides.compared if each.wrong("gradients") or each.wrong("applied")), None)
-    of_numbers = _gradients(sides, first) if first is not None else iter(())
+    of_numbers = iter(())
+    if first is not None:
+        is_right_after_backward = first.points["after"] and not first.wrong("after")
+        of_backward = (_tokens, _scaled, _not_averaged, _statistics, _some_scaled)
+        finds = (_not_averaged, _some_scaled, _clipped) if is_right_after_backward else of_backward
+        of_numbers = itertools.chain.from_iterable(find(sides, first) for find in finds)
     of_buffers = (each for each in unlike_ranks(sides) if each.code != "E020")
     unknown = problem_of_page("E020", "unknown: none of the known mistakes gives these numbers")
     return next(itertools.chain(exact, of_numbers, of_buffers), unknown)
@@ -77,15 +185,6 @@ def unlike_ranks(sides: BothSides) -> Iterator[Problem]:
         if found:
             yield from found
             return
-
-
-def _gradients(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
-    if step.wrong("after") or not step.points["after"]:
-        finds = (_tokens, _scaled, _not_averaged, _statistics, _some_scaled)
-    else:  # right after backward
-        finds = (_not_averaged, _some_scaled, _clipped)
-    for find in finds:
-        yield from find(sides, step)
 
 
 def _tokens(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
