@@ -36,7 +36,7 @@ def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
 def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loader: int = 0) -> dict:
     return {
         "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
-        "formats": ["float32"], "lr": {}, "decay": {}, "without": [],
+        "formats": ["float32"], "lr": {}, "decay": {},
         "source": f"{loader} {epoch}", "drew": False, "after": {}, "gradients": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from plait.config.errors import Problem, problem_of_page
-from plait.proof.probes import TOLERANCE, Probe, as_double, off
+from plait.proof.probes import FLOOR, TOLERANCE, Probe, as_double, off
 from plait.proof.rounding import TIMES, StepResult, distances, limits, wider
 from plait.scripts.recordings import OptimizerStep, Readers, Recording, unlike
 from plait.scripts.values import StoredTensor, TensorFolder
 from plait.tensors.norm import several
 
-POINTS = ("after", "gradients", "applied")
-"""Where gradients are compared: as backward leaves them (in the first step), before clipping, and as the optimizer gets them."""
 AGREES = 1e-3
 """How far a number that explains a difference may be from it, relative."""
 RATE_AGREES = 1e-6
@@ -32,28 +30,19 @@ RATE_AGREES = 1e-6
 
 @dataclass(frozen=True)
 class StepDifference:
-    """How far an optimizer's step is from the reference's: by point, a comparison of each tensor."""
+    """How far an optimizer's step is from the reference's.
+
+    `points`: a comparison of each tensor of the gradients `after` backward (in the first step), of `gradients` before clipping, as `applied`
+    by the optimizer, of `weights` and of `buffers`.
+    """
 
     candidate: OptimizerStep
     reference: OptimizerStep
     points: Mapping[str, Sequence[Probe]]
 
-    @property
-    def number(self) -> int:
-        """The step, from 1."""
-        return self.candidate.step
-
     def wrong(self, point: str) -> list[str]:
         """The tensors that are farther away at a point than rounding takes them."""
         return [each.name for each in self.points[point] if not each.equal]
-
-    def worst(self, point: str) -> Probe:
-        """The tensor that is farthest beyond its limit, or nearest to it."""
-        return max(self.points[point], key=_times)
-
-
-def _times(probe: Probe) -> float:
-    return probe.worst / probe.tolerance
 
 
 @dataclass(frozen=True)
@@ -76,11 +65,11 @@ class BothSides:
             sides = [{step.optimizer: step for step in steps} for steps in rounds]
             for optimizer in sorted(set.intersection(*map(set, sides))):
                 steps = [side[optimizer] for side in sides]
-                points = {point: self._compared([StepResult({}, self.read(getattr(step, point)), {}, {}) for step in steps]) for point in POINTS}
-                after = [
-                    StepResult(self.read(old), {}, self.read(step.weights), self.read(_grouped(step.buffers)))
-                    for old, step in zip(weights, steps)
-                ]
+                points = {
+                    point: self._compared([StepResult({}, self.read(getattr(step, point)), {}, {}) for step in steps], "gradient")
+                    for point in ("after", "gradients", "applied")
+                }
+                after = [StepResult(self.read(old), {}, self.read(step.weights), self._state(step)) for old, step in zip(weights, steps)]
                 points |= {"weights": self._compared(after, "weight"), "buffers": self._compared(after, "state")}
                 if any(unlike(steps[0].after, each.after) for each in self.steps_of_ranks(steps[0])):
                     points["after"] = []  # the script sums over ranks itself, after backward
@@ -93,7 +82,11 @@ class BothSides:
         """A step of the candidate on every rank."""
         return [each for rank in self.readers.all for each in rank.steps if (each.step, each.optimizer) == (step.step, step.optimizer)]
 
-    def _compared(self, results: Sequence[StepResult], kind: str = "gradient") -> list[Probe]:
+    def _state(self, step: OptimizerStep) -> dict[str, Tensor]:
+        """Buffers as optimizer state is named (`module|buffer`): those of one name are judged at one scale."""
+        return {"|".join(name.rpartition(".")[::2]): t for name, t in self.read(step.buffers).items()}
+
+    def _compared(self, results: Sequence[StepResult], kind: str) -> list[Probe]:
         candidate, base, small, large = results
         limit = {key: value for key, value in wider(limits(base, [small], TIMES), limits(base, [large])).items() if key[0] == kind}
         least = max(median(limit.values()) if limit else 0.0, TOLERANCE * self.float64)
@@ -105,19 +98,14 @@ class BothSides:
         return {name: self.tensors.load(each) for name, each in stored.items()}
 
 
-def _grouped(buffers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Buffers as optimizer state is named: those of one name are judged at one scale."""
-    return {f"{name.rpartition('.')[0]}|{name.rpartition('.')[2]}": t for name, t in buffers.items()}
-
-
 def probe(code: str, title: str, compared: Sequence[StepDifference], point: str) -> Probe:
-    """The comparison of a point over all steps: the first step that differs, else the tensor that came nearest to its limit."""
-    seen = [each for each in compared if each.points[point]]
-    if not seen:
+    """The tensor that is farthest beyond its limit in the first step that differs; if none does, that came nearest to it in any step."""
+    different = next((each for each in compared if each.wrong(point)), None)
+    tensors = [tensor for each in ([different] if different else compared) for tensor in each.points[point]]
+    if not tensors:
         return Probe(code, title)
-    shown = next((each for each in seen if each.wrong(point)), max(seen, key=lambda each: _times(each.worst(point))))
-    detail = f"step {shown.number}, {len(shown.wrong(point))} of {len(shown.points[point])} tensors"
-    worst = shown.worst(point)
+    worst = max(tensors, key=lambda each: each.worst / each.tolerance)
+    detail = f"step {different.candidate.step}, {len(different.wrong(point))} of {len(tensors)} tensors" if different else ""
     return replace(worst, code=code, title=title, name=worst.name.replace("|", ".").strip("."), detail=detail)
 
 
@@ -146,15 +134,17 @@ def starts(sides: BothSides) -> Iterator[Problem]:
 def settings(sides: BothSides) -> Iterator[Problem]:
     """Steps with another optimizer, or other learning rates, weight decay or parameters."""
     for each in sides.compared:
-        mine, other, when = each.candidate, each.reference, f"in step {each.number}"
+        mine, other, when = each.candidate, each.reference, f"in step {each.candidate.step}"
         for name in _unlike(mine.lr, other.lr)[:1]:
-            rate = f"{when} the learning rate of {name} is {mine.lr[name]:.6g}, the reference's {other.lr[name]:.6g}"
-            yield problem_of_page("E027", rate + _pace(sides, each))
+            rates = [step.reference.lr for step in sides.compared if step.reference.optimizer == other.optimizer]
+            pace = f", which has this one in its step {rates.index(mine.lr) + 1}" if mine.step > 1 and mine.lr in rates else ""
+            what = f"{when} the learning rate of {name} is {mine.lr[name]:.6g}, the reference's {other.lr[name]:.6g}{pace}"
+            yield problem_of_page("E027", what)
         if left := sorted(other.weights.keys() - mine.weights.keys()):
             yield problem_of_page("E029", f"parameters are not in the optimizer: {several(left)}")
         for name in _unlike(mine.decay, other.decay)[:1]:
             yield problem_of_page("E028", f"weight decay of {name} is {mine.decay[name]:.6g}, the reference's {other.decay[name]:.6g}")
-        if left := sorted({*mine.without} - {*other.without}):
+        if left := sorted((mine.lr.keys() & other.applied.keys()) - mine.applied.keys()):
             yield problem_of_page("E029", f"{when} parameters have no gradient, as they have in the reference: {several(left)}")
         if mine.kind != other.kind and each.wrong("weights") and not each.wrong("applied"):
             yield problem_of_page("E028", f"{when} the optimizer is {mine.kind}, the reference's {other.kind}")
@@ -162,13 +152,6 @@ def settings(sides: BothSides) -> Iterator[Problem]:
 
 def _unlike(mine: dict[str, float], other: dict[str, float]) -> list[str]:
     return [name for name, value in other.items() if off(value, mine.get(name, value)) > RATE_AGREES]
-
-
-def _pace(sides: BothSides, each: StepDifference) -> str:
-    """How often a schedule is stepped, if its rate is the reference's of another step."""
-    rates = [other.reference.lr for other in sides.compared if other.reference.optimizer == each.reference.optimizer]
-    is_ahead = each.number > 1 and each.candidate.lr in rates
-    return f", which has this one in its step {rates.index(each.candidate.lr) + 1}" if is_ahead else ""
 
 
 def unlike_ranks(sides: BothSides) -> Iterator[Problem]:
@@ -189,29 +172,21 @@ def unlike_ranks(sides: BothSides) -> Iterator[Problem]:
 
 def _tokens(sides: BothSides, step: StepDifference) -> Iterator[Problem]:
     """A mean of means: the weights of the losses that give the reference's loss say of what."""
-    readers, k = sides.readers.distinct, step.number - 1
-    used = [each.used[k] for each in readers if k < len(each.used)]
-    losses, right = [each.rounds[k][0].losses for each in readers], sum(step.reference.losses)
-    micros = len(losses[0])
-    if not used or any(len(each) != micros for each in (*used, *losses)):
+    readers, k = sides.readers.distinct, step.candidate.step - 1
+    used, losses = [each.used[k] for each in readers], [each.rounds[k][0].losses for each in readers]
+    right, micros = sum(step.reference.losses), len(losses[0])
+    if any(len(each) != micros for each in (*used, *losses)):
         return
-    plain = _mean(losses, [[1] * micros] * len(losses))
+    of_parts = torch.tensor(losses, dtype=torch.float64)  # rank by rank, micro-batch by micro-batch
     for shifted in (0, 1):
-        counts = [[batch.labels[shifted] if batch.labels else 0 for batch in batches] for batches in used]
-        of_micros = [sum(each) for each in zip(*counts)]
-        weightings = {"rank and micro-batch": counts, "micro-batch": [of_micros] * len(counts), "rank": [[sum(each)] * micros for each in counts]}
+        counts = torch.tensor([[batch.labels[shifted] if batch.labels else 0 for batch in batches] for batches in used])
+        weightings = {"rank and micro-batch": counts, "micro-batch": counts.sum(0, keepdim=True), "rank": counts.sum(1, keepdim=True)}
         for (name, weights), times in itertools.product(weightings.items(), {1, micros}):
-            weighted = _mean(losses, weights)
+            weights = weights.expand_as(of_parts)
+            weighted, plain = float((of_parts * weights).sum() / weights.sum()), float(of_parts.mean())
             if off(right, times * weighted) < 2e-6 < off(right, times * plain):
-                shown = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {times * plain:.7g}: {counts}"
+                shown = f"weighted by these labels the losses give the reference's {right:.7g}, as they are {times * plain:.7g}: {counts.tolist()}"
                 yield problem_of_page("E030", f"a mean over unequal numbers of tokens of each {name}; {shown}")
-
-
-def _mean(losses: Sequence[Sequence[float]], weights: Sequence[Sequence[int]]) -> float:
-    """The mean of the losses of each rank and micro-batch, weighted; not a number without weights."""
-    total = sum(map(sum, weights))
-    pairs = (pair for each in zip(losses, weights) for pair in zip(*each))
-    return sum(loss * weight for loss, weight in pairs) / total if total else math.nan
 
 
 def _ratios(sides: BothSides, step: StepDifference, point: str) -> dict[str, float]:
@@ -219,7 +194,7 @@ def _ratios(sides: BothSides, step: StepDifference, point: str) -> dict[str, flo
     mine, other = (sides.read(getattr(side, point)) for side in (step.candidate, step.reference))
     sizes = {name: float(as_double(t).norm()) for name, t in other.items() if name in mine}
     found = dict[str, float]()
-    for name in (name for name, size in sizes.items() if size > 1e-5 * max(sizes.values())):
+    for name in (name for name, size in sizes.items() if size > FLOOR * max(sizes.values())):
         a, b = as_double(mine[name]), as_double(other[name])
         ratio = float((a * b).sum()) / sizes[name] ** 2
         found[name] = ratio if float((a - ratio * b).norm()) <= AGREES * float(a.norm()) else math.nan

@@ -24,8 +24,6 @@ from plait.scripts.differences import BothSides, probe
 from plait.scripts.recordings import Readers, Recording
 from plait.scripts.values import TensorFolder
 
-WITHOUT_EFFECT = "without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
-
 
 def prove(reference: ScriptCommand, candidate: ScriptCommand, show: Show = lambda side, done, total: None) -> Verdict:
     """Run both and compare. `show` gets how far a side is. PlaitError E001 to E011 where it cannot be told."""
@@ -89,7 +87,7 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
     starts, settings = [*differences.starts(sides)], [*differences.settings(sides)]
     weights = probe("U", "weights", compared, "weights")
     probes = (
-        _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", starts, "E026"),
+        _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", starts),
         _exact("S", "learning rates, every step", settings, "E027"), probe("A", "gradients after backward", compared, "after"),
         probe("G", "gradients", compared, "gradients"), probe("P", "gradients as applied", compared, "applied"), weights,
         probe("B", "buffers", compared, "buffers"),
@@ -103,8 +101,10 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
     if cause.code == "E020" and any(step.drew for each in (*sides.readers.all, sides.reference) for step in each.steps):
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         raise PlaitError(problem_of_page("E008", "the script draws random numbers that the reference cannot draw too", why))
-    without_effect = f", {WITHOUT_EFFECT}" * (cause.code in ("E031", "E033") and weights.equal)
-    return replace(verdict, code=cause.code, cause=cause.what + without_effect, problems=(cause,))
+    text = cause.what
+    if cause.code in ("E031", "E033") and weights.equal:
+        text += ", without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
+    return replace(verdict, code=cause.code, cause=text, problems=(cause,))
 
 
 def _exact(code: str, title: str, wrong: Sequence[Problem], of: str = "") -> Probe:
@@ -117,8 +117,8 @@ def _notes(steps: int, sides: BothSides) -> list[str]:
     found, made = recordings.notes(sides.readers, sides.reference), len(sides.readers.all[0].rounds)
     if made < steps:
         found.append(f"{made} of {steps} steps were compared: the candidate made no more, or its tensors take more room")
-    if len(sides.compared) and sides.compared[-1].number < made:
-        found.append(f"the reference made {sides.compared[-1].number} steps of the candidate's {made}")
+    if len(sides.compared) and sides.compared[-1].candidate.step < made:
+        found.append(f"the reference made {sides.compared[-1].candidate.step} steps of the candidate's {made}")
     coarse = max((tensor.tolerance for each in sides.compared for tensor in each.points["gradients"]), default=0.0)
     if coarse > 1e-2 and not sides.float64:
         found.append(f"in these number formats differences of up to {100 * coarse:.2g} % of a gradient are rounding; --float64 sees smaller ones")

@@ -53,7 +53,6 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     formats: list[str]
     lr: dict[str, float]
     decay: dict[str, float]
-    without: list[str]
     losses: list[float]
     source: str
     drew: bool
@@ -72,9 +71,6 @@ class PassOrder(msgspec.Struct, frozen=True, tag_field="is", tag="epoch"):
     order: list[list[Any]]
     own: int
     complete: bool
-
-
-_DECODER = msgspec.json.Decoder(ProcessStart | ReadBatch | OptimizerStep | PassOrder)
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ class Recording:
 
 def recordings(folder: Path) -> tuple[Recording, ...]:
     """Of all processes that stepped an optimizer, by rank."""
-    found = list[Recording]()
+    decoder, found = msgspec.json.Decoder(ProcessStart | ReadBatch | OptimizerStep | PassOrder), list[Recording]()
     for path in sorted(folder.glob("*.jsonl")):
-        events = _DECODER.decode_lines(path.read_bytes().rpartition(b"\n")[0])  # the last line is torn if the process was ended
+        events = decoder.decode_lines(path.read_bytes().rpartition(b"\n")[0])  # the last line is torn if the process was ended
         starts = [each for each in events if isinstance(each, ProcessStart)]
         batches = tuple(each for each in events if isinstance(each, ReadBatch))
         steps = tuple(each for each in events if isinstance(each, OptimizerStep) and each.complete)
