@@ -9,9 +9,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -39,7 +39,8 @@ class ScriptCommand:
     """Bytes of tensors that a process may store."""
     float64: bool = False
     watch: bool = False
-    replay: Path | None = None
+    replay: Mapping[str, Any] = field(default_factory=dict)
+    """The first weights, and the `rows` as indices or their `contents`, of a reference; nothing of a candidate."""
 
 
 class RunningCommand:
@@ -51,8 +52,7 @@ class RunningCommand:
         self.hook.mkdir(parents=True)
         tensors.mkdir(exist_ok=True)
         (self.hook / "sitecustomize.py").symlink_to(Path(sitecustomize.__file__).resolve())
-        settings = {**vars(command), "out": folder, "tensors": tensors}
-        (self.hook / sitecustomize.SETTINGS).write_text(json.dumps(settings, default=str))
+        (self.hook / sitecustomize.SETTINGS).write_text(json.dumps({**vars(command), "out": folder, "tensors": tensors}, default=str))
         self.sizes, self.counts, self.changed = dict[Path, int](), list[int](), time.monotonic()
         with open(self.log, "ab") as output:
             try:
@@ -110,8 +110,7 @@ class RunningCommand:
             what = f"the {side} ended with {code} after {min(counts)} of {self.command.steps} steps"
             problem = "E004", what, f"its processes made {', '.join(map(str, counts))} steps", self.last_lines()
         elif any(b'"complete": false' in each for each in events):
-            why = f"those of one step take more than {self.command.room / 2**30:.3g} GiB"
-            problem = "E011", "the tensors of the first step do not fit", why
+            problem = "E011", "the tensors of the first step do not fit", f"those of one step take more than {self.command.room / 2**30:.3g} GiB"
         elif code:
             problem = "E001", f"the {side} ended with {code} before its first step", self.last_lines(), words
         elif not events:

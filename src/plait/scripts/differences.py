@@ -47,12 +47,11 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class BothSides:
-    """The recordings of both sides."""
+    """The recordings of both sides. `moved`: of the reference with weights moved by one rounding, and by many."""
 
     readers: Readers
     reference: Recording
     moved: tuple[Recording, Recording]
-    """The reference with weights moved by one rounding, and by many."""
     tensors: TensorFolder
     float64: bool
 
@@ -60,7 +59,7 @@ class BothSides:
     def compared(self) -> tuple[StepDifference, ...]:
         """The differences of each optimizer's step, in order."""
         found, recordings = list[StepDifference](), (self.readers.all[0], self.reference, *self.moved)
-        weights = [{**each.start.weights} for each in recordings]
+        weights = [each.start.weights for each in recordings]
         for rounds in zip(*(each.rounds for each in recordings)):
             sides = [{step.optimizer: step for step in steps} for steps in rounds]
             for optimizer in sorted(set.intersection(*map(set, sides))):
@@ -74,8 +73,7 @@ class BothSides:
                 if any(unlike(steps[0].after, each.after) for each in self.steps_of_ranks(steps[0])):
                     points["after"] = []  # the script sums over ranks itself, after backward
                 found.append(StepDifference(steps[0], steps[1], points))
-                for old, step in zip(weights, steps):
-                    old.update(step.weights)
+                weights = [old | step.weights for old, step in zip(weights, steps)]
         return tuple(found)
 
     def steps_of_ranks(self, step: OptimizerStep) -> list[OptimizerStep]:
@@ -114,9 +112,9 @@ def cause_of(sides: BothSides, exact: Sequence[Problem]) -> Problem:
     first = next((each for each in sides.compared if each.wrong("gradients") or each.wrong("applied")), None)
     of_numbers = iter(())
     if first is not None:
-        is_right_after_backward = first.points["after"] and not first.wrong("after")
-        of_backward = (_tokens, _scaled, _not_averaged, _statistics, _some_scaled)
-        finds = (_not_averaged, _some_scaled, _clipped) if is_right_after_backward else of_backward
+        finds = [_tokens, _scaled, _not_averaged, _statistics, _some_scaled]
+        if first.points["after"] and not first.wrong("after"):  # right after backward
+            finds = [_not_averaged, _some_scaled, _clipped]
         of_numbers = itertools.chain.from_iterable(find(sides, first) for find in finds)
     of_buffers = (each for each in unlike_ranks(sides) if each.code != "E020")
     unknown = problem_of_page("E020", "unknown: none of the known mistakes gives these numbers")

@@ -5,7 +5,6 @@ weights moved by rounding, which shows how far apart right runs are. Rows are ju
 a difference gets a cause that is shown, or none (`scripts/differences.py`).
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from plait.proof.verdict import Verdict
 from plait.scripts import differences, recordings
 from plait.scripts.commands import ScriptCommand, Show, run
 from plait.scripts.differences import BothSides, probe
+from plait.scripts.recorder import EPOCH_STEPS
 from plait.scripts.recordings import Readers, Recording
 from plait.scripts.values import TensorFolder
 
@@ -50,14 +50,12 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
     candidate, commands = readers.all, dict[Path, ScriptCommand]()
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
     tensors = TensorFolder(str(folder / "tensors"), reference.room)
-    coarsest = max(rounding(getattr(torch, each)) for each in candidate[0].steps[-1].formats)  # of the formats that compute
+    coarsest = max((rounding(getattr(torch, each)) for each in candidate[0].steps[-1].formats), default=0.0)  # of the formats that compute
     for times in (0.0, 1.0, TIMES):  # roundings that each weight is moved by at most, and at random
         noise, generator = Noise(0, times, coarsest), torch.Generator().manual_seed(int(times))
-        begins = {name: tensors.store(noise.operand(tensors.load(t), generator)) for name, t in weights.items()}
-        place = folder / f"{''.join(replay)}-{times:.0f}"
-        path = folder / f"{place.name}.json"
-        path.write_text(json.dumps(replay | {"weights": begins}))
-        commands[place] = replace(reference, steps=len(candidate[0].rounds), replay=path)
+        begins = {name: tensors.store(noise.operand(tensors.load(t), generator)) if times else t for name, t in weights.items()}
+        followed = replace(reference, steps=len(candidate[0].rounds), replay=replay | {"weights": begins})
+        commands[folder / f"{''.join(replay)}-{times:.0f}"] = followed
     runs = run(commands, show)
     _check(runs[0], candidate[0], reference.float64)
     return BothSides(readers, runs[0][0], (runs[1][0], runs[2][0]), tensors, reference.float64)
@@ -93,7 +91,7 @@ def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides
         probe("B", "buffers", compared, "buffers"),
         _exact("R", "ranks alike, bit for bit", [*differences.unlike_ranks(sides)]),
     )  # fmt: skip
-    notes = tuple(_notes(candidate.steps, sides))
+    notes = (*_notes(candidate.steps, sides), f"dropout is off on both sides, and epochs end after {EPOCH_STEPS} steps")
     verdict = Verdict(candidate.words, probes, world=len(sides.readers.all), notes=notes, job=reference.words)
     if verdict.equal:
         return verdict
@@ -122,4 +120,4 @@ def _notes(steps: int, sides: BothSides) -> list[str]:
     coarse = max((tensor.tolerance for each in sides.compared for tensor in each.points["gradients"]), default=0.0)
     if coarse > 1e-2 and not sides.float64:
         found.append(f"in these number formats differences of up to {100 * coarse:.2g} % of a gradient are rounding; --float64 sees smaller ones")
-    return [*found, "dropout is off on both sides, and epochs end after 3 steps"]
+    return found

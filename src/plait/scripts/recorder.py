@@ -93,14 +93,14 @@ class ScriptRecorder:
     def __init__(self, settings: Event):
         self.settings, self.tensors = settings, TensorFolder(settings["tensors"], settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
-        self.replay: Event = json.loads(Path(settings["replay"]).read_text("utf-8")) if settings["replay"] else {}
+        self.replay: Event = settings["replay"]
         self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), dict[int, int]()
         self.read: Pass | None = None
         """The pass of the last batch. Then: steps that have not ended, steps of the first optimizer, batches read until each of them."""
         self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
-        self.after, self.before, self.step = dict[str, StoredTensor](), dict[int, StoredTensor](), Event()
+        self.after, self.before = dict[str, StoredTensor](), dict[int, StoredTensor]()
         self.formats = set[str]()
         """Number formats of weights, of FSDP and of autocast so far."""
         self.drew, self.generators, self.first_hook = False, "", list[Any]()
@@ -251,50 +251,34 @@ class ScriptRecorder:
         self.before = {id(p): self.tensors.store(p.grad) for p in parameters if p.grad is not None}
         return own(parameters, *given, **keywords)
 
-    def before_step(self, optimizer: Optimizer, given: tuple[Any, ...], keywords: Event) -> Any:
-        """Before a step; with a closure, in which gradients are made, after that."""
+    def before_step(self, *_: object) -> None:
+        """A step begins, maybe inside of another optimizer's."""
         self.depth += 1
-        closure = given[1] if len(given) > 1 else keywords.get("closure")
-        if self.depth > 1:  # of an optimizer inside of another
-            return None
-        if not callable(closure):
-            self.stepping(optimizer)
-            return None
 
-        def inside() -> Any:
-            value = closure()
-            self.stepping(optimizer)
-            return value
-
-        return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
-
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Gradients as an optimizer is about to apply them."""
+    def after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """A step, as it ends, since a closure makes gradients inside of it; ends the process after the last step to compare."""
+        self.depth -= 1
+        if self.depth:  # of an optimizer inside of another
+            return
         number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
-        self.round, self.stepped = (self.round + 1, {0}) if number == 0 else (self.round, self.stepped | {number})
+        if number == 0:
+            self.round, self.stepped = self.round + 1, set()
+            self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
+        self.stepped.add(number)
         groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         applied = {p: self.tensors.store(p.grad) for _, p in groups if p.grad is not None}
-        self.step = {
-            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "formats": sorted(self.formats),
-            "lr": {self.name(p): float(group.get("lr") or 0) for group, p in groups},
-            "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
-            "after": self.after, "source": self.read.source if self.read else "",
-            "gradients": {self.name(p): self.before.get(id(p), t) for p, t in applied.items()},
-            "applied": {self.name(p): t for p, t in applied.items()},
-        }  # fmt: skip
-        self.losses, self.after, self.before = [], {}, {}
-
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Weights and buffers after a step; ends the process after the last step to compare."""
-        self.depth -= 1
-        if self.depth:
-            return
-        if self.step["optimizer"] == 0:
-            self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
-        weights = {self.name(p): self.tensors.store(p) for group in optimizer.param_groups for p in group["params"]}
+        weights = {self.name(p): self.tensors.store(p) for _, p in groups}
         buffers = {name: self.tensors.store(t) for name, t in self.named().items() if not isinstance(t, nn.Parameter)}
         is_full = self.tensors.room < 0
-        self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
+        self.event(
+            "step", step=self.round, optimizer=number, kind=type(optimizer).__name__, formats=sorted(self.formats),
+            lr={self.name(p): float(group.get("lr") or 0) for group, p in groups},
+            decay={self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, losses=self.losses, drew=self.drew,
+            source=self.read.source if self.read else "", after=self.after,
+            gradients={self.name(p): self.before.get(id(p), t) for p, t in applied.items()},
+            applied={self.name(p): t for p, t in applied.items()}, weights=weights, buffers=buffers, complete=not is_full,
+        )  # fmt: skip
+        self.losses, self.after, self.before = [], {}, {}
         if not self.settings["watch"] and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
             self.finish()
 
@@ -319,12 +303,11 @@ def own_name(name: str) -> str:
 
 def install(settings: Event) -> None:
     """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
-    data, steps = cast(Any, torch.utils.data.dataloader), sys.modules["torch.optim.optimizer"]
-    modules, clips = nn.modules.module, nn.utils.clip_grad
+    data, steps, modules = cast(Any, torch.utils.data.dataloader), sys.modules["torch.optim.optimizer"], nn.modules.module
     try:
         loader, iterator, stream = data.DataLoader, data._BaseDataLoaderIter, data._DatasetKind.Iterable
         indices, fetch, enter = loader._index_sampler.fget, iterator.__next__, torch.autocast.__enter__
-        clip_functions = {name: getattr(clips, name) for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")}
+        clips = {name: getattr(nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")}
         recorder = ScriptRecorder(settings)
         steps.register_optimizer_step_pre_hook(recorder.before_step)
         steps.register_optimizer_step_post_hook(recorder.after_step)
@@ -334,7 +317,7 @@ def install(settings: Event) -> None:
         Path(settings["out"], "unsupported").write_text(f"torch {torch.__version__}: {error}", "utf-8")
         return
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
-    for place, (name, clip) in itertools.product((nn.utils, clips), clip_functions.items()):
+    for place, (name, clip) in itertools.product((nn.utils, nn.utils.clip_grad), clips.items()):
         setattr(place, name, functools.partial(recorder.clip, clip))
 
     def entered(self: torch.autocast) -> Any:

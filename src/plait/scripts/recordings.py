@@ -219,13 +219,15 @@ def notes(readers: Readers, reference: Recording) -> list[str]:
     """What is no difference, and worth knowing."""
     surplus = surplus_rows(readers, reference)
     twice, never = (+surplus).total(), (-surplus).total()
-    filled = f"the end of an epoch is filled with {twice} rows that are read twice (DistributedSampler, Accelerate's even_batches)"
-    found = [filled] * bool(twice) + [f"the last {never} rows of an epoch are left out"] * bool(never)
-    if any(not order.complete for order in reference.orders.values() if order.order):
-        found.append("rows of an epoch were not counted: the sampler draws very many, or never ends")
-    if readers.alike:
-        found.append(f"all {len(readers.all)} ranks read the same rows, and nothing of the model is split: each does the work of all")
-    return found
+    others, is_uncounted = min(twice, never), any(order.order and not order.complete for order in reference.orders.values())
+    found = {
+        f"{others} rows are left out of an epoch that the reference reads, and {others} are read that it leaves out (drop_last)": others,
+        f"an epoch's end is filled with {twice - others} rows that are read twice (DistributedSampler, Accelerate's even_batches)": twice > others,
+        f"the last {never - others} rows of an epoch are left out": never > others,
+        "rows of an epoch were not counted: the sampler draws very many, or never ends": is_uncounted,
+        f"all {len(readers.all)} ranks read the same rows, and nothing of the model is split: each does the work of all": readers.alike,
+    }
+    return [note for note, is_so in found.items() if is_so]
 
 
 def other_rows(readers: Readers, reference: Recording) -> int | None:
