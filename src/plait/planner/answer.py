@@ -233,12 +233,9 @@ def _headline(found: Answer) -> str:
 
 def _cells(row: Candidate, found: Answer) -> tuple[str, ...]:
     got = row.estimate
-    plan = str(row.plan)
-    if got is None:
-        return plan, "✗", "–", "–", "–", "–", "–", "–", "", row.why
-    memory = size(got.reserved)
-    if not row.fits:
-        return plan, "✗", memory, "–", "–", "–", "–", "–", "", row.why
+    plan, memory = str(row.plan), size(got.reserved) if got else "–"
+    if got is None or not row.fits:
+        return plan, "✗", memory, *["–"] * 5, "", row.why
     sent = got.share("tensor") + got.share("gradients") + got.share("sync")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.plan.pp > 1 else "–"
     peak = found.asked.pace.peak(row.plan.precision)

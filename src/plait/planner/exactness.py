@@ -5,9 +5,8 @@ measured with one small model (`MEASURED`) and fitted from there to other number
 worth a try, not what they will do for another model.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, log, sqrt
 
 from plait.config.plan import Plan
 from plait.planner import late
@@ -26,16 +25,17 @@ DiLoCo with an outer rate of 1.0 and momentum 0.5. All others: `bench/slow_link.
 with 0.7 and 0.2, post-local for the second half, `async` with a staleness of 2 after 310 and 340 clocks."""
 ALONE = -log(MEASURED["one"]) / log(GROUPS)
 """As a power of the number of groups: what one of them, with its part of the samples, falls behind."""
+SPEEDS = (1e4, 1e14)
+"""bit/s between which a break-even is looked for."""
 
 
 def progress(plan: Plan) -> float:
     """That of a plan. At least what one group makes that never hears of the others."""
     k = plan.replica_groups
-    if k == 1 or plan.sync != "async":
-        found = 1.0 if plan.compress == "none" else MEASURED[plan.compress]
-    else:
-        found = MEASURED["async"]
-    if k == 1 or plan.sync == "async":
+    if k > 1 and plan.sync == "async":
+        return MEASURED["async"]
+    found = 1.0 if plan.compress == "none" else MEASURED[plan.compress]
+    if k == 1:
         return found
     if plan.start_local:
         return found * MEASURED["post-local"]
@@ -102,13 +102,21 @@ class BreakEven:
 
 
 def crossing(pace: TimeModel, plan: Plan, samples: float, twin_samples: float) -> BreakEven:
-    """Where the times of a plan and of its exact twin cross."""
-    twin = late.exact_twin(plan)
+    """Where the times of a plan and of its exact twin cross, by bisection."""
+    twin, (low, high) = late.exact_twin(plan), SPEEDS
 
-    def seconds(plan: Plan, samples: float) -> Callable[[float], float]:
-        return lambda bits: estimate(late.at_speed(pace, bits), plan, samples).seconds
+    def faster(bits: float) -> bool:
+        at = late.at_speed(pace, bits)
+        return estimate(at, plan, samples).seconds < estimate(at, twin, twin_samples).seconds * (1 - 1e-9)
 
-    return BreakEven(twin, late.break_even(seconds(twin, twin_samples), seconds(plan, samples)))
+    if not faster(low):
+        return BreakEven(twin, 0.0)
+    if faster(high):
+        return BreakEven(twin, inf)
+    while high / low > 1.001:
+        middle = sqrt(low * high)
+        low, high = (middle, high) if faster(middle) else (low, middle)
+    return BreakEven(twin, low)
 
 
 def speed(bits: float) -> str:
