@@ -16,11 +16,12 @@ from plait.cli.main import main
 from plait.cli.plan_map import page
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.model.table import speed
 from plait.parallel.compression.compressor import sent
 from plait.planner import late
 from plait.planner.answer import ask, text
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.exactness import crossing, progress, speed, told
+from plait.planner.exactness import crossing, progress, told
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import PlanRequest

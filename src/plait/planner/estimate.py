@@ -68,8 +68,8 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
     """Price a plan with micro-batches of `samples` samples on each rank. `seconds` is infinite for a plan that needs more than `room` bytes or
     takes longer than `within` seconds."""
     placed = [Placed(b, pace.block(b, plan, samples), BlockSize.of(b, plan, samples, pace.software), b.count) for b in pace.work.blocks]
-    cut = stages(placed, plan.pp * plan.stages_per_rank, pace.software.even)
-    held = owned(StageSchedule.of(plan)) if plan.pp > 1 else ((0,),)
+    cut, kind = stages(placed, plan.pp * plan.stages_per_rank, pace.software.even), StageSchedule.of(plan)
+    held = owned(kind) if plan.pp > 1 else ((0,),)
     weights = [weights_of(stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
     own = [part for s in fullest for part in cut[s]]
@@ -77,23 +77,24 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
     found = sized(pace, plan, samples, memory, own)
     if found.allocated > room:
         return found
-    times, kind = StageTimes.of(pace, plan, samples, cut, held), StageSchedule.of(plan)
+    times = StageTimes.of(pace, plan, samples, cut, held)
     rounded = times.rounded() if plan.pp > 1 else times
-    busiest = max(held, key=times.busy)
+    busiest, micro = max(held, key=times.busy), plan.microbatches
     hidden = times.busy(busiest)
-    parts = computing([part for s in busiest for part in cut[s]], hidden, plan.microbatches)
-    parts["bubble"] = rounded.least(kind, plan.microbatches) - hidden * plan.microbatches if plan.pp > 1 else 0.0
+    again, sent = (sum(getattr(p.time, name) * p.number for s in busiest for p in cut[s]) * micro for name in ("again", "sent"))
+    parts = {"compute": hidden * micro - again - sent, "recompute": again, "tensor": sent}
+    parts["bubble"] = rounded.least(kind, micro) - hidden * micro if plan.pp > 1 else 0.0
     parts["gradients"] = gradients(pace, plan, own, hidden) + same_heads(pace, plan, own)
     if sum(parts.values()) > within:
         return found
     if plan.pp > 1:
-        parts["bubble"] = played(kind, plan.microbatches, rounded) - hidden * plan.microbatches
+        parts["bubble"] = played(kind, micro, rounded) - hidden * micro
     parts["optimizer"] = touched(pace, plan, found.states)
     if plan.offload == "all":
         parts["host"] = carried(pace, plan, own, hidden)
     parts["fixed"] = pace.fitted.fixed
     if pace.loading:
-        parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
+        parts["data"] = max(0.0, samples * micro / pace.loading - sum(parts.values()))
     if pace.software.cores is not None:
         on_cores(pace, plan, samples, own, parts)
     if plan.replica_groups > 1:
@@ -104,18 +105,12 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
 def sized(pace: TimeModel, plan: Plan, samples: float, memory: dict[str, float], own: Stage) -> Estimate:
     """What is known of a plan without its times; `own`: the blocks of the rank with most weights."""
     software, part, weights = pace.software, 1 - pace.work.frozen, weights_of(own)
-    states = sum(p.size.sharded * p.number for p in own) * part
-    memory = memory | late.held(pace, plan, weights * part, states)
+    trained = sum(p.size.sharded * p.number for p in own) * part
+    memory = memory | late.held(pace, plan, weights * part, trained)
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
     reserved = sum(memory.values()) * pace.fitted.slack
-    return Estimate(plan, inf, {}, memory, reserved, flops, states * away, late.bill(pace, plan, weights), states)
-
-
-def computing(own: Stage, each: float, micro: int) -> dict[str, float]:
-    """Seconds of a rank with these blocks, which take `each` for a micro-batch, by what they are spent on."""
-    again, sent = sum(p.time.again * p.number for p in own) * micro, sum(p.time.sent * p.number for p in own) * micro
-    return {"compute": each * micro - again - sent, "recompute": again, "tensor": sent}
+    return Estimate(plan, inf, {}, memory, reserved, flops, trained * away, late.bill(pace, plan, weights), trained)
 
 
 def memory_of(ranks: Sequence[Sequence[Stage]], plan: Plan, live: Sequence[int], software: Software) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf, log, sqrt
 
 from plait.config.plan import Plan
+from plait.model.table import speed
 from plait.planner import late
 from plait.planner.estimate import estimate
 from plait.planner.formulas import TimeModel
@@ -117,11 +118,3 @@ def crossing(pace: TimeModel, plan: Plan, samples: float, twin_samples: float) -
         middle = sqrt(low * high)
         low, high = (middle, high) if faster(middle) else (low, middle)
     return BreakEven(twin, low)
-
-
-def speed(bits: float) -> str:
-    """Bits a second as text: 2.5 Gbit/s."""
-    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits:.3g} bit/s"

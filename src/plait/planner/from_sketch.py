@@ -128,8 +128,6 @@ class Workload:
 
 LOSS = (8.0, 1.0, 12.0)
 """Elements moved and kept for one of the model's output, and operators, of a loss such as a cross-entropy."""
-
-
 WORDS = 2
 """Of a row, for finding what tp cuts: memory and time grow with them, and what is chosen is checked again when it is built."""
 

@@ -16,8 +16,6 @@ from math import ceil
 
 import torch
 
-from plait.config.hardware import FITTED, HOPS, Link
-from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.parallel.data.buckets import bucket_bytes
 from plait.planner.formulas import TimeModel, item
@@ -194,24 +192,9 @@ def is_exact(plan: Plan) -> bool:
     return plan.compress == "none" and plan.replica_groups == 1
 
 
-def linked(machine: Machine, bits: float, latency: float | None = None) -> Machine:
-    """The machine with so many bit/s on its slowest link: between its nodes, each way, or where there is one node, its devices.
-
-    `latency`: seconds of a hop there, where it is not to stay what it is.
-    """
-    several, per = machine.nodes > 1, machine.devices_per_node
-    found = [x for x in machine.links if x.between_nodes] if several else list(machine.links[-1:])
-    rate = bits / 8 / (per if several else 1)
-    known = tuple(c for c in machine.collectives if several and c.ranks <= per)
-    link = found[-1] if found else Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
-    others = tuple(x for x in machine.links if x not in found)
-    changed = replace(link, bandwidth=rate, latency=link.latency if latency is None else latency)
-    return replace(machine, links=(*others, changed), collectives=known)
-
-
 def at_speed(pace: TimeModel, bits: float, latency: float | None = None) -> TimeModel:
     """The same times on a machine whose slowest link has so many bit/s. Processes on both of its ends have a core each."""
     software = pace.software
     if software.cores is not None:
         software = replace(software, cores=replace(software.cores, crowd=1.0))
-    return replace(pace, machine=linked(pace.machine, bits, latency), software=software, known={}, slower={})
+    return replace(pace, machine=pace.machine.with_slowest_link(bits, latency), software=software, known={}, slower={})

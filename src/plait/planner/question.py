@@ -36,9 +36,7 @@ ROOM = 0.96
 """Part of a device's memory that is really there."""
 CORE = (1e11, 2e10)
 """flop/s and bytes/s of a processor's core of which nothing was measured: of a present server's."""
-UNPRICED_CP = (
-    "cp has a price only for models that call scaled_dot_product_attention; train --plan cp=… tells whether others can"
-)
+UNPRICED_CP = "cp has a price only for models that call scaled_dot_product_attention; train --plan cp=… tells whether others can"
 """Why no plan with cp is offered."""
 BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
 """Between processes of one host of which nothing was measured."""
