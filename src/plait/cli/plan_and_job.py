@@ -65,7 +65,7 @@ TECHNIQUES = {
     **dict.fromkeys(
         ("replica_groups", "sync", "every", "start_local", "outer_lr", "outer_momentum", "fragments", "fragment_delay",
          "fragment_alpha"), "replica_groups/strategy"),
-    "batch_shares": "shares/strategy",
+    **dict.fromkeys(("staleness", "server_update", "quorum", "servers"), "server/strategy"), "batch_shares": "shares/strategy",
     "recompute": "recompute", "offload": "offload",
     **dict.fromkeys(("precision", "fp8_recipe"), "precision"), "compile": "compiled", "processes": "threads",
     **dict.fromkeys(("compress", "compress_rank"), "compression/strategy"),
