@@ -120,4 +120,5 @@ def test_the_site_shows_pages_as_they_are_written(site: Path) -> None:
         text = (out.with_name("index.html") if page.stem == "README" else out).read_text(encoding="utf-8")
         article = re.sub(r"(?s)<pre.*?</pre>|<code.*?</code>", "", text.partition("<article")[2].partition("</article>")[0])
         words = re.sub(r"<[^>]*>", "", article)
-        assert not re.search(r"(?m)^```|^\|.*\|$|^[-*] \w", words), page.name
+        marks = re.findall(r"(?m)^(?:```|\|.*\|$|[-*] \w).*", words)
+        assert not marks, f"{page.name}: MkDocs takes these lines for text; put a blank line before them: {marks}"

@@ -67,7 +67,7 @@ KEYS: dict[str, Key] = {
         also=("max_staleness", "ssp", "bound")),
     "server_update": Key("groups", str, "when the server of async steps: once per clock, or at every push by delayed Nesterov",
         ("clock", "nesterov"), also=("server_optimizer", "update_rule")),
-    "quorum": Key("groups", int, "gradients that the server waits for in a clock; 0 is one of each worker", least=0,
+    "quorum": Key("groups", int, "gradients that the server waits for in a clock; 0 is one of each group", least=0,
         also=("min_replica_size", "backup_workers")),
     "servers": Key("groups", int, "processes that share out the server's state", also=("parameter_servers", "num_servers", "ps")),
     "compress": Key("messages", str, "format of what copies or replica groups send each other", ("none", "bf16", "int8", "powersgd"),
