@@ -50,7 +50,7 @@ lint: $(READY)
 # Generated pages, then all of docs/ as a site in site/. Needs no network; look at it with: .venv/bin/python -m http.server -d site
 docs: $(READY)
 	$(BIN)/python docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(READY): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

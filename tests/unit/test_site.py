@@ -75,14 +75,31 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert sorted(named) == sorted(plait.__all__)
 
 
+def built(config: Path, into: Path) -> "subprocess.CompletedProcess[str]":
+    """A strict build, as `make docs` makes it. It is not --quiet, which would count no warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(into)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built from the files that are there. A link or an anchor that leads nowhere fails the build."""
     into = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", ROOT / "mkdocs.yml", "--site-dir", into]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=ROOT)
+    done = built(ROOT / "mkdocs.yml", into)
     assert done.returncode == 0, done.stdout + done.stderr
     return into
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["nowhere.md", "index.md#nowhere", "/index.md"])
+def test_a_broken_link_fails_the_build(tmp_path: Path, link: str) -> None:
+    """By the settings of mkdocs.yml, without its pages."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A page\n[a link]({link})\n", encoding="utf-8")
+    config = {key: CONFIG[key] for key in ("site_name", "validation", "use_directory_urls")} | {"docs_dir": "docs", "plugins": []}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode and link in done.stderr
 
 
 class Loads(HTMLParser):
