@@ -23,16 +23,16 @@ def table(result: dict[str, Any]) -> str:
     """All tables."""
     seeds = ", ".join(map(str, result["seeds"]))
     lines = [
-        f"{result['steps']} steps of {result['ranks']} ranks, means of seeds {seeds}; loopback {result['loopback'] / 1e6:.0f} MB/s a rank; "
-        f"one rank alone computes {1e3 * result['computing']:.1f} ms in a step; outer rate and momentum {result['outer']}",
+        f"{result['steps']} steps of {result['ranks']} ranks, means of seeds {seeds}; loopback {result['loopback'] / 1e6:.0f} MB/s per rank; "
+        f"one rank alone computes {1e3 * result['computing']:.1f} ms per step; outer learning rate and momentum {result['outer']}",
         "",
         *_arms(result),
         "",
-        "Milliseconds of a step, measured and (predicted), and seconds to the target:",
+        "Milliseconds per step, measured and (predicted), and seconds to the target loss:",
         "",
         *_by_setting(result, lambda a: f"{1e3 * a['step']:.0f} ({1e3 * a['predicted_step']:.0f}) · {reached(a)}"),
         "",
-        "Updates done and the loss then, in the seconds that the first arm took to its last step:",
+        "Updates, and the loss after them, in the time that the first arm to finish took:",
         "",
         *_by_setting(result, lambda a: f"{a['updates']:.0f} · {a['loss']:.3f}"),
     ]
@@ -47,7 +47,7 @@ def table(result: dict[str, Any]) -> str:
         for row in result["settings"]:
             w = row["winners"][what]
             lines.append(f"| {row['setting']} | {w['measured']} | {w['predicted']} | {100 * (w['over'] - 1):.1f} % |")
-    lines += [f"\nnot there: {name}: {why}" for name, why in result["missing"].items()]
+    lines += [f"\nmissing: {name}: {why}" for name, why in result["missing"].items()]
     return "\n".join(lines)
 
 
@@ -65,7 +65,7 @@ def _arms(result: dict[str, Any]) -> list[str]:
     first = result["settings"][0]["arms"]
     shown = {name: "" if part is None else f"{part:.2f}" for name, part in result["progress"].items()}
     lines = [
-        "| arm | plan | bytes a step | predicted | loss at the end | progress of a sample | predicted |",
+        "| arm | plan | bytes per step | predicted | final loss | progress of a sample | predicted |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, plan in result["plans"].items():

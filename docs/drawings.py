@@ -368,7 +368,7 @@ def replica_groups() -> Drawing:
     d.text(0, 12, "group 0")
     d.text(0, 46, "group 1")
     d.text(0, 80, "outer_sync=local: the weights become the mean of the groups' weights")
-    d.text(0, 98, "outer_sync=diloco: an outer optimizer steps on how far the weights moved")
+    d.text(0, 98, "diloco: an outer optimizer steps on how far the weights moved")
     return d
 
 

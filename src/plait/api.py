@@ -202,9 +202,7 @@ class ApiRequest:
         known = {name: option for name, option in options_of(OPTIONS[self.command]).items() if option.python}
         former = {each.former: name for name, each in known.items() if each.former}
         made, problems = dict[str, Any](), list[Problem]()
-        for given, value in self.values.items():
-            if (key := former.get(given, given)) != given:
-                former_names.warn("option", given, key)
+        for key, value in former_names.replaced("option", dict(self.values), former).items():
             try:
                 made[key] = _converted(known[key], value) if key in known else self._unknown(key, list(known))
             except PlaitError as error:

@@ -14,8 +14,8 @@ from plait.config import command_options as of
 from plait.config.command_options import options_of
 from plait.config.errors import PlaitError
 from plait.config.former_names import FormerName
-from plait.config.keys import KEYS
-from plait.config.plan import FORMER, Plan
+from plait.config.keys import FORMER, KEYS
+from plait.config.plan import Plan
 
 OPTIONS = [
     (command, option) for command in vars(of).values() if isinstance(command, type) and issubclass(command, of.CommandOptions)
@@ -43,7 +43,7 @@ def test_a_plan_is_read_by_the_former_name_of_a_key(former: str, tmp_path: Path)
         assert Plan.load(file) == right
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Plan.stored(f"{former}={value}") == right
+        assert Plan.stored(f"{former}={value}") == Plan.stored(file) == right
     assert str(right).startswith(f"{now}=") and f"\n{former} = " not in right.to_toml()
 
 

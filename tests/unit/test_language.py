@@ -16,7 +16,7 @@ BANNED = {
     r"apart": "separate, different, or name the distance",
     r"besides?": "next to, in addition to, with",
     r"told|tells?": "says, shows, returns, reports",
-    r"held|hold of": "stores, has",
+    r"held(?!-out)|hold of": "stores, has",
     r"asked( for)?|asks for": "requested, given",
     r"wanted": "requested, required",
     r"stretch(es)?": "sequence shard",
@@ -32,7 +32,7 @@ BANNED = {
     r"cuts?|cutting": "shard, split, slice",
     r"nobody|whoever": "no process, whichever process",
     r"where there (is|are)": "if there is",
-    r"synchronis\w+|parallelis\w+|initialis\w+|normalis\w+|optimis\w+|behaviour|neighbour\w*|favour\w*|colour\w*": "American spelling",
+    r"synchronis\w+|parallelis(?!m)\w+|initialis\w+|normalis\w+|optimis\w+|behaviour|neighbour\w*|favour\w*|colour\w*": "American spelling",
 }
 """A pattern, and what to write in its place."""
 GENERATED = {"docs/api.md", "docs/errors.md", "docs/matrix.md", "docs/log.md"}

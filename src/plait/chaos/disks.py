@@ -38,9 +38,9 @@ def damaged(mutate: Mutation, says: str = "refused", everywhere: bool = False) -
         again = scene.resume()
         at = next((line for _, line in again.lines if "resumed from" in line), "")
         scene.told(again, began, says, within=15.0)
-        scene.expect(at.endswith(f"at step {setting.every}"), f"it went on elsewhere: {at[-60:] or 'nowhere'}")
+        scene.expect(at.endswith(f"at step {setting.every}"), f"it resumed from another step: {at[-60:] or 'none'}")
         scene.measured.lost = setting.every
-        scene.expect(not canary(scene).exists(), "what was in the file was executed")
+        scene.expect(not canary(scene).exists(), "the content of the file was executed")
         return scene.measured
 
     return pose
@@ -135,21 +135,21 @@ def _pickle(scene: Scene, path: Path) -> None:
     _rewritten(_largest(path), SYSTEM % str(canary(scene)).encode())
 
 
-NAMED = "refused by name; goes on from the checkpoint before, to the same weights"
+REJECTED = "rejected by name; resumes from the checkpoint before, with the same final weights"
 CHECKPOINT_FAULTS = (
-    Fault("checkpoint-flip", "one bit of a tensor in the newest checkpoint flips", NAMED, damaged(_flip)),
-    Fault("checkpoint-manifest", "one bit of the newest manifest flips", NAMED, damaged(_flip_manifest)),
-    Fault("checkpoint-cut", "a file of the newest checkpoint is cut in half", NAMED, damaged(_cut)),
-    Fault("checkpoint-missing", "a file of the newest checkpoint is missing", NAMED, damaged(_missing)),
-    Fault("checkpoint-swapped", "a file of the newest checkpoint is that of another step", NAMED, damaged(_swapped)),
-    Fault("checkpoint-torn", "the newest checkpoint is what a kill amid its save leaves",
-          "never read; goes on from the one before", damaged(_torn, "resumed from")),
-    Fault("checkpoint-outside", "a manifest, well sealed, names a file elsewhere",
-          f"{NAMED}; nothing outside is read", damaged(_outside)),
-    Fault("checkpoint-pickle", "a file is a pickle that runs a command",
-          f"{NAMED}; nothing is executed", damaged(_pickle)),
+    Fault("checkpoint-flip", "one bit of a tensor in the newest checkpoint flips", REJECTED, damaged(_flip)),
+    Fault("checkpoint-manifest", "one bit of the newest manifest flips", REJECTED, damaged(_flip_manifest)),
+    Fault("checkpoint-cut", "a file of the newest checkpoint is truncated to half", REJECTED, damaged(_cut)),
+    Fault("checkpoint-missing", "a file of the newest checkpoint is missing", REJECTED, damaged(_missing)),
+    Fault("checkpoint-swapped", "a file of the newest checkpoint is that of another step", REJECTED, damaged(_swapped)),
+    Fault("checkpoint-torn", "the newest checkpoint was interrupted by a kill during its save",
+          "never read; resumes from the checkpoint before", damaged(_torn, "resumed from")),
+    Fault("checkpoint-outside", "a manifest with a valid digest names a file outside of the checkpoint",
+          f"{REJECTED}; the file outside is not read", damaged(_outside)),
+    Fault("checkpoint-pickle", "a file of the newest checkpoint is a pickle that runs a command",
+          f"{REJECTED}; nothing is executed", damaged(_pickle)),
     Fault("checkpoint-all", "all checkpoints are damaged",
-          "refused by name, exit 2: it does not start anew unasked", damaged(_flip, everywhere=True)),
+          "rejected by name, exit 2; no new run is started", damaged(_flip, everywhere=True)),
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _checkpoint(scene: Scene) -> int:
 
 
 def _on_a_disk(scene: Scene, size: int) -> None:
-    scene.needs("it takes root to mount a file system", scene.setting.mounts)
+    scene.needs("mounting a file system needs root", scene.setting.mounts)
     scene.undo.append(mounted(scene.runs, size))
 
 
@@ -193,7 +193,7 @@ def _ended(scene: Scene, run: Watched, since: float, *says: str, undo: Callable[
 def _no_room(scene: Scene) -> Outcome:
     """A disk on which half a checkpoint still fits."""
     size = _checkpoint(scene)
-    scene.needs("checkpoints are too small to tell", size > 1 << 15)
+    scene.needs("checkpoints are too small for this fault", size > 1 << 15)
     _on_a_disk(scene, SPARE + 8 * size)
     run = scene.start()
     saved = lambda: any(scene.runs.glob("latest/checkpoints/step-??????"))  # noqa: E731
@@ -226,7 +226,7 @@ def _full(scene: Scene) -> Outcome:
 
 def _read_only(scene: Scene) -> Outcome:
     """The folder of checkpoints; a whole file system cannot become so while files are open for writing there."""
-    scene.needs("it takes root to mount a file system", scene.setting.mounts)
+    scene.needs("mounting a file system needs root", scene.setting.mounts)
     run = _started(scene)
     folder, since = str((scene.runs / "latest").resolve() / "checkpoints"), time.monotonic()
     ran("mount", "--bind", folder, folder)
@@ -236,8 +236,8 @@ def _read_only(scene: Scene) -> Outcome:
 
 
 def _no_shared_memory(scene: Scene) -> Outcome:
-    scene.needs("it takes root to mount a file system", scene.setting.mounts)
-    scene.needs("there is no shared memory", SHARED.is_dir())
+    scene.needs("mounting a file system needs root", scene.setting.mounts)
+    scene.needs("the system has no shared memory", SHARED.is_dir())
     scene.undo.append(mounted(SHARED, 1 << 16))
     began = time.monotonic()
     run = scene.start()
@@ -248,10 +248,10 @@ def _no_shared_memory(scene: Scene) -> Outcome:
 
 DISK_FAULTS = (
     Fault("disk-no-room", "the disk has room for half a checkpoint",
-          "refused before a byte is written, with needed and free; the one before is whole; --resume goes on", _no_room),
-    Fault("disk-full", "the disk is full to the last byte amid a run",
-          "named, exit 1; what was written is whole; --resume goes on", _full),
-    Fault("disk-read-only", "the folder of checkpoints becomes read-only",
-          "named, exit 1; what was written is whole; --resume goes on", _read_only),
-    Fault("memory-full", "shared memory is full", "said; goes on without snapshots", _no_shared_memory),
+          "rejected before a byte is written, with required and free space; the checkpoint before is intact; --resume continues", _no_room),
+    Fault("disk-full", "the disk becomes full during a run",
+          "reported, exit 1; written checkpoints are intact; --resume continues", _full),
+    Fault("disk-read-only", "the checkpoint folder becomes read-only",
+          "reported, exit 1; written checkpoints are intact; --resume continues", _read_only),
+    Fault("memory-full", "shared memory is full", "reported; continues without snapshots", _no_shared_memory),
 )  # fmt: skip

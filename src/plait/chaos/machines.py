@@ -29,8 +29,8 @@ def _free_port() -> int:
 
 def _hosts(scene: Scene) -> Hosts:
     hosts = scene.setting.hosts
-    scene.needs("it takes root and network namespaces", hosts is not None)
-    scene.needs("the ranks do not go onto two machines in equal parts", scene.world % 2 == 0)
+    scene.needs("it needs root and network namespaces", hosts is not None)
+    scene.needs("the plan has an odd number of ranks for two nodes", scene.world % 2 == 0)
     assert hosts is not None
     return hosts
 
@@ -83,8 +83,8 @@ def without(act: Act, within: float, back: bool = False, silent: bool = False) -
         code = runs[0].wait()
         if back:
             returned = runs[2].wait()
-            scene.expect(returned == 0, f"the machine that came back ended with exit code {returned}")
-            scene.expect(runs[0].told("note  round 2") is not None, "it was not taken in")
+            scene.expect(returned == 0, f"the node that joined again ended with exit code {returned}")
+            scene.expect(runs[0].told("note  round 2") is not None, "it did not join again")
         scene.told(runs[0], since, "note  machine 1", "restarting with fewer ranks", within=within)
         if scene.expect(code == 0, f"exit code {code}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.after(runs[0], since)
@@ -140,7 +140,7 @@ def _undisturbed(act: Act) -> Callable[[Scene], Outcome]:
         codes = [run.wait() for run in runs]
         if scene.expect(codes == [0, 0], f"exit codes {codes}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.measured.lost = 0
-            scene.expect(runs[0].told("restarting") is None, "ranks were started again, though none was lost")
+            scene.expect(runs[0].told("restarting") is None, "ranks were restarted although none was lost")
             scene.equal()
         return scene.measured
 
@@ -228,27 +228,27 @@ def _stopped(scene: Scene) -> Outcome:
     return scene.measured
 
 
-ENDS = "named, exit 1; --resume on the machines that are left goes on"
-ALONE = "named; goes on with the machine that is left, under another plan"
+ENDS = "reported, exit 1; --resume on the remaining nodes continues"
+ALONE = "reported; continues on the remaining node, under another plan"
 FAULTS = (
-    Fault("node-rank", "kill -9 of a rank on one of two machines", "named; started again on both, the same end", _rank),
-    Fault("node-lost", "kill -9 of all that runs on the second machine", ALONE, without(_lost(1), 15.0)),
-    Fault("node-back", "the same, and its command is started there again",
-          f"{ALONE}; it is taken in after a step", without(_lost(1), 15.0, back=True)),
-    Fault("agent-killed", "kill -9 of the launcher on the second machine", ALONE, without(_agent, 15.0)),
-    Fault("node-zero-lost", "kill -9 of all that runs on the machine with the store",
+    Fault("node-rank", "kill -9 of a rank on one of two nodes", "reported; restarted on both nodes, with the same final weights", _rank),
+    Fault("node-lost", "kill -9 of all processes on node 1", ALONE, without(_lost(1), 15.0)),
+    Fault("node-back", "kill -9 of all processes on node 1, and a new start of its command",
+          f"{ALONE}; node 1 joins again after a step", without(_lost(1), 15.0, back=True)),
+    Fault("agent-killed", "kill -9 of the launcher on node 1", ALONE, without(_agent, 15.0)),
+    Fault("node-zero-lost", "kill -9 of all processes on node 0, which has the store",
           ENDS, ends(_lost(0), "error[C009] machine 0", 1, 15.0)),
-    Fault("store-killed", "kill -9 of the process that holds the store",
+    Fault("store-killed", "kill -9 of the store's process",
           ENDS, ends(_store, "error[C009] machine 0", 1, 15.0)),
-    Fault("link-down", "the cable between two machines is pulled out",
-          f"{ALONE}, after half a minute; the other ends", without(_unplugged, 45.0, silent=True)),
-    Fault("link-flaps", "the cable is pulled out for two seconds", "no alarm: the run goes on", _undisturbed(_flaps)),
-    Fault("link-slow", "the cable carries 200 Mbit/s from some step on",
-          "no alarm: the run goes on", _undisturbed(_slows)),
-    Fault("node-strangers", "nonsense, floods and a wrong key at the store's gate",
-          "refused; the run is undisturbed", _strangers),
+    Fault("link-down", "the link between two nodes is down for good",
+          f"{ALONE}, after half a minute; the other node ends", without(_unplugged, 45.0, silent=True)),
+    Fault("link-flaps", "the link is down for two seconds", "no false alarm: the run continues", _undisturbed(_flaps)),
+    Fault("link-slow", "the link slows down to 200 Mbit/s during the run",
+          "no false alarm: the run continues", _undisturbed(_slows)),
+    Fault("node-strangers", "random bytes, floods of connections and a wrong key at the store's gate",
+          "rejected; the run is undisturbed", _strangers),
     Fault("port-taken", "another program has the store's port",
-          "named with the port, exit 1, before any rank waits", _taken),
-    Fault("node-sigterm", "SIGTERM on one of two machines",
-          "both stop after their step, saved, exit 75; --resume loses nothing", _stopped),
+          "reported with the port before any rank waits, exit 1", _taken),
+    Fault("node-sigterm", "SIGTERM on one of two nodes",
+          "both nodes stop after their step and save, exit 75; --resume loses no step", _stopped),
 )  # fmt: skip

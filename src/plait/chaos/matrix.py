@@ -34,8 +34,9 @@ from plait.model.fake_model import sketched
 
 HEAD = f"{'fault':<20} {'seen':>6} {'next':>6} {'lost':>4} {'equal':<8} verdict"
 KEY = (
-    "seen: seconds from the fault to the line that tells of it · next: to the end of the next new step (r: after --resume, from its start)\n"
-    "lost: complete steps that were made again · equal: losses, samples and weights are those of the undisturbed run, bit for bit"
+    "seen: seconds from the fault to the line that reports it · next: to the end of the next new step (r: from the start of --resume)\n"
+    "lost: completed steps that were computed again · equal: losses, samples and weights are those of the run without faults, bit for bit\n"
+    f"{ranks.RECOVERY}"
 )
 
 
@@ -60,7 +61,7 @@ def line(row: Row) -> str:
     text = f"{row.fault.name:<20} {seen:>6} {again:>6} {lost:>4} {equal:<8} {row.verdict}{why}{_drawn(row)}"
     if row.verdict != SHORT:
         return text.rstrip()
-    return f"{text}\n{'':<20} {row.fault.done}; promised: {row.fault.promise}"
+    return f"{text}\n{'':<20} {row.fault.done}; expected: {row.fault.promise}"
 
 
 def expected(faults: int, undisturbed: float) -> str:
@@ -91,21 +92,24 @@ def page(setting: Setting, job: str, rows: Iterable[Row], seconds: float) -> str
     flags = f'--plan "{setting.plan}" --steps {setting.steps} --seed {setting.seed}'
     lines = [
         "# The fault matrix",
-        "What goes wrong on purpose in small runs of a job, what plait promises then, and what was measured. Written by",
+        "Faults injected into small runs of a job, the expected outcome, and the measured one. Written by",
         "",
         f"    plait chaos {job} {flags} --output docs/faults.md",
         "",
         f"on {date}, plait {__version__}, torch {torch.__version__.partition('+')[0]}, {cores()} shared CPU cores "
-        f"({platform.machine()}, load {os.getloadavg()[1]:.0f}): {summary(rows, seconds)}. It takes any job and plan; try it on yours.",
+        f"({platform.machine()}, load {os.getloadavg()[1]:.0f}): {summary(rows, seconds)}. Any job and plan can be tested so.",
         "",
-        "*Seen*: seconds from the fault to the line that tells of it. *Next*: seconds to the end of the next new step; *r* where a person",
-        "has to say `--resume`, from that start on. *Lost*: complete steps that were made again. *Equal*: losses, samples of every step,",
-        "weights and optimizer state are those of the undisturbed run, bit for bit. Runs are forked from a process that has read the",
-        "job's data and run its model once; what a start costs without that, *next* does not have. Where cores are shared, seconds are what",
-        "was left of them: read *next* beside the same column of other rows. Where `--hang-timeout` is said, it is 4 s, or 2.5 times what the",
-        "undisturbed run took to its first step.",
+        "*Seen*: seconds from the fault to the line that reports it. *Next*: seconds from the fault to the end of the next new step; *r*: from the",
+        "start of `--resume`, which a person has to run. *Lost*: completed steps that were computed again. *Equal*: losses, samples of every step,",
+        "weights and optimizer state are those of the run without faults, bit for bit.",
         "",
-        "| fault | what is done | promised | seen | next | lost | equal | |",
+        *ranks.RECOVERY.replace("recovers", "*Recovers*", 1).splitlines(),
+        "",
+        "Runs are forked from a process that has already read the job's data and run its model once, so *next* excludes these. On",
+        "shared cores, seconds depend on the load: compare *next* between rows. In rows with `--hang-timeout`, the limit is 4 s, or 2.5 times the",
+        "time to the first step of the run without faults if that is more.",
+        "",
+        "| fault | injected | expected | seen | next | lost | equal | outcome |",
         "|---|---|---|--:|--:|--:|---|---|",
     ]
     for row in rows:
@@ -121,8 +125,8 @@ def _limits(rows: list[Row]) -> list[str]:
     told = [f"`{row.fault.name}` was not run: {row.why}." for row in left]
     return [
         "",
-        "What this does not show: seconds on GPUs (NCCL, CUDA contexts); machines of their own (the two here share a kernel, a clock and",
-        "two cores); a GPU kernel that never ends; faults of a disk that lies about what it has written.",
+        "Not covered: seconds on GPUs (NCCL, CUDA contexts); separate machines (the two nodes here share a kernel, a clock and two cores);",
+        "a GPU kernel that never ends; a disk that reports writes that it has not made.",
         *told,
     ]
 

@@ -1,5 +1,5 @@
-"""Ranks that die, raise, hang or are slow: what the launcher promises to find, name and mend by itself.
-Numbers that are wrong on one rank, and clocks that jump.
+"""Ranks that die, raise, hang or are slow: the launcher is expected to detect and report them, and to restart the ranks.
+Wrong values on one rank, and clocks that jump.
 """
 
 import os
@@ -12,10 +12,15 @@ from plait.chaos.scene import SOON, UNHURRIED, Fault, Outcome, Scene
 from plait.chaos.strike import Strike
 from plait.chaos.watched import Record
 
-GOES_ON = "named, all ranks forked anew, goes on by itself"
-ENDED = "named, ended, goes on by itself (--hang-timeout)"
-NO_STEP = "; no completed step lost where ranks hold copies, else at most those since a complete checkpoint"
-AWAY = "named, ended, and tried again twice; then exit 1, and --resume goes on"
+RECOVERS = "recovers"
+RECOVERY = (
+    "recovers: the run reports the failed rank and the cause, restarts all ranks and continues by itself. No completed step is lost if the ranks\n"
+    "have replicas of the full model; otherwise, the steps since the newest complete checkpoint may be lost."
+)
+"""The definition of `RECOVERS`, for lists and tables of faults."""
+AFTER_TIMEOUT = f"{RECOVERS} after --hang-timeout"
+FROM_SAVED = f"{RECOVERS} from a snapshot in memory or a checkpoint; steps since then may be lost"
+GIVES_UP = "reported, retried twice; then exit 1; --resume continues"
 
 
 def killed(
@@ -48,7 +53,7 @@ def _in_save(scene: Scene) -> Outcome:
 def _in_evaluation(scene: Scene) -> Outcome:
     scene.several()
     evaluate = scene.setting.job.evaluate
-    scene.needs("the job evaluates nothing", evaluate is not None)
+    scene.needs("the job has no evaluation", evaluate is not None)
     strike = Strike("kill", "evaluate", -1, scene.a_rank())
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
@@ -106,7 +111,7 @@ def _always(scene: Scene) -> Outcome:
 
 
 def again(act: str, says: str) -> Callable[[Scene], Outcome]:
-    """The same at the same step, whatever is tried."""
+    """The same failure at the same step in every retry."""
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
@@ -121,7 +126,7 @@ def _first_step(scene: Scene) -> Outcome:
     run = scene.start(strikes=(strike := Strike("raise", "forward", 0, scene.a_rank()),))
     code = run.wait()
     scene.told(run, scene.mark().time, f"error[C005] rank {strike.rank} raised")
-    scene.expect(code == 1 and run.told("restarting") is None, f"it was tried again, or exit code {code}")
+    scene.expect(code == 1 and run.told("restarting") is None, f"it was retried, or exit code {code}")
     scene.measured.lost = 0
     return scene.measured
 
@@ -129,8 +134,8 @@ def _first_step(scene: Scene) -> Outcome:
 def hangs(
     act: str, phase: str, within: float = 0.0, says: str = "stopped making progress"
 ) -> Callable[[Scene], Outcome]:
-    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--hang-timeout` is,
-    and in a pipeline too, where it is minutes: what one stage does says nothing of another."""
+    """A hung rank. `within`: seconds to the end of the run under plait's own limit. If 0, and in a pipeline, `--hang-timeout` is the limit:
+    plait's own limit is minutes there, because the progress of one stage says nothing about another."""
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
@@ -174,7 +179,7 @@ def _short_stop(scene: Scene) -> Outcome:
 
 def undisturbed(scene: Scene, code: int, left_alone: bool) -> Outcome:
     """No false alarm: the run ends as if nothing had been."""
-    scene.expect(left_alone, "ranks were started again, though none was lost")
+    scene.expect(left_alone, "ranks were restarted although none was lost")
     if scene.expect(code == 0, f"exit code {code}"):
         scene.measured.lost = 0
         scene.equal()
@@ -212,7 +217,7 @@ def _group() -> Path | None:
 def _oom_kill(scene: Scene) -> Outcome:
     scene.several()
     group = _group()
-    scene.needs("no memory control group can be made", group is not None)
+    scene.needs("cannot create a memory control group", group is not None)
     assert group is not None
     scene.undo.append(group.rmdir)
     strike = Strike("eat", "forward", scene.a_step(), scene.a_rank(), text=str(group / "cgroup.procs"))
@@ -233,55 +238,55 @@ def _hang_in_save(scene: Scene) -> Outcome:
 
 
 RANK_FAULTS = (
-    Fault("kill-build", "kill -9 of a rank while it builds", f"{GOES_ON}, from the beginning", _in_build),
-    Fault("kill-data", "kill -9 of a rank while it reads samples", GOES_ON + NO_STEP, killed("data")),
-    Fault("kill-forward", "kill -9 of a rank amid forward", GOES_ON + NO_STEP, killed("forward", within=0.9)),
-    Fault("kill-backward", "kill -9 of a rank amid backward", GOES_ON + NO_STEP, killed("backward", within=0.9)),
-    Fault("kill-collective", "kill -9 of a rank in the sums over ranks",
-          GOES_ON + NO_STEP, killed("reduce", within=0.9)),
+    Fault("kill-build", "kill -9 of a rank while it builds the model", f"{RECOVERS} from step 0", _in_build),
+    Fault("kill-data", "kill -9 of a rank while it reads samples", RECOVERS, killed("data")),
+    Fault("kill-forward", "kill -9 of a rank in forward", RECOVERS, killed("forward", within=0.9)),
+    Fault("kill-backward", "kill -9 of a rank in backward", RECOVERS, killed("backward", within=0.9)),
+    Fault("kill-collective", "kill -9 of a rank in the all-reduce of gradients",
+          RECOVERS, killed("reduce", within=0.9)),
     Fault("kill-optimizer", "kill -9 of a rank in the optimizer's step",
-          GOES_ON + NO_STEP, killed("optimizer", within=0.5)),
-    Fault("kill-save", "kill -9 of a rank while a checkpoint is written", GOES_ON + NO_STEP, _in_save),
-    Fault("kill-evaluation", "kill -9 of a rank in an evaluation", GOES_ON + NO_STEP, _in_evaluation),
-    Fault("kill-last-step", "kill -9 of a rank in the last step", GOES_ON + NO_STEP, _last_step),
-    Fault("kill-two", "kill -9 of two ranks at once", f"{GOES_ON}, from memory or the disk", _two),
-    Fault("kill-all", "kill -9 of all ranks at once", f"{GOES_ON}, from a snapshot in memory or the disk", _all),
-    Fault("kill-restart", "kill -9 of a rank, and of another in the restart", GOES_ON, _in_restart),
-    Fault("kill-thrice", "kill -9 of a rank at three steps of a run", GOES_ON + NO_STEP, _thrice),
+          RECOVERS, killed("optimizer", within=0.5)),
+    Fault("kill-save", "kill -9 of a rank while a checkpoint is written", RECOVERS, _in_save),
+    Fault("kill-evaluation", "kill -9 of a rank in an evaluation", RECOVERS, _in_evaluation),
+    Fault("kill-last-step", "kill -9 of a rank in the last step", RECOVERS, _last_step),
+    Fault("kill-two", "kill -9 of two ranks at once", FROM_SAVED, _two),
+    Fault("kill-all", "kill -9 of all ranks at once", FROM_SAVED, _all),
+    Fault("kill-restart", "kill -9 of a rank, and of another during the restart", RECOVERS, _in_restart),
+    Fault("kill-thrice", "kill -9 of a rank at three steps", RECOVERS, _thrice),
     Fault("kill-always", "kill -9 of a rank, at the same step each time",
-          "named, and tried again twice; then goes on without its device, under another plan", _always),
+          "reported, retried twice; then continues without its device, under another plan", _always),
     Fault("raise-once", "an exception on one rank, once",
-          GOES_ON + NO_STEP, killed("forward", "raise", "raised ValueError")),
-    Fault("raise-always", "an exception at the same step each time", AWAY, again("raise", "raised ValueError")),
-    Fault("raise-first", "an exception in the first step", "named at once, not tried again, exit 1", _first_step),
+          RECOVERS, killed("forward", "raise", "raised ValueError")),
+    Fault("raise-always", "an exception at the same step each time", GIVES_UP, again("raise", "raised ValueError")),
+    Fault("raise-first", "an exception in the first step", "reported at once, not retried, exit 1", _first_step),
     Fault("segv", "a crash in compiled code (SIGSEGV)",
-          GOES_ON + NO_STEP, killed("forward", "segv", "was killed (SIGSEGV)")),
+          RECOVERS, killed("forward", "segv", "was killed (SIGSEGV)")),
     Fault("abort", "SIGABRT of a rank by its own code",
-          GOES_ON + NO_STEP, killed("backward", "abort", "aborted itself (SIGABRT)")),
+          RECOVERS, killed("backward", "abort", "aborted itself (SIGABRT)")),
     Fault("exit", "a rank's code ends the process (exit code 7)",
-          GOES_ON + NO_STEP, killed("forward", "exit", "ended with exit code 7")),
-    Fault("no-memory", "an allocation fails on a rank",
-          "named as memory, not tried again, exit 1; --resume goes on", _memory),
-    Fault("oom-kill", "the kernel kills a rank for memory (control group)",
-          f"{GOES_ON}; named as memory" + NO_STEP, _oom_kill),
+          RECOVERS, killed("forward", "exit", "ended with exit code 7")),
+    Fault("no-memory", "a rank runs out of memory in an allocation",
+          "reported as out of memory, not retried, exit 1; --resume continues", _memory),
+    Fault("oom-kill", "the kernel's OOM killer kills a rank (control group)",
+          f"{RECOVERS}; out of memory is reported as the cause", _oom_kill),
     Fault("stop", "SIGSTOP of a rank",
-          "named in seconds, ended, goes on by itself" + NO_STEP, hangs("stop", "forward", 6.0, says="was stopped")),
-    Fault("stop-short", "SIGSTOP of a rank for one second", "no alarm: it is left alone", _short_stop),
+          f"{RECOVERS} within seconds", hangs("stop", "forward", 6.0, says="was stopped")),
+    Fault("stop-short", "SIGSTOP of a rank for one second", "no false alarm: the run continues", _short_stop),
     Fault("hang-sleep", "a rank sleeps in forward",
-          "named, ended after about 10 s, or ten times what the phase took before; goes on" + NO_STEP,
+          f"{RECOVERS} after about 10 s, or ten times the phase's duration before",
           hangs("sleep", "forward", 45.0)),
-    Fault("hang-lock", "a rank sleeps and holds the interpreter's lock",
-          ENDED + NO_STEP, hangs("hold", "backward")),
-    Fault("hang-loop", "a rank loops without end", ENDED + NO_STEP, hangs("spin", "forward")),
-    Fault("hang-collective", "a rank calls a collective of its own, which no other joins",
-          ENDED + NO_STEP, hangs("barrier", "optimizer")),
-    Fault("hang-save", "a rank sleeps before it saves", ENDED + NO_STEP, _hang_in_save),
-    Fault("hang-read", "reading a sample never ends", ENDED + NO_STEP, hangs("sleep", "read")),
-    Fault("hang-loader", "reading a sample never ends in a loader process",
-          ENDED + NO_STEP, _in_loader("sleep", "rank {rank} stopped making progress")),
-    Fault("kill-loader", "kill -9 of a loader process",
-          GOES_ON + NO_STEP, _in_loader("kill", "a loader process of rank {rank} died")),
-    Fault("slow-rank", "a rank takes 0.15 s longer in each step", "no alarm: nothing is ended", _slow),
+    Fault("hang-lock", "a rank sleeps with the GIL locked",
+          AFTER_TIMEOUT, hangs("hold", "backward")),
+    Fault("hang-loop", "a rank is in an endless loop", AFTER_TIMEOUT, hangs("spin", "forward")),
+    Fault("hang-collective", "a rank calls a collective that no other rank calls",
+          AFTER_TIMEOUT, hangs("barrier", "optimizer")),
+    Fault("hang-save", "a rank sleeps before it saves", AFTER_TIMEOUT, _hang_in_save),
+    Fault("hang-read", "reading a sample never ends in a rank", AFTER_TIMEOUT, hangs("sleep", "read")),
+    Fault("hang-loader", "reading a sample never ends in a loader worker",
+          AFTER_TIMEOUT, _in_loader("sleep", "rank {rank} stopped making progress")),
+    Fault("kill-loader", "kill -9 of a loader worker",
+          RECOVERS, _in_loader("kill", "a loader process of rank {rank} died")),
+    Fault("slow-rank", "a rank takes 0.15 s longer in each step", "no false alarm: the run continues", _slow),
 )  # fmt: skip
 
 
@@ -305,7 +310,7 @@ def _nan_skipped(scene: Scene) -> Outcome:
 
 def _drift(scene: Scene) -> Outcome:
     """One copy's weight: the comparison of copies before the next checkpoint finds it."""
-    scene.needs("no rank holds a copy of another", scene.setting.copies)
+    scene.needs("the plan has no replicas of the full model", scene.setting.copies)
     strike = Strike("flip", "forward", scene.a_step(), scene.a_rank())
     return scene.ends(strike, says=("error[C006]", "drifted apart"), within=30.0)
 
@@ -350,15 +355,15 @@ def _clock_on_one(scene: Scene) -> Outcome:
 
 
 NUMBER_FAULTS = (
-    Fault("nan-stop", "NaN in what one rank computes, once",
-          "named on all ranks before an update; the state before is saved, exit 1", _nan),
-    Fault("nan-skip", "the same with --on-nan skip",
-          "the step is left out on all ranks, and the run goes on", _nan_skipped),
-    Fault("flip-weight", "one bit of a weight flips on one of several copies",
-          "C006 before the next checkpoint is written; exit 1, --resume goes on", _drift),
-    Fault("flip-gradient", "one bit of a gradient flips before the sum over ranks",
-          "none: all ranks get the same wrong number", _flipped_gradient),
-    Fault("clock", "the wall's clock jumps by an hour and by a day, forth and back",
-          "no alarm: clocks that only go forward are used", _clock),
-    Fault("clock-one", "the same by an hour back on one rank", "no alarm", _clock_on_one),
+    Fault("nan-stop", "one rank computes a NaN, once",
+          "reported on all ranks before the update; the state before is saved, exit 1; --resume continues", _nan),
+    Fault("nan-skip", "one rank computes a NaN, with --on-nan skip",
+          "all ranks skip the step, and the run continues", _nan_skipped),
+    Fault("flip-weight", "one bit of a weight flips on one of several replicas",
+          "C006 before the next checkpoint is written; exit 1; --resume continues", _drift),
+    Fault("flip-gradient", "one bit of a gradient flips before the all-reduce",
+          "none: all ranks receive the same wrong gradient", _flipped_gradient),
+    Fault("clock", "the wall clock jumps by an hour and by a day, forward and back",
+          "no false alarm: monotonic clocks are used", _clock),
+    Fault("clock-one", "the wall clock of one rank jumps back by an hour", "no false alarm", _clock_on_one),
 )  # fmt: skip

@@ -31,13 +31,13 @@ class Outcome:
     """What was seen of one fault."""
 
     detected: float | None = None
-    """Seconds from the fault to the first line that tells of it."""
+    """Seconds from the fault to the first line that reports it."""
     again: float | None = None
     """Seconds from the fault to the end of the next new step."""
     resumed: bool = False
     """A person had to start the run again: `again` counts from that start."""
     lost: int | None = None
-    """Steps that were complete and had to be made again."""
+    """Completed steps that had to be computed again."""
     equal: str = ""
     """Whether losses, samples and weights are those of the undisturbed run."""
     drawn: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Scene:
     def mark(self) -> Mark:
         found = [mark for mark in marks(self.folder) if mark.act != "mark"]
         if not found:
-            raise NotInTime("the moment for the fault did not come")
+            raise NotInTime("the step or phase of the fault did not come")
         return found[0]
 
     def close(self) -> None:
@@ -339,8 +339,8 @@ def _error(run: Watched) -> str:
     return found[:120]
 
 
-KEPT, SHORT, NOT_RUN, NO_PROMISE = "kept", "fell short", "not run", "no promise"
-"""Verdicts. `NO_PROMISE`: plait promises nothing; what was seen is told all the same."""
+KEPT, SHORT, NOT_RUN, NO_PROMISE = "as expected", "not as expected", "not run", "no guarantee"
+"""Verdicts. `NO_PROMISE`: plait guarantees nothing; the outcome is measured all the same."""
 
 
 @dataclass(frozen=True)
@@ -349,8 +349,9 @@ class Fault:
 
     name: str
     done: str
-    """What is done, in a few words."""
+    """The fault, as a noun phrase or a short sentence."""
     promise: str
+    """The expected outcome, which `pose` checks; "none: …" if plait guarantees nothing."""
     pose: Callable[[Scene], Outcome]
 
 

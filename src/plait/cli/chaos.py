@@ -2,7 +2,7 @@
 
 import time
 
-from plait.chaos import matrix
+from plait.chaos import matrix, ranks
 from plait.chaos.scene import SHORT, Row, Setting
 from plait.cli.main import main
 from plait.cli.plan_and_job import both
@@ -19,14 +19,14 @@ EACH = 2
 
 
 def run(options: ChaosOptions) -> int:
-    """Pose the faults; 3 when plait fell short of a promise."""
+    """Inject the faults. Exit code 3 if an outcome is not as expected."""
     plan, job = both(options)
     chosen = _chosen(options.only, [fault.name for fault in matrix.FAULTS])
     faults = [fault for fault in matrix.FAULTS if fault.name in chosen]
     if options.list:
         rows = [{"name": fault.name, "done": fault.done, "promise": fault.promise} for fault in faults]
         text = "\n".join(f"{fault.name:<20} {fault.done}\n{'':<20}   {fault.promise}" for fault in faults)
-        print_result(options, rows, text)
+        print_result(options, rows, f"{ranks.RECOVERY}\n\n{text}")
         return 0
     setting = Setting(main, _train(options, plan, job), job, plan, options.seed, False)
     began = time.monotonic()
@@ -46,7 +46,7 @@ def run(options: ChaosOptions) -> int:
     say(shown(f"{len(faults)} faults · {options.job} · {plan} · {options.steps} steps"))
     undisturbed = lambda seconds: say(f"{matrix.expected(len(faults), seconds)}\n{matrix.KEY}\n{matrix.HEAD}")  # noqa: E731
     with bar:
-        bar("training undisturbed")
+        bar("training without faults")
         rows = matrix.run(setting, faults, tell, undisturbed)
     took = time.monotonic() - began
     say(matrix.summary(rows, took))

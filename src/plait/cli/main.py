@@ -32,9 +32,8 @@ from plait.config.errors import (
     shown,
     trace_of,
 )  # fmt: skip
-from plait.config.keys import KEYS
+from plait.config.keys import FORMER, KEYS
 from plait.config.library import uncollected
-from plait.config.plan import FORMER
 from plait.config.version import __version__
 from plait.launch import forkable
 from plait.launch.limits import open_standard

@@ -86,7 +86,7 @@ def _measured(path: Path, environment: Mapping[str, Any]) -> MeasuredRun:
     told = json.loads((path / "job.json").read_text(encoding="utf-8"))
     if other := other_kind(before, environment):
         raise Unusable(f"of another {other.partition(' ')[0]}")
-    plan = Plan.load(path / "plan.toml").fill(None)
+    plan = Plan.stored(path / "plan.toml").fill(None)
     rows = metrics(path / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     batches = [after["samples"] - row["samples"] for row, after in pairwise(steps) if after["step"] == row["step"] + 1]

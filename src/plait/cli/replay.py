@@ -128,7 +128,7 @@ def _options_of(command: object) -> TrainOptions | None:
 
 def _plan(folder: Path, options: ReplayOptions) -> Plan:
     """The plan to replay under: by default one process with the number format of the run. R012 for a run that is another training."""
-    ran = Plan.load(folder / "plan.toml")
+    ran = Plan.stored(folder / "plan.toml")
     alone = Plan(precision=ran.precision, fp8_recipe=ran.fp8_recipe)
     plan = (alone if options.plan is None else Plan.read(options.plan)).fill(None)
     why, fix = "", f'--plan "{ran}"'

@@ -142,7 +142,7 @@ def _bill(folder: Path) -> tuple[dict[str, int] | None, list[str]]:
     from plait.planner.dryrun.memory_table import memory_table
 
     try:
-        job, plan = load_job(told["job"], told["arguments"]), Plan.load(folder / "plan.toml").fill(None)
+        job, plan = load_job(told["job"], told["arguments"]), Plan.stored(folder / "plan.toml").fill(None)
         return memory_table(job, plan).categories, []
     except PlaitError as error:
         return None, [f"no bill: {error.problems[0].what}"]

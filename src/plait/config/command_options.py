@@ -13,12 +13,13 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TextIO, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, get_args, get_origin
 
 from plait.config import former_names
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.hardware import KINDS, NOT_YET
 
+T = TypeVar("T")
 REQUIRED = MISSING
 """The default of an option that must be given."""
 
@@ -60,7 +61,7 @@ class Option:
         """Its word on the command line, such as --save-every."""
         return self.words[-1] if self.words else flag_of(self.name)
 
-    def present(self, value: Any) -> Any:
+    def present(self, value: T) -> T | str:
         """The value by its present name. Warns of a former one."""
         if not isinstance(value, str) or value not in self.former_values:
             return value

@@ -154,3 +154,37 @@ CONFLICTS = (
     _phases("precision=fp16", "one loss scale does not fit several losses"),
     _phases("batch_split=auto", "a rank's speed is that of one pass per step"),
 )  # fmt: skip
+
+
+def without_effect(plan: Plan) -> list[Problem]:
+    """P030 for every key that is given and has no effect under this plan."""
+    axes = {"zero_stage": ("fsdp", plan.shards), "schedule": ("pp", plan.pp), "stages_per_rank": ("pp", plan.pp)}
+    axes |= {"sequence_parallel": ("tp", plan.tp), "cp_method": ("cp", plan.cp), "token_dispatcher": ("ep", plan.ep)}
+    axes |= {"shard_over_cp": ("cp", plan.cp)}
+    axes |= dict.fromkeys(("outer_sync", "sync_every", "warmup_sync_steps"), ("replica_groups", plan.replica_groups))
+    problems = []
+    for key, (axis, size) in axes.items():
+        if size == 1 and plan.changes(key) and not (key == "zero_stage" and plan.offload == "all"):
+            what = f"{plan.word(key)} has no effect: there is no {axis} in the plan"
+            problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
+    for key, word in _needed(plan):
+        if plan.changes(key):
+            what = f"{plan.word(key)} has no effect: there is no {word} in the plan"
+            problems.append(Problem("P030", what, fix=(word, f"leave out {key}")))
+    return problems
+
+
+def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Keys of one way to synchronize, to compress or to compute, and the word without which they have no effect."""
+    if plan.outer_sync != "diloco":
+        yield from ((key, "outer_sync=diloco") for key in ("outer_lr", "outer_momentum", "num_fragments"))
+    if plan.num_fragments == 1:
+        yield from ((key, "num_fragments=2") for key in ("fragment_delay", "fragment_alpha") if plan.outer_sync != "diloco")
+    if plan.outer_sync != "async":
+        yield from ((key, "outer_sync=async") for key in ("staleness", "server_update", "quorum", "servers"))
+    if plan.grad_compression != "powersgd":
+        yield "compression_rank", "grad_compression=powersgd"
+    if not (plan.tp > 1 and plan.stretched):
+        yield "async_tp", "tp=2" if plan.tp == 1 else "compile=false" if plan.compile else "sequence_parallel=true"
+    if plan.precision != "fp8":
+        yield "fp8_recipe", "precision=fp8"

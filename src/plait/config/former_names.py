@@ -4,7 +4,9 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 class FormerName(FutureWarning):
@@ -14,6 +16,14 @@ class FormerName(FutureWarning):
 def warn(kind: str, before: str, now: str) -> None:
     """Warn that something was renamed. `kind`: what it is, such as "plan key"."""
     warnings.warn(f"{kind} {before} is now called {now}; the next version will not accept the former name", FormerName, stacklevel=3)
+
+
+def replaced(kind: str, values: dict[str, Value], former: dict[str, str]) -> dict[str, Value]:
+    """The values by their present names, which `former` has by the former ones."""
+    for name in values:
+        if name in former:
+            warn(kind, name, former[name])
+    return {former.get(name, name): value for name, value in values.items()}
 
 
 @contextlib.contextmanager

@@ -101,6 +101,8 @@ KEYS: dict[str, Key] = {
     "token_dispatcher": Key("split", str, "how tokens are exchanged between expert-parallel ranks", ("alltoall", "allgather"),
         also=("moe_token_dispatcher_type", "dispatcher", "moe_dispatcher")),
 }  # fmt: skip
+FORMER = {key.former: name for name, key in KEYS.items() if key.former}
+"""The present names of keys by those of the version before."""
 TABLES = tuple(dict.fromkeys(key.table for key in KEYS.values()))
 
 AXES = tuple(name for name, key in KEYS.items() if key.wildcard)

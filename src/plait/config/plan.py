@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from plait.config import former_names
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.files import as_json, loads, open_plain
-from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, SAME_SLICES, TABLES, Key
+from plait.config.keys import AXES, FORMER, KEYS, OTHER_SAMPLES, SAME_LOSS, SAME_SLICES, TABLES, Key
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""
@@ -29,8 +29,6 @@ SHOWN = 20
 """The most problems of a plan that are shown."""
 LARGEST = 2**20
 """The largest number of a plan."""
-FORMER = {key.former: name for name, key in KEYS.items() if key.former}
-"""The present names of keys by those of the version before."""
 
 
 def from_line(text: str) -> dict[str, Any]:
@@ -138,7 +136,7 @@ def _misplaced(name: str, content: object, path: Path) -> Problem:
 def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dict[str, Any]:
     good: dict[str, Any] = {}
     problems += [_twice(FORMER[name], where) for name in values if FORMER.get(name) in values]
-    for name, value in _renamed(values).items():
+    for name, value in former_names.replaced("plan key", values, FORMER).items():
         if name in KEYS:
             problem, good[name] = _value(name, KEYS[name], value, where)
             problems += problem
@@ -158,14 +156,6 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dic
     if problems:
         raise PlaitError(problems)
     return good
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """The values by the keys' present names. Warns of former ones."""
-    for name in values:
-        if name in FORMER:
-            former_names.warn("plan key", name, FORMER[name])
-    return {FORMER.get(name, name): value for name, value in values.items()}
 
 
 def _twice(key: str, where: str) -> Problem:
@@ -415,34 +405,6 @@ class Plan:
             raise PlaitError(self._not(nproc))
         return self
 
-    def idle(self) -> list[Problem]:
-        """P030 for every key that was given and has no effect under this plan."""
-        needs = {"zero_stage": ("fsdp", self.shards), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
-        needs |= {"sequence_parallel": ("tp", self.tp), "cp_method": ("cp", self.cp), "token_dispatcher": ("ep", self.ep)}
-        needs |= {"shard_over_cp": ("cp", self.cp)}
-        needs |= dict.fromkeys(("outer_sync", "sync_every", "warmup_sync_steps"), ("replica_groups", self.replica_groups))
-        problems = []
-        for key, (axis, size) in needs.items():
-            if size == 1 and self.changes(key) and not (key == "zero_stage" and self.offload == "all"):
-                what = f"{self.word(key)} has no effect: there is no {axis} in the plan"
-                problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
-        return problems + [problem for key, word in self._unused() if (problem := self._without(key, word))]
-
-    def _unused(self) -> Iterator[tuple[str, str]]:
-        """Keys of one way to synchronise or to compress, and what must be in the plan for them."""
-        if self.outer_sync != "diloco":
-            yield from ((key, "outer_sync=diloco") for key in ("outer_lr", "outer_momentum", "num_fragments"))
-        if self.num_fragments == 1:
-            yield from ((key, "num_fragments=2") for key in ("fragment_delay", "fragment_alpha") if self.outer_sync != "diloco")
-        if self.outer_sync != "async":
-            yield from ((key, "outer_sync=async") for key in ("staleness", "server_update", "quorum", "servers"))
-        if self.grad_compression != "powersgd":
-            yield "compression_rank", "grad_compression=powersgd"
-        if not (self.tp > 1 and self.stretched):
-            yield "async_tp", "tp=2" if self.tp == 1 else "compile=false" if self.compile else "sequence_parallel=true"
-        if self.precision != "fp8":
-            yield "fp8_recipe", "precision=fp8"
-
     def changes(self, key: str) -> bool:
         """Whether a key's value differs from the default."""
         return getattr(self, key) != getattr(Plan, key)
@@ -450,12 +412,6 @@ class Plan:
     def word(self, key: str) -> str:
         """A key with its value, as in a line: `tp=2`."""
         return f"{key}={as_word(KEYS[key], getattr(self, key))}"
-
-    def _without(self, key: str, word: str) -> Problem | None:
-        if not self.changes(key):
-            return None
-        what = f"{self.word(key)} has no effect: there is no {word} in the plan"
-        return Problem("P030", what, fix=(word, f"leave out {key}"))
 
     def _not(self, nproc: int) -> Problem:
         """P001: the plan does not make `nproc` processes. Proposes another size of the first axis that can have one."""
@@ -477,11 +433,11 @@ class Plan:
         return Plan(**from_line(text))
 
     @staticmethod
-    def stored(text: str) -> "Plan":
-        """A plan from the line in a checkpoint or a run, which an earlier version may have written."""
+    def stored(source: str | Path) -> "Plan":
+        """A plan that plait wrote, as a line in a checkpoint or as the file of a run: former names are no news there."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", former_names.FormerName)
-            return Plan.parse(text)
+            return Plan.load(source) if isinstance(source, Path) else Plan.parse(source)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":

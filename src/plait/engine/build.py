@@ -63,7 +63,7 @@ def _drawn_by_cudnn(sketch: Sketch, model: nn.Module) -> list[str]:
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
     """Refuse what cannot work, all of it at once, before any process starts."""
     check_schedule(job)
-    problems = [*conflicts.found(job, plan), *plan.idle()]
+    problems = [*conflicts.found(job, plan), *conflicts.without_effect(plan)]
     problems += [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
     if problems:
         raise PlaitError(problems)

@@ -111,7 +111,7 @@ def is_running(path: Path) -> bool:
 
 def _plan(path: Path, notes: list[str]) -> Plan:
     try:
-        return Plan.load(path / "plan.toml").fill(None)
+        return Plan.stored(path / "plan.toml").fill(None)
     except PlaitError as error:
         notes.append(f"plan.toml cannot be read ({error.problems[0].what}): the plan is shown as that of one rank.")
         return Plan()

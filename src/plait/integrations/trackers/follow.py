@@ -168,7 +168,7 @@ class MetricsFeed:
 
     def _described(self) -> TrackedRun:
         stored = json.loads((self.run.path / "job.json").read_text(encoding="utf-8"))
-        plan = str(Plan.load(self.run.path / "plan.toml"))
+        plan = str(Plan.stored(self.run.path / "plan.toml"))
         config = {"job": stored["job"], "plan": plan, "run": str(self.run.path)}
         config |= {f"job.{name}": str(value) for name, value in stored["arguments"].items()}
         return TrackedRun(self.run.path, job_name(stored["job"]), config, self.sent[0])
