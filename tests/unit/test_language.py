@@ -80,7 +80,7 @@ def test_no_word_of_the_list_is_in_help() -> None:
 
 
 def sentences(text: str) -> list[str]:
-    blocks = re.split(r"\n\s*\n|\n(?=[|#*-])", text)
+    blocks = re.split(r"\n\s*\n|\n(?=[|#*-])", re.sub(r"(?m)^#.*$", r"\g<0>\n", text))  # a heading is a block
     return [s.strip() for block in blocks for s in re.split(r"(?<=[.!?:;])\s+", block.replace("\n", " ")) if s.strip()]
 
 

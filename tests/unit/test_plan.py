@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.config.conflicts import without_effect
 from plait.config.errors import PlaitError, Problem
 from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
@@ -286,12 +287,12 @@ def test_hostile_paths(path: str) -> None:
 
 @pytest.mark.parametrize("text", ("zero_stage=2", "dp=2 schedule=gpipe", "stages_per_rank=2 fsdp=2"))
 def test_a_key_without_effect_is_refused(text: str) -> None:
-    assert codes(Plan.parse(text).idle()) == ["P030"]
+    assert codes(without_effect(Plan.parse(text))) == ["P030"]
 
 
 @pytest.mark.parametrize("text", ("", "fsdp=2 zero_stage=2", "pp=2 schedule=gpipe", "zero_stage=2 offload=all"))
 def test_a_key_with_effect_is_not(text: str) -> None:
-    assert Plan.parse(text).idle() == []
+    assert without_effect(Plan.parse(text)) == []
 
 
 @pytest.mark.parametrize(
@@ -300,6 +301,6 @@ def test_a_key_with_effect_is_not(text: str) -> None:
 def test_the_uncompiled_plan_is_a_plan_that_can_be_given(given: str) -> None:
     """Dry runs of compiled plans are runs of it, and a plan in which a key has no effect is refused."""
     plan = Plan.parse(given)
-    assert not plan.uncompiled.compile and not plan.uncompiled.idle()
+    assert not plan.uncompiled.compile and not without_effect(plan.uncompiled)
     assert Plan.parse(str(plan.uncompiled)) == plan.uncompiled
     assert plan.tp == 1 or plan.uncompiled.stretched is plan.stretched
