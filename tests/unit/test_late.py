@@ -91,6 +91,11 @@ def test_bytes_of_groups_by_hand(asked: PlanRequest) -> None:
     assert inside["fsdp"] == pytest.approx(3 / 4 * 2 * size)
 
 
+def test_fsdp_gathers_for_8_bit_products_what_it_gathers_for_16(asked: PlanRequest) -> None:
+    fp8, bf16, fp32 = (priced(asked, f"fsdp=8 precision={precision}").sent["fsdp"] for precision in ("fp8", "bf16", "fp32"))
+    assert fp8 == bf16 < fp32
+
+
 def test_memory_of_groups(asked: PlanRequest) -> None:
     size = 4 * NUMBERS
     plain, local, outer = (
