@@ -8,6 +8,7 @@ from plait import PlaitError, Plan
 from plait.cli.result import print_result
 from plait.cli.train_options import problems
 from plait.config.command_options import SubmitOptions, TrainOptions, options_of, out_of_range, words_of
+from plait.config.conflicts import without_effect
 from plait.config.errors import Problem, shown, too_small
 from plait.config.files import check_writable, write
 from plait.integrations.submit.submission import (
@@ -75,8 +76,8 @@ def _plan(said: str | None) -> Plan:
         fix = ('--plan "dp=16"', "plait plan JOB --machine h100x8x2 --output plan.toml    and --plan plan.toml")
         raise PlaitError(Problem("S001", what, fix=fix))
     plan = Plan.read(said)
-    if plan.idle():
-        raise PlaitError(plan.idle())
+    if without_effect(plan):
+        raise PlaitError(without_effect(plan))
     return plan
 
 
