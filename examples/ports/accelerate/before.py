@@ -12,13 +12,13 @@ SAMPLES, BATCH, EPOCHS, CLIP = 80, 16, 3, 1.0
 
 
 def waves(count: int) -> tuple[Tensor, Tensor]:
-    """Points of a line, and the height of a wave there."""
+    """Points on a line, and the value of a wave at each."""
     x = torch.linspace(-3, 3, count).unsqueeze(1)
     return x, torch.sin(2 * x) + 0.3 * x
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, nn.Module, torch.optim.lr_scheduler.LRScheduler]:
-    """What the loop trains with."""
+    """Model, optimizer, data loader, loss and scheduler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     matrices, rest = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
@@ -31,7 +31,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, nn.Module, to
 
 
 def main(order: Sequence[int] | None = None) -> list[float]:
-    """The loss of each step. `order`: of the samples, instead of a random one."""
+    """Return the loss of each step. `order`: sample indices, instead of a random order."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, dataloader, criterion, scheduler = parts()
     if order is not None:

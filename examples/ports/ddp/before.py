@@ -1,4 +1,4 @@
-"""A DistributedDataParallel script as people write it: sampler, accumulation, clipping, warm-up and cosine, checkpoints.
+"""A typical DistributedDataParallel script: sampler, accumulation, clipping, warm-up and cosine, checkpoints.
 
 torchrun --nproc-per-node 2 examples/ports/ddp/before.py
 """
@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 EPOCHS, BATCH, ACCUMULATE, LR, WARMUP, CLIP, SEED = 3, 8, 2, 3e-3, 10, 1.0, 0
-"""BATCH is of one rank and one backward pass; a step is of BATCH × ACCUMULATE × ranks samples."""
+"""BATCH is the size of one rank's micro-batch; a step has BATCH × ACCUMULATE × ranks samples."""
 
 
 class Letters(Dataset):
-    """Sequences of 16 letters; the class is the letter that comes most often."""
+    """Sequences of 16 letters; the class is the most frequent letter."""
 
     def __init__(self, count: int = 1024):
         generator = torch.Generator().manual_seed(1)
@@ -48,14 +48,14 @@ class Classifier(nn.Module):
 
 
 def factor(step: int, steps: int) -> float:
-    """Of the learning rate: it rises for WARMUP steps and falls to zero as half a cosine."""
+    """Factor of the learning rate: WARMUP steps of linear warm-up, then cosine decay to zero."""
     if step < WARMUP:
         return (step + 1) / WARMUP
     return 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
 
 
 def main(folder: str) -> None:
-    """One rank of the training."""
+    """Train as one rank."""
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:

@@ -1,4 +1,4 @@
-"""The script `before.py` as a job: ranks, sampler, accumulation and checkpoints are the plan's and plait's.
+"""The script `before.py` as a job. The plan and plait replace ranks, sampler, accumulation and checkpoints.
 
 plait train examples/ports/ddp/job.py --plan "dp=2 microbatches=2"
 """
@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 import plait
 
 EPOCHS, BATCH, LR, WARMUP, CLIP, SEED = 3, 32, 3e-3, 10, 1.0, 0
-"""BATCH is of a step: 8 of one backward pass, two of them accumulated, on two ranks."""
+"""BATCH is the global batch: micro-batches of 8, two of them accumulated, on two ranks."""
 
 
 class Letters:
-    """Sequences of 16 letters; the class is the letter that comes most often."""
+    """Sequences of 16 letters; the class is the most frequent letter."""
 
     def __init__(self, count: int = 1024):
         generator = torch.Generator().manual_seed(1)
@@ -43,12 +43,12 @@ class Classifier(nn.Module):
 
 
 def shuffled(seed: int, epoch: int, length: int) -> torch.Tensor:
-    """The order in which `DistributedSampler` deals out samples: its ranks together take the next ones of it."""
+    """The order of `DistributedSampler`: its ranks together use the next samples of this order in each step."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch))
 
 
 def job() -> plait.Job:
-    """Warm-up and cosine are of samples seen, so they are the same whatever the batch and the number of ranks."""
+    """Warm-up and cosine are functions of the samples seen, so they do not depend on the batch or the number of ranks."""
     steps = EPOCHS * (1024 // BATCH)
 
     def factor(samples: int) -> float:

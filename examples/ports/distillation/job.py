@@ -1,4 +1,4 @@
-"""Knowledge distillation as a plait job: teacher and student are one model, of which the teacher is frozen. One loss, no phases."""
+"""Knowledge distillation as a plait job: one model contains teacher and student, and the teacher is frozen. One loss, no phases."""
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ def network(width: int) -> nn.Sequential:
 
 
 class Distilled(nn.Module):
-    """The student's logits, and what the teacher says of the same samples."""
+    """The student's logits, and the teacher's logits for the same samples."""
 
     def __init__(self) -> None:
         super().__init__()

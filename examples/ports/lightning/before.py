@@ -1,4 +1,4 @@
-"""A classifier of points, as one writes it with Lightning:  python examples/ports/lightning/before.py"""
+"""A classifier of points with Lightning:  python examples/ports/lightning/before.py"""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ SAMPLES, HELD_OUT, BATCH, EPOCHS = 96, 21, 8, 3
 
 
 def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Points of the plane, and which of three rings around the origin they are in."""
+    """Points of the plane, and the ring around the origin (of three) that each is in."""
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
     return x, torch.bucketize(x.norm(dim=1), torch.tensor([0.8, 1.5]))
 
@@ -64,7 +64,7 @@ class Losses(L.Callback):
 
 
 def main(order: Sequence[int] | None = None) -> list[float]:
-    """The loss of each step. `order`: of the samples, instead of a random one."""
+    """Return the loss of each step. `order`: sample indices, instead of a random order."""
     L.seed_everything(0)
     module, losses = Rings(), Losses()
     train, held_out = loaders()

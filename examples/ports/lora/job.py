@@ -1,11 +1,11 @@
-"""LoRA as a plait job: the model, the adapter and the loss are those of before.py; who holds what is the plan's.
+"""LoRA as a plait job: the model, the adapter and the loss are those of before.py; the plan defines the shards of each rank.
 
     plait train  examples/ports/lora/job.py --plan fsdp=2
     plait verify examples/ports/lora/job.py --plan tp=2
     plait checkpoint export runs/latest --adapter --output adapter      # for PeftModel.from_pretrained
     plait checkpoint export runs/latest --merge --output merged         # for AutoModelForCausalLM.from_pretrained
 
-Each rank reads its own parts of the base, which is never held whole, and a checkpoint holds the adapter and its optimizer alone.
+Each rank reads its own shards of the base, and no rank loads all of it. A checkpoint contains only the adapter and its optimizer state.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""The same stream as a plait job. What is added is `shard`: which part of the stream a rank reads.
+"""The same stream as a plait job. The only addition is `shard`, which returns the part of the stream that a rank reads.
 
     plait train examples/ports/streaming/job.py --plan "dp=2" --steps 10
     plait train examples/ports/streaming/job.py --plan "dp=3" --steps 30 --resume
 
-Every Nth sample is a share that any number of ranks can go on with: the resumed run sees the samples that are left, in the same
+A shard of every Nth sample works for any number of ranks: the resumed run reads the remaining samples, in the same
 batches as on one device.
 """
 

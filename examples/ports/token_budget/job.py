@@ -1,10 +1,10 @@
-"""The same batches as a plait job: the batch sampler becomes an order and a token budget, and every plan takes its steps.
+"""The same batches as a plait job: an order and a token budget replace the batch sampler, and every plan makes the same steps.
 
     plait verify examples/ports/token_budget/job.py --plan "dp=2"
     plait train  examples/ports/token_budget/job.py --plan "dp=2 microbatches=2"
 
-`Job.weight` says that the loss is a mean over tokens: ranks have unequal numbers of them. Without a grouping of your own,
-`order=plait.orders.length_grouped(lengths, batch)` is one.
+`Job.weight` makes the loss a mean over tokens, because ranks have unequal numbers of tokens. If you have no grouping of your own,
+use `order=plait.orders.length_grouped(lengths, batch)`.
 """
 
 import torch

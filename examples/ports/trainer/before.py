@@ -1,4 +1,4 @@
-"""A causal language model fine-tuned on answers, as one writes it with transformers:  python examples/ports/trainer/before.py
+"""A causal language model, fine-tuned on answers with the Trainer:  python examples/ports/trainer/before.py
 
 Samples are prompts and answers of unequal length. The prompts and the padding are masked (−100), so the loss is over the answers.
 """
@@ -15,7 +15,7 @@ Sample = dict[str, list[int]]
 
 
 def sums(count: int, seed: int) -> list[Sample]:
-    """Rows of numbers, and as the answer their running sum."""
+    """Rows of numbers; the answer is their running sum."""
     generator, found = torch.Generator().manual_seed(seed), []
     for i in range(count):
         prompt = torch.randint(1, WORDS, (3 + i % 5,), generator=generator)
@@ -51,7 +51,7 @@ def arguments(**more: object) -> TrainingArguments:
 
 
 def main(order: Sequence[int] | None = None) -> list[float]:
-    """The loss of each step. `order`: of the samples, instead of a random one."""
+    """Return the loss of each step. `order`: sample indices, instead of a random order."""
     samples, more = sums(SAMPLES, 1), {}
     if order is not None:
         samples, more = [samples[i] for i in order], {"train_sampling_strategy": "sequential"}

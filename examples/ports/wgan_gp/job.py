@@ -1,4 +1,4 @@
-"""A Wasserstein GAN with gradient penalty as a plait job: one model of both networks, and a phase for each."""
+"""A Wasserstein GAN with gradient penalty as a plait job: one model contains both networks, and each has a phase."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ def network(*sizes: int) -> nn.Sequential:
 
 
 class Points(Dataset[tuple[Tensor, int]]):
-    """Points on a circle. There is nothing to predict: the target is not used."""
+    """Points on a circle. The target is not used."""
 
     def __init__(self) -> None:
         angle = torch.rand(256, generator=torch.Generator().manual_seed(0)) * 2 * torch.pi
@@ -31,7 +31,7 @@ class Points(Dataset[tuple[Tensor, int]]):
 
 
 def criticised(model: nn.ModuleDict, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of real and made points, and the critic's slope between them."""
+    """Scores of real and generated points, and the norm of the critic's gradient between them."""
     with torch.no_grad():
         made = model["generator"](torch.randn(len(real), NOISE, dtype=real.dtype))
     share = torch.rand(len(real), 1, dtype=real.dtype)
