@@ -32,7 +32,7 @@ BANNED = {
     r"cuts?|cutting": "shard, split, slice",
     r"nobody|whoever": "no process, whichever process",
     r"where there (is|are)": "if there is",
-    r"synchronis\w+|parallelis\w+|initialis\w+|normalis\w+|optimis\w+|behaviour|neighbour\w*|favour\w*|colour\w*": "American spelling",
+    r"synchronis\w+|parallelis(?!m)\w+|initialis\w+|normalis\w+|optimis\w+|behaviour|neighbour\w*|favour\w*|colour\w*": "American spelling",
 }
 """A pattern, and what to write in its place."""
 GENERATED = {"docs/api.md", "docs/errors.md", "docs/matrix.md", "docs/log.md"}
