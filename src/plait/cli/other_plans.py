@@ -100,7 +100,7 @@ def _read(result: Path) -> dict[str, Any]:
     try:
         return json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {"problem": vars(Problem("M001", "the search for a plan of fewer ranks ended without an answer"))}
+        return {"problem": vars(Problem("M001", "the search for a plan with fewer ranks ended without a result"))}
 
 
 def _search(request: Request, world: int, result: Path) -> int:
