@@ -94,11 +94,11 @@ def check_writable(path: Path) -> None:
     """M016 when a file cannot be written there, as far as that can be told without writing."""
     folder = path.parent
     if path.is_dir():
-        raise _unwritable(path, "it is a folder", (str(path / "plan.toml"),))
+        raise _unwritable(path, "it is a folder", (f"--output {path / 'plan.toml'}",))
     if not folder.is_dir():
-        raise _unwritable(path, f"there is no folder {folder}", (f"mkdir -p {folder}",))
+        raise _unwritable(path, f"the folder {folder} does not exist", (f"mkdir -p {folder}",))
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise _unwritable(path, "it is not allowed", ())
+        raise _unwritable(path, "this process has no permission to write there", ())
 
 
 def write(path: Path, text: str) -> None:

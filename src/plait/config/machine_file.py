@@ -53,8 +53,8 @@ def _parts(value: object) -> bool:
 
 
 EXPECTED: dict[Check, str] = {
-    _text: "a text", _positive: "a number above 0 (1e-12 to 1e18)", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
-    _parts: "a list of numbers from 0 to 1", _texts: "a list of texts", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
+    _text: "a string", _positive: "a number above 0 (1e-12 to 1e18)", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
+    _parts: "a list of numbers from 0 to 1", _texts: "a list of strings", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
 }  # fmt: skip
 RATES: dict[str, Check] = {f.name: _positive for f in fields(Rates)}
 KEYS: dict[str, dict[str, Check]] = {
