@@ -47,8 +47,10 @@ lint: $(READY)
 	$(BIN)/ruff check -q .
 	$(BIN)/pyrefly check --summarize-errors 2>&1 | tail -n 30
 
+# Generated pages, then all of docs/ as a site in site/. Needs no network; look at it with: .venv/bin/python -m http.server -d site
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(READY): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -65,4 +67,4 @@ $(BROWSER): $(READY)
 	$(BIN)/python -m pip install -q -e ".[browser]" && touch $@ || echo "There is no selenium for this machine: the tests of the page in a browser are skipped."
 
 clean:
-	rm -rf .venv .engines runs build src/plait.egg-info
+	rm -rf .venv .engines runs build site src/plait.egg-info

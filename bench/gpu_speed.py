@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from plait.cli import measure_machine
 from plait.cli.bench import with_compute
 from plait.config.job import Job
 from plait.config.machine import Machine
@@ -35,7 +36,6 @@ from plait.launch import detect
 from plait.launch.place import Place
 from plait.model.make import call, make_model
 from plait.parallel.precision import autocast, plan_format
-from plait.planner import measure_machine
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import estimate
 from plait.planner.question import PlanRequest

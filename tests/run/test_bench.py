@@ -12,14 +12,13 @@ import pytest
 import torch.distributed as dist
 from device import nccl
 
-from plait.cli import bench
+from plait.cli import bench, measure_machine
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.launch import detect, devices, fork
 from plait.launch.detect import read_machine
 from plait.launch.place import cores
-from plait.planner import measure_machine
 
 JOB = str(Path(__file__).parents[1] / "training.py")
 

@@ -22,6 +22,7 @@ RIGHT = {
     "by hand": (f"{ONE}ddp.py", f"{TWO}ddp.py --batch-size 8 --by-hand"),
     "ddp, augmented rows": (f"{ONE}ddp.py --augment", f"{TWO}ddp.py --batch-size 8 --augment"),
     "fsdp2": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8"),
+    "fsdp2, accumulation": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 4 --accumulation 2"),
     "fsdp2, compiled, workers": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --compile --workers 2"),
     "fsdp2, bf16": (f"{ONE}fsdp2.py --bf16", f"{TWO}fsdp2.py --batch-size 8 --bf16"),
     "fsdp2, hybrid": (f"{ONE}fsdp2.py", f"{FOUR}fsdp2.py --batch-size 4 --hybrid"),
@@ -56,6 +57,7 @@ WRONG = {
     "fsdp2, scheduler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong scheduler", "E027"),
     "fsdp2, no sampler": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong no-sampler", "E022"),
     "fsdp2, times ranks": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 8 --wrong times-ranks", "E031"),
+    "fsdp2, never summed": (f"{ONE}fsdp2.py", f"{TWO}fsdp2.py --batch-size 4 --accumulation 2 --wrong never-summed", "E029"),
     "accelerate, accumulation": (f"{ONE}accelerated.py", f"{TWO}accelerated.py --batch-size 4 --accumulation 2 --wrong accumulation", "E031"),
     "accelerate, tokens": (f"{ONE}accelerated.py --tokens", f"{TWO}accelerated.py --batch-size 8 --tokens", "E030"),
     "accelerate, scheduler": (f"{ONE}accelerated.py --wrong scheduler", f"{TWO}accelerated.py --batch-size 8 --wrong scheduler", "E027"),
@@ -95,6 +97,7 @@ MENDED = {
     "fsdp2, clips shards": ("torch.nn.utils.clip_grad_norm_(model.parameters(), ...)", "        clip(", "        nn.utils.clip_grad_norm_("),
     "fsdp2, scheduler": ("once for each optimizer step", 'range(ranks if given.wrong == "scheduler" else 1)', "range(1)"),
     "fsdp2, times ranks": ("neither multiply the loss by the number of ranks", 'loss * ranks if given.wrong == "times-ranks" else loss', "loss"),
+    "fsdp2, never summed": ("model.set_requires_gradient_sync(True) before the last", ' and given.wrong != "never-summed"', ""),
     "accelerate, accumulation": ("(loss / accumulation_steps).backward()", "else loss)", "else loss / given.accumulation)"),
     "accelerate, tokens": (
         "Accelerate, Lightning: the same, times the accumulation steps",

@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+WRONG = ("", "clips-shards", "scheduler", "no-sampler", "times-ranks", "short-rank", "never-summed")
 options = argparse.ArgumentParser()
 options.add_argument("--batch-size", type=int, default=16)
-options.add_argument("--wrong", default="", choices=("", "clips-shards", "scheduler", "no-sampler", "times-ranks", "short-rank"))
+options.add_argument("--wrong", default="", choices=WRONG)
+options.add_argument("--accumulation", type=int, default=1)
 options.add_argument("--compile", action="store_true")
 options.add_argument("--workers", type=int, default=0)
 options.add_argument("--bf16", action="store_true")
@@ -100,9 +102,14 @@ for epoch in range(3):
     for i, batch in enumerate(loader):
         if given.wrong == "short-rank" and rank == 1 and i == 1:
             break
+        ends_step = (i + 1) % given.accumulation == 0
+        if ranks > 1:
+            model.set_requires_gradient_sync(ends_step and given.wrong != "never-summed")
         with torch.autocast("cpu", torch.bfloat16, enabled=given.bf16):
             loss = F.cross_entropy(called(batch["tokens"]).flatten(0, 1), batch["next"].flatten())
-        (loss * ranks if given.wrong == "times-ranks" else loss).backward()
+        (loss * ranks if given.wrong == "times-ranks" else loss / given.accumulation).backward()
+        if not ends_step:
+            continue
         clip(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

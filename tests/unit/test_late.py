@@ -16,11 +16,12 @@ from plait.cli.main import main
 from plait.cli.plan_map import page
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.model.table import speed
 from plait.parallel.compression.compressor import sent
 from plait.planner import late
 from plait.planner.answer import ask, text
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.exactness import crossing, progress, speed, told
+from plait.planner.exactness import crossing, progress, told
 from plait.planner.inexact import with_inexact
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import PlanRequest
@@ -144,8 +145,6 @@ def test_what_never_pays_has_no_break_even() -> None:
     slow = PlanRequest.of(job(), "small.py", Machine.named("h100x8x4").with_network(1e8), split=False)
     found = crossing(slow.pace, Plan.parse("dp=32 grad_compression=bf16"), 1, 1)
     assert found.bits == 0 and "however slow" in found.told("nodes")
-    assert late.break_even(lambda bits: 2.0, lambda bits: 1.0) == inf
-    assert speed(late.break_even(lambda bits: 1e9 / bits, lambda bits: 1.0)) == "999 Mbit/s"
 
 
 def test_staleness_that_is_enough() -> None:

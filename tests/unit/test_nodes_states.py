@@ -222,6 +222,10 @@ def test_what_no_launcher_wrote_ends_the_run() -> None:
     found = zero.look()
     assert found is not None and found.all_problems()[0].code == "L009" and "launcher/1" in found.all_problems()[0].why
     assert not zero.cut_off
+    with zero.taking_part():  # it waits for the machine, whose row it cannot read
+        thread, read = beside(lambda: (time.sleep(0.5), _one.rows.exchange(), _one.rows[0].state))
+    thread.join(10)
+    assert read[0][-1] == "over"
 
 
 def test_a_store_that_is_gone_cuts_a_machine_off(monkeypatch: pytest.MonkeyPatch) -> None:

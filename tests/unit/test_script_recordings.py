@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from plait.config.errors import PlaitError
 from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
-from plait.scripts.causes import settings
-from plait.scripts.numbers import StepDifference
-from plait.scripts.recordings import Recording
-from plait.scripts.rows import Readers, faults, notes, replayed, surplus_rows
+from plait.scripts.differences import StepDifference, settings
+from plait.scripts.recordings import Readers, Recording, faults, notes, replayed, surplus_rows
 
 
 def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int = 2, group: Sequence[int] = ()) -> Recording:
@@ -38,7 +36,7 @@ def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
 def step(number: int, losses: int = 1, optimizer: int = 0, epoch: int = 0, loader: int = 0) -> dict:
     return {
         "is": "step", "step": number, "optimizer": optimizer, "kind": "SGD", "losses": [1.0] * losses,
-        "formats": ["float32"], "lr": {}, "decay": {}, "without": [],
+        "formats": ["float32"], "lr": {}, "decay": {},
         "source": f"{loader} {epoch}", "drew": False, "after": {}, "gradients": {}, "applied": {}, "weights": {}, "buffers": {}, "complete": True,
     }  # fmt: skip
 
@@ -112,6 +110,13 @@ def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
     assert not [*faults(readers, reference)]
 
 
+def test_rows_that_each_order_leaves_out_are_not_called_read_twice(tmp_path: Path) -> None:
+    mine = recorded(tmp_path, [batch("ab"), step(1), order("ab", "cd")], 0, 1)
+    reference = recorded(tmp_path, [batch("ab"), step(1), order("ab", "ce")], 0, 1)
+    (note,) = notes(Readers.of((mine,)), reference)
+    assert note == "1 rows are left out of an epoch that the reference reads, and 1 are read that it leaves out (drop_last)"
+
+
 def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
     """Each of them is rank 0 to itself, and no ranks share layers."""
     own = [recorded(tmp_path, [batch(rows), step(1), order(rows)], world=1) for rows in ("ab", "cd")]
@@ -161,7 +166,7 @@ def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
 def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, weights: float, codes: list[str], tmp_path: Path) -> None:
     mine, other = (recorded(tmp_path, [batch("a"), step(1) | {"kind": kind}]).steps[0] for kind in ("Adam", "SGD"))
     points = {"applied": [Probe("", "", applied, 0.5, "a")], "weights": [Probe("", "", weights, 0.5, "a")]}
-    sides = SimpleNamespace(compared=[StepDifference(1, mine, other, points)])
+    sides = SimpleNamespace(compared=[StepDifference(mine, other, points)])
     assert [each.code for each in settings(sides)] == codes
 
 
@@ -181,7 +186,7 @@ def test_rows_that_a_model_gets_are_those_that_the_script_gives(
     call: Callable[[nn.Module, torch.Tensor], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By position or by keywords, in the first call too, and before hooks that change them: FSDP2 rounds positional ones to its format."""
-    known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": None})
+    known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": {}})
     known.first_hook.append(nn.modules.module.register_module_forward_pre_hook(known.first))
     model, rows = nn.Linear(2, 1), torch.randn(2, 3, 2)
     monkeypatch.setattr(recorder.gc, "get_objects", lambda: [model])  # models of other tests may still be there
@@ -191,6 +196,27 @@ def test_rows_that_a_model_gets_are_those_that_the_script_gives(
             call(model, x)
     events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
     assert [each["rows"] for each in events if each["is"] == "batch"] == [values.hashes(x) for x in rows]
+
+
+def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) -> None:
+    known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": {}, "watch": True})
+    model, rows = nn.Linear(2, 1), torch.randn(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    optimizer.register_step_pre_hook(known.before_step)
+    optimizer.register_step_post_hook(known.after_step)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(rows) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    with known.file:
+        for _ in range(2):
+            optimizer.step(closure)
+    events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert [each["step"] for each in events] == [1, 2]
+    assert {*events[0]["applied"]} == {*events[0]["weights"]} and len(events[0]["applied"]) == 2
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -219,11 +245,14 @@ def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("name", ["_BaseDataLoaderIter", "_DatasetKind", "DataLoader._index_sampler"])
+@pytest.mark.parametrize("name", [
+    *(f"utils.data.dataloader.{each}" for each in ("_BaseDataLoaderIter", "_DatasetKind", "DataLoader._index_sampler")),
+    "nn.utils.clip_grads_with_norm_",  # which `nn.utils.clip_grad` does not have
+])  # fmt: skip
 def test_a_torch_without_a_seam_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(f"torch.utils.data.dataloader.{name}")
+    monkeypatch.delattr(f"torch.{name}")
     backward = torch.autograd.backward
-    recorder.install({"out": str(tmp_path), "tensors": str(tmp_path), "room": 0, "replay": None})
+    recorder.install({"out": str(tmp_path), "tensors": str(tmp_path), "room": 0, "replay": {}})
     assert name.rpartition(".")[2] in (tmp_path / "unsupported").read_text() and torch.autograd.backward is backward
 
 

@@ -490,7 +490,7 @@ def test_a_write_in_place_moves_the_version() -> None:
         assert torch_private.version(torch.ones(3)) == 0
 
 
-@contract("torch.utils.data.dataloader._BaseDataLoaderIter", "…._BaseDataLoaderIter", "…._DatasetKind", "…._dataset_kind")
+@contract("…._BaseDataLoaderIter", "…._DatasetKind", "…._dataset_kind")
 def test_a_loader_reads_indices_from_its_sampler_and_rows_from_one_iterator() -> None:
     """What `plait prove` replaces in a script's process: the getter of the indices, and the step of every iterator."""
     iterator_class, stream = data_loader._BaseDataLoaderIter, data_loader._DatasetKind.Iterable

@@ -23,6 +23,7 @@ verify            plait verify
 prove             plait prove
 sketch            plait sketch
 bench             plait bench
+measure_machine   what it measures inside each rank
 chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report

@@ -37,7 +37,7 @@ def run(options: BenchOptions) -> int:
     member = joined()
     ranks = member.count if member is not None else options.nproc or machine.devices_per_node
     machine = sized(machine, ranks, kind)
-    from plait.planner import measure_machine
+    from plait.cli import measure_machine
 
     with ProgressLine("bench", options.json or current().rank > 0) as line:
         if "compute" in parts:

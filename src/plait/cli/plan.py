@@ -21,9 +21,10 @@ from plait.config.plan import Plan
 from plait.config.plan_question import counts, hours, pinned, size
 from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
+from plait.model.table import duration
 from plait.model.table import size as sized_up
 from plait.planner import goals
-from plait.planner.answer import Answer, ask, duration, text
+from plait.planner.answer import Answer, ask, text
 from plait.planner.inexact import with_inexact
 from plait.planner.question import UNPRICED_CP, PlanRequest
 from plait.planner.search import Candidate

@@ -66,7 +66,7 @@ TECHNIQUES = {
     **dict.fromkeys(
         ("replica_groups", "outer_sync", "sync_every", "warmup_sync_steps", "outer_lr", "outer_momentum", "num_fragments", "fragment_delay",
          "fragment_alpha"), "replica_groups/strategy"),
-    "batch_split": "shares/strategy",
+    **dict.fromkeys(("staleness", "server_update", "quorum", "servers"), "server/strategy"), "batch_split": "shares/strategy",
     "activation_checkpointing": "activation_checkpointing", "offload": "offload",
     **dict.fromkeys(("precision", "fp8_recipe"), "precision"), "compile": "compiled", "processes": "threads",
     **dict.fromkeys(("grad_compression", "compression_rank"), "compression/strategy"),

@@ -14,8 +14,8 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.files import write
 from plait.config.keys import KEYS
 from plait.config.plan_question import size
+from plait.model.table import speed
 from plait.planner.answer import ask
-from plait.planner.exactness import speed
 from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import PlanRequest
 from plait.planner.search_space import divisors

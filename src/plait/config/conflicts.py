@@ -1,4 +1,4 @@
-"""What of a plan does not work together: one table. Refusals before a run, the planner's and docs/techniques.md are read off it.
+"""What of a plan does not work together: one table. Refusals before a run, the planner's and docs/techniques/README.md are read off it.
 
 Each row names two things, why they cannot be had together, and what to write instead. What takes arithmetic (a batch that does not split) or
 the model is refused by the strategies.

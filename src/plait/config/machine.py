@@ -105,9 +105,24 @@ class Machine:
 
     def with_network(self, bits_per_s: float) -> "Machine":
         """The same nodes, each with so many bit/s to the others, which its devices share."""
+        return replace(self, links=(*(x for x in self.links if not x.between_nodes), self._network(bits_per_s)))
+
+    def with_slowest_link(self, bits_per_s: float, latency: float | None = None) -> "Machine":
+        """With so many bit/s on the slowest link: between the nodes, each way, or where there is one node, its devices.
+
+        `latency`: seconds of a hop there, where it is not to stay what it is.
+        """
+        several, per = self.nodes > 1, self.devices_per_node
+        found = [x for x in self.links if x.between_nodes] if several else list(self.links[-1:])
+        known = tuple(c for c in self.collectives if several and c.ranks <= per)
+        link = found[-1] if found else self._network(bits_per_s)
+        others = tuple(x for x in self.links if x not in found)
+        changed = replace(link, bandwidth=bits_per_s / 8 / (per if several else 1), latency=link.latency if latency is None else latency)
+        return replace(self, links=(*others, changed), collectives=known)
+
+    def _network(self, bits_per_s: float) -> Link:
         rate = bits_per_s / 8 / self.devices_per_node
-        link = Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
-        return replace(self, links=(*(x for x in self.links if not x.between_nodes), link))
+        return Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""

@@ -304,13 +304,20 @@ class Node:
 
     def _leave(self, failure: dict[str, Any] | None) -> None:
         """Say that this launcher ends, and why; number 0 waits a little for the others to have read it."""
-        end = time.monotonic() + WORD
-        with contextlib.suppress(Exception):  # L009, or torch's many for a store that is gone
-            self.rows.exchange(state="over", failure=failure)
-        while self.index == 0 and any(map(self._still_there, self.rows.others)) and time.monotonic() < end:
+        end, facts = time.monotonic() + WORD, {"state": "over", "failure": failure}
+        while True:
+            try:
+                self.rows.exchange(**facts)
+                if self.index or not any(map(self._still_there, self.rows.others)):
+                    return
+            except PlaitError:  # L009: another program wrote a row, whose machine can still read
+                if self.index:
+                    return
+            except Exception:  # torch has many for a store that is gone
+                return
+            if time.monotonic() > end:
+                return
             time.sleep(0.05)
-            with contextlib.suppress(Exception):
-                self.rows.exchange()
 
     def _still_there(self, k: int) -> bool:
         return bool(self.rows[k].life) and self.rows[k].state != "over" and self.rows.silent(k) < BROKEN

@@ -188,6 +188,19 @@ def size(number: float) -> str:
     return f"{number:.0f} B"
 
 
+def speed(bits: float) -> str:
+    """Bits a second as text: 2.5 Gbit/s."""
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: 1.5 s, 20 ms."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
 def span_of(numbers: list[int]) -> str:
     """`0-3` for consecutive numbers, else nothing."""
     return f"{numbers[0]}-{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else ""

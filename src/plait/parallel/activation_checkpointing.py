@@ -1,4 +1,4 @@
-"""Activation recomputation (recompute): forget what the forward pass computed, compute it again in backward.
+"""Activation checkpointing (activation_checkpointing): forget what the forward pass computed, compute it again in backward.
 
 What it does
     Backward needs what forward computed in between. `full` keeps only the inputs of each unit and runs the unit's

@@ -16,7 +16,6 @@ inexact           the best plans that are another training
 goals             what fewer and more devices do; the cheapest, fewest, largest
 alternatives      other plans and batches than a run's
 trial             a few real steps of plans on processors
-measure_machine   what `plait bench` measures
 refusals          what is refused before there are ranks
 dryrun/           a plan built and stepped without processes
 """

@@ -8,7 +8,7 @@ from typing import Any
 from plait.config.hugging_face import PREFIX
 from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
-from plait.model.table import aligned, short, size
+from plait.model.table import aligned, duration, short, size
 from plait.planner import late
 from plait.planner.correction import PARTS, SPENT, Correction, Traits, correction, sizes_of
 from plait.planner.exactness import crossing, told
@@ -89,9 +89,7 @@ class Answer:
         }  # fmt: skip
 
 
-def ask(
-    asked: PlanRequest, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0
-) -> Answer:
+def ask(asked: PlanRequest, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0) -> Answer:
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
@@ -233,21 +231,14 @@ def _headline(found: Answer) -> str:
 
 def _cells(row: Candidate, found: Answer) -> tuple[str, ...]:
     got = row.estimate
-    plan = str(row.plan)
-    if got is None:
-        return plan, "✗", "–", "–", "–", "–", "–", "–", "", row.why
-    memory = size(got.reserved)
-    if not row.fits:
-        return plan, "✗", memory, "–", "–", "–", "–", "–", "", row.why
+    plan, memory = str(row.plan), size(got.reserved) if got else "–"
+    if got is None or not row.fits:
+        return plan, "✗", memory, *["–"] * 5, "", row.why
     sent = got.share("tensor") + got.share("gradients") + got.share("sync")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.plan.pp > 1 else "–"
     peak = found.asked.pace.peak(row.plan.precision)
     return (plan, "✓", memory, duration(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.warnings), row.why)  # fmt: skip
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _notes(found: Answer) -> list[str]:

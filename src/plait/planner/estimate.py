@@ -12,7 +12,7 @@ from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import makespan, table
 from plait.parallel.pipeline.schedules import Table, owners
 from plait.planner import late
-from plait.planner.formulas import BlockSize, BlockTime, Software, TimeModel, depth, item
+from plait.planner.formulas import BlockSize, BlockTime, Software, TimeModel, item, states
 from plait.planner.from_sketch import Block
 
 
@@ -68,33 +68,33 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
     """Price a plan with micro-batches of `samples` samples on each rank. `seconds` is infinite for a plan that needs more than `room` bytes or
     takes longer than `within` seconds."""
     placed = [Placed(b, pace.block(b, plan, samples), BlockSize.of(b, plan, samples, pace.software), b.count) for b in pace.work.blocks]
-    cut = stages(placed, plan.pp * plan.stages_per_rank, pace.software.even)
-    held = owned(StageSchedule.of(plan)) if plan.pp > 1 else ((0,),)
+    cut, kind = stages(placed, plan.pp * plan.stages_per_rank, pace.software.even), StageSchedule.of(plan)
+    held = owned(kind) if plan.pp > 1 else ((0,),)
     weights = [weights_of(stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
     own = [part for s in fullest for part in cut[s]]
-    memory = memory_of([[cut[s] for s in stages] for stages in held], plan, alive(plan), pace.software, pace.work.frozen)
+    memory = memory_of([[cut[s] for s in stages] for stages in held], plan, alive(plan), pace.trained)
     found = sized(pace, plan, samples, memory, own)
     if found.allocated > room:
         return found
-    times, kind = StageTimes.of(pace, plan, samples, cut, held), StageSchedule.of(plan)
+    times = StageTimes.of(pace, plan, samples, cut, held)
     rounded = times.rounded() if plan.pp > 1 else times
-    busiest = max(held, key=times.busy)
+    busiest, micro = max(held, key=times.busy), plan.microbatches
     hidden = times.busy(busiest)
-    parts = computing([part for s in busiest for part in cut[s]], hidden, plan.microbatches)
-    parts["bubble"] = rounded.least(kind, plan.microbatches) - hidden * plan.microbatches if plan.pp > 1 else 0.0
-    parts |= gradients(pace, plan, own, hidden)
-    parts["gradients"] += same_heads(pace, plan, own)
+    again, sent = (sum(getattr(p.time, name) * p.number for s in busiest for p in cut[s]) * micro for name in ("again", "sent"))
+    parts = {"compute": hidden * micro - again - sent, "recompute": again, "tensor": sent}
+    parts["bubble"] = rounded.least(kind, micro) - hidden * micro if plan.pp > 1 else 0.0
+    parts["gradients"] = gradients(pace, plan, own, hidden) + same_heads(pace, plan, own)
     if sum(parts.values()) > within:
         return found
     if plan.pp > 1:
-        parts["bubble"] = played(kind, plan.microbatches, rounded) - hidden * plan.microbatches
+        parts["bubble"] = played(kind, micro, rounded) - hidden * micro
     parts["optimizer"] = touched(pace, plan, found.states)
     if plan.offload == "all":
         parts["host"] = carried(pace, plan, own, hidden)
     parts["fixed"] = pace.fitted.fixed
     if pace.loading:
-        parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
+        parts["data"] = max(0.0, samples * micro / pace.loading - sum(parts.values()))
     if pace.software.cores is not None:
         on_cores(pace, plan, samples, own, parts)
     if plan.replica_groups > 1:
@@ -105,32 +105,21 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, room: float = inf, wit
 def sized(pace: TimeModel, plan: Plan, samples: float, memory: dict[str, float], own: Stage) -> Estimate:
     """What is known of a plan without its times; `own`: the blocks of the rank with most weights."""
     software, part, weights = pace.software, 1 - pace.work.frozen, weights_of(own)
-    states = sum(p.size.sharded * p.number for p in own) * part
-    memory = memory | late.held(pace, plan, weights * part, states)
+    trained = sum(p.size.sharded * p.number for p in own) * part
+    memory = memory | late.held(pace, plan, weights * part, trained)
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
     reserved = sum(memory.values()) * pace.fitted.slack
-    return Estimate(plan, inf, {}, memory, reserved, flops, states * away, late.bill(pace, plan, weights), states)
+    return Estimate(plan, inf, {}, memory, reserved, flops, trained * away, late.bill(pace, plan, weights), trained)
 
 
-def computing(own: Stage, each: float, micro: int) -> dict[str, float]:
-    """Seconds of a rank with these blocks, which take `each` for a micro-batch, by what they are spent on."""
-    again, sent = sum(p.time.again * p.number for p in own) * micro, sum(p.time.sent * p.number for p in own) * micro
-    return {"compute": each * micro - again - sent, "recompute": again, "tensor": sent}
-
-
-def memory_of(ranks: Sequence[Sequence[Stage]], plan: Plan, live: Sequence[int], software: Software, frozen: float) -> dict[str, float]:
-    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of stages that each holds at once; `frozen`: the
-    share of the weights that is not trained."""
-    trained = replace(software, gradients=software.gradients * (1 - frozen))
+def memory_of(ranks: Sequence[Sequence[Stage]], plan: Plan, live: Sequence[int], software: Software) -> dict[str, float]:
+    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of stages that each holds at once."""
     unlike: dict[object, tuple[Sequence[Stage], int]] = {}
     for k, stages in enumerate(ranks):  # most of them have as many blocks of each kind, and hold as much at once
         alive = live[k % len(live)]
         unlike.setdefault((alive, *(tuple((id(p.block), p.number) for p in stage) for stage in stages)), (stages, alive))
-    found = [_rank(stages, plan, alive, trained) for stages, alive in unlike.values()]
-    for categories in found:
-        categories["optimizer"] *= 1 - frozen
-    return max(found, key=lambda categories: sum(categories.values()))
+    return max((_rank(stages, plan, alive, software) for stages, alive in unlike.values()), key=lambda found: sum(found.values()))
 
 
 def _rank(stages: Sequence[Stage], plan: Plan, live: float, software: Software) -> dict[str, float]:
@@ -140,14 +129,8 @@ def _rank(stages: Sequence[Stage], plan: Plan, live: float, software: Software) 
         parts += size.sharded * number
         each += size.kept * number
         largest, moment = max(largest, size.gathered), max(moment, size.moment)
-    away = plan.offload == "all"
-    zero = depth(plan)
-    found = {
-        "parameters": ((0.0 if away else parts) if zero == 3 else own) * software.weights,
-        "gradients": 0.0 if away else (parts if zero >= 2 else own) * software.gradients,
-        "optimizer": 0.0 if plan.offload != "none" else (parts if zero else own) * software.state,
-        "activations": each / len(stages) * live + moment,
-    }
+    zero = plan.zero_stage if plan.is_sharded else 0
+    found = states(zero, plan.offload, software, own, parts) | {"activations": each / len(stages) * live + moment}
     if zero == 3 and software.once and plan.pp > 1:
         found["gathered"] = 2 * own * item(plan)  # and their gradients, until the last micro-batch
     elif zero == 3:
@@ -203,18 +186,12 @@ def stages(blocks: Stage, count: int, even: bool) -> list[Stage]:
     """The blocks of each stage: of equal cost, or equal in number where that is what the software does."""
     if count == 1:
         return [blocks]
-    most = max(blocks, key=lambda placed: placed.number)
-    found: list[Stage] = [[] for _ in range(count)]
     if even:
-        at, (base, more) = 0, divmod(most.block.count, count)
-        for placed in blocks:
-            if placed is most:
-                for i in range(count):
-                    found[i] += [placed.times(base + (i < more))] * (base + (i < more) > 0)
-                at = count - 1
-            else:
-                found[at].append(placed)
-        return found
+        most = max(range(len(blocks)), key=lambda i: blocks[i].number)
+        base, more = divmod(blocks[most].block.count, count)
+        found = [[blocks[most].times(base + (s < more))] * (base + (s < more) > 0) for s in range(count)]
+        return [blocks[:most] + found[0], *found[1:-1], found[-1] + blocks[most + 1 :]]
+    found = [[] for _ in range(count)]
     costs = [placed.time.forward + placed.time.back_input + placed.time.back_weight for placed in blocks]
     total = sum(cost * placed.number for cost, placed in zip(costs, blocks))
     at, done = 0, 0.0
@@ -256,15 +233,15 @@ class StageTimes(NamedTuple):
         if (cores := pace.software.cores) is not None and plan.pp > 1:
             whole = sum(b.kernels * b.count for b in pace.work.blocks)
             before, behind = (cores.ahead + cores.passed * whole) * cores.operator, cores.behind * cores.operator
-        forward = (before + sum(p.time.forward * p.number for p in stage) for stage in cut)
-        inputs = (behind + sum(p.time.back_input * p.number for p in stage) for stage in cut)
-        weights = (sum(p.time.back_weight * p.number for p in stage) for stage in cut)
-        found = cls(tuple(forward), tuple(inputs), tuple(weights), 0.0)
+        forward = tuple(before + sum(p.time.forward * p.number for p in stage) for stage in cut)
+        inputs = tuple(behind + sum(p.time.back_input * p.number for p in stage) for stage in cut)
+        weights = tuple(sum(p.time.back_weight * p.number for p in stage) for stage in cut)
+        found = cls(forward, inputs, weights, 0.0)
         if plan.pp == 1:
             return found
         size = max(p.block.out for s in max(held, key=found.busy) for p in cut[s]) * samples / plan.cp * item(plan)
         link = pace.machine.send(size / plan.tp, plan.along(SAME_LOSS) * plan.shares) + pace.machine.all_gather(size, plan.tp)
-        return cls(found.forward, found.inputs, found.weights, link)
+        return cls(forward, inputs, weights, link)
 
     def rounded(self) -> "StageTimes":
         """With seven digits after the point, so that plans share tables that were played."""
@@ -324,42 +301,39 @@ def owned(kind: StageSchedule) -> tuple[tuple[int, ...], ...]:
 
 def same_heads(pace: TimeModel, plan: Plan, own: Stage) -> float:
     """Seconds in which ranks of `tp`, where they are more than a model has heads of keys, sum the gradients of the heads that they share."""
-    sharing = [
-        (p.inner * p.head * placed.number, p.head * plan.tp / p.columns)
-        for placed in own
-        for p in placed.block.products
-        if p.head * plan.tp > p.columns
-    ]
-    elements = sum(size for size, _ in sharing) * (1 - pace.work.frozen)
-    return pace.machine.all_reduce(elements * pace.software.sent, ceil(max(ranks for _, ranks in sharing))) if elements else 0.0
+    shared = [(p, placed.number) for placed in own for p in placed.block.products if p.head * plan.tp > p.columns]
+    elements = sum(p.inner * p.head * number for p, number in shared) * (1 - pace.work.frozen)
+    if not elements:
+        return 0.0
+    return pace.machine.all_reduce(elements * pace.software.sent, ceil(max(p.head * plan.tp / p.columns for p, _ in shared)))
 
 
-def gradients(pace: TimeModel, plan: Plan, own: Stage, hidden: float) -> dict[str, float]:
+def gradients(pace: TimeModel, plan: Plan, own: Stage, hidden: float) -> float:
     """Seconds of the messages of dp, fsdp and cp about gradients and weights that computing does not hide. `hidden`: seconds of one micro-batch."""
     replicas = plan.along(plan.replica_axes)
     if replicas * plan.shards == 1 or (pace.work.frozen == 1 and (plan.shards == 1 or plan.zero_stage < 3)):
-        return {"gradients": 0.0}
+        return 0.0
     machine, software, f = pace.machine, pace.software, plan.shards
-    inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)
     everything, part = weights_of(own), 1 - pace.work.frozen
     elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
+    if f == 1 and late.format_of(plan, "dp") != "none":
+        return late.seconds_sent(pace, plan, elements, "dp") + late.compressing(pace, plan, elements, "dp")
+    if f == 1:
+        whole, last = late.buckets(pace, plan, elements)
+        return max(last, pace.exposed(whole, backward))
+    inner = plan.tp if plan.shard_over_cp else plan.along(SAME_LOSS)
     unit = late.TOGETHER
-    apart = machine.all_reduce(unit, replicas, late.apart(plan, "dp")) * elements * software.sent / f / unit if f > 1 else 0.0
-    if f > 1 and plan.zero_stage == 3:
-        sizes = [(p.size.weights, p.number) for p in own]
-        gather = sum(machine.all_gather(w / (k := ceil(w / software.piece) or 1) * item(plan), f, inner) * k * n for w, n in sizes)
-        scatter = sum(machine.reduce_scatter(w * part * software.sent, f, inner) * n for w, n in sizes)
-        if software.once and plan.pp > 1:
-            return {"gradients": pace.exposed(gather, plan.microbatches * forward) + pace.exposed(scatter + apart, plan.microbatches * backward)}
-        each = pace.exposed(gather, forward) + pace.exposed(gather + scatter, backward)
-        return {"gradients": plan.microbatches * each + pace.exposed(apart, backward)}
-    if f > 1:
+    apart = machine.all_reduce(unit, replicas, late.apart(plan, "dp")) * elements * software.sent / f / unit
+    if plan.zero_stage < 3:
         pieces = max(1, ceil(elements * software.sent / unit))
         scatter = pieces * machine.reduce_scatter(elements * software.sent / pieces, f, inner)
         gather = pieces * machine.all_gather(everything * software.weights / pieces, f, inner)
-        return {"gradients": pace.exposed(scatter + apart, backward) + pace.exposed(gather, forward)}
-    if late.format_of(plan, "dp") != "none":
-        return {"gradients": late.seconds_sent(pace, plan, elements, "dp") + late.compressing(pace, plan, elements, "dp")}
-    whole, last = late.buckets(pace, plan, elements)
-    return {"gradients": max(last, pace.exposed(whole, backward))}
+        return pace.exposed(scatter + apart, backward) + pace.exposed(gather, forward)
+    sizes = [(p.size.weights, p.number) for p in own]
+    gather = sum(machine.all_gather(w / (k := ceil(w / software.piece) or 1) * item(plan), f, inner) * k * n for w, n in sizes)
+    scatter = sum(machine.reduce_scatter(w * part * software.sent, f, inner) * n for w, n in sizes)
+    if software.once and plan.pp > 1:
+        return pace.exposed(gather, plan.microbatches * forward) + pace.exposed(scatter + apart, plan.microbatches * backward)
+    each = pace.exposed(gather, forward) + pace.exposed(gather + scatter, backward)
+    return plan.microbatches * each + pace.exposed(apart, backward)

@@ -5,11 +5,11 @@ measured with one small model (`MEASURED`) and fitted from there to other number
 worth a try, not what they will do for another model.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, log, sqrt
 
 from plait.config.plan import Plan
+from plait.model.table import speed
 from plait.planner import late
 from plait.planner.estimate import estimate
 from plait.planner.formulas import TimeModel
@@ -26,16 +26,17 @@ DiLoCo with an outer rate of 1.0 and momentum 0.5. All others: `bench/slow_link.
 with 0.7 and 0.2, post-local for the second half, `async` with a staleness of 2 after 310 and 340 clocks."""
 ALONE = -log(MEASURED["one"]) / log(GROUPS)
 """As a power of the number of groups: what one of them, with its part of the samples, falls behind."""
+SPEEDS = (1e4, 1e14)
+"""bit/s between which a break-even is looked for."""
 
 
 def progress(plan: Plan) -> float:
     """That of a plan. At least what one group makes that never hears of the others."""
     k = plan.replica_groups
-    if k == 1 or plan.outer_sync != "async":
-        found = 1.0 if plan.grad_compression == "none" else MEASURED[plan.grad_compression]
-    else:
-        found = MEASURED["async"]
-    if k == 1 or plan.outer_sync == "async":
+    if k > 1 and plan.outer_sync == "async":
+        return MEASURED["async"]
+    found = 1.0 if plan.grad_compression == "none" else MEASURED[plan.grad_compression]
+    if k == 1:
         return found
     if plan.warmup_sync_steps:
         return found * MEASURED["post-local"]
@@ -102,18 +103,18 @@ class BreakEven:
 
 
 def crossing(pace: TimeModel, plan: Plan, samples: float, twin_samples: float) -> BreakEven:
-    """Where the times of a plan and of its exact twin cross."""
-    twin = late.exact_twin(plan)
+    """Where the times of a plan and of its exact twin cross, by bisection."""
+    twin, (low, high) = late.exact_twin(plan), SPEEDS
 
-    def seconds(plan: Plan, samples: float) -> Callable[[float], float]:
-        return lambda bits: estimate(late.at_speed(pace, bits), plan, samples).seconds
+    def faster(bits: float) -> bool:
+        at = late.at_speed(pace, bits)
+        return estimate(at, plan, samples).seconds < estimate(at, twin, twin_samples).seconds * (1 - 1e-9)
 
-    return BreakEven(twin, late.break_even(seconds(twin, twin_samples), seconds(plan, samples)))
-
-
-def speed(bits: float) -> str:
-    """Bits a second as text: 2.5 Gbit/s."""
-    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits:.3g} bit/s"
+    if not faster(low):
+        return BreakEven(twin, 0.0)
+    if faster(high):
+        return BreakEven(twin, inf)
+    while high / low > 1.001:
+        middle = sqrt(low * high)
+        low, high = (middle, high) if faster(middle) else (low, middle)
+    return BreakEven(twin, low)

@@ -14,6 +14,7 @@ ranks, here alone: as much as the ranks of a plan's table have on average (`test
 """
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import ceil, inf
 from typing import Any, Literal
 
@@ -74,12 +75,11 @@ class Cores:
         crowd = machine.devices_per_node / (machine.cores or machine.devices_per_node)
         return Cores(machine.operator or OPERATOR, max(1.0, crowd))
 
-    def passes(self, kernels: float, plan: Plan) -> tuple[float, float]:
-        """Seconds to launch so many operators forward, and backward."""
+    def passes(self, kernels: float, plan: Plan) -> float:
+        """Seconds to launch so many operators forward; backward takes as long."""
         stretched = plan.cp > 1 or plan.stretched
         around = (self.slice if stretched else self.plain) / 2 if plan.along(SAME_LOSS) > 1 else 0.0
-        each = (self.launch + around) * kernels * self.operator
-        return each, each
+        return (self.launch + around) * kernels * self.operator
 
     def reduced(self, units: float, kernels: float, size: float, stream: float, plan: Plan) -> float:
         """Seconds of a step that dp and fsdp take besides messages, for `size` bytes of weights; `stream`: bytes/s of memory."""
@@ -195,6 +195,12 @@ class TimeModel:
     known: dict[Any, BlockTime] = field(default_factory=dict)
     slower: "dict[float, TimeModel]" = field(default_factory=dict)
 
+    @cached_property
+    def trained(self) -> Software:
+        """What it keeps of a weight in the mean: what is frozen has no gradient and no state."""
+        part = 1 - self.work.frozen
+        return replace(self.software, gradients=self.software.gradients * part, state=self.software.state * part)
+
     def on(self, speed: float) -> "TimeModel":
         """On a device that computes at this part of the speed. Links and the host of an accelerator are as fast as they were."""
         if speed == 1.0:
@@ -221,18 +227,19 @@ class TimeModel:
     def _block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         times = [(p, self.product(p, plan, samples)) for p in block.products]
         weight = sum(t for p, t in times if p.weight)
-        inputs = sum(t if p.weight else 2 * t for p, t in times)
-        point = self.pointwise(block, plan, samples)
-        launch = block.kernels * self.fitted.host * self.software.launches * (0.5 if plan.compile else 1.0)
-        sent, exchanged = self.sums(block, plan, samples), self.exchanged(block, plan, samples)
-        sent += self.exposed(exchanged, sum(t for _, t in times)) if self.software.hidden else exchanged
         attention = sum(t for p, t in times if not p.weight)
+        products = weight + attention
+        point = self.pointwise(block, plan, samples)
+        sent, exchanged = self.sums(block, plan, samples), self.exchanged(block, plan, samples)
+        sent += self.exposed(exchanged, products) if self.software.hidden else exchanged
         sent += self.rotated(block, plan, samples, attention) + self.gauged(block, plan)
-        forward, back = sum(t for _, t in times) + point, inputs + point * self.fitted.back + weight
+        forward, back = products + point, 2 * products + point * self.fitted.back
         if self.software.cores is None:
+            launch = block.kernels * self.fitted.host * self.software.launches * (0.5 if plan.compile else 1.0)
             forward, back = max(forward, launch), max(back, launch * 1.5)
         else:
-            forward, back = (t + more for t, more in zip((forward, back), self.software.cores.passes(block.kernels, plan)))
+            launch = self.software.cores.passes(block.kernels, plan)
+            forward, back = forward + launch, back + launch
         again = 0.0
         if plan.activation_checkpointing == "full":
             again = forward
@@ -263,15 +270,14 @@ class TimeModel:
         held = product.experts / plan.ep or 1.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
         rate = peak * self.reach(precision, flops) * (self.convolved(precision) if product.convolution and not self.software.cores else 1.0)
-        return product.times * (max((flops + self.unfilled(inner)) / rate + self.ramp, size / self.stream) + fitted.apart * product.experts / plan.ep)
+        ramp = 0.0 if self.machine.matmuls else fitted.ramp  # a measured curve has it in it
+        return product.times * (max((flops + self.unfilled(inner)) / rate + ramp, size / self.stream) + fitted.apart * product.experts / plan.ep)
 
     def peak(self, precision: str) -> float:
         """flop/s of the data sheet; of the nearest wider format, where it has none for this one."""
-        peaks = self.machine.device.peak
         order = ("fp8", "bf16", "fp16", "tf32", "fp32")
-        wider = order[order.index(precision) :] if precision in order else order
-        found = next((rate for name in wider if (rate := peaks.of(name))), None)
-        return found or next(rate for name in order if (rate := peaks.of(name)))
+        wider = order[order.index(precision) :] if precision in order else ()
+        return next(rate for name in (*wider, *order) if (rate := self.machine.device.peak.of(name)))
 
     def reach(self, precision: str, flops: float) -> float:
         """The part of the peak that a matmul of so many operations sustains."""
@@ -281,10 +287,6 @@ class TimeModel:
             return self.fitted.plain * (self.machine.device.achievable.fp32 or 1.0)
         best = self.machine.device.achievable
         return (best.of(precision) or best.bf16 or 0.8) * self.fitted.top
-
-    def fuses(self, plan: Plan) -> bool:
-        """Whether pointwise operators are fused."""
-        return plan.compile or self.software.fuses
 
     def attention(self, product: PlannedProduct, plan: Plan) -> float:
         """The part of the peak that kernels of attention reach on what a mask leaves: by their generation, keys and width of a head."""
@@ -311,11 +313,6 @@ class TimeModel:
         return self.fitted.waves * 2 * WAVE * inner * units
 
     @property
-    def ramp(self) -> float:
-        """Seconds lost per matmul; a measured curve has them in it."""
-        return 0.0 if self.machine.matmuls else self.fitted.ramp
-
-    @property
     def stream(self) -> float:
         """Bytes/s of device memory that operators reach."""
         return (self.machine.device.memory_bandwidth or 1e12) * self.fitted.stream
@@ -339,13 +336,13 @@ class TimeModel:
     def pointwise(self, block: Block, plan: Plan, samples: float) -> float:
         """Seconds of the operators of a block's forward that are not products."""
         fitted, spread = self.fitted, plan.tp if plan.stretched else 1
+        fused = plan.compile or self.software.fuses
         elements = block.moved_cut / plan.tp + (block.moved - block.moved_cut) / spread
-        elements *= fitted.moved * (fitted.joined if self.fuses(plan) else 1.0)
+        elements *= fitted.moved * (fitted.joined if fused else 1.0)
         elements += fitted.scores * block.scores / plan.tp
         if plan.precision == "fp8":
             made = sum(p.rows * (p.inner + p.columns) * p.times for p in block.products if p.weight)
-            cast = fitted.narrow if self.fuses(plan) else fitted.cast
-            elements += cast * self.software.casts * made / plan.tp
+            elements += (fitted.narrow if fused else fitted.cast) * self.software.casts * made / plan.tp
         return elements / plan.cp * samples * item(plan) / self.stream
 
     def added(self, block: Block, plan: Plan) -> float:
@@ -412,30 +409,6 @@ def sharded(block: Block, plan: Plan) -> float:
     return (weights(block, plan) - experts) / plan.shards + experts / plan.expert_shards
 
 
-def kept(block: Block, plan: Plan, samples: float, software: Software) -> tuple[float, float]:
-    """Bytes that one block keeps of a micro-batch, and those that its recomputation needs for a moment."""
-    spread = plan.tp if plan.stretched else 1
-    scale = samples / plan.cp * item(plan)
-    whole = (block.kept_cut / plan.tp + (block.kept - block.kept_cut) / spread) * scale
-    whole += (met(plan) - 1) * sum(p.rows * p.inner * p.times for p in block.products if p.experts) * scale
-    if plan.precision == "fp8" and not software.portable:
-        whole *= EIGHT_BIT
-    if plan.activation_checkpointing == "full" and block.count > 1:
-        return block.given / spread / plan.cp * samples * item(plan), whole
-    if plan.activation_checkpointing == "selective":
-        whole -= block.kept_selective / plan.tp * scale
-    return whole, 0.0
-
-
-EIGHT_BIT = 0.85
-"""Of what is kept, where inputs of 8-bit matmuls are kept in 8 bits. torch keeps them in 16."""
-
-
-def depth(plan: Plan) -> int:
-    """What is kept in parts: as `zero` says, where anything is."""
-    return plan.zero_stage if plan.is_sharded else 0
-
-
 @dataclass(frozen=True)
 class BlockSize:
     """Of one block on one rank: elements of its weights, and of what a sharded plan leaves of them; elements that are gathered of it; bytes
@@ -449,7 +422,31 @@ class BlockSize:
 
     @staticmethod
     def of(block: Block, plan: Plan, samples: float, software: Software) -> "BlockSize":
-        now, once = kept(block, plan, samples, software)
         own = weights(block, plan)
         unsharded = 0.0 if plan.expert_shards > 1 else block.experts / plan.ep  # a rank has these experts already: they are not gathered
-        return BlockSize(own, sharded(block, plan), own - unsharded, now, once)
+        spread, scale = plan.tp if plan.stretched else 1, samples / plan.cp * item(plan)
+        kept = (block.kept_cut / plan.tp + (block.kept - block.kept_cut) / spread) * scale
+        kept += (met(plan) - 1) * sum(p.rows * p.inner * p.times for p in block.products if p.experts) * scale
+        if plan.precision == "fp8" and not software.portable:
+            kept *= EIGHT_BIT
+        moment = 0.0
+        if plan.activation_checkpointing == "full" and block.count > 1:
+            kept, moment = block.given / spread * scale, kept
+        elif plan.activation_checkpointing == "selective":
+            kept -= block.kept_selective / plan.tp * scale
+        return BlockSize(own, sharded(block, plan), own - unsharded, kept, moment)
+
+
+EIGHT_BIT = 0.85
+"""Of what is kept, where inputs of 8-bit matmuls are kept in 8 bits. torch keeps them in 16."""
+
+
+def states(zero: int, offload: str, software: Software, own: float, parts: float) -> dict[str, float]:
+    """Bytes that a device keeps from step to step, of a rank that computes with `own` elements of weights and has `parts` of them after fsdp.
+    `zero`: as of the plan, 0 if nothing is sharded."""
+    away = offload == "all"
+    return {
+        "parameters": ((0.0 if away else parts) if zero == 3 else own) * software.weights,
+        "gradients": 0.0 if away else (parts if zero >= 2 else own) * software.gradients,
+        "optimizer": 0.0 if offload != "none" else (parts if zero else own) * software.state,
+    }

@@ -128,8 +128,6 @@ class Workload:
 
 LOSS = (8.0, 1.0, 12.0)
 """Elements moved and kept for one of the model's output, and operators, of a loss such as a cross-entropy."""
-
-
 WORDS = 2
 """Of a row, for finding what tp cuts: memory and time grow with them, and what is chosen is checked again when it is built."""
 
@@ -152,9 +150,8 @@ class Cuts:
         """Which dim of a product tp cuts, by the name of its weight."""
         columns = [name for group in self.slices.groups for name in group.columns] + [*self.slices.vocabulary]
         found: dict[str, Way] = dict.fromkeys(_weights(columns), "columns")
-        for name in _weights(group.row for group in self.slices.groups):
-            found[name] = "inner"
-        return found
+        inner: dict[str, Way] = dict.fromkeys(_weights(group.row for group in self.slices.groups), "inner")
+        return found | inner
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -231,11 +228,11 @@ def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer]
     way = ways.get(product.weight, "")
     if not product.weight and heads:
         way = "batch"  # heads of attention lie between the maps that are cut
-    return PlannedProduct(
-        product.rows, product.inner, product.columns, product.batch, product.times, product.fused, product.grows,
-        product.causal, product.convolution, "" if mixture else way, bool(product.weight), float(mixture.experts) if mixture else 0.0,
-        head=max(heads, default=0.0) if way == "columns" else 0.0,
-    )  # fmt: skip
+    more: dict[str, Any] = {
+        "cut": "" if mixture else way, "weight": bool(product.weight), "experts": float(mixture.experts) if mixture else 0.0,
+        "head": max(heads, default=0.0) if way == "columns" else 0.0,
+    }  # fmt: skip
+    return PlannedProduct(**vars(product) | more)
 
 
 def _between(sketch: Sketch, own: list[ParamSpec], itemsize: int) -> Block:

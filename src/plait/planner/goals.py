@@ -9,7 +9,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.model.table import aligned, short
-from plait.planner.answer import WORDS, Answer, ask, why_not
+from plait.planner.answer import WORDS, Answer, why_not
 from plait.planner.question import PlanRequest
 from plait.planner.search import ALIKE, Candidate, Found
 
@@ -68,22 +68,21 @@ Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
 
 def at(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
     """The best plan on so many devices."""
-    machine = asked.machine.sized(devices)
-    if machine.devices != devices:
-        return Size(devices, why=f"does not fill nodes of {machine.devices_per_node}")
+    if asked.machine.sized(devices).devices != devices:
+        return Size(devices, why=f"does not fill nodes of {asked.machine.devices_per_node}")
     if devices > asked.job.batch * 64:
         return Size(devices, why=f"64 devices for each of {asked.job.batch} samples are fewer")
-    found = ask(asked.on(machine), pins, memory, 1)
-    if found.best is None or found.best.estimate is None:
+    best = next(iter(_searched(asked, pins, memory, devices).best), None)
+    if best is None or best.estimate is None:
         return Size(devices, why="nothing fits")
-    got = found.best.estimate
+    got = best.estimate
     lost = {name: s for name, s in got.parts.items() if name != "compute"}
     worst = max(lost, key=lambda name: lost[name])
     slow = f"{100 * lost[worst] / got.seconds:.0f} % {WORDS.get(worst) or 'what no plan changes'}"
     took = asked.job.steps * got.seconds / 3600 if asked.job.steps else 0.0
     each = asked.machine.price_per_hour
     price = each * devices * took if each is not None else None
-    return Size(devices, str(found.best.plan), got.seconds, 0.0, slow, took, price)
+    return Size(devices, str(best.plan), got.seconds, 0.0, slow, took, price)
 
 
 def measured(asked: PlanRequest, sizes: list[Size], question: str) -> Sizes:
@@ -222,8 +221,6 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
     return replace(found, rows=(replace(first, why="chosen"), *rows), fewest=ALIKE)
 
 
-def _searched(
-    asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
-) -> Found:
+def _searched(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf) -> Found:
     fewer = asked.on(asked.machine.sized(devices))
     return fewer.searched(fewer.question(pins, memory, devices), within)

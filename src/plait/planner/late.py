@@ -11,17 +11,14 @@ gradients to the servers and gets weights back for every piece of the batch, and
 With `warmup_sync_steps` the first steps synchronise every time; what is priced here is the training after them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, inf, sqrt
+from math import ceil
 
 import torch
 
-from plait.config.hardware import FITTED, HOPS, Link
-from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.parallel.data.buckets import bucket_bytes
-from plait.planner.formulas import TimeModel
+from plait.planner.formulas import TimeModel, item
 
 TOGETHER = 32 << 20
 """Bytes of weights and gradients that are sent together, where they do not go in the buckets of `dp`."""
@@ -36,8 +33,6 @@ ROUND = {"local": 6.0, "diloco": 14.0}
 """The same of a synchronisation of replica groups."""
 OUTER = 8.0
 """Times that a step of DiLoCo's outer optimizer does: what was global, what is there now, the difference, the momentum, and back."""
-SLOWEST, FASTEST = 1e4, 1e14
-"""bit/s between which a break-even is looked for."""
 
 
 def format_of(plan: Plan, axis: str) -> str:
@@ -49,17 +44,18 @@ GATHERED = ("bf16", "int8")
 """Formats whose numbers do not add up on their way."""
 
 
-def each(pace: TimeModel, plan: Plan, how: str, item: float) -> float:
-    """Bytes for each number that is sent, of numbers with `item` bytes."""
+def each(pace: TimeModel, plan: Plan, how: str) -> float:
+    """Bytes that are sent for each number."""
+    plain = pace.software.sent
     if how == "powersgd":
-        return pace.work.low_rank(plan.compression_rank) * item
-    return min(item, {"none": item, "bf16": 2.0, "int8": 1.0}[how])
+        return pace.work.low_rank(plan.compression_rank) * plain
+    return min(plain, {"none": plain, "bf16": 2.0, "int8": 1.0}[how])
 
 
-def bytes_sent(pace: TimeModel, plan: Plan, numbers: float, ranks: int, axis: str) -> float:
-    """Bytes that one of so many ranks sends while they add up `numbers` weights or gradients along an axis."""
-    how = format_of(plan, axis)
-    size = numbers * each(pace, plan, how, pace.software.sent)
+def bytes_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str) -> float:
+    """Bytes that each rank of an axis sends while they add up `numbers` weights or gradients."""
+    how, ranks = format_of(plan, axis), getattr(plan, axis)
+    size = numbers * each(pace, plan, how)
     return (ranks - 1) * size if how in GATHERED else 2 * (ranks - 1) / ranks * size
 
 
@@ -79,7 +75,7 @@ def buckets(pace: TimeModel, plan: Plan, numbers: float) -> tuple[float, float]:
 def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str) -> float:
     """Seconds that the messages of replica groups take, and those of compressed gradients."""
     how, ranks, stride = format_of(plan, axis), getattr(plan, axis), apart(plan, axis)
-    size = numbers * each(pace, plan, how, pace.software.sent)
+    size = numbers * each(pace, plan, how)
     pieces = max(1, ceil(numbers * pace.software.sent / TOGETHER))
     beside = row(pace, plan, axis)
     if how == "int8":
@@ -133,8 +129,7 @@ def served(pace: TimeModel, plan: Plan, numbers: float, steps: tuple[float, ...]
     A group that sends and receives does not compute. Pieces are dealt from one queue, so the fast take more of them; where the
     staleness that is allowed is less than their spread needs, they wait for the slowest.
     """
-    push, pull = pushed(pace, plan, numbers)
-    groups = len(steps)
+    push, pull, groups = numbers * pace.software.sent, numbers * pace.software.weights, len(steps)
     stride = apart(plan, "replica_groups") * (groups - 1)  # the servers are as far away as any group
     there = sum(pace.machine.send(size / plan.servers, stride) * plan.servers for size in (push, pull))
     busy = max(pace.machine.send(size * groups / plan.servers, stride) for size in (push, pull))
@@ -152,17 +147,11 @@ def needed(plan: Plan, slower: tuple[float, ...]) -> int:
     return ceil(dealt / len(slower)) - 1 if plan.server_update == "clock" else dealt - 1
 
 
-def pushed(pace: TimeModel, plan: Plan, numbers: float) -> tuple[float, float]:
-    """Bytes of gradients that a group of `async` sends, and of weights that it gets."""
-    return numbers * pace.software.sent, numbers * pace.software.weights
-
-
 def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[str, float]:
     """Bytes that a rank keeps for this: of `numbers` gradients that it compresses, of `weights` that its group synchronises."""
     found: dict[str, float] = {}
-    item = pace.software.weights
     if plan.replica_groups > 1:
-        size = weights * item
+        size = weights * pace.software.weights
         if plan.outer_sync == "diloco":
             found["outer"] = size * (2 if plan.outer_momentum else 1)
         found["messages"] = size if plan.outer_sync == "async" else size / plan.num_fragments
@@ -180,16 +169,15 @@ def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
     software, f, found = pace.software, plan.shards, dict[str, float]()
     part = numbers * (1 - pace.work.frozen) / f
     if plan.server_count:
-        found["replica_groups"] = sum(pushed(pace, plan, part))
+        found["replica_groups"] = part * (software.sent + software.weights)
     elif plan.replica_groups > 1:
-        found["replica_groups"] = bytes_sent(pace, plan, part, plan.replica_groups, "replica_groups") / plan.sync_every
+        found["replica_groups"] = bytes_sent(pace, plan, part, "replica_groups") / plan.sync_every
     if plan.dp > 1:
-        found["dp"] = bytes_sent(pace, plan, part, plan.dp, "dp")
+        found["dp"] = bytes_sent(pace, plan, part, "dp")
     if f > 1:
-        item = 2.0 if plan.precision in ("bf16", "fp16") else 4.0
-        gathered = plan.microbatches * 2 * item if plan.zero_stage == 3 else software.weights
-        added = software.sent * (plan.microbatches if plan.zero_stage == 3 else 1)
-        found["×".join(axis for axis in plan.shard_axes if getattr(plan, axis) > 1)] = (f - 1) * (part * added + numbers / f * gathered)
+        times, gathered = (plan.microbatches, 2 * item(plan)) if plan.zero_stage == 3 else (1, software.weights)
+        axes = "×".join(axis for axis in plan.shard_axes if getattr(plan, axis) > 1)
+        found[axes] = (f - 1) * times * (part * software.sent + numbers / f * gathered)
     return found
 
 
@@ -204,42 +192,9 @@ def is_exact(plan: Plan) -> bool:
     return plan.grad_compression == "none" and plan.replica_groups == 1
 
 
-def linked(machine: Machine, bits: float, latency: float | None = None) -> Machine:
-    """The machine with so many bit/s on its slowest link: between its nodes, each way, or where there is one node, its devices.
-
-    `latency`: seconds of a hop there, where it is not to stay what it is.
-    """
-    found = [x for x in machine.links if x.between_nodes] if machine.nodes > 1 else list(machine.links[-1:])
-    rate, most = bits / 8, machine.devices_per_node if machine.nodes > 1 else 0
-    known = tuple(c for c in machine.collectives if c.ranks <= most)
-    if machine.nodes > 1:
-        rate /= machine.devices_per_node
-    link = found[-1] if found else Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
-    others = tuple(x for x in machine.links if x not in found)
-    changed = replace(link, bandwidth=rate, latency=link.latency if latency is None else latency)
-    return replace(machine, links=(*others, changed), collectives=known)
-
-
 def at_speed(pace: TimeModel, bits: float, latency: float | None = None) -> TimeModel:
     """The same times on a machine whose slowest link has so many bit/s. Processes on both of its ends have a core each."""
     software = pace.software
     if software.cores is not None:
         software = replace(software, cores=replace(software.cores, crowd=1.0))
-    return replace(pace, machine=linked(pace.machine, bits, latency), software=software, known={}, slower={})
-
-
-def break_even(exact: Callable[[float], float], late: Callable[[float], float]) -> float:
-    """The bit/s below which `late` takes less than `exact`: 0 where it never does, infinite where it always does.
-
-    Both are seconds of a step at so many bit/s.
-    """
-    faster = lambda bits: late(bits) < exact(bits) * (1 - 1e-9)  # noqa: E731
-    if not faster(SLOWEST):
-        return 0.0
-    if faster(FASTEST):
-        return inf
-    low, high = SLOWEST, FASTEST
-    while high / low > 1.001:
-        middle = sqrt(low * high)
-        low, high = (middle, high) if faster(middle) else (low, middle)
-    return low
+    return replace(pace, machine=pace.machine.with_slowest_link(bits, latency), software=software, known={}, slower={})

@@ -14,10 +14,10 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from plait.config.plan import Plan
-from plait.model.table import aligned
+from plait.model.table import aligned, speed
 from plait.planner import late
 from plait.planner.estimate import estimate
-from plait.planner.exactness import progress, speed
+from plait.planner.exactness import progress
 from plait.planner.formulas import TimeModel
 
 SPEEDS = (1e7, 1e8, 1e9, 1e10, 1e11, 4e11)
@@ -60,12 +60,14 @@ class LateJob:
         """Over links that cost nothing."""
         return late.at_speed(self.pace, FREE, 0.0)
 
+    def synchronized(self, plan: Plan) -> float:
+        """Part of the steps, the first ones, in which replica groups synchronize every time."""
+        return min(1.0, plan.warmup_sync_steps / self.steps) if self.steps else 0.0
+
     def sent(self, plan: Plan) -> float:
         """Bytes that a rank sends in a step, in the mean of the job."""
-        if plan.warmup_sync_steps and self.steps:
-            first = min(1.0, plan.warmup_sync_steps / self.steps)
-            return first * self.sent(late.exact_twin(plan)) + (1 - first) * self.sent(replace(plan, warmup_sync_steps=0))
-        return sum(estimate(self.pace, plan, 1.0).sent.values())
+        first, later = self.synchronized(plan), sum(estimate(self.pace, plan, 1.0).sent.values())
+        return first * self.sent(late.exact_twin(plan)) + (1 - first) * later if first else later
 
     def parts(self, plan: Plan, link: TimeModel) -> StepParts:
         """Of a step under a plan, over the links of `link`."""
@@ -78,13 +80,11 @@ class LateJob:
     def seconds(self, plan: Plan, link: TimeModel, slower: Sequence[float], parts: StepParts | None = None) -> float:
         """Seconds for a batch, in the mean of the job. `slower`: how many times as long each group, or copy, takes as the fastest."""
         parts = parts or self.parts(plan, link)
-        if plan.warmup_sync_steps and self.steps:
-            first = min(1.0, plan.warmup_sync_steps / self.steps)
+        if first := self.synchronized(plan):
             before = self.seconds(late.exact_twin(plan), link, slower) + late.row(link, plan, "replica_groups")
             return first * before + (1 - first) * self.seconds(replace(plan, warmup_sync_steps=0), link, slower, parts)
         if plan.server_count:
-            steps = tuple(parts.computing * s + parts.messages for s in slower)
-            return late.served(link, plan, parts.states, steps)
+            return late.served(link, plan, parts.states, tuple(parts.computing * s + parts.messages for s in slower))
         together = len(slower) / sum(1 / s for s in slower) if plan.batch_split != "equal" else max(slower)
         step = parts.computing * together + parts.messages
         return step + (late.rarely(link, plan, parts.states, step) if plan.replica_groups > 1 else 0.0)
@@ -133,10 +133,7 @@ class LateMap:
 
     def text(self) -> str:
         """Both tables, and the plans of the ways that are in them."""
-        lines = [
-            f"job  {self.job}",
-            f"link between {self.between}; slowest: times as long for the same work as the others",
-        ]
+        lines = [f"job  {self.job}", f"link between {self.between}; slowest: times as long for the same work as the others"]
         for loss, title in ((False, "same samples"), (True, "same loss*")):
             lines += ["", f"fastest way for the {title}, and how many times as fast as dp"]
             rows = [("slowest", *(speed(c.bits) for c in self.cells[0]))]
@@ -144,9 +141,7 @@ class LateMap:
             lines += aligned(rows, right=(0,))
         there = {cell.best(loss) for row in self.cells for cell in row for loss in (False, True)}
         lines += ["", *aligned([(w.name, str(w.plan)) for w in self.ways if w.name in there | {"dp"}], ())]
-        return "\n".join(
-            [*lines, "* what a sample is worth is fitted to measured rows of one small model; measure yours"]
-        )
+        return "\n".join([*lines, "* what a sample is worth is fitted to measured rows of one small model; measure yours"])
 
 
 def _shown(cell: LateCell, loss: bool) -> str:

@@ -36,9 +36,7 @@ ROOM = 0.96
 """Part of a device's memory that is really there."""
 CORE = (1e11, 2e10)
 """flop/s and bytes/s of a processor's core of which nothing was measured: of a present server's."""
-UNPRICED_CP = (
-    "cp has a price only for models that call scaled_dot_product_attention; train --plan cp=… tells whether others can"
-)
+UNPRICED_CP = "cp has a price only for models that call scaled_dot_product_attention; train --plan cp=… tells whether others can"
 """Why no plan with cp is offered."""
 BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
 """Between processes of one host of which nothing was measured."""
@@ -173,8 +171,7 @@ class PlanRequest:
     @property
     def heads(self) -> int:
         """The most ranks that can share out the heads of all its attention."""
-        calls = [c.work for c in self.sketch.calls if c.work.keys]
-        return gcd(*(round(p.batch) for work in calls for p in work.products if not p.weight))
+        return gcd(*(round(p.batch) for call in self.sketch.calls if call.work.keys for p in call.work.products if not p.weight))
 
     @cached_property
     def pace(self) -> TimeModel:
@@ -185,11 +182,6 @@ class PlanRequest:
         work, fitted = workload_of(self.sketch, table, self.name, self.cuts), FITTED if self.accelerated else ON_CORES
         return TimeModel(work, self.machine, made, fitted, loading)
 
-    def beside(self) -> float:
-        """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
-        known = (self.machine.host_memory or 0) / self.machine.devices_per_node
-        return ROOM * (known or 2 * self.machine.device.memory)
-
     def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> SearchSpace:
         """What to search, with keys that are given."""
         known, on_device = self.machine.device, self.accelerated
@@ -197,10 +189,11 @@ class PlanRequest:
         if on_device:
             formats = ("bf16", "fp32") if known.peak.bf16 else ("fp32",)
             values = {"precision": formats, "offload": ("none", "optimizer", "all"), "compile": (False, True)}
+        host = ROOM * ((self.machine.host_memory or 0) / self.machine.devices_per_node or 2 * known.memory)  # if unknown, twice a device's
         sizes, unlike = {m.experts for m in self.cuts.mixtures}, self.machine.devices_per_node if self.machine.unlike else 0
         each = tuple(room(self.machine, memory or self.machine.memory(i)) for i in range(unlike))
         return SearchSpace(
-            devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), self.beside(), values,
+            devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), host, values,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends, tuple(sorted(sizes)), self.heads, each,
             MARGIN * (memory or known.memory),
         )  # fmt: skip

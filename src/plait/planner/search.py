@@ -11,7 +11,7 @@ rank's memory is compared with that of its own device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
@@ -22,9 +22,8 @@ from plait.config.keys import AXES, SAME_LOSS, SPLIT
 from plait.config.plan import Plan
 from plait.data.batch import sizes
 from plait.parallel.shares.balance import by_speed, members
-from plait.planner import formulas
 from plait.planner.estimate import Estimate, StageSchedule, alive, estimate, touched
-from plait.planner.formulas import TimeModel
+from plait.planner.formulas import BlockSize, TimeModel, item, states
 from plait.planner.from_sketch import Block
 from plait.planner.search_space import RECOMPUTES, SearchSpace, branch_samples, branches, orders, shardings, ways
 
@@ -104,7 +103,12 @@ def factors(plan: Plan, per_node: int) -> dict[str, float]:
     found = {"axes": PREFERENCES.axis ** max(0, axes - 1), "keys": PREFERENCES.key**keys}
     if crossing := crossings(plan, per_node):
         found[f"{', '.join(crossing)} between nodes"] = PREFERENCES.nodes
-    return found | ({"offload": PREFERENCES.offload} if plan.offload != "none" else {})
+    return found | ({"offload": offloading(plan.offload)} if plan.offload != "none" else {})
+
+
+def offloading(offload: str) -> float:
+    """The factor of what is kept on the host."""
+    return PREFERENCES.offload if offload != "none" else 1.0
 
 
 @dataclass(frozen=True)
@@ -182,23 +186,6 @@ class Kept(NamedTuple):
     recompute: str
     offload: str
 
-    @property
-    def factor(self) -> float:
-        """Of its cost."""
-        return PREFERENCES.offload if self.offload != "none" else 1.0
-
-
-class Live(NamedTuple):
-    """Micro-batches of which a rank of a pipeline holds what its layers keep: the rank that holds fewest, and the one that holds most."""
-
-    fewest: float
-    most: float
-
-    @classmethod
-    def of(cls, plan: Plan) -> "Live":
-        ranks = alive(plan)
-        return cls(min(ranks) / plan.stages_per_rank, max(ranks) / plan.stages_per_rank)
-
 
 @dataclass
 class _Looking:
@@ -246,7 +233,7 @@ class _Looking:
                 held = [Kept(zero, recompute, offload) for zero in question.of("zero_stage", (2, 3))]
                 spare = question.memory - min(self.least(spread, kept) for kept in held)
                 tight = PREFERENCES.tight if spare < question.margin else 1.0
-                found = min(found, cost * tight * held[0].factor if spare >= 0 else inf)
+                found = min(found, cost * tight * offloading(offload) if spare >= 0 else inf)
                 if spare >= question.margin:
                     return found
         return found
@@ -275,30 +262,28 @@ class _Looking:
     def sizes(self, branch: Plan, recompute: str) -> tuple[float, ...]:
         """Elements of weights on the ranks of a pipeline together, of a layer, and of a layer without experts; bytes that all blocks keep of
         a micro-batch, that a layer keeps, and that its recomputation needs for a moment."""
-        samples, software, blocks = branch_samples(branch, self.question), self.pace.software, self.pace.work.blocks
+        samples = branch_samples(branch, self.question)
         key = (branch.tp, branch.cp, branch.ep, samples, branch.precision, recompute, branch.stretched)
         if key not in self.known:
             plan = replace(branch, activation_checkpointing=recompute)
-            layer = formulas.weights(self.layer, plan)
-            own = sum(formulas.weights(b, plan) * b.count for b in blocks), layer, layer - self.layer.experts / plan.ep
-            kept = sum(formulas.kept(b, plan, samples, software)[0] * b.count for b in blocks)
-            self.known[key] = *own, kept, *formulas.kept(self.layer, plan, samples, software)
+            found = [(BlockSize.of(block, plan, samples, self.pace.software), block) for block in self.pace.work.blocks]
+            layer = next(size for size, block in found if block is self.layer)
+            every, kept = sum(size.weights * b.count for size, b in found), sum(size.kept * b.count for size, b in found)
+            self.known[key] = every, layer.weights, layer.weights - self.layer.experts / plan.ep, kept, layer.kept, layer.moment
         return self.known[key]
 
-    def least(self, shape: Plan, kept: Kept, live: Live | None = None) -> float:
+    def least(self, shape: Plan, kept: Kept, live: Sequence[float] = (1.0,)) -> float:
         """Bytes that the fullest rank of a plan needs at least: an even share of all with one micro-batch alive, or of the layers with as many
-        as every rank holds; or, of the rank that holds most at once, the layers that every rank has."""
-        software, f, p, away = self.pace.software, shape.shards, shape.pp, kept.offload == "all"
-        zero, trained = kept.zero if f > 1 or away else 0, 1 - self.pace.work.frozen
-        each = 0.0 if away and zero == 3 else software.weights / (f if zero == 3 else 1)
-        each += 0.0 if away else trained * software.gradients / (f if zero >= 2 else 1)
-        each += trained * software.state / (f if zero else 1) if kept.offload == "none" else 0.0
+        as every rank holds; or, of the rank that holds most at once, the layers that every rank has. `live`: of how many stages each rank
+        holds activations at once."""
+        software, p, per = self.pace.trained, shape.pp, shape.stages_per_rank
+        zero = kept.zero if shape.shards > 1 or kept.offload == "all" else 0
+        each = sum(states(zero, kept.offload, software, 1.0, 1 / shape.shards).values())
         every, layer, dense, held, own, moment = self.sizes(shape, kept.recompute)
-        moment += dense * (2 * formulas.item(shape) + software.gradients) if zero == 3 else 0.0
-        sure = self.layer.count // (p * shape.stages_per_rank) * shape.stages_per_rank
+        moment += dense * (2 * item(shape) + software.gradients) if zero == 3 else 0.0
+        sure = self.layer.count // (p * per) * per
         even = (every * each + held) / p + (moment if p == 1 else 0.0)
-        fewest, most = live or Live(1.0, 1.0)
-        ranks = self.layer.count / p * (layer * each + own * fewest), sure * (layer * each + own * most)
+        ranks = self.layer.count / p * (layer * each + own * min(live) / per), sure * (layer * each + own * max(live) / per)
         return max(even, max(ranks) + moment)
 
     def branch(self, branch: Plan) -> None:
@@ -308,8 +293,8 @@ class _Looking:
         weights, trained = self.sizes(branch, RECOMPUTES[0])[0] / branch.pp, 1 - self.pace.work.frozen
         for fsdp, over_cp in product(sharded, over):
             shards = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, shard_over_cp=over_cp)
-            states = weights / shards.shards * trained
-            updates = {offload: touched(self.pace, Plan(offload=offload), states) for offload in self.question.of("offload")}
+            own = weights / shards.shards * trained
+            updates = {offload: touched(self.pace, Plan(offload=offload), own) for offload in self.question.of("offload")}
             plain = prod(self.factors(shards).values())
             for kind in orders(branch, self.question):
                 self.shape(replace(shards, schedule=kind.schedule, stages_per_rank=kind.per_rank), kind, updates, plain)
@@ -324,18 +309,18 @@ class _Looking:
         recomputes = self.question.of("activation_checkpointing", RECOMPUTES)
         zeros = self.question.of("zero_stage", (1, 2, 3)) if shape.shards > 1 else [shape.zero_stage]
         mesh, worth = Candidate(shape).mesh, [len(zeros)] * len(recomputes)  # how much sharding could be better
-        live = cache(lambda: None if shape.schedule in UNSURE else Live.of(shape))
+        live = cache(lambda: (shape.stages_per_rank,) if shape.schedule in UNSURE else alive(shape))
         for offload, update in updates.items():
             for k, recompute in enumerate(recomputes):
                 seconds = bound(self.times(shape, recompute), kind, shape.microbatches) + update
-                if seconds * plain * Kept(zeros[0], recompute, offload).factor > self.limit(mesh):
+                cost = seconds * plain * offloading(offload)
+                if cost > self.limit(mesh):
                     self.counts["slower"] += 1
                     break
                 for at, zero in enumerate(zeros[: worth[k]]):
-                    kept = Kept(zero, recompute, offload)
-                    spare = self.question.memory - self.least(shape, kept, live())
+                    spare = self.question.memory - self.least(shape, Kept(zero, recompute, offload), live())
                     tight = PREFERENCES.tight if spare < self.question.margin else 1.0
-                    if spare < 0 or seconds * plain * kept.factor * tight > self.limit(mesh):
+                    if spare < 0 or cost * tight > self.limit(mesh):
                         self.counts["do not fit" if spare < 0 else "slower"] += 1
                     elif self.priced(replace(shape, zero_stage=zero, activation_checkpointing=recompute, offload=offload)):
                         worth[k:] = [min(at, w) for w in worth[k:]]

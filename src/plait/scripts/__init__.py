@@ -5,8 +5,6 @@ sitecustomize  loads the recorder into each Python process of a command
 recorder       what such a process writes down, and how it follows a recording
 values         its tensors, rows, labels
 commands       a command that runs: its time, its output, its end
-recordings     what recorders left, and which batches a step used
-rows           which rows were read, and which the reference is to read
-numbers        how far gradients and weights are from the reference's, and may be
-causes         why they are
+recordings     what recorders left: the rows of each step, those that the reference is to read, and what is wrong with them
+differences    how far gradients and weights are from the reference's, how far they may be, and why they are farther
 """

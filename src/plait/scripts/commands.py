@@ -9,8 +9,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 
@@ -21,7 +22,6 @@ from plait.scripts.recordings import Recording, recordings
 
 LOG_BYTES = 16 << 20
 """A log that grows beyond this is emptied: what a command prints last is what matters."""
-STEP = b'{"is": "step"'
 Show = Callable[[str, int, int], None]
 """Shows how far a command is: its side, the steps that are done, and all."""
 
@@ -30,8 +30,7 @@ Show = Callable[[str, int, int], None]
 class ScriptCommand:
     """A command of the user, and the settings of the recorders in its processes."""
 
-    side: str
-    """`candidate`, or `reference`."""
+    side: Literal["reference", "candidate"]
     words: str
     steps: int
     limit: float
@@ -40,7 +39,8 @@ class ScriptCommand:
     """Bytes of tensors that a process may store."""
     float64: bool = False
     watch: bool = False
-    replay: Path | None = None
+    replay: Mapping[str, Any] = field(default_factory=dict)
+    """The first weights, and the `rows` as indices or their `contents`, of a reference; nothing of a candidate."""
 
 
 class RunningCommand:
@@ -52,8 +52,7 @@ class RunningCommand:
         self.hook.mkdir(parents=True)
         tensors.mkdir(exist_ok=True)
         (self.hook / "sitecustomize.py").symlink_to(Path(sitecustomize.__file__).resolve())
-        settings = {**vars(command), "out": folder, "tensors": tensors}
-        (self.hook / sitecustomize.SETTINGS).write_text(json.dumps(settings, default=str))
+        (self.hook / sitecustomize.SETTINGS).write_text(json.dumps({**vars(command), "out": folder, "tensors": tensors}, default=str))
         self.sizes, self.counts, self.changed = dict[Path, int](), list[int](), time.monotonic()
         with open(self.log, "ab") as output:
             try:
@@ -70,7 +69,7 @@ class RunningCommand:
         sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
         if sizes != self.sizes:
             self.sizes, self.changed = sizes, time.monotonic()
-            self.counts = [path.read_bytes().count(STEP) for path in sizes]
+            self.counts = [path.read_bytes().count(b'{"is": "step"') for path in sizes]
         if self.log.stat().st_size > LOG_BYTES:
             os.truncate(self.log, 0)
         if self.process.poll() is not None:
@@ -101,27 +100,25 @@ class RunningCommand:
         """What its processes recorded. E001 to E005, E011."""
         code, side, words = self.process.returncode, self.command.side, self.command.words
         events = [path.read_bytes() for path in self.folder.glob("*.jsonl")]
-        if (unsupported := self.folder / "unsupported").exists():
-            raise PlaitError(problem_of_page("E005", "the recorder cannot follow this torch", unsupported.read_text(encoding="utf-8")))
-        found = recordings(self.folder)
+        found, unsupported = recordings(self.folder), self.folder / "unsupported"
         counts = [len(each.rounds) for each in found]
-        if found and not code and len({*counts}) == 1:
+        if unsupported.exists():
+            problem = "E005", "the recorder cannot follow this torch", unsupported.read_text(encoding="utf-8")
+        elif found and not code and len({*counts}) == 1:
             return found
-        if found:
+        elif found:
             what = f"the {side} ended with {code} after {min(counts)} of {self.command.steps} steps"
-            problem = problem_of_page("E004", what, f"its processes made {', '.join(map(str, counts))} steps", self.last_lines())
+            problem = "E004", what, f"its processes made {', '.join(map(str, counts))} steps", self.last_lines()
         elif any(b'"complete": false' in each for each in events):
-            why = f"those of one step take more than {self.command.room / 2**30:.3g} GiB"
-            problem = problem_of_page("E011", "the tensors of the first step do not fit", why)
+            problem = "E011", "the tensors of the first step do not fit", f"those of one step take more than {self.command.room / 2**30:.3g} GiB"
         elif code:
-            problem = problem_of_page("E001", f"the {side} ended with {code} before its first step", self.last_lines(), words)
+            problem = "E001", f"the {side} ended with {code} before its first step", self.last_lines(), words
         elif not events:
-            why = "no Python process of it imported torch with the recorder"
-            problem = problem_of_page("E002", f"nothing of the {side} was recorded", why, words)
+            problem = "E002", f"nothing of the {side} was recorded", "no Python process of it imported torch with the recorder", words
         else:
             why = "it ended, and no torch.optim.Optimizer stepped after a forward pass in training mode"
-            problem = problem_of_page("E003", f"the {side} made no optimizer step", why, words)
-        raise PlaitError(problem)
+            problem = "E003", f"the {side} made no optimizer step", why, words
+        raise PlaitError(problem_of_page(*problem))
 
 
 def run(commands: Mapping[Path, ScriptCommand], show: Show) -> list[tuple[Recording, ...]]:

@@ -1,29 +1,28 @@
 """Whether two commands train the same model: the candidate is recorded, the reference follows it, and both are compared.
 
 The candidate runs first, hardly touched. The reference then starts with its weights and reads its rows, three times: as it is, and with
-weights moved by rounding, which shows how far apart right runs are. Rows are judged by themselves (`scripts/rows.py`), then numbers
-(`scripts/numbers.py`), and a difference gets a cause that is shown, or none (`scripts/causes.py`).
+weights moved by rounding, which shows how far apart right runs are. Rows are judged by themselves (`scripts/recordings.py`), then numbers, and
+a difference gets a cause that is shown, or none (`scripts/differences.py`).
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plait.config.errors import PlaitError, Problem, problem_of_page
 from plait.launch.scratch import Scratch
 from plait.proof.probes import Probe
-from plait.proof.rounding import TIMES
+from plait.proof.rounding import TIMES, Noise, rounding
 from plait.proof.verdict import Verdict
-from plait.scripts import causes, rows
+from plait.scripts import differences, recordings
 from plait.scripts.commands import ScriptCommand, Show, run
-from plait.scripts.numbers import BothSides, moved_weights, probe
-from plait.scripts.recordings import Recording
-from plait.scripts.rows import Readers
+from plait.scripts.differences import BothSides, probe
+from plait.scripts.recorder import EPOCH_STEPS
+from plait.scripts.recordings import Readers, Recording
 from plait.scripts.values import TensorFolder
-
-WITHOUT_EFFECT = "without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
 
 
 def prove(reference: ScriptCommand, candidate: ScriptCommand, show: Show = lambda side, done, total: None) -> Verdict:
@@ -34,12 +33,12 @@ def prove(reference: ScriptCommand, candidate: ScriptCommand, show: Show = lambd
         if not readers.distinct:
             why = "no rank read a batch from a torch.utils.data.DataLoader, and the model was called with no tensor that has rows"
             raise PlaitError(problem_of_page("E006", "it cannot be seen which rows the candidate trained on", why))
-        replay = rows.replayed(readers)
-        sides = _followed(reference, folder, readers, replay, show)
-        other = rows.other_rows(readers, sides.reference)
-        if "rows" in replay and other is not None:  # a dataset that draws: its rows are given as they are
-            sides = _followed(reference, folder, readers, rows.replayed(readers, by_content=True), show)
-            other = rows.other_rows(readers, sides.reference)
+        for by_content in (False, True):
+            replay = recordings.replayed(readers, by_content)
+            sides = _followed(reference, folder, readers, replay, show)
+            other = recordings.other_rows(readers, sides.reference)
+            if other is None or "rows" not in replay:  # else a dataset that draws: its rows are given as they are
+                break
         if other is not None and (replay or not readers.alike):  # ranks that are alike are judged as rows
             why = "the same indices give other rows: the dataset draws" if replay else "no DataLoader gave them, so they cannot be replayed"
             raise PlaitError(problem_of_page("E006", f"the reference read other rows in step {other + 1} than the candidate", why))
@@ -50,15 +49,13 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
     """The reference's three runs on the candidate's rows and weights."""
     candidate, commands = readers.all, dict[Path, ScriptCommand]()
     weights = {name: t for each in reversed(candidate) for name, t in each.start.weights.items()}
-    for times in (0.0, 1.0, TIMES):
-        place = folder / f"{''.join(replay)}-{times:.0f}"
-        path = folder / f"{place.name}.json"
-        tensors = TensorFolder(str(folder / "tensors"), reference.room)
-        known = {name: tensors.load(t) for name, t in weights.items()}
-        moved = moved_weights(known, times, candidate[0].steps[-1].formats) if times else {}
-        begins = weights | {name: tensors.store(t) for name, t in moved.items()}
-        path.write_text(json.dumps(replay | {"weights": begins}))
-        commands[place] = replace(reference, steps=len(candidate[0].rounds), replay=path)
+    tensors = TensorFolder(str(folder / "tensors"), reference.room)
+    coarsest = max((rounding(getattr(torch, each)) for each in candidate[0].steps[-1].formats), default=0.0)  # of the formats that compute
+    for times in (0.0, 1.0, TIMES):  # roundings that each weight is moved by at most, and at random
+        noise, generator = Noise(0, times, coarsest), torch.Generator().manual_seed(int(times))
+        begins = {name: tensors.store(noise.operand(tensors.load(t), generator)) if times else t for name, t in weights.items()}
+        followed = replace(reference, steps=len(candidate[0].rounds), replay=replay | {"weights": begins})
+        commands[folder / f"{''.join(replay)}-{times:.0f}"] = followed
     runs = run(commands, show)
     _check(runs[0], candidate[0], reference.float64)
     return BothSides(readers, runs[0][0], (runs[1][0], runs[2][0]), tensors, reference.float64)
@@ -84,26 +81,28 @@ def _check(reference: Sequence[Recording], candidate: Recording, float64: bool) 
 
 
 def _judged(reference: ScriptCommand, candidate: ScriptCommand, sides: BothSides) -> Verdict:
-    compared, of_rows = sides.compared, [*rows.faults(sides.readers, sides.reference)]
-    starts, settings = [*causes.starts(sides)], [*causes.settings(sides)]
+    compared, of_rows = sides.compared, [*recordings.faults(sides.readers, sides.reference)]
+    starts, settings = [*differences.starts(sides)], [*differences.settings(sides)]
     weights = probe("U", "weights", compared, "weights")
     probes = (
-        _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", starts, "E026"),
+        _exact("D", "rows, every step and epoch", of_rows), _exact("I", "first weights, all ranks alike", starts),
         _exact("S", "learning rates, every step", settings, "E027"), probe("A", "gradients after backward", compared, "after"),
         probe("G", "gradients", compared, "gradients"), probe("P", "gradients as applied", compared, "applied"), weights,
         probe("B", "buffers", compared, "buffers"),
-        _exact("R", "ranks alike, bit for bit", [*causes.unlike_ranks(sides)]),
+        _exact("R", "ranks alike, bit for bit", [*differences.unlike_ranks(sides)]),
     )  # fmt: skip
-    notes = tuple(_notes(candidate.steps, sides))
+    notes = (*_notes(candidate.steps, sides), f"dropout is off on both sides, and epochs end after {EPOCH_STEPS} steps")
     verdict = Verdict(candidate.words, probes, world=len(sides.readers.all), notes=notes, job=reference.words)
     if verdict.equal:
         return verdict
-    cause = causes.cause_of(sides, [*of_rows, *starts, *settings])
+    cause = differences.cause_of(sides, [*of_rows, *starts, *settings])
     if cause.code == "E020" and any(step.drew for each in (*sides.readers.all, sides.reference) for step in each.steps):
         why = "between a batch and its loss random numbers are drawn other than by dropout (noise, drop path): ranks draw others than one process"
         raise PlaitError(problem_of_page("E008", "the script draws random numbers that the reference cannot draw too", why))
-    without_effect = f", {WITHOUT_EFFECT}" * (cause.code in ("E031", "E033") and weights.equal)
-    return replace(verdict, code=cause.code, cause=cause.what + without_effect, problems=(cause,))
+    text = cause.what
+    if cause.code in ("E031", "E033") and weights.equal:
+        text += ", without effect on the weights in these steps (clipping, or an optimizer such as Adam that divides by the gradient's size)"
+    return replace(verdict, code=cause.code, cause=text, problems=(cause,))
 
 
 def _exact(code: str, title: str, wrong: Sequence[Problem], of: str = "") -> Probe:
@@ -113,12 +112,12 @@ def _exact(code: str, title: str, wrong: Sequence[Problem], of: str = "") -> Pro
 
 
 def _notes(steps: int, sides: BothSides) -> list[str]:
-    found, made = rows.notes(sides.readers, sides.reference), len(sides.readers.all[0].rounds)
+    found, made = recordings.notes(sides.readers, sides.reference), len(sides.readers.all[0].rounds)
     if made < steps:
         found.append(f"{made} of {steps} steps were compared: the candidate made no more, or its tensors take more room")
-    if len(sides.compared) and sides.compared[-1].number < made:
-        found.append(f"the reference made {sides.compared[-1].number} steps of the candidate's {made}")
+    if len(sides.compared) and sides.compared[-1].candidate.step < made:
+        found.append(f"the reference made {sides.compared[-1].candidate.step} steps of the candidate's {made}")
     coarse = max((tensor.tolerance for each in sides.compared for tensor in each.points["gradients"]), default=0.0)
     if coarse > 1e-2 and not sides.float64:
         found.append(f"in these number formats differences of up to {100 * coarse:.2g} % of a gradient are rounding; --float64 sees smaller ones")
-    return [*found, "dropout is off on both sides, and epochs end after 3 steps"]
+    return found

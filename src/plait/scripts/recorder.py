@@ -18,14 +18,11 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .values import StoredTensor, TensorFolder, filled, full, generators, hashes, is_split, labels, name_of, tree
 
@@ -44,13 +41,16 @@ class Pass:
 
     def __init__(self, loader: "RecordedLoader"):
         self.loader, self.source = loader, f"{loader.number} {len(loader.passes)}"
-        self.order, self.rest, self.read, self.size, self.is_complete = list[list[Any]](), iter(loader.own), 0, 0, False
+        self.order, self.rest, self.read, self.size = list[list[Any]](), iter(loader.own), 0, 0
+        self.is_complete, self.is_batched = False, True
         loader.passes.append(self)
 
     def draw(self) -> Iterator[Any]:
         """The script's own batches."""
         for batch in self.rest:
-            self.order.append([int(i) if hasattr(i, "__index__") else i for i in (batch if isinstance(batch, (list, tuple)) else [batch])])
+            indices = batch if isinstance(batch, (list, tuple)) else [batch]
+            self.is_batched = indices is batch
+            self.order.append([int(i) if hasattr(i, "__index__") else i for i in indices])
             yield batch
         self.is_complete = True
 
@@ -63,22 +63,19 @@ class Pass:
 
     def recorded(self, rows: list[list[Any]]) -> Iterator[Any]:
         """The recorded rows of each step, as one batch, or one by one if the script's own loader does not batch."""
-        single = [not isinstance(batch, (list, tuple)) for batch in itertools.islice(self.draw(), 1)] == [True]
         self.draw_rest()
         for step in rows:
-            yield from step if single else [step]
+            yield from [step] if self.is_batched else step
 
 
 class RecordedLoader:
-    """A loader that was iterated, and what it draws indices from in place of its own sampler.
-
-    `trains`: a loss was differentiated after one of its batches.
-    """
+    """A loader that was iterated, and what it draws indices from in place of its own sampler."""
 
     def __init__(self, number: int, loader: object, rows: dict[str, list[list[Any]]]):
         self.number, self.loader, self.rows = number, loader, rows
         self.own: Collection[object] = ()
         self.passes, self.trains = list[Pass](), False
+        """`trains`: a loss was differentiated after one of its batches."""
 
     def __len__(self) -> int:
         return len(self.own)
@@ -96,14 +93,14 @@ class ScriptRecorder:
     def __init__(self, settings: Event):
         self.settings, self.tensors = settings, TensorFolder(settings["tensors"], settings["room"])
         self.file = open(os.path.join(settings["out"], f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115  as long as the process
-        self.replay: Event = json.loads(Path(settings["replay"]).read_text("utf-8")) if settings["replay"] else {}
+        self.replay: Event = settings["replay"]
         self.born: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.loaders, self.names, self.optimizers = dict[int, RecordedLoader](), dict[int, str](), dict[int, int]()
         self.read: Pass | None = None
         """The pass of the last batch. Then: steps that have not ended, steps of the first optimizer, batches read until each of them."""
         self.depth, self.round, self.reads = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
-        self.after, self.before, self.step = dict[str, StoredTensor](), dict[int, StoredTensor](), Event()
+        self.after, self.before = dict[str, StoredTensor](), dict[int, StoredTensor]()
         self.formats = set[str]()
         """Number formats of weights, of FSDP and of autocast so far."""
         self.drew, self.generators, self.first_hook = False, "", list[Any]()
@@ -150,7 +147,6 @@ class ScriptRecorder:
                         value = sys.modules["torch.distributed.tensor"].distribute_tensor(value, target.device_mesh, target.placements)
                     target.copy_(value)
             weights = {name: self.tensors.store(t) for name, t in tensors.items()}
-        kinds = {type(each).__name__ for top in self.modules() for each in top.modules()}
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
         policies = [vars(each) for each in gc.get_objects() if type(each).__name__ == "MixedPrecisionPolicy"]  # of FSDP
@@ -159,7 +155,7 @@ class ScriptRecorder:
         self.event(
             "start", rank=rank, world=world, weights=weights, group=sorted(self.group(rank)),
             trainable=[name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad],
-            batch_norms=sorted(kind for kind in kinds if "BatchNorm" in kind),
+            batch_norms=sorted({kind for top in self.modules() for each in top.modules() if "BatchNorm" in (kind := type(each).__name__)}),
         )  # fmt: skip
         if self.read is None:
             self.follow_inputs(module, arguments)
@@ -170,11 +166,11 @@ class ScriptRecorder:
 
         def called(_: nn.Module, __: object, keywords: Event, ___: object) -> None:
             first_call.remove()
-            self.inputs((arguments, keywords))
+            self.inputs(module, arguments, keywords)
             self.generators = began
 
         first_call = module.register_forward_hook(called, with_kwargs=True)
-        module.register_forward_pre_hook(lambda _, given, keywords: self.inputs((given, keywords)), with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(self.inputs, with_kwargs=True, prepend=True)
 
     def group(self, rank: int) -> set[int]:
         """Ranks that read the same rows as this one because they have parts of the same layers (tensor parallelism), by placements alone."""
@@ -199,10 +195,9 @@ class ScriptRecorder:
         known.own = own
         return known
 
-    def next(self, iterator: "_BaseDataLoaderIter", fetch: Callable[[Any], Any]) -> object:
-        """The next batch of a loader, written down; ends the pass where enough of it was read."""
-        source = iterator._index_sampler
-        known = source if isinstance(source, RecordedLoader) else self.loader(iterator)  # each iterator of a stream is a pass
+    def next(self, iterator: object, indices: object, fetch: Callable[[Any], object]) -> object:
+        """The next batch of a loader's iterator, written down; ends the pass where enough of it was read. `indices`: what it draws from."""
+        known = indices if isinstance(indices, RecordedLoader) else self.loader(iterator)  # each iterator of a stream is a pass
         now = known.passes[-1] if known.passes else Pass(known)
         if known.trains and not self.settings["watch"]:
             if self.round >= self.settings["steps"]:
@@ -217,8 +212,8 @@ class ScriptRecorder:
         batch = fetch(iterator)
         now.size = now.size or len(hashes(batch))
         if contents is not None:
-            rows = {name: [self.tensors.load(StoredTensor(*each)) for each in parts] for name, parts in contents[now.read].items()}
-            batch = filled(batch, {name: torch.cat(parts) for name, parts in rows.items()})
+            rows = {name: torch.cat([self.tensors.load(StoredTensor(*each)) for each in parts]) for name, parts in contents[now.read].items()}
+            batch = filled(batch, rows)
         if self.settings["float64"]:
             batch = filled(batch, {name: t.double() for name, t in tree(batch) if t.is_floating_point()})
         self.read = now
@@ -226,10 +221,10 @@ class ScriptRecorder:
         now.read += 1
         return batch
 
-    def inputs(self, given: object) -> None:
+    def inputs(self, _: nn.Module, given: object, keywords: Event) -> None:
         """Rows that the model gets, where no loader gives any."""
         if self.read is None and torch.is_grad_enabled():
-            self.batch(given)
+            self.batch((given, keywords))
 
     def batch(self, batch: object, source: str = "", indices: list[Any] | None = None) -> None:
         """Write a batch down; `indices`: what the script's own sampler drew for it."""
@@ -256,51 +251,34 @@ class ScriptRecorder:
         self.before = {id(p): self.tensors.store(p.grad) for p in parameters if p.grad is not None}
         return own(parameters, *given, **keywords)
 
-    def before_step(self, optimizer: Optimizer, given: tuple[Any, ...], keywords: Event) -> Any:
-        """Before a step; with a closure, in which gradients are made, after that."""
+    def before_step(self, *_: object) -> None:
+        """A step begins, maybe inside of another optimizer's."""
         self.depth += 1
-        closure = given[1] if len(given) > 1 else keywords.get("closure")
-        if self.depth > 1:  # of an optimizer inside of another
-            return None
-        if not callable(closure):
-            self.stepping(optimizer)
-            return None
 
-        def inside() -> Any:
-            value = closure()
-            self.stepping(optimizer)
-            return value
-
-        return ((given[0], inside, *given[2:]), keywords) if len(given) > 1 else (given, {**keywords, "closure": inside})
-
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Gradients as an optimizer is about to apply them."""
+    def after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """A step, as it ends, since a closure makes gradients inside of it; ends the process after the last step to compare."""
+        self.depth -= 1
+        if self.depth:  # of an optimizer inside of another
+            return
         number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
-        self.round, self.stepped = (self.round + 1, {0}) if number == 0 else (self.round, self.stepped | {number})
+        if number == 0:
+            self.round, self.stepped = self.round + 1, set()
+            self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
+        self.stepped.add(number)
         groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         applied = {p: self.tensors.store(p.grad) for _, p in groups if p.grad is not None}
-        self.step = {
-            "step": self.round, "optimizer": number, "kind": type(optimizer).__name__, "formats": sorted(self.formats),
-            "lr": {self.name(p): float(group.get("lr") or 0) for group, p in groups},
-            "decay": {self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, "losses": self.losses, "drew": self.drew,
-            "without": [self.name(p) for _, p in groups if p.grad is None], "after": self.after,
-            "source": self.read.source if self.read else "",
-            "gradients": {self.name(p): self.before.get(id(p), t) for p, t in applied.items()},
-            "applied": {self.name(p): t for p, t in applied.items()},
-        }  # fmt: skip
-        self.losses, self.after, self.before = [], {}, {}
-
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Weights and buffers after a step; ends the process after the last step to compare."""
-        self.depth -= 1
-        if self.depth:
-            return
-        if self.step["optimizer"] == 0:
-            self.reads.append(sum(each.read for each in self.read.loader.passes) if self.read is not None else 0)
-        weights = {self.name(p): self.tensors.store(p) for group in optimizer.param_groups for p in group["params"]}
+        weights = {self.name(p): self.tensors.store(p) for _, p in groups}
         buffers = {name: self.tensors.store(t) for name, t in self.named().items() if not isinstance(t, nn.Parameter)}
         is_full = self.tensors.room < 0
-        self.event("step", **self.step, weights=weights, buffers=buffers, complete=not is_full)
+        self.event(
+            "step", step=self.round, optimizer=number, kind=type(optimizer).__name__, formats=sorted(self.formats),
+            lr={self.name(p): float(group.get("lr") or 0) for group, p in groups},
+            decay={self.name(p): float(group.get("weight_decay") or 0) for group, p in groups}, losses=self.losses, drew=self.drew,
+            source=self.read.source if self.read else "", after=self.after,
+            gradients={self.name(p): self.before.get(id(p), t) for p, t in applied.items()},
+            applied={self.name(p): t for p, t in applied.items()}, weights=weights, buffers=buffers, complete=not is_full,
+        )  # fmt: skip
+        self.losses, self.after, self.before = [], {}, {}
         if not self.settings["watch"] and (is_full or (self.round >= self.settings["steps"] and len(self.stepped) == len(self.optimizers))):
             self.finish()
 
@@ -325,11 +303,11 @@ def own_name(name: str) -> str:
 
 def install(settings: Event) -> None:
     """Hook a process's torch. One that lacks a seam is left as it is, and named in a file."""
-    data, steps = cast(Any, torch.utils.data.dataloader), sys.modules["torch.optim.optimizer"]
-    modules, clips = nn.modules.module, nn.utils.clip_grad
+    data, steps, modules = cast(Any, torch.utils.data.dataloader), sys.modules["torch.optim.optimizer"], nn.modules.module
     try:
         loader, iterator, stream = data.DataLoader, data._BaseDataLoaderIter, data._DatasetKind.Iterable
         indices, fetch, enter = loader._index_sampler.fget, iterator.__next__, torch.autocast.__enter__
+        clips = {name: getattr(nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")}
         recorder = ScriptRecorder(settings)
         steps.register_optimizer_step_pre_hook(recorder.before_step)
         steps.register_optimizer_step_post_hook(recorder.after_step)
@@ -339,10 +317,8 @@ def install(settings: Event) -> None:
         Path(settings["out"], "unsupported").write_text(f"torch {torch.__version__}: {error}", "utf-8")
         return
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
-    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        if (clip := getattr(clips, name, None)) is not None:
-            for place in (nn.utils, clips):
-                setattr(place, name, functools.partial(recorder.clip, clip))
+    for place, (name, clip) in itertools.product((nn.utils, nn.utils.clip_grad), clips.items()):
+        setattr(place, name, functools.partial(recorder.clip, clip))
 
     def entered(self: torch.autocast) -> Any:
         value = enter(self)
@@ -352,7 +328,7 @@ def install(settings: Event) -> None:
 
     torch.autocast.__enter__ = entered
     own = lambda self: indices(self) if self._dataset_kind == stream else recorder.loader(self, indices(self))  # noqa: E731
-    loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, fetch)
+    loader._index_sampler, iterator.__next__ = property(own), lambda self: recorder.next(self, self._index_sampler, fetch)
     if not settings["watch"]:
         without_dropout()
     if settings["float64"]:
@@ -369,8 +345,8 @@ def without_dropout() -> None:
     recurrent.dropout = property(lambda _: 0.0, lambda *_: None)
     attention = functional.scaled_dot_product_attention
 
-    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **more: Any) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, *given[1:], **{name: each for name, each in more.items() if name != "dropout_p"})
+    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *given: Any, **more: Any):
+        return attention(query, key, value, attn_mask, 0.0, *given, **more)
 
     functional.scaled_dot_product_attention = without
 

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 SETTINGS = "settings.json"
@@ -16,7 +15,7 @@ PACKAGE = "plait_recorder"
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def find_torch(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+def find_torch(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
     """The spec of torch, which loads the recorder after torch; None of other modules."""
     if name != "torch":
         return None

@@ -76,11 +76,8 @@ def tree(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.dim():
             yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from tree(each, f"{name}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for key, each in enumerate(value):
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from tree(each, f"{name}.{key}")
 
 

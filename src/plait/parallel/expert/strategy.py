@@ -1,4 +1,4 @@
-"""Expert parallelism (ep): N processes with different samples hold 1/N of the experts of every mixture each.
+"""Expert parallelism of mixtures of experts (ep): N processes with different samples hold 1/N of the experts of every mixture each.
 
 What it does
     In a mixture of experts a router sends each token to a few of many experts. Most of the model's weights are experts,

@@ -1,4 +1,4 @@
-"""Replica groups that synchronise rarely: local SGD, post-local SGD, DiLoCo and streaming DiLoCo.
+"""Replica groups (local SGD, DiLoCo): groups of ranks that synchronize rarely, also by post-local SGD and streaming DiLoCo.
 
 What it does
     k groups of ranks hold a model each and train it on their own part of the global batch. A group does not wait for the

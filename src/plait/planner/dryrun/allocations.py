@@ -3,12 +3,7 @@
 Memory is that of tensors, not that of the process, whose allocator keeps and rounds as it likes. Storages are counted,
 so views cost nothing, and a storage counts until nothing refers to it, autograd's graph included. What an operator
 needs inside itself and frees before it returns is not seen. Works on real and on fake tensors alike, so that what is
-predicted by a dry run and what is measured in one are the same quantity.
-
->>> with Allocations() as meter:                                 # doctest: +SKIP
-...     meter.hold("parameters", model.parameters())             # what there is already
-...     engine.step(batch)
->>> meter.tape.peak().total                                      # doctest: +SKIP
+predicted by a dry run and what is measured in one are the same quantity. `planner/dryrun/measure.py` shows how a step is metered.
 """
 
 import weakref

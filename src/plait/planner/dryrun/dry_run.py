@@ -257,9 +257,7 @@ def alone(
         made = make(job, CPU, cast, None, None).model
         model = made if real else faked(made, fakes)
     with warnings.catch_warnings(), process_group(rank, plan.world), Pretending(fakes, real=real) as pretending:
-        warnings.filterwarnings(
-            "ignore", "The .grad attribute"
-        )  # torch looks at it when a real tensor becomes a fake one
+        warnings.filterwarnings("ignore", "The .grad attribute")  # torch looks at it when a real tensor becomes a fake one
         place, built = Place(rank, plan.world), BuiltModel(model, model)
         engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, made=built, sketch=sketch)
         engine.passes.logged.silent = True

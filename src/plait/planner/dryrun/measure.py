@@ -1,22 +1,21 @@
 """The memory of a training step, measured: on real tensors, or on fake ones in a dry run (`planner/dryrun/dry_run.py`)."""
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait.config.errors import PlaitError
 from plait.data.batch import Batch
 from plait.engine.engine import Engine
 from plait.engine.evaluate import first_forward
 from plait.engine.memory import kept
-from plait.model.meter import tensors_in
 from plait.parallel.pipeline.runtime import Clock
 from plait.parallel.pipeline.schedules import Action
 from plait.planner.dryrun.allocations import Allocations, Peak
-from plait.tensors.torch_private import WrapperTensor, tree_leaves
+from plait.tensors.torch_private import WrapperTensor
+from plait.tensors.trees import tensors_in
 
 
 def measure(
@@ -76,7 +75,7 @@ def measure_evaluation(
 def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     """Tell the meter of what a rank has between two steps."""
     micros = batch.micro if batch is not None else ()
-    meter.hold("batch", _tensors([(micro.inputs, micro.targets) for micro in micros]))
+    meter.hold("batch", tensors_in([(micro.inputs, micro.targets) for micro in micros]))
     for category, tensors in kept(engine):
         meter.hold(category, tensors)
 
@@ -110,7 +109,3 @@ class _Telling(Clock):
     def begin(self, action: Action) -> None:
         self.meter.moment(str(action))
         super().begin(action)
-
-
-def _tensors(tree: object) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -6,7 +6,7 @@ what a step of theirs on small real tensors read at the same place. One that can
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,11 +83,15 @@ class _Noting(TorchDispatchMode):
 
 
 class _Telling(TorchDispatchMode):
-    """Answers what has no number by what was read at the same place."""
+    """In a step, answers what has no number by what was read at the same place."""
 
     def __init__(self, numbers: Numbers):
         super().__init__()
         self.numbers = numbers
+
+    def __enter__(self) -> "_Telling":
+        self.numbers.begin()
+        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if reads(func):
@@ -139,17 +143,15 @@ def stepped(job: Job, parts: Formats, attributes: Mapping[str, ParameterAttribut
     real = {n: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for n, (shape, dtype) in parts.items()}
     for parameter in with_attributes(real, attributes).values():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return _taken(job, real, nullcontext(), nullcontext())
+    return _taken(job, real)
 
 
-def _taken(
-    job: Job, own: dict[str, nn.Parameter], mode: AbstractContextManager[Any], telling: AbstractContextManager[Any]
-) -> torch.optim.Optimizer:
+def _taken(job: Job, own: dict[str, nn.Parameter], *modes: TorchDispatchMode) -> torch.optim.Optimizer:
     optimizer = make_optimizer(job, own)[0]
     for _ in range(STEPS):
-        if isinstance(telling, _Telling):
-            telling.numbers.begin()
-        with mode, telling:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             optimizer.step()
     return optimizer
 
