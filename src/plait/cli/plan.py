@@ -118,13 +118,13 @@ def unsearched(found: Answer) -> Iterator[str]:
     question = found.question
     pp, tp, cp = (question.pins.get(key, 1) for key in ("pp", "tp", "cp"))
     if pp > question.stages:
-        yield f"the model's forward pass has {question.stages} unit calls, and so no {pp} stages"
+        yield f"the model's forward pass has {question.stages} unit calls, too few for {pp} stages"
     if tp > 1 and not question.sliceable:
-        yield "no layer of the model can be cut"
+        yield "no layer of the model can be sharded"
     if cp > 1 and not question.stretchable:
         yield UNPRICED_CP
     if question.devices // (pp * tp * cp) > question.batch:
-        yield f"{question.devices // (pp * tp * cp)} copies would share {question.batch} samples"
+        yield f"{question.devices // (pp * tp * cp)} local batches need a sample each, and the batch has {question.batch}"
 
 
 def chosen(job: Job, options: SplitOptions) -> Plan:

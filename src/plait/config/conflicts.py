@@ -15,7 +15,7 @@ from plait.config.plan import Plan
 
 THREADS = "processes=one"
 SPLIT_BACKWARD = f"schedule={'|'.join(SPLIT)}"
-BF16 = "grad_compression=bf16    rounds each number by itself"
+BF16 = "grad_compression=bf16    rounds each value independently"
 
 
 @dataclass(frozen=True)
