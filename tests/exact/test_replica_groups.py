@@ -118,10 +118,10 @@ def test_what_should_not_be_dp_is_not(optimizer: str, clip: float | None) -> Non
     "text, code, told",
     [
         ("replica_groups=64", "P012", "never have a sample"),
-        ("replica_groups=2 processes=one", "P019", "process of its own"),
+        ("replica_groups=2 processes=one", "P019", "at least one process"),
         ("replica_groups=2 outer_sync=diloco sync_every=2 num_fragments=3", "P064", "after a step"),
         ("replica_groups=2 outer_sync=diloco sync_every=2 fragment_delay=2", "P064", "sent again"),
-        ("replica_groups=2 tp=2 grad_compression=int8", "P080", "part of a tensor"),
+        ("replica_groups=2 tp=2 grad_compression=int8", "P080", "shard of a tensor"),
         ("sync_every=4", "P030", "replica_groups"),
         ("replica_groups=2 num_fragments=2 sync_every=4", "P030", "outer_sync=diloco"),
         ("replica_groups=2 outer_sync=diloco staleness=2", "P030", "outer_sync=async"),

@@ -139,7 +139,7 @@ def test_a_callback_that_wants_whole_weights_is_told_that_there_are_parts(folder
     ("argv", "words"),
     [
         (("--callbacks", "odd.py:min"), ("U011", "did you mean  mine ?")),
-        (("--callbacks", "nowhere.py:mine"), ("U011", "there is no Python file nowhere.py")),
+        (("--callbacks", "nowhere.py:mine"), ("U011", "the Python file nowhere.py does not exist")),
         (("--callbacks", "odd.py:classes"), ("U011", "the class Heard")),
         (("--best", "accuracy"), ("U002", "--best max:accuracy")),
         (("--early-stop", "2"), ("U002", "needs --best")),

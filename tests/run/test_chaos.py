@@ -62,7 +62,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words, says", (
-    (("--only", "kil-forward"), "error[U002] --only kil-forward: there is no such fault        did you mean  kill-forward ?"),
+    (("--only", "kil-forward"), "error[U002] --only kil-forward matches no fault        did you mean  kill-forward ?"),
     (("--steps", "3"), "error[U002] --steps 3"),
     (("--batch", "0"), "error[U002] --batch 0"),
 ))  # fmt: skip

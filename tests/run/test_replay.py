@@ -165,10 +165,10 @@ def test_a_changed_job_is_refused(run: Path, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "words, code, why",
     [
-        (["--step", "10"], "R010", "its last step in metrics.jsonl is 8"),
+        (["--step", "10"], "R010", "the last step in its metrics.jsonl is 8"),
         (["--step", "0"], "U002", "--step 0"),
         (["--step", "2", "--plan", "dp=2 tp=x"], "T", ""),
-        (["--step", "2", "--plan", "replica_groups=2 sync_every=2"], "R012", "weights of their own"),
+        (["--step", "2", "--plan", "replica_groups=2 sync_every=2"], "R012", "different weights"),
         (["--step", "2", "--plan", "compile=true", "--bisect"], "U002", "compiled units"),
     ],
 )

@@ -153,7 +153,7 @@ def test_the_command_exports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--export-every", "150"), "U002", "no multiple of --save-every"),
+        (("--export-every", "150"), "U002", "not a multiple of --save-every"),
         (("--export-every", "0"), "U002", "--export-every 0"),
         (("--export-dir", "x"), "U002", "without --export-every"),
         (("--tracker", "aim"), "U002", "there is no such tracker"),

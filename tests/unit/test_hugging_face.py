@@ -117,12 +117,12 @@ def test_rotary_positions_go_on_and_a_warning_says_so(tmp_path: Path, capsys: py
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    assert "nothing is downloaded" in refused("hf:meta-llama/Llama-3.1-8B") and "hf download" in refused("hf:gpt2")
+    assert "downloads nothing" in refused("hf:meta-llama/Llama-3.1-8B") and "hf download" in refused("hf:gpt2")
     assert refused("hf:" + "x" * 5000).startswith("error[J055]") and refused("hf:").startswith("error[J055]")
     assert "has no config.json" in refused(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "llama",')
     text = refused(f"hf:{tmp_path}")
-    assert text.startswith("error[J055]") and "is not a config" in text and "JSONDecodeError" in text
+    assert text.startswith("error[J055]") and "is not a Hugging Face config" in text and "JSONDecodeError" in text
     (tmp_path / "config.json").write_text("[1]")
     assert "it is a list" in refused(f"hf:{tmp_path}")
 
@@ -146,9 +146,9 @@ def test_code_of_a_config_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("vit", {}, "ViTForImageClassification takes no token ids alone"),
-        ("wav2vec2", {"architectures": ["Wav2Vec2ForCTC"]}, "Wav2Vec2ForCTC takes no token ids alone"),
-        ("whisper", {}, "WhisperForConditionalGeneration is not a model that is trained to predict tokens"),
+        ("vit", {}, "ViTForImageClassification needs inputs other than token ids"),
+        ("wav2vec2", {"architectures": ["Wav2Vec2ForCTC"]}, "Wav2Vec2ForCTC needs inputs other than token ids"),
+        ("whisper", {}, "WhisperForConditionalGeneration is not trained to predict tokens"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, '"architectures": ["LlamaForCausalLM"]'),
         ("llama", {"hidden_size": "wide"}, "transformers cannot read the config"),
     ],
@@ -161,7 +161,7 @@ def test_what_is_no_language_model(kind: str, changes: dict[str, Any], said: str
 def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = written(tmp_path, "llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert refused(name).startswith("error[U010] transformers is not installed here")
+    assert refused(name).startswith("error[U010] transformers is not installed")
 
 
 def test_commands_take_it_and_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

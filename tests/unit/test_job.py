@@ -237,8 +237,8 @@ def test_all_wrong_arguments_at_once(write) -> None:
         "--job.dept ",
         "did you mean  --job.depth ?",
         "--job.rate x",
-        "--job.width is needed",
-        "--job.depth is needed",
+        "--job.width is missing",
+        "--job.depth is missing",
     ):
         assert part in text
     assert "takes no arguments" in only(write("def job():\n    return make()\n"), {"x": "1"}).what

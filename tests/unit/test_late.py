@@ -223,4 +223,4 @@ def test_the_command_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["between"] == "4 nodes" and out.read_text().startswith("<svg")
     assert main(["plan", f"{file}:job", "--machine", "h100", "--map"]) == 2
-    assert "there is nothing to map" in capsys.readouterr().err
+    assert "--map needs two groups" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_other_machines_learn_nothing_from_here(capsys: pytest.CaptureFixture[st
 
 def test_a_folder_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "job.py", "--learn", "elsewhere"]) == 2
-    assert "--learn elsewhere is no folder" in capsys.readouterr().err
+    assert "--learn elsewhere is not a folder" in capsys.readouterr().err
 
 
 def test_runs_of_one_plan_that_differ_make_predictions_less_sure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,8 +182,8 @@ def rounded(value: object) -> object:
         ('cores = "2"\n', "M012", 'cores = "2"        expected a whole number'),
         ("price_per_hour = -1\n", "M012", "expected a number above 0"),
         ("price_per_hour = inf\n", "M012", "expected a number above 0"),
-        ("device = 3\n", "M012", "device is a table of keys"),
-        ("links = [3]\n", "M012", "links is a table of keys"),
+        ("device = 3\n", "M012", "[device] is not a table of keys"),
+        ("links = [3]\n", "M012", "[links] is not a table of keys"),
         ("nodes = \n", "M012", "is not TOML"),
     ],
 )

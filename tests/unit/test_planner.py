@@ -497,7 +497,7 @@ def test_host_memory_of_a_plan_is_that_of_a_dry_run() -> None:
 def test_files_that_cannot_be_written_are_refused_at_once(tmp_path, capsys) -> None:
     file = tmp_path / "job.py"
     file.write_text("from tests.unit.test_planner import job\n")
-    for out, why in ((tmp_path / "no" / "p.toml", "no folder"), (tmp_path, "a folder")):
+    for out, why in ((tmp_path / "no" / "p.toml", "does not exist"), (tmp_path, "a folder")):
         assert main(["plan", str(file), "--machine", "h100x2", "--output", str(out)]) == 2
         said = capsys.readouterr().err
         assert "M016" in said and why in said

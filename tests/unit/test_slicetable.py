@@ -95,8 +95,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "words, said",
     (
-        (["--plan", "dp=2", "--show", "tensor"], "needs a plan that cuts layers"),
-        (["--show", "tensor"], "needs a plan that cuts layers"),
+        (["--plan", "dp=2", "--show", "tensor"], "needs a plan with tp > 1"),
+        (["--show", "tensor"], "needs a plan with tp > 1"),
         (["--plan", "tp=2", "--show", "memory"], "invalid choice"),
         (["--plan", "tp=2 processes=one", "--show", "tensor"], "error[P033]"),
     ),

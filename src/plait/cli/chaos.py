@@ -62,7 +62,7 @@ def _chosen(only: tuple[str, ...], known: list[str]) -> list[str]:
         return known
     for word in only:
         if not any(name.startswith(word) for name in known):
-            what = f"--only {word[:60]}: there is no such fault        {did_you_mean(word, known)}"
+            what = f"--only {word[:60]} matches no fault        {did_you_mean(word, known)}"
             raise PlaitError(Problem("U002", what, fix=("plait chaos JOB --list",)))
     begun = tuple(word for word in only if word not in known)
     return [name for name in known if name in only or name.startswith(begun)]
@@ -71,8 +71,8 @@ def _chosen(only: tuple[str, ...], known: list[str]) -> list[str]:
 def _train(options: ChaosOptions, plan: Plan, job: Job) -> TrainOptions:
     """What each run is asked for: three checkpoints, and few samples in a step."""
     if joining():
-        what = "plait chaos starts its own processes, and was itself started as one of several"
-        raise PlaitError(Problem("U002", what, fix=("start it once, outside of torchrun, srun or mpirun",)))
+        what = "plait chaos starts its own processes and cannot run under a launcher"
+        raise PlaitError(Problem("U002", what, fix=("run plait chaos without torchrun, srun or mpirun",)))
     return TrainOptions(
         job=options.job, arguments=options.arguments, plan=str(plan), device=options.device, steps=options.steps, check="none",
         batch=options.batch or min(job.batch, EACH * plan.shares * plan.microbatches), save_every=options.steps // 3,

@@ -40,7 +40,7 @@ def run(options: CheckpointOptions) -> int:
         raise PlaitError(Problem("U002", "export needs --output", fix=("--output weights/", "--output model.safetensors")))
     dtype = DTYPES[FORMATS[options.dtype]] if options.dtype else None
     if options.adapter and options.merge:
-        raise PlaitError(Problem("U002", "--adapter and --merge are two exports", fix=("one of them",)))
+        raise PlaitError(Problem("U002", "--adapter and --merge exclude each other", fix=("leave out --adapter or --merge",)))
     wanted = Wanted(_size(options.shard), dtype, options.base, average=options.ema)
     written, tied = export_folder(paths[0], _target(options.output), wanted, options.adapter, options.merge)
     files, wrong = [str(file) for file in written], marks(paths[0]) or ()
@@ -58,9 +58,9 @@ def _target(text: str) -> Path:
     """Where an export goes. U002 for the name of a file of a format that it does not write."""
     path = Path(text)
     if path.suffix.lower() in OTHERS and not text.endswith("/"):
-        why = f"an export is safetensors; {text} would be a folder of that name"
+        why = f"plait exports safetensors, and {text} would become a folder"
         fix = (f"--output {path.with_suffix('.safetensors')}", f"--output {path.with_suffix('')}/")
-        what = f"--output {text} is not written: {path.suffix} is another format"
+        what = f"--output {text} is invalid: the format {path.suffix} is not supported"
         raise PlaitError(Problem("U002", what, why=why, fix=fix))
     return path
 
@@ -79,11 +79,11 @@ def _chosen(path: Path, step: int | None) -> list[Path]:
             found = Checkpoints(path).found() or Checkpoints(path / "checkpoints").found()
     except (OSError, ValueError) as error:  # a name that no file can have, a folder that cannot be read
         why = getattr(error, "strerror", None) or str(error)
-        raise PlaitError(Problem("K001", f"there is no checkpoint in {str(path)[:200]}", why=why)) from None
+        raise PlaitError(Problem("K001", f"{str(path)[:200]} contains no checkpoint", why=why)) from None
     chosen = [p for p in found if step is None or p.name == f"step-{step:06d}"]
     if not chosen:
-        have = f"there are {', '.join(p.name for p in found)}" if found else "neither a checkpoint nor a run with one"
-        what = f"there is no checkpoint{'' if step is None else f' of step {step}'} in {path}"
+        have = f"it contains {', '.join(p.name for p in found)}" if found else "it is neither a checkpoint nor a run with one"
+        what = f"{path} contains no checkpoint{'' if step is None else f' of step {step}'}"
         raise PlaitError(Problem("K001", what, why=have))
     return chosen
 

@@ -79,7 +79,7 @@ def parsed(argv: list[str]) -> tuple[Command, CommandOptions]:
         raise PlaitError(Problem("U001", "no command was given", why=why, fix=("plait --help",)))
     if first is not None and first not in COMMANDS:
         hint = did_you_mean(first, list(COMMANDS))
-        raise PlaitError(Problem("U001", f"there is no command `{first[:60]}`        {hint}", fix=("plait --help",)))
+        raise PlaitError(Problem("U001", f"unknown command `{first[:60]}`        {hint}", fix=("plait --help",)))
     found, unknown = parser.parse_known_args(words)
     command = COMMANDS[first or ""]
     given = {word.partition("=")[0] for word in words}
@@ -88,7 +88,7 @@ def parsed(argv: list[str]) -> tuple[Command, CommandOptions]:
             former_names.warn("option", flag_of(option.former), option.flag)
     if unknown:
         option = next((word for word in unknown if word[:1] == "-"), None)
-        what = f"unexpected word `{unknown[0][:60]}`"
+        what = f"unexpected argument `{unknown[0][:60]}`"
         if option is not None:
             what = f"unknown option  {option[:60]}        {did_you_mean(option.partition('=')[0], command.words)}"
         raise PlaitError(Problem("U001", what, fix=(f"{parsers[first or ''].prog} --help",)))
@@ -165,7 +165,7 @@ def _check_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        problem = Problem("R002", "the working directory is not there any more", why=str(error), fix=("cd somewhere/else",))
+        problem = Problem("R002", "the working directory no longer exists", why=str(error), fix=("cd somewhere/else",))
         raise PlaitError(problem) from error
 
 
@@ -270,7 +270,7 @@ def _help(options: of.HelpOptions) -> int:
         hint = did_you_mean(word, known) if len(word) < 30 else ""
         hint = hint if hint.startswith("did you mean") else "codes look like P012"
         fix = ("plait help fsdp", "plait --help")
-        raise PlaitError(Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=fix))
+        raise PlaitError(Problem("U003", f"no help exists for `{word[:60]}`        {hint}", fix=fix))
     print_result(options, {"code": word.upper() if word not in KEYS else word, "text": text}, text)
     return 0
 

@@ -100,7 +100,7 @@ def _read(result: Path) -> dict[str, Any]:
     try:
         return json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {"problem": vars(Problem("M001", "the search for a plan of fewer ranks ended without an answer"))}
+        return {"problem": vars(Problem("M001", "the search for a plan with fewer ranks ended without a result"))}
 
 
 def _search(request: Request, world: int, result: Path) -> int:
@@ -186,17 +186,17 @@ def _looked(request: Request, row: dict[str, Any], place: Place) -> dict[str, An
 def _billed(rank: int, row: dict[str, Any], found: dict[str, Any]) -> str:
     """What the bill had said, beside what was measured."""
     bill, use = found["bill"], MemoryUse.of(row)
-    said = f"the bill of the plan had said {size(sum(bill.values()))}"
+    said = f"the plan's predicted memory was {size(sum(bill.values()))}"
     above = grown(use, bill, row["wanted"])
     if above is None:
-        return f"{said}, more than rank {rank} had: what is beside its tensors took the rest"
+        return f"{said}, more than rank {rank} allocated for tensors: other uses of the device took the rest"
     name, n, billed = above
-    more = f", with {size(row['wanted'])} that it asked for" if row["wanted"] and name not in use.held else ""
-    return f"{said}; {name}: {size(billed)} in the bill, {size(n)} on rank {rank}{more}"
+    more = f", with {size(row['wanted'])} that it requested" if row["wanted"] and name not in use.held else ""
+    return f"{said}; {name}: {size(billed)} predicted, {size(n)} on rank {rank}{more}"
 
 
 def _planned(found: dict[str, Any]) -> tuple[str, ...]:
     if "plan" not in found:
-        return ("more devices: no other plan on these takes as little as there is room for",)
-    by = f", counted {found['wrong']:.2f} times, as the bill was wrong" if found["wrong"] > 1 else ""
+        return ("use more devices: no other plan fits into the memory of these devices",)
+    by = f", if its prediction is too low by the same factor of {found['wrong']:.2f}" if found["wrong"] > 1 else ""
     return (f'--plan "{found["plan"]}"    takes {size(found["takes"])} of {size(found["room"])}{by}',)

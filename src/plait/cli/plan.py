@@ -99,7 +99,7 @@ def answered(asked: PlanRequest, options: PlanOptions) -> Answer:
 def impossible(found: Answer) -> Problem:
     """P070: no plan has the keys that are given."""
     question, devices = found.question, found.question.devices
-    kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "what is given"
+    kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "the given options"
     whys = sorted(found.found.whys, key=lambda why: -found.found.whys[why])[:2]
     axes = [key for key in AXES if devices % question.pins.get(key, 1)]
     if axes:
@@ -109,7 +109,7 @@ def impossible(found: Answer) -> Problem:
     product = prod(question.pins.get(key, 1) for key in AXES if key != "ep")
     fix = [f"--gpus {product}"] if axes and product > 1 else []
     fix += [f"--set {axes[0]}={max(d for d in divisors(devices) if d <= question.pins[axes[0]])}"] if axes else []
-    what = f"no plan for {devices} devices and a batch of {question.batch} goes with {kept}"
+    what = f"no plan for {devices} devices and a batch of {question.batch} works with {kept}"
     return Problem("P070", what, why="; ".join(whys), fix=tuple(fix))
 
 
@@ -118,13 +118,13 @@ def unsearched(found: Answer) -> Iterator[str]:
     question = found.question
     pp, tp, cp = (question.pins.get(key, 1) for key in ("pp", "tp", "cp"))
     if pp > question.stages:
-        yield f"the model's forward pass has {question.stages} unit calls, and so no {pp} stages"
+        yield f"the model's forward pass has {question.stages} unit calls, too few for {pp} stages"
     if tp > 1 and not question.sliceable:
-        yield "no layer of the model can be cut"
+        yield "no layer of the model can be sharded"
     if cp > 1 and not question.stretchable:
         yield UNPRICED_CP
     if question.devices // (pp * tp * cp) > question.batch:
-        yield f"{question.devices // (pp * tp * cp)} copies would share {question.batch} samples"
+        yield f"{question.devices // (pp * tp * cp)} local batches need a sample each, and the batch has {question.batch}"
 
 
 def chosen(job: Job, options: SplitOptions) -> Plan:
@@ -153,8 +153,8 @@ def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
     if found.best is None or found.best.estimate is None:
         left = sized_up(max(0.0, found.question.memory))
-        why = f"the least that any plan on {ranks} devices needs is more than {left}"
-        raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("more processes: --nproc", "a smaller --batch")))
+        why = f"every plan on {ranks} devices needs more than {left} per device"
+        raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("use more processes: --nproc N", "use a smaller --batch")))
     best = found.best
     second = next((row for row in found.rows[1:] if row.fits), None)
     rest = f"; next best {second.plan}: {second.why}" if second else ""
@@ -185,7 +185,7 @@ def tried(found: Answer, options: PlanOptions) -> Answer:
     if plans and len(failed) == len(plans):
         why = "; ".join(f"{plan}: {why}" for plan, why in failed.items())
         fix = (f'plait train {options.job} --plan "{plans[0]}"',)
-        raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
+        raise PlaitError(Problem("M014", f"--try: all {len(plans)} plans failed", why=why, fix=fix))
     times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
     worked = [row for row in fitting if str(row.plan) not in failed]
     order = sorted(worked, key=lambda row: times.get(str(row.plan), inf))

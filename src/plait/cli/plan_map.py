@@ -77,9 +77,9 @@ def no_groups(asked: PlanRequest) -> Problem:
     """P070: there are no two groups that could each train the job."""
     devices = asked.machine.devices
     what = (
-        f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
+        f"--map needs two groups that can each train the job, and {devices} device{'s' * (devices > 1)} cannot form them"
     )
-    why = "a map compares ways to synchronise groups, each of which holds the whole model"
+    why = "a map compares ways to synchronize groups, and each group has a full replica of the model"
     return Problem("P070", what, why=why, fix=("--gpus 4", "--machine h100x8x4"))
 
 

@@ -33,8 +33,8 @@ def run(options: PlanOptions) -> int:
     if options.output:
         check_writable(options.output)
     if options.tries and not machine.on_cores and kind_of("auto") == "cpu":
-        why = f"{machine} is another machine, and plans are run on this one"
-        raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))
+        why = f"--try runs plans on this machine, and --machine is {machine}"
+        raise PlaitError(Problem("U002", "--try works only with the devices of this machine", why=why, fix=("--machine here",)))
     with uncollected():
         from plait.cli import plan
 
@@ -46,7 +46,7 @@ def machine_of(options: PlanOptions) -> Machine:
     machine = read_machine(options.machine)
     machine = machine.sized(options.gpus) if options.gpus else machine
     if options.gpus and machine.devices != options.gpus:
-        why = f"{machine.nodes} nodes of {machine.devices_per_node} are {machine.devices} devices"
+        why = f"{machine.nodes} nodes with {machine.devices_per_node} devices each have {machine.devices} devices"
         fix = (f"--gpus {machine.devices}",)
-        raise PlaitError(Problem("U002", f"--gpus {options.gpus} does not fill its nodes", why=why, fix=fix))
+        raise PlaitError(Problem("U002", f"--gpus {options.gpus} does not fill complete nodes", why=why, fix=fix))
     return machine

@@ -113,7 +113,7 @@ def print_tensor(options: PlanOptions) -> int:
     """`plait plan JOB --plan P --show tensor`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
     if plan.tp == 1:
-        what = "--show tensor needs a plan that cuts layers"
+        what = "--show tensor needs a plan with tp > 1"
         raise PlaitError(Problem("U002", what, why=f"the plan is {plan}: tp=1", fix=('--plan "tp=2"',)))
     found = tensor_shown(with_batch(load_job(options.job, options.arguments), options.batch), plan)
     print_result(options, found.to_dict(), tensor_text(found, options.job))

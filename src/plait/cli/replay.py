@@ -65,8 +65,8 @@ def _logged(folder: Path, step: int) -> Row | None:
     rows = {row["step"]: row for row in metrics(folder / "metrics.jsonl") if "loss" in row}
     last = max(rows, default=0)
     if step > last + 1:
-        what = f"{folder} has not made step {step}"
-        why = f"its last step in metrics.jsonl is {last}; the one after it can be replayed too"
+        what = f"{folder} does not have step {step}"
+        why = f"the last step in its metrics.jsonl is {last}; step {last + 1} can also be replayed"
         raise PlaitError(Problem("R010", what, why=why, where=str(folder / "metrics.jsonl"), fix=(f"--step {last or 1}",)))
     return rows.get(step)
 
@@ -89,7 +89,7 @@ class RunSource:
         """Of the run for a step of it. R012 where the files do not name a job."""
         told, env = json_object(folder / "job.json", []), json_object(folder / "env.json", [])
         if Path(str(told.get("job", "")).partition(":")[0]).suffix != ".py":
-            what = f"{folder} does not name the file of the job that it trained"
+            what = f"{folder} does not name a job file"
             why = f"job.json has {told['job']!r}, a job given as a value in Python" if "job" in told else "job.json is missing or damaged"
             raise PlaitError(Problem("R012", what, why=why, fix=("train the job from a file:  plait train path/to/job.py",)))
         all_ = [path for path in published(folder / "checkpoints") if marks(path) is not None]
@@ -133,15 +133,15 @@ def _plan(folder: Path, options: ReplayOptions) -> Plan:
     plan = (alone if options.plan is None else Plan.read(options.plan)).fill(None)
     why, fix = "", f'--plan "{ran}"'
     if max(ran.replica_groups, plan.replica_groups) > 1:
-        why = "replica groups hold weights of their own between synchronizations"
+        why = "replica groups have different weights between synchronizations"
         fix = "replay a run whose ranks synchronize in every step"
     elif plan != ran and {ran.grad_compression, plan.grad_compression} != {"none"}:
-        why = f"with grad_compression={ran.grad_compression} a rank's gradients depend on the residuals that it holds"
+        why = f"with grad_compression={ran.grad_compression} a rank's gradients depend on its residuals"
     if why:
-        raise PlaitError(Problem("R012", f"{folder}, a run under {ran}, cannot be replayed under {plan}", why=why, fix=(fix,)))
+        raise PlaitError(Problem("R012", f"{folder} ran under {ran} and cannot be replayed under {plan}", why=why, fix=(fix,)))
     if options.bisect and (plan.compile or plan.processes == "one"):
-        what, why = f"--bisect does not work under {plan}", "modules in compiled units and in threads cannot be measured"
-        raise PlaitError(Problem("U002", what, why=why, fix=("leave out --plan    one process",)))
+        what, why = f"--bisect does not work under {plan}", "plait cannot measure modules in compiled units or in threads"
+        raise PlaitError(Problem("U002", what, why=why, fix=("leave out --plan    replays on one process",)))
     return plan
 
 

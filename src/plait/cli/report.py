@@ -88,7 +88,8 @@ def drawn(made: Figures, options: ReportOptions) -> int:
 
     content, name = picture(made, options.svg or ""), options.svg
     if not content:
-        why = "scaling needs runs of one job on two numbers of devices" if name == "scaling" else "; ".join(made["notes"]) or "nothing was recorded"
+        why = "; ".join(made["notes"]) or "nothing was recorded"
+        why = "scaling needs runs of one job on two different numbers of devices" if name == "scaling" else why
         raise PlaitError(Problem("R004", f"{made['runs'][0]['path']} has no figures for --svg {name}", why=why, fix=("plait report RUN RUN …",)))
     print_result(options, {"svg": content}, content.removesuffix("\n"))
     return 0
@@ -126,7 +127,7 @@ def memory(folder: Path, options: ReportOptions) -> int:
     run = RunDirectory(folder)
     found = fullest(run.memories())
     if found is None:
-        what, fix = f"{folder} says nothing of its ranks' memory", ("train to the end of the steps",)
+        what, fix = f"{folder} has no memory records of its ranks", ("train until the last step",)
         raise PlaitError(Problem("R004", what, fix=fix))
     (rank, use), (bill, note) = found, _bill(folder)
     text = "\n".join([f"memory of rank {rank}, the fullest, in {folder}", *use.table(bill), *note])

@@ -110,7 +110,7 @@ class RestartLoop:
 
     def stopped(self, request: Stopped) -> BaseException:
         """The error of a run that a signal stops between two rounds: C011 if its state was saved."""
-        what, why = "stopped while the ranks were restarted", "one of them failed, and no step was completed since"
+        what, why = "stopped while the ranks were restarted", "a rank failed, and no step was completed since then"
         problem = Problem("C011", what, why=why, fix=(f"{command('--resume')}    continues from the saved state",))
         error = PlaitError(problem, RESUMABLE)
         saved = self._with_state_saved(error)

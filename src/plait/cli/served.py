@@ -21,9 +21,9 @@ from plait.launch.supervise import Spare
 def refuse_launchers(plan: Plan, how: str) -> None:
     """P063: groups and servers find each other on one machine, and plait's launcher starts them."""
     if plan.server_count:
-        what = f"outer_sync=async runs on one machine, under plait's own launcher; here {how}"
-        why = "groups and servers meet on this machine's loopback, and only plait's launcher starts one of them anew"
-        fix = ("plait train … on one machine", "outer_sync=local or outer_sync=diloco    over machines and launchers")
+        what = f"outer_sync=async needs one machine and plait's own launcher: here {how}"
+        why = "groups and servers communicate over the loopback of one machine, and only plait's launcher restarts them"
+        fix = ("plait train … on one machine", "outer_sync=local or outer_sync=diloco    on several machines or under other launchers")
         raise PlaitError(Problem("P063", what, why=why, fix=fix))
 
 

@@ -50,7 +50,7 @@ def launch(request: Request, console: Console | None = None) -> tuple[int, dict[
             return _joined(request, console)
     member = on_nodes()
     if member is not None:
-        served.refuse_launchers(request.plan, f"there are {member.count} machines")
+        served.refuse_launchers(request.plan, f"the run has {member.count} nodes")
     node = Node.join(member, request.plan.world, console.say) if member is not None else Node.alone(request.plan.world)
     if member is not None:
         console.say(member.told())
@@ -269,7 +269,7 @@ def _checked(request: Request) -> jobcheck.Checked:
 def _refuse(request: Request, checked: jobcheck.Checked) -> None:
     if checked.problems and not request.allow_inexact:
         first, *rest = checked.problems
-        anyway = "--allow-inexact    trains all the same, and the run says so"
+        anyway = "--allow-inexact    trains anyway, and the run records it"
         raise PlaitError([replace(first, fix=(*first.fix, anyway)), *rest])
 
 
@@ -280,13 +280,13 @@ def _refuse_fewer(request: Request) -> None:
         groups = plan.replica_groups > 1
         word = f"replica_groups={plan.replica_groups}" if groups else f"grad_compression={plan.grad_compression}"
         kept = (
-            "each group has weights and an optimizer state of its own"
+            "each group has its own weights and optimizer state"
             if groups
-            else "each copy has residuals of its own"
+            else "each replica has its own residuals"
         )
-        fix = ("leave out --allow-shrink    a rank that is lost is started again",)
+        fix = ("leave out --allow-shrink    a failed rank is restarted",)
         raise PlaitError(
-            Problem("P065", f"--allow-shrink does not work with {word}", why=f"{kept}, which fewer cannot go on with", fix=fix)
+            Problem("P065", f"--allow-shrink does not work with {word}", why=f"{kept}, which fewer ranks cannot continue", fix=fix)
         )
 
 

@@ -34,15 +34,15 @@ def callback_problems(options: TrainOptions) -> list[Problem]:
     """U002 for values that these options cannot have."""
     found, (mode, _, metric) = list[Problem](), (options.best or "").partition(":")
     if options.best and (mode not in ("min", "max") or not metric):
-        found.append(Problem("U002", f"--best {options.best} is not a mode and a metric", fix=("--best max:accuracy",)))
+        found.append(Problem("U002", f"--best {options.best} is not MODE:METRIC", fix=("--best max:accuracy",)))
     if options.early_stop is not None and options.early_stop < 1:
         what = f"--early-stop {options.early_stop} is not a number of evaluations ≥ 1"
         found.append(Problem("U002", what, fix=("--early-stop 5",)))
     if options.early_stop is not None and not options.best:
-        why, fix = "it counts evaluations in which the metric of --best is not better", ("--best min:loss",)
+        why, fix = "it counts evaluations in which the metric of --best does not improve", ("--best min:loss",)
         found.append(Problem("U002", f"--early-stop {options.early_stop} needs --best", why=why, fix=fix))
     if options.profile and not _steps(options.profile):
-        what = f"--profile {options.profile} is not a first and a last step, counted from 1"
+        what = f"--profile {options.profile} is not a range FIRST:LAST of steps that start at 1"
         found.append(Problem("U002", what, fix=("--profile 10:13",)))
     return found
 
@@ -75,7 +75,7 @@ def refuse_callbacks(options: TrainOptions, plan: Plan) -> None:
 
 
 def _by_a_server(given: list[str]) -> Problem:
-    why = "there the server makes the steps and each group computes portions of them, so no rank sees a step as a whole"
+    why = "a server makes the steps and each group computes portions of them, so no rank has all values of a step"
     fix = (f"leave out {' and '.join(given)}", "outer_sync=local or outer_sync=diloco")
     return Problem("U015", f"{given[0]} does not work with outer_sync=async", why=why, fix=fix)
 
@@ -94,7 +94,7 @@ def _callback_function(text: str) -> Callable[[], Any]:
     path, _, name = text.partition(":")
     name, file = name or "callbacks", Path(path).resolve()
     if not file.is_file() or file.suffix != ".py":
-        what = f"--callbacks {text}: there is no Python file {path}"
+        what = f"--callbacks {text}: the Python file {path} does not exist"
         raise PlaitError(
             Problem("U011", what, why=f"looked in {Path.cwd()}", fix=("--callbacks path/to/job.py:callbacks",))
         )
@@ -171,8 +171,8 @@ def requested(options: TrainOptions) -> "Request":
     shown = _shown(options)
     beyond = [rank for rank in shown if not 0 <= rank < plan.world]
     if beyond:
-        why = "the plan has " + ("rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}")
-        raise PlaitError(Problem("U002", f"--log-ranks {options.log_ranks}: there is no rank {beyond[0]}", why=why))
+        why = "it has " + ("only rank 0" if plan.world == 1 else f"ranks 0 to {plan.world - 1}")
+        raise PlaitError(Problem("U002", f"--log-ranks {options.log_ranks}: the plan has no rank {beyond[0]}", why=why))
     instead = {name: value for name in ("steps", "weights") if (value := getattr(options, name))}
     job, notes = scaled(replace(job, **instead) if instead else job, options.batch, options.scale_lr)
     return Request(
@@ -194,14 +194,14 @@ def problems(options: TrainOptions) -> list[Problem]:
         found += unknown(list(options.tracker))
     every = options.export_every or 0
     if every > 0 and options.save_every >= 1 and every % options.save_every:
-        why = f"what is exported is a checkpoint, and there is one every {options.save_every} steps"
+        why = f"an export is made from a checkpoint, and the run saves one every {options.save_every} steps"
         fix = (f"--export-every {every} --save-every {every}",)
-        found.append(Problem("U002", f"--export-every {every} is no multiple of --save-every", why=why, fix=fix))
+        found.append(Problem("U002", f"--export-every {every} is not a multiple of --save-every", why=why, fix=fix))
     if options.export_dir is not None and options.export_every is None:
         fix = (f"--export-every {options.save_every} --export-dir {options.export_dir}",)
-        found.append(Problem("U002", "--export-dir does nothing without --export-every", fix=fix))
+        found.append(Problem("U002", "--export-dir has no effect without --export-every", fix=fix))
     if options.scale_lr and not options.batch:
-        why = "the rule compares it with the job's own batch"
+        why = "the rule compares --batch with the job's own batch"
         found.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
     try:
         _shown(options)
@@ -220,5 +220,5 @@ def _refuse_followers(options: TrainOptions, plan: Plan) -> None:
     given = ["--tracker"] * bool(options.tracker) + ["--export-every"] * bool(options.export_every)
     if given and plan.outer_sync == "async":
         why = "rank 0 starts trackers and exports, and under outer_sync=async a server makes the steps"
-        fix = ("train without them; metrics.jsonl and checkpoints are there", "outer_sync=diloco")
+        fix = (f"leave out {given[0]}    metrics.jsonl and checkpoints are still written", "outer_sync=diloco")
         raise PlaitError(Problem("H020", f"{given[0]} does not work with outer_sync=async", why=why, fix=fix))

@@ -49,7 +49,7 @@ def run(options: VerifyOptions) -> int:
 def too_few(options: VerifyOptions, name: str) -> list[Problem]:
     """U002 where there are fewer steps than a comparison needs; `name`: how the caller writes the option before its value."""
     fix = (f"{name}4",)
-    return [Problem("U002", f"{name}{options.steps}: at least 3 are compared", fix=fix)] if options.steps < 3 else []
+    return [Problem("U002", f"{name}{options.steps}: at least 3 steps are compared", fix=fix)] if options.steps < 3 else []
 
 
 class PrintedTable:

@@ -15,7 +15,7 @@ from plait.config.plan import Plan
 
 THREADS = "processes=one"
 SPLIT_BACKWARD = f"schedule={'|'.join(SPLIT)}"
-BF16 = "grad_compression=bf16    rounds each number by itself"
+BF16 = "grad_compression=bf16    rounds each value independently"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _threads(code: str, first: str, why: str, *fix: str) -> Conflict:
 
 
 def _phases(second: str, why: str) -> Conflict:
-    return Conflict("P091", "Job.phases", second, why, (f"leave out {second}", "dp, fsdp and tp work with phases"))
+    return Conflict("P091", "Job.phases", second, why, (f"leave out {second}", "use dp, fsdp or tp, which work with phases"))
 
 
 def _server(second: str, why: str, *fix: str) -> Conflict:
@@ -80,79 +80,82 @@ def _server(second: str, why: str, *fix: str) -> Conflict:
 
 
 def _compressed(second: str, why: str, *fix: str, first: str = "grad_compression") -> Conflict:
-    return Conflict("P080", first, second, why, (*fix, "leave out compress"), without=("replica_groups",))
+    return Conflict("P080", first, second, why, (*fix, "leave out grad_compression"), without=("replica_groups",))
 
 
 def _given_back(sharded: str, without: tuple[str, ...] = ()) -> Conflict:
-    why = "the second half of a backward needs parameters that zero_stage=3 has given back after the first"
+    why = "the second half of a backward needs parameters that zero_stage=3 frees after the first"
     return Conflict("P027", SPLIT_BACKWARD, "zero_stage=3", why, ("zero_stage=2", "schedule=1f1b"), given=("pp", sharded), without=without)
 
 
 def _parts_of_groups(key: str) -> Conflict:
-    why = "a rank holds a part of a tensor; the scale of int8 and the directions of powersgd are those of the whole"
-    return Conflict("P080", "grad_compression=int8|powersgd", key, why, (BF16, "leave out compress"), given=("replica_groups",))
+    why = "a rank has a shard of a tensor, and the scale of int8 and the directions of powersgd are those of the full tensor"
+    return Conflict("P080", "grad_compression=int8|powersgd", key, why, (BF16, "leave out grad_compression"), given=("replica_groups",))
 
 
-ONE_PROCESS = "a group that dies is handled as one process; several would have to agree that one of them is gone"
+ONE_PROCESS = "a failed group is handled as one process; several processes would have to agree on the failure"
 GROUPS_OF_MANY = ("outer_sync=local sync_every=8    for groups of several processes", "leave out the axes inside groups")
 
 CONFLICTS = (
-    _threads("P033", "tp", "slices of layers belong to processes, not to threads", '--plan "tp={tp}"'),
+    _threads("P033", "tp", "layer shards belong to processes, not to threads", '--plan "tp={tp}"'),
     _threads("P041", "cp", "sequence shards belong to processes, not to threads", '--plan "cp={cp}"'),
     _threads("P050", "ep", "experts are distributed over processes, not over threads", '--plan "ep={ep}"'),
     _threads("P027", "pp", "pipeline stages belong to processes, not to threads", '--plan "pp={pp}"'),
-    _threads("P019", "fsdp", "threads of one process share its memory: there is nothing to shard", '--plan "fsdp={fsdp}"'),
-    _threads("P019", "offload=all", "parameters are brought to the device by fsdp, and threads of one process have nothing to shard",
+    _threads("P019", "fsdp", "threads of one process use the same memory, so there is nothing to shard", '--plan "fsdp={fsdp}"'),
+    _threads("P019", "offload=all", "fsdp copies the parameters to the device, and threads of one process have nothing to shard",
              "offload=optimizer", "leave out processes"),
-    Conflict("P019", "replica_groups", THREADS, "each group is a process of its own, at least", ("leave out processes",),
+    Conflict("P019", "replica_groups", THREADS, "each group needs at least one process", ("leave out processes",),
         without=("outer_sync=async",)),
-    _threads("P020", "activation_checkpointing", "a recomputation finds its random numbers by torch's generator, which the threads would share",
+    _threads("P020", "activation_checkpointing", "recomputation finds its random numbers by the state of torch's generator, which all threads use",
              '--plan "dp={dp} activation_checkpointing={activation_checkpointing}"'),
     _threads("P017", "compile=true", "threads of one process would compile and run the same graph at the same time",
              '--plan "dp={dp} compile=true"', '--plan "dp={dp} processes=one"'),
     Conflict("P033", "async_tp=true", "precision=fp8",
-             "torchao's layers compute products in fp8 themselves, and the operator that gathers has no scales",
+             "torchao's layers compute the fp8 matmuls themselves, and the fused operator has no scales",
              ("precision=bf16", "async_tp=false"), given=("tp",)),
-    Conflict("P021", "offload=all", "dp", "it copies the parameters of one unit at a time to the device, which is fsdp's work",
+    Conflict("P021", "offload=all", "dp", "fsdp copies the parameters to the device one unit at a time, and dp alone does not",
              ('--plan "fsdp={dp} offload=all"', "offload=optimizer"), without=("fsdp", "shard_over_cp")),
-    Conflict("P050", "ep", "offload=all", "it is fsdp that brings parameters to the device, and it leaves experts", ('--plan "ep={ep}"',)),
+    Conflict("P050", "ep", "offload=all", "fsdp copies parameters to the device, except those of experts", ('--plan "ep={ep}"',)),
     Conflict("P035", "activation_checkpointing=selective", "compile=true",
-             "it keeps what single operators return, and a graph is one operator, of which nothing inside can be kept",
+             "it stores the outputs of individual operators, and sees a compiled graph as one operator",
              ("activation_checkpointing=full", "compile=false")),
     Conflict("P027", SPLIT_BACKWARD, "compile=true",
-             "it computes gradients of weights later than those of inputs, and a graph computes them all at once",
+             "the schedule computes weight gradients later than input gradients, and a compiled graph computes all at once",
              ("schedule=1f1b", "compile=false"), given=("pp",)),
     _given_back("fsdp"),
     _given_back("shard_over_cp", without=("fsdp",)),
     _compressed(THREADS, "threads of one process send no messages", "leave out processes"),
-    _compressed("fsdp", "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of", "dp={fsdp}    copies alone"),
-    _compressed("cp", "ranks of cp have parts of the gradient of the same samples, which the same message adds up", "dp={cp}    copies alone"),
-    _compressed("ep", "experts are on some of the ranks with other samples, and their gradients are summed on the way", "leave out ep"),
-    _compressed("tp", "a rank of tp has a part of a parameter, and the largest number of that part would set the scale", BF16,
+    _compressed("fsdp", "a rank of fsdp has only the sum of its shard, and no full gradient for a residual",
+                "dp={fsdp}    replicas instead of shards"),
+    _compressed("cp", "each rank of cp has a part of the gradient of the same samples, and the same message adds the parts",
+                "dp={cp}    replicas instead"),
+    _compressed("ep", "only some ranks have an expert, and its gradient already covers the samples of several ranks", "leave out ep"),
+    _compressed("tp", "a rank of tp has a shard of a parameter, and the largest value of the shard would set the scale", BF16,
         first="grad_compression=int8"),
-    _compressed("tp", "a rank of tp has a part of a matrix, and its directions are not those of the whole", BF16, first="grad_compression=powersgd"),
-    _compressed("batch_split=auto", "residuals are of each rank's own samples, and with shares that follow speeds no run could be repeated",
-                "batch_split=2:1    parts of your own"),
-    _compressed("precision=fp16", "the loss scale changes between steps, and a residual would be of another scale than the gradient",
+    _compressed("tp",
+                "a rank of tp has a shard of a matrix, and its directions are not those of the full matrix", BF16, first="grad_compression=powersgd"),
+    _compressed("batch_split=auto", "residuals depend on a rank's samples; local batches that follow measured speeds make them irreproducible",
+                "batch_split=2:1    a fixed ratio"),
+    _compressed("precision=fp16", "the loss scale changes between steps, and a residual would have a different scale than the gradient",
                 "precision=bf16"),
     *(_parts_of_groups(key) for key in ("fsdp", "shard_over_cp", "tp", "ep")),
     *(_server(axis, ONE_PROCESS, *GROUPS_OF_MANY) for axis in (*WITHIN, THREADS)),
-    _server("precision=fp16", "its loss scale follows overflows of whole steps, and here gradients come one by one", "precision=bf16"),
-    _server("offload", "groups keep no optimizer state, and the server's is in host memory", "leave out offload"),
-    _server("grad_compression", "gradients to a server are sent whole in this version", "outer_sync=local grad_compression=int8"),
-    _server("batch_split", "portions come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
+    _server("precision=fp16", "its loss scale changes once per step, and here each group sends its gradients separately", "precision=bf16"),
+    _server("offload", "groups have no optimizer state, and the server's is already in host memory", "leave out offload"),
+    _server("grad_compression", "this version sends uncompressed gradients to a server", "outer_sync=local grad_compression=int8"),
+    _server("batch_split", "groups take samples from one queue, so a fast group already computes more of them", "leave out batch_split"),
     Conflict("P066", "Job.ema", "replica_groups",
-             "groups train weights of their own between two meetings, and a server's weights are on no rank that trains",
+             "each group has different weights between two synchronizations, and a server's weights are on no rank that trains",
              ("ema=None", "leave out replica_groups")),
     _phases("pp", "stages run one forward and backward per step"),
-    _phases("cp", "which sequences are cut is found for one forward pass"),
+    _phases("cp", "the sequences to shard are found for one forward pass"),
     _phases("ep", "gradients of experts are reduced separately from the others, for one loss"),
-    _phases("replica_groups", "groups are brought together by one optimizer"),
-    _phases(THREADS, "copies in threads hold no phases"),
-    _phases("grad_compression", "what rounding leaves over is kept for one sum per step"),
-    _phases("compile=true", "a graph would be compiled of all phases together"),
+    _phases("replica_groups", "one optimizer synchronizes the groups"),
+    _phases(THREADS, "replicas in threads do not support phases"),
+    _phases("grad_compression", "a residual is stored for one reduction per step"),
+    _phases("compile=true", "all phases would be compiled into one graph"),
     _phases("precision=fp16", "one loss scale does not fit several losses"),
-    _phases("batch_split=auto", "a rank's speed is that of one pass per step"),
+    _phases("batch_split=auto", "a rank's speed is measured for one pass per step"),
 )  # fmt: skip
 
 
@@ -165,11 +168,11 @@ def without_effect(plan: Plan) -> list[Problem]:
     problems = []
     for key, (axis, size) in axes.items():
         if size == 1 and plan.changes(key) and not (key == "zero_stage" and plan.offload == "all"):
-            what = f"{plan.word(key)} has no effect: there is no {axis} in the plan"
+            what = f"{plan.word(key)} has no effect: the plan has no {axis}"
             problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
     for key, word in _needed(plan):
         if plan.changes(key):
-            what = f"{plan.word(key)} has no effect: there is no {word} in the plan"
+            what = f"{plan.word(key)} has no effect: the plan has no {word}"
             problems.append(Problem("P030", what, fix=(word, f"leave out {key}")))
     return problems
 

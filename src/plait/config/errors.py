@@ -125,16 +125,16 @@ def disk_full(error: OSError) -> Problem:
     """R006: what could not be written, where that is known."""
     where = str(error.filename or "")
     fix = (
-        "make room; what was written before is untouched, and --resume goes on from the newest checkpoint",
+        "free space, then --resume continues from the newest checkpoint",
         "--runs FOLDER",
     )
-    what = "a file may not become larger (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
-    return Problem("R006", what, why=f"the operating system says: {error.strerror}", where=where, fix=fix)
+    what = "a file reached its size limit (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+    return Problem("R006", what, why=f"operating system error: {error.strerror}", where=where, fix=fix)
 
 
 def stopped(what: str, when: str) -> Problem:
     """C007."""
-    why = f"asked to, by Ctrl-C or SIGTERM, {when}"
+    why = f"it received Ctrl-C or SIGTERM {when}"
     return Problem("C007", f"the {what} was stopped", why=why, fix=("run it again",))
 
 

@@ -48,7 +48,7 @@ def read_plain(path: Path, most: int, follow: bool = True) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = file.read(most + 1) if size <= most else b""
     if size > most or len(content) > most:
-        raise NotPlain(f"it is {max(size, len(content))} bytes long, at most {most} are read")
+        raise NotPlain(f"it has {max(size, len(content))} bytes, and at most {most} are read")
     return content
 
 
@@ -87,18 +87,18 @@ def _fits_its_disk(status: os.stat_result, descriptor: int) -> None:
         return
     whole = disk.f_blocks * disk.f_frsize
     if 0 < whole < status.st_size:
-        raise NotPlain(f"it claims {status.st_size} bytes, more than its whole disk has ({whole})")
+        raise NotPlain(f"it claims {status.st_size} bytes, more than the capacity of its disk ({whole})")
 
 
 def check_writable(path: Path) -> None:
     """M016 when a file cannot be written there, as far as that can be told without writing."""
     folder = path.parent
     if path.is_dir():
-        raise _unwritable(path, "it is a folder", (str(path / "plan.toml"),))
+        raise _unwritable(path, "it is a folder", (f"--output {path / 'plan.toml'}",))
     if not folder.is_dir():
-        raise _unwritable(path, f"there is no folder {folder}", (f"mkdir -p {folder}",))
+        raise _unwritable(path, f"the folder {folder} does not exist", (f"mkdir -p {folder}",))
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise _unwritable(path, "it is not allowed", ())
+        raise _unwritable(path, "this process has no permission to write there", ())
 
 
 def write(path: Path, text: str) -> None:

@@ -130,8 +130,8 @@ def cross_entropy(outputs: LogitsOutput, targets: "Tensor") -> "Tensor":
 def untrainable(name: str) -> Iterator[Problem]:
     """J058: a job of random tokens is not trained."""
     if name.startswith(PREFIX):
-        what, why = f"{name} has no data to train on", "a job made of a config has random tokens in the place of data"
-        fix = ("a job file with your data, such as examples/llama/job.py", f"plait plan {name}")
+        what, why = f"{name} cannot be trained: it has no data", "a job made from a config has random tokens as data"
+        fix = ("write a job file with your data, such as examples/llama/job.py", f"plait plan {name}")
         yield Problem("J058", what, why=why, fix=fix)
 
 
@@ -142,8 +142,8 @@ def _read(name: str) -> dict[str, Any]:
     download = f"hf download NAME {CONFIG} --local-dir FOLDER    saves the config of a model on the Hub; then  {PREFIX}FOLDER"
     if not os.path.exists(path):
         on_hub = bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name))
-        why = f"looked in {Path.cwd()}" + "; names of the Hugging Face Hub are not looked up, and nothing is downloaded" * on_hub
-        raise PlaitError(Problem("J055", f"there is no folder or config file {name[:200] or '(empty)'}", why, fix=(download,)))
+        why = f"looked in {Path.cwd()}" + "; plait does not look up names on the Hugging Face Hub and downloads nothing" * on_hub
+        raise PlaitError(Problem("J055", f"the folder or config file {name[:200] or '(empty)'} does not exist", why, fix=(download,)))
     if not os.path.exists(file):
         fix = (f"{PREFIX}path/to/{CONFIG}", download)
         raise PlaitError(Problem("J055", f"the folder {name} has no {CONFIG}", fix=fix))
@@ -153,7 +153,7 @@ def _read(name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         values, why = {}, in_a_line(error)
     if why:
-        raise PlaitError(Problem("J055", f"{file} is not a config", why=why, where=str(file), fix=(download,)))
+        raise PlaitError(Problem("J055", f"{file} is not a Hugging Face config", why=why, where=str(file), fix=(download,)))
     return values
 
 
@@ -162,9 +162,9 @@ def _understand(values: dict[str, Any], name: str) -> "tuple[PreTrainedConfig, L
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        what = "transformers is not installed here"
+        what = "transformers is not installed"
         fix = ("pip install transformers",)
-        raise PlaitError(Problem("U010", what, why=f"it builds the model of {PREFIX}{name}: {in_a_line(error)}", fix=fix)) from error
+        raise PlaitError(Problem("U010", what, why=f"plait needs it to build the model of {PREFIX}{name}: {in_a_line(error)}", fix=fix)) from error
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise PlaitError(_unknown(values, kind, name, list(CONFIG_MAPPING)))
@@ -185,9 +185,9 @@ def _unknown(values: dict[str, Any], kind: object, name: str, known: list[str]) 
         return Problem("J056", f"the config of {PREFIX}{name} has no model_type", where=name, fix=fix)
     what = f"transformers {transformers.__version__} has no model_type {str(kind)[:60]}"
     if "auto_map" in values:
-        why = "the config needs the code that its auto_map names, and plait does not run code of a config (trust_remote_code)"
+        why = "its auto_map refers to code, and plait never runs the code of a config (trust_remote_code)"
         fix = ("write a job file whose model function builds the model: plait.Job(model=…)",)
-        return Problem("J056", f"{PREFIX}{name} is a model with code of its own: {what}", why=why, where=name, fix=fix)
+        return Problem("J056", f"{PREFIX}{name} needs its own code: {what}", why=why, where=name, fix=fix)
     hint = did_you_mean(str(kind)[:60], known)
     hint = f"        {hint}" if hint.startswith("did") else ""
     return Problem("J056", what + hint, where=name, fix=("pip install --upgrade transformers", '"model_type": "llama"'))
@@ -216,12 +216,12 @@ def _task_of(values: dict[str, Any], config: "PreTrainedConfig", name: str) -> L
     classes = list(dict.fromkeys(str(task.class_of(config.model_type)) for task in able))
     shown = ", ".join(named)[:120] or config.model_type
     if classes:
-        why = f"plait knows how to train {' and '.join(classes)} of this model type"
+        why = f"for this model type, plait supports {' and '.join(classes)}"
         fix = tuple(f'"architectures": ["{each}"]    in a copy of the config' for each in classes)
-        problem = Problem("J056", f"{shown} is not a model that is trained to predict tokens", why, name, fix)
+        problem = Problem("J056", f"{shown} is not trained to predict tokens", why, name, fix)
     else:
-        what, why = f"{shown} takes no token ids alone", "random tokens are all the data that a config gives"
-        fix = ("write a job file with your data: images, sound, …",)
+        what, why = f"{shown} needs inputs other than token ids", "a job made from a config has only random tokens as data"
+        fix = ("write a job file with your data: images, audio, …",)
         problem = Problem("J056", what, why, name, fix)
     raise PlaitError(problem)
 
@@ -290,9 +290,9 @@ def _too_long(length: int, limit: LengthLimit, name: str) -> Problem:
     """J057."""
     if length < 1:
         return Problem("J057", f"--seq {length} is not a number of tokens ≥ 1", fix=(f"--seq {limit.default}",))
-    what = f"--seq {length} is longer than the sequences of {PREFIX}{name}, of at most {limit.length} tokens"
-    why = f"the model has a table of positions, and {limit.name} in its config is its size"
-    fix = (f"--seq {limit.length}", f'"{limit.name}": {length}    in a copy of the config: another model, with a larger table')
+    what = f"--seq {length} is too long for {PREFIX}{name}, which allows at most {limit.length} tokens"
+    why = f"{limit.name} in the config is the size of the model's position table"
+    fix = (f"--seq {limit.length}", f'"{limit.name}": {length}    in a copy of the config, which makes the table larger')
     return Problem("J057", what, why, name, fix)
 
 

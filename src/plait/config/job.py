@@ -73,7 +73,7 @@ class EMA:
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.every < 1:
-            raise PlaitError(Problem("J004", f"EMA.every is {self.every}", why="expected a whole number ≥ 1"))
+            raise PlaitError(Problem("J004", f"EMA(every={self.every}) is not a whole number ≥ 1", fix=("every=1",)))
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ def _phases_or_one_loss(job: Job) -> Iterator[Problem]:
         for name in ("loss", "optimizer"):
             if getattr(job, name) is None:
                 fix = (
-                    f"{name}=a function, for example a lambda",
-                    "phases=(plait.Phase(…), …) of several losses and optimizers",
+                    f"{name}=lambda {'outputs, targets' if name == 'loss' else 'parameters'}: …",
+                    "phases=(plait.Phase(…), …)    for several losses and optimizers",
                 )
-                yield Problem("J004", f"Job({name}=None): a job without phases has one {name}", fix=fix)
+                yield Problem("J004", f"Job({name}=None): a job without phases needs {'a loss' if name == 'loss' else 'an optimizer'}", fix=fix)
     elif not isinstance(job.loss, NoneType | JointLoss) or not isinstance(job.optimizer, NoneType | JointOptimizer):
-        what, why = "Job has phases, and a loss or an optimizer too", "each phase has its own"
+        what, why = "Job(phases=…) excludes Job(loss=…, optimizer=…)", "each phase has its own loss and optimizer"
         yield Problem("J004", what, why=why, fix=("leave out Job(loss=…, optimizer=…)",))
 
 
@@ -279,7 +279,7 @@ def job_file(name: str) -> Path:
         fixes = tuple(near or there[:3]) or ("path/to/job.py",)
         if os.path.isfile(file / hugging_face.CONFIG):
             fixes = (f"{hugging_face.PREFIX}{path}    a job made of its {hugging_face.CONFIG}",)
-        raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
+        raise PlaitError(Problem("J001", f"the job file {path} does not exist", why=f"looked in {Path.cwd()}", fix=fixes))
     return file
 
 
@@ -395,7 +395,7 @@ def _arguments(signature: inspect.Signature, texts: dict[str, str], path: str) -
             problems.append(Problem("J005", f"unknown argument  --job.{name}        {hint}", where=path))
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in values:
-            what = f"--job.{name} is needed: the job's argument `{name}` has no default"
+            what = f"--job.{name} is missing: the job's argument `{name}` has no default"
             problems.append(Problem("J005", what, where=path, fix=(f"--job.{name} …",)))
     if problems:
         raise PlaitError(problems)

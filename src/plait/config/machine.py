@@ -83,8 +83,8 @@ class Machine:
             base = re.sub(r"(x\d+){1,2}$", "", wanted)
             names = tuple(dict.fromkeys(path.stem for path in known.values()))
             hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
-            fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
-            raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
+            fix = ("--machine h100x8x16    16 nodes of 8 devices", "--machine machine.toml    your own file")
+            raise PlaitError(Problem("M010", f"unknown machine {text}        {hint}", fix=fix))
         name = max(fitting, key=len)
         counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
         said = read_file(known[name])
@@ -92,8 +92,8 @@ class Machine:
         if len(counts) == 1 and typical and counts[0] > typical:
             if counts[0] % typical:
                 why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
-                fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
-                raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
+                fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has {counts[0]} devices")
+                raise PlaitError(Problem("M010", f"{text} does not fill complete nodes: a node of {name} has {typical} devices", why=why, fix=fix))
             counts = [typical, counts[0] // typical]
         per, nodes = (*counts, 1)[:2]
         result = _machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
@@ -182,10 +182,10 @@ class Machine:
         try:
             return hardware.levels(self._within, ranks, stride)
         except LookupError:
-            what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
-            why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
-            fix = ("machine.toml    a file with [[links]] for it",)
-            fix += ("plait bench comm    measures them on the machine itself",)
+            what = f"the machine {self.name} has no link between {ranks} devices at stride {stride}"
+            why = "known links: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
+            fix = ("--machine machine.toml    a file with [[links]] for these devices",)
+            fix += ("plait bench comm    measures the links, if run on this machine",)
             raise PlaitError(Problem("M013", what, why=why, fix=fix)) from None
 
     @property

@@ -53,8 +53,8 @@ def _parts(value: object) -> bool:
 
 
 EXPECTED: dict[Check, str] = {
-    _text: "a text", _positive: "a number above 0 (1e-12 to 1e18)", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
-    _parts: "a list of numbers from 0 to 1", _texts: "a list of texts", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
+    _text: "a string", _positive: "a number above 0 (1e-12 to 1e18)", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
+    _parts: "a list of numbers from 0 to 1", _texts: "a list of strings", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
 }  # fmt: skip
 RATES: dict[str, Check] = {f.name: _positive for f in fields(Rates)}
 KEYS: dict[str, dict[str, Check]] = {
@@ -93,16 +93,16 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         said = tomllib.loads(read_plain(path, FILE_BYTES).decode("utf-8"))
     except OSError as error:
-        what = f"cannot read the machine {str(path)[:300]}"
+        what = f"the machine file {str(path)[:300]} cannot be read"
         raise PlaitError(Problem("M012", what, error.strerror or str(error), fix=("--machine h100x8",))) from None
     except (ValueError, RecursionError) as error:
-        raise PlaitError(Problem("M012", f"{path} is not TOML", str(error)[:200], str(path))) from None
+        raise PlaitError(Problem("M012", f"the machine file {path} is not TOML", str(error)[:200], str(path))) from None
     problems = [problem for table, rows in _tables(said) for row in rows for problem in _faults(table, row, str(path))]
     device = said.get("device", {})
     missing = [key for key in ("name", "device") if key not in said]
     known = device if isinstance(device, dict) else {}
     missing += [f"[device] {key}" for key in ("name", "memory_gib") if key not in known]
-    problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in missing]
+    problems += [Problem("M012", f"the machine file {path.name} has no {key}", where=str(path)) for key in missing]
     if problems:
         raise PlaitError(problems[:20])
     return said
@@ -127,13 +127,13 @@ def _tables(said: dict[str, Any]) -> list[tuple[str, list[Any]]]:
 def _faults(table: str, row: object, where: str) -> list[Problem]:
     head = f"[{table}] " if table else ""
     if not isinstance(row, dict):
-        return [Problem("M012", f"{table} is a table of keys", where=where)]
+        return [Problem("M012", f"[{table}] is not a table of keys", where=where)]
     problems = []
     for key, value in row.items():
         check = KEYS[table].get(key)
         if check is None:
             hint = did_you_mean(key, tuple(KEYS[table]))
-            problems.append(Problem("M011", f"unknown key of a machine:  {head}{key}        {hint}", where=where))
+            problems.append(Problem("M011", f"unknown key in the machine file:  {head}{key}        {hint}", where=where))
         elif not check(value):
             what = f"{head}{key[:60]} = {as_json(value)[:60]}        expected {EXPECTED[check]}"
             problems.append(Problem("M012", what, where=where))

@@ -187,12 +187,12 @@ def _wrong(phases: tuple[Phase, ...]) -> Iterator[Problem]:
     names = [phase.name for phase in phases]
     if len(set(names)) < len(names):
         yield Problem(
-            "P090", f"two phases have one name: {', '.join(names)}", fix=("a name of its own for each phase",)
+            "P090", f"two phases have the same name: {', '.join(names)}", fix=("give each phase a different name",)
         )
     if all(isinstance(phase.every, int) and phase.every > 1 for phase in phases):
         what = "no phase is due in every step"
-        why = "in some steps nothing would be trained"
-        yield Problem("P090", what, why=why, fix=("every=1 for the phase that is updated most often",))
+        why = "every phase has every > 1, so some steps would train nothing"
+        yield Problem("P090", what, why=why, fix=("set every=1 for the phase that updates most often",))
 
 
 def _wrong_fields(phase: Phase) -> Iterator[Problem]:
@@ -200,10 +200,10 @@ def _wrong_fields(phase: Phase) -> Iterator[Problem]:
     patterns = isinstance(trains, tuple) and bool(trains) and all(isinstance(n, str) for n in trains)
     made = hasattr(phase.optimizer, "param_groups")
     right = {
-        "name": (isinstance(phase.name, str) and bool(phase.name), "a word"),
+        "name": (isinstance(phase.name, str) and bool(phase.name), "a non-empty string"),
         "trains": (patterns, 'a tuple of patterns of parameter names: ("critic.*",)'),
         "loss": (callable(phase.loss), "a function of (outputs, targets)"),
-        "optimizer": (callable(phase.optimizer) and not made, "a function that makes one: lambda parameters: …"),
+        "optimizer": (callable(phase.optimizer) and not made, "a function that returns one: lambda parameters: …"),
         "forward": (phase.forward is None or callable(phase.forward), "a function of (model, *inputs), or None"),
         "every": (type(every) is int and every > 0, "a whole number ≥ 1"),
         "clip": (clip is None or (isinstance(clip, (int, float)) and clip > 0), "a number > 0, or None"),
@@ -219,11 +219,12 @@ def check_trained(names: list[str], phases: tuple[Phase, ...]) -> None:
     """P090 when a phase trains nothing, or two train the same. `names`: of the parameters that can be trained."""
     for phase in phases:
         if not any(phase.has(name) for name in names):
-            what = f"the phase {phase.name} trains nothing: no parameter is called {' or '.join(phase.trains)}"
-            raise PlaitError(Problem("P090", what, why=f"the model's are {', '.join(names[:6])}, …",
-                                     fix=(f'trains=("{names[0].partition(".")[0]}.*",)' if names else "a parameter to train",)))  # fmt: skip
+            what = f"the phase {phase.name} trains nothing: no parameter matches {' or '.join(phase.trains)}"
+            why = f"the model's parameters are {', '.join(names[:6])}, …"
+            fix = f'trains=("{names[0].partition(".")[0]}.*",)' if names else "let a parameter require gradients"
+            raise PlaitError(Problem("P090", what, why=why, fix=(fix,)))
     for name in names:
         by = [phase.name for phase in phases if phase.has(name)]
         if len(by) > 1:
-            what, why = f"{name} is trained by two phases: {', '.join(by)}", "each has an optimizer of its own"
-            raise PlaitError(Problem("P090", what, why=why, fix=("narrower patterns in Phase(trains=…)",)))
+            what, why = f"{name} is trained by two phases: {', '.join(by)}", "each phase has its own optimizer"
+            raise PlaitError(Problem("P090", what, why=why, fix=("use narrower patterns in Phase(trains=…)",)))

@@ -35,8 +35,8 @@ def from_line(text: str) -> dict[str, Any]:
     """What one line of ``key=value`` words says. All faults are raised together."""
     where = f'--plan "{_short(text, 200)}"'
     if len(text) > LINE_LENGTH:
-        why = f"{len(text)} characters, at most {LINE_LENGTH}"
-        raise PlaitError(Problem("T003", "the line is too long for a plan", why, where, ("--plan plan.toml",)))
+        why = f"it has {len(text)} characters, and a plan line has at most {LINE_LENGTH}"
+        raise PlaitError(Problem("T003", "the plan line is too long", why, where, ("--plan plan.toml",)))
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for word in text.split():
@@ -65,18 +65,18 @@ def from_file(path: Path) -> dict[str, Any]:
             size, content = os.fstat(file.fileno()).st_size, file.read(FILE_BYTES + 1)
     except OSError as error:
         why = error.strerror or str(error)
-        what = f"cannot read the plan {_short(str(path), 300)}"
+        what = f"the plan file {_short(str(path), 300)} cannot be read"
         raise PlaitError(Problem("T003", what, why, fix=('--plan "dp=2"',))) from None
     if len(content) > FILE_BYTES:
-        why = f"{max(size, len(content))} bytes, at most {FILE_BYTES}"
-        raise PlaitError(Problem("T003", f"{path} is too large for a plan", why, str(path)))
+        why = f"it has {max(size, len(content))} bytes, and a plan file has at most {FILE_BYTES}"
+        raise PlaitError(Problem("T003", f"the plan file {path} is too large", why, str(path)))
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = content.decode("utf-8")
         data = loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         why = _short(str(error), 200)
-        raise PlaitError(Problem("T003", f"{path} is not {kind}", why, str(path))) from None
+        raise PlaitError(Problem("T003", f"the plan file {path} is not {kind}", why, str(path))) from None
     values, problems = _flatten(data, path)
     return _checked(values, str(path), problems)
 
@@ -102,7 +102,7 @@ def _flatten(data: object, path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The keys of all tables in one dict, and what is wrong with the tables."""
     where, values, problems = str(path), dict[str, Any](), list[Problem]()
     if not isinstance(data, dict):
-        return values, [Problem("T003", f"{path} is not a table of plan keys", where=where)]
+        return values, [Problem("T003", f"the plan file {path} is not a table of plan keys", where=where)]
     for name, content in data.items():
         if isinstance(content, dict) != (name in TABLES):
             problems.append(_misplaced(name, content, path))
@@ -148,7 +148,7 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dic
             problems.append(Problem("T001", what, where=where))
     wild = [name for name, value in good.items() if KEYS[name].wildcard and value == 0]
     if len(wild) > 1:
-        what = f"{' and '.join(f'{name}=*' for name in wild)}: only one axis can fill the rest"
+        what = f"{' and '.join(f'{name}=*' for name in wild)}: only one axis can use the remaining ranks"
         problems.append(Problem("T002", what, where=where, fix=tuple(f"{name}=*" for name in wild)))
     if len(problems) > SHOWN:
         rest = len(problems) - SHOWN + 1
@@ -159,7 +159,7 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dic
 
 
 def _twice(key: str, where: str) -> Problem:
-    return Problem("T002", f"`{_short(key)}` is given twice", where=where, fix=("keep one",))
+    return Problem("T002", f"`{_short(key)}` is given twice", where=where, fix=("remove one of the two",))
 
 
 def _value(name: str, key: Key, value: object, where: str) -> tuple[list[Problem], Any]:
@@ -422,9 +422,9 @@ class Plan:
             others = self.devices // getattr(self, name)
             if nproc % others == 0:
                 changed = replace(self, processes="per-device", **{name: nproc // others})
-                fix += [f'--plan "{changed}"', f'--plan "{replace(changed, **{name: 0})}"  (fills the rest)']
+                fix += [f'--plan "{changed}"', f'--plan "{replace(changed, **{name: 0})}"  (* uses the remaining processes)']
                 break
-        what = f"the plan needs {_processes(self.world)}, {_processes(nproc)} were asked for"
+        what = f"the plan needs {_processes(self.world)}, and the run has {nproc}"
         return Problem("P001", what, why=f"{how} = {_processes(self.world)}", fix=tuple(fix))
 
     @staticmethod

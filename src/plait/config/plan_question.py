@@ -27,7 +27,7 @@ def check(options: PlanOptions) -> None:
     if options.deadline:
         hours(options.deadline)
     if options.objective == "min-devices" and not options.deadline:
-        why = "the fewest devices are those that end before it"
+        why = "it selects the fewest devices that finish before the deadline"
         raise PlaitError(Problem("U002", "--objective min-devices needs --deadline", why=why, fix=("--deadline 24h",)))
     if options.maximize and options.objective != "max-batch":
         fix = (f"--objective max-batch --maximize {options.maximize}",)
@@ -36,14 +36,14 @@ def check(options: PlanOptions) -> None:
         fix = ("--objective min-devices --deadline 24h",)
         raise PlaitError(Problem("U002", "--deadline has no effect without --objective min-devices", fix=fix))
     if options.learn not in (None, "none") and not Path(options.learn).is_dir():
-        what, fix = f"--learn {options.learn} is no folder", ("--learn runs", "--learn none    predictions alone")
-        raise PlaitError(Problem("U002", what, why="it is the folder of run directories", fix=fix))
+        what, fix = f"--learn {options.learn} is not a folder", ("--learn runs", "--learn none    uses predictions only")
+        raise PlaitError(Problem("U002", what, why="--learn names the folder of run directories", fix=fix))
 
 
 def counts(text: str) -> list[int]:
     """1,8,64 as numbers."""
     if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
-        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
+        raise PlaitError(Problem("U002", f"--scale {text} is not a list of device counts", fix=("--scale 1,8,64,512",)))
     return sorted({int(n) for n in text.split(",")})
 
 
@@ -76,6 +76,6 @@ def size(text_: str | None) -> float | None:
     if not 0 < found < inf:
         raise PlaitError(Problem("U002", f"--memory {text_} is not a size", fix=("--memory 80GiB",)))
     if not unit and found < BYTES:
-        why, fix = "without a unit it is bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
+        why, fix = "a number without a unit means bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
         raise PlaitError(Problem("U002", f"--memory {text_} has no unit", why=why, fix=fix))
     return found
