@@ -126,7 +126,7 @@ def test_any_json_is_a_plan_or_refused(folder: Path, tree) -> None:
 
 
 @given(
-    st.lists(st.sampled_from(["zzz=1", "dp=0", "precision=x", "compile=2", "zero=4", "word"]), min_size=1, unique=True)
+    st.lists(st.sampled_from(["zzz=1", "dp=0", "precision=x", "compile=2", "zero_stage=4", "word"]), min_size=1, unique=True)
 )
 def test_every_fault_is_reported(words: list[str]) -> None:
     with pytest.raises(PlaitError) as caught:

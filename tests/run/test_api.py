@@ -170,7 +170,7 @@ def test_a_wrong_verdict_is_a_value() -> None:
         (lambda: plait.train("nowhere.py"), ["J001"]),
         (lambda: plait.train(small, resume="nowhere"), ["K001"]),
         (lambda: plait.verify(small, steps=2), ["U002"]),
-        (lambda: plait.plan(small, objective="largest"), ["U020"]),
+        (lambda: plait.plan(small, objective="max-batch"), ["U020"]),
         (lambda: plait.plan(small, gpus=0), ["U002"]),
         (lambda: plait.sketch(small, batch=0), ["U002"]),
         (lambda: plait.Run.open("runs/nowhere"), ["R003"]),

@@ -171,7 +171,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["plan", f"{JOBS}:job", "--machine", "h100x8", "--objective", "best"], 2, "U001 invalid choice"),
     (["plan", f"{JOBS}:job", "--machine", "h100x8", "--memory", "80"], 2, "U002 80"),
     (["plan", f"{JOBS}:job", "--machine", "h100x8", "--set", "pd=2"], 2, "T001 did you mean"),
-    (["plan", f"{JOBS}:job", "--machine", "h100x8", "--deadline", "soon", "--objective", "fewest"], 2, "U002 soon"),
+    (["plan", f"{JOBS}:job", "--machine", "h100x8", "--deadline", "soon", "--objective", "min-devices"], 2, "U002 soon"),
     (["plan", f"{JOBS}:job", "--machine", "h100x8", "--gpus", "0"], 2, "U002 0"),
     (["bench", "speed"], 2, "U001 invalid choice"),
     (["bench", "data"], 2, "U001 needs a job"),

@@ -203,7 +203,7 @@ def test_a_large_mixture_is_sketched_without_its_weights(tmp_path: Path) -> None
 
 def test_the_longest_sequence_that_fits_ends_at_the_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = written(tmp_path, "gpt2", n_positions=200)
-    assert main(["plan", name, "--machine", "h100x1", "--batch", "2", "--objective", "largest", "--maximize", "seq", "--json"]) == 0
+    assert main(["plan", name, "--machine", "h100x1", "--batch", "2", "--objective", "max-batch", "--maximize", "seq", "--json"]) == 0
     out = capsys.readouterr()
     told = json.loads(out.out)["told"]
     assert 190 <= int(told.split()[1]) <= 200 and out.err.count("random tokens") == 2  # the default's, and one for all that are tried

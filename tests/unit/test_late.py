@@ -28,7 +28,7 @@ from plait.planner.question import PlanRequest
 
 SHAPES = ((512, 64), (256, 64), (256,), (64, 256), (64,), (512, 64), (512,))
 NUMBERS = 512 * 64 + 256 * 64 + 256 + 64 * 256 + 64 + 512 * 64 + 512
-GROUPS = "replica_groups=4 sync="
+GROUPS = "replica_groups=4 outer_sync="
 
 
 class Model(nn.Module):
@@ -190,7 +190,7 @@ def test_inexact_plans_are_offered_on_request_alone(asked: PlanRequest) -> None:
     assert all(row.seconds < found.rows[0].seconds for row in offers)
     given = ask(asked, {"replica_groups": 4, "sync_every": 16, "outer_sync": "diloco"})
     best = given.rows[0].plan
-    assert best.replica_groups == 4 and best.every == 16 and best.devices == 8
+    assert best.replica_groups == 4 and best.sync_every == 16 and best.devices == 8
     assert "break-even: " in text(given) and "an outer optimizer steps on how far they moved" in text(given)
 
 

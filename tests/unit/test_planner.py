@@ -285,7 +285,7 @@ def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_th
     need = estimate(tall.pace, Plan(dp=2, precision="bf16", offload="optimizer"), 32)
     memory = leaving(need.reserved * 1.02)
     chosen = ask(tall, pins, memory).rows[0].plan
-    assert (chosen.offload, chosen.recompute) == ("optimizer", "none")
+    assert (chosen.offload, chosen.activation_checkpointing) == ("optimizer", "none")
     small = replace(machine, host_memory=round(need.hosted))  # of both ranks
     assert ask(tall.on(small), pins | {"offload": "optimizer"}, memory).best is None
     everything = estimate(tall.pace, Plan(fsdp=2, precision="bf16", offload="all"), 32)
@@ -296,7 +296,7 @@ def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_th
 def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: PlanRequest) -> None:
     """The model has four heads: four ranks can share them out, eight cannot."""
     for cp, contexts in ((2, {"ring", "ulysses"}), (4, {"ring", "ulysses"}), (8, {"ring"})):
-        assert {b.context for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
+        assert {b.cp_method for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
     times = {c: ask(asked, {"cp": 4, "cp_method": c}).rows[0].seconds for c in ("ring", "ulysses")}
     assert ask(asked, {"cp": 4}).rows[0].seconds <= min(times.values()) * 1.02
 
@@ -431,7 +431,7 @@ def test_pins_that_no_plan_keeps_are_said(asked: PlanRequest) -> None:
     assert "chosen" not in text(found)
     said = impossible(found)
     assert said.code == "P070" and "tp=3 does not divide 8 devices" in said.why and "--gpus 3" in said.fix
-    assert "no 8 stages" in impossible(ask(asked, {"pp": 8})).why
+    assert "too few for 8 stages" in impossible(ask(asked, {"pp": 8})).why
     plain = replace(job(), model=lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)))
     found = ask(PlanRequest.of(plain, "plain.py", Machine.named("h100x8")), {"cp": 2})
     assert "only for models that call scaled_dot_product_attention" in impossible(found).why
@@ -679,8 +679,8 @@ def _unknown() -> Machine:
     "words, code",
     [
         (["--memory", "much"], "U002"), (["--gpus", "0"], "U002"), (["--scale", "a"], "U002"), (["--set", "tpp=2"], "T001"),
-        (["--objective", "fewest"], "U002"), (["--deadline", "24h"], "U002"), (["--maximize", "length"], "U002"), (["--machine", "h1000x8"], "M010"),
-        (["--gpus", "12"], "U002"), (["--objective", "fewest", "--deadline", "soon"], "U002"),
+        (["--objective", "min-devices"], "U002"), (["--deadline", "24h"], "U002"), (["--maximize", "length"], "U002"), (["--machine", "h1000x8"], "M010"),
+        (["--gpus", "12"], "U002"), (["--objective", "min-devices", "--deadline", "soon"], "U002"),
     ],
 )  # fmt: skip
 def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_path) -> None:

@@ -223,7 +223,7 @@ def test_what_a_row_says_of_its_software() -> None:
     plain, lora, four = (run_of(row | {"note": note}) for note in ("DDP", "FSDP, LoRA", "QLoRA nf4, channels last"))
     assert (plain.lora, lora.lora, lora.quantized, four.quantized) == (False, True, False, True) and four.stack.channels_last
     assert [plan.dp for plan, *_ in plain.plans] == [8] * len(plain.plans) and {plan.fsdp for plan, *_ in lora.plans} == {8}
-    ring, heads = (run_of(row | {"note": note, "cp": "8"}).plans[0][0].context for note in ("", "Ulysses"))
+    ring, heads = (run_of(row | {"note": note, "cp": "8"}).plans[0][0].cp_method for note in ("", "Ulysses"))
     assert (ring, heads) == ("ring", "ulysses")
 
 

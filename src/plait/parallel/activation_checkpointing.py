@@ -93,7 +93,7 @@ def _check_draws(split: SplitModel) -> None:
     if draws and split.whole_sketch.differentiates:
         what = f"activation_checkpointing={split.plan.activation_checkpointing} does not work with random numbers in {draws[0]}"
         why = "the forward pass asks for derivatives, and what is computed again for them there would draw others"
-        raise PlaitError(Problem("P092", what, why=why, fix=("leave out recompute", "no dropout in it")))
+        raise PlaitError(Problem("P092", what, why=why, fix=("leave out activation_checkpointing", "no dropout in it")))
 
 
 class Recomputed(RepeatableForward):

@@ -65,7 +65,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         return
     if plan.along(SAME_SLICES) == 1 and plan.processes != "one":
         what = f"grad_compression={plan.grad_compression} has no effect: there are no copies in the plan"
-        fix = ("dp=2", "replica_groups=2", "leave out compress")
+        fix = ("dp=2", "replica_groups=2", "leave out grad_compression")
         yield Problem("P030", what, why="dp=1 and replica_groups=1", fix=fix)
 
 

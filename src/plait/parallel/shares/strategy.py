@@ -58,7 +58,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if count == 1:
         what = f"batch_split={plan.batch_split} shares out nothing: one process has the whole batch"
         why = "processes=one cuts it into equal parts for its threads" if plan.processes == "one" else "dp=1, fsdp=1"
-        yield Problem("P015", what, why=why, fix=("dp=2", "leave out batch_shares"))
+        yield Problem("P015", what, why=why, fix=("dp=2", "leave out batch_split"))
     elif given and len(given) != count:
         axes = f"dp={plan.dp} × fsdp={plan.fsdp} = {count} ranks with samples of their own"
         fitting = ":".join(map(str, (*given, *[1] * count)[:count]))
