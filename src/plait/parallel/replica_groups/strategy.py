@@ -31,7 +31,7 @@ Choose when
 
 Avoid when
     Links are fast: dp is exact and as quick. Or the model trains for few steps. With about ten synchronizations, the
-    published rates (0.7, 0.9) are no better than plain averaging; they need a hundred or more.
+    published rates (0.7, 0.9) are no better than plain averaging; they need a hundred or more synchronizations.
 
 How it stays exact
     The run is exact relative to its own algorithm. `plait verify` trains k models in one process by the following

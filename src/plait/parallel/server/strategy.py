@@ -3,7 +3,7 @@
 What it does
     A server has the weights and the optimizer. Each group receives the weights and a *portion* of the next samples. It
     computes the gradient of that portion, sends it, and requests the next. A *clock* is the samples of one step,
-    `Job.batch` of them. With `server_update=clock`, the server waits for all gradients of a clock. Then it takes one
+    `Job.batch` of them. With `server_update=clock`, the server waits for the gradients of a clock. Then it takes one
     step of the job's own optimizer on their weighted sum, which is clipped once. With `server_update=nesterov`, it
     takes a step for every gradient, by delayed Nesterov with the momentum of the job's SGD. Each gradient is clipped
     separately. The weights of a gradient may be up to `staleness` versions old. If a group fails, it is left out or
@@ -19,7 +19,7 @@ Costs
     the weights and the optimizer state in host memory, a P-th each. Traffic: for each portion of every group, the
     server receives a gradient and sends the weights. With N groups, and so N portions per clock, the link carries 2 N
     times the parameters' bytes per clock, divided by P servers. Samples to a given loss: a stale gradient improves the
-    loss less. `staleness=0` gives the training of one device.
+    loss less. With `staleness=0`, the training is that of one device (conditions below).
 
 Choose when
     Devices have different speeds, or join and leave, and one slow or lost device must not block the others.
