@@ -111,7 +111,7 @@ def chain(texts: str, color: str, start: float = 0, length: float = 1) -> list[S
 
 def data() -> Drawing:
     d = Drawing("Data parallelism: each rank runs forward and backward on its own samples; as backward fills a bucket of gradients, "
-                "its all-reduce starts, beside the rest of backward")  # fmt: skip
+                "its all-reduce starts, while backward continues")  # fmt: skip
     computing = [Span(0, 4, "forward", BLUE), *(Span(4 + 2 * i, 2, f"bucket {i + 1}", GREEN) for i in range(3)), Span(12, 2, "step", GRAY)]
     links = [Span(6 + 2 * i, 2 if i < 2 else 1.9, f"sum {i + 1}", ORANGE) for i in range(3)]
     y = timeline(d, 0, {"rank 0": computing, "rank 1": computing, "links": links}, 29)

@@ -7,11 +7,11 @@ What it does
     head). A model without such a unit is compiled as one graph. Modules stay what they are, and so do parameter names,
     hooks and checkpoints.
 
-    No message between ranks is part of a graph. If a unit sends or receives something, one graph ends there and another
-    starts. This happens at the borders of slices (tp), at attention (cp), and at each mixture of experts (ep). Shards
-    (fsdp) and stages (pp) send messages between units only. Masks of dropout layers enter a graph as one opaque
-    operator, which gets its place from each unit. Other random numbers are drawn between graphs. So all random numbers
-    equal those of the uncompiled model.
+    No message between ranks is part of a graph, except the statistics of batch normalization. If a unit sends or
+    receives something, one graph ends there and another starts. This happens at the borders of slices (tp), at
+    attention (cp), and at each mixture of experts (ep). Shards (fsdp) and stages (pp) send messages between units only.
+    Masks of dropout layers enter a graph as one opaque operator, which gets its place from each unit. Other random
+    numbers are drawn between graphs. So all random numbers equal those of the uncompiled model.
 
 Picture
     dp, fsdp, pp   [ norm · q k v · attention · o · + · norm · MLP · + ]                          a block is one graph

@@ -1,17 +1,17 @@
 """Batch normalization over all ranks: the statistics of the global batch, not of each rank's local batch.
 
 What it does
-    The output of a layer that normalizes over the batch depends on the samples that it sees together. Under `dp`, the
-    user's batch-norm modules get their training statistics from all ranks. plait replaces their class in place, so
-    names, parameters and buffers stay. It treats a `SyncBatchNorm` like any other batch norm, and skips that module's
-    own messages.
+    The output of a layer that normalizes over the batch depends on the samples that it sees together. Under `dp` and
+    `fsdp`, the user's batch-norm modules get their training statistics from all ranks. plait replaces their class in
+    place, so names, parameters and buffers stay. It treats a `SyncBatchNorm` like any other batch norm, and skips that
+    module's own messages.
 
 Costs
     Traffic: for a layer of C channels, one all-gather of 2 C + 1 values in forward and one all-reduce of 2 C in
     backward. The rank waits for each, so a model with many small layers becomes slower.
 
 Choose when
-    It is automatic: a `dp` plan needs it for the training result of one device.
+    It is automatic: plans with `dp` or `fsdp` need it for the training result of one device.
 
 Avoid when
     The network can use group or layer normalization instead, which see one sample at a time.
