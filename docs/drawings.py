@@ -111,7 +111,7 @@ def chain(texts: str, color: str, start: float = 0, length: float = 1) -> list[S
 
 def data() -> Drawing:
     d = Drawing("Data parallelism: each rank runs forward and backward on its own samples; as backward fills a bucket of gradients, "
-                "its all-reduce starts, beside the rest of backward")  # fmt: skip
+                "its all-reduce starts, while backward continues")  # fmt: skip
     computing = [Span(0, 4, "forward", BLUE), *(Span(4 + 2 * i, 2, f"bucket {i + 1}", GREEN) for i in range(3)), Span(12, 2, "step", GRAY)]
     links = [Span(6 + 2 * i, 2 if i < 2 else 1.9, f"sum {i + 1}", ORANGE) for i in range(3)]
     y = timeline(d, 0, {"rank 0": computing, "rank 1": computing, "links": links}, 29)
@@ -151,7 +151,7 @@ def pipeline() -> Drawing:
 
 
 def tensor() -> Drawing:
-    d = Drawing("Tensor parallelism: a pair of layers is sharded by columns and then by rows; one sum over the ranks follows. With "
+    d = Drawing("Tensor parallelism: a column layer and a row layer are sharded; one sum over the ranks follows. With "
                 "sequence_parallel norms are computed on sequence shards. With async_tp matmuls overlap with the gather")  # fmt: skip
     for top, heading, first, last in ((0, "sequence_parallel=false", "all rows", "all-reduce"),
                                       (112, "sequence_parallel=true", "its rows", "reduce-scatter")):  # fmt: skip
@@ -206,7 +206,7 @@ def context() -> Drawing:
 
 
 def expert() -> Drawing:
-    d = Drawing("Expert parallelism: a router chooses experts for each token; tokens travel to the ranks that hold them, and the results back")
+    d = Drawing("Expert parallelism: a router chooses experts for each token; tokens are sent to the ranks that have these, and results back")
     for rank in (0, 1):
         y = 70 * rank
         d.text(0, y + 22, f"rank {rank}")
@@ -248,7 +248,7 @@ def threads() -> Drawing:
 
 
 def shares() -> Drawing:
-    d = Drawing("Batch shares: with equal shares the fast rank waits for the slow one; with shares by speed all finish together")
+    d = Drawing("Local batches by speed: if they are equal, the fast rank waits for the slow one; if they follow speed, all ranks finish together")
     d.text(0, 8, "batch_split=equal", bold=True)
     y = timeline(d, 20, {"fast": [Span(0, 4, "32 samples", BLUE), Span(4, 8, "waits", GRAY)], "slow": [Span(0, 12, "32 samples", ORANGE)]}, 33)
     d.text(0, y + 14, "batch_split=3:1", bold=True)
@@ -257,7 +257,7 @@ def shares() -> Drawing:
 
 
 def accumulate() -> Drawing:
-    d = Drawing("Gradient accumulation: three micro-batches one after the other; gradients add up, and are summed over ranks in the last backward")
+    d = Drawing("Gradient accumulation: three micro-batches in sequence; gradients accumulate, and are summed over ranks in the last backward")
     row = [*(Span(4 * i + 2 * k, 2, f"{'FB'[k]}{i}", (BLUE, GREEN)[k]) for i in range(3) for k in (0, 1)), Span(12, 2, "step", GRAY)]
     y = timeline(d, 0, {"rank 0": row, "rank 1": row, "links": [Span(10.6, 1.4, "sum", ORANGE)]}, 29)
     d.legend(y + 12, forward=BLUE, backward=GREEN, **{"all-reduce": ORANGE})
@@ -265,7 +265,7 @@ def accumulate() -> Drawing:
 
 
 def activation_checkpointing() -> Drawing:
-    d = Drawing("Activation recomputation: which activations are kept from forward to backward, and what is computed again, for three units")
+    d = Drawing("Activation checkpointing: which activations are stored from forward to backward, and which are recomputed, for three units")
     cases = {  # actions, and the units of activations that are kept after each
         "none": ("F1 F2 F3 B3 B2 B1", (1, 2, 3, 2, 1, 0)),
         "selective": ("F1 F2 F3 r3 B3 r2 B2 r1 B1", (0.5, 1, 1.5, 2, 1, 1.5, 0.5, 1, 0)),
@@ -290,7 +290,7 @@ def activation_checkpointing() -> Drawing:
 
 
 def compiled() -> Drawing:
-    d = Drawing("Compile by regions: under dp, fsdp and pp a block is one graph; under tp and cp graphs end where ranks exchange something")
+    d = Drawing("Regional compilation: under dp, fsdp and pp a block is one graph; under tp and cp graphs end at messages between ranks")
     names = ("norm", "q k v", "attn", "o", "+", "norm", "MLP", "+")
     widths = (48, 48, 48, 36, 26, 48, 60, 26)
     outside = {"dp, fsdp, pp": set[int](), "tp": {1, 3, 6}, "cp": {2}}
@@ -306,7 +306,7 @@ def compiled() -> Drawing:
 
 
 def compression() -> Drawing:
-    d = Drawing("Compressed gradients with error feedback: the residual of a step is added to the gradient of the next")
+    d = Drawing("Gradient compression with error feedback: the residual of a step is added to the gradient of the next")
     for rank in (0, 1):
         y = 74 * rank
         d.text(0, y + 15, f"rank {rank}")

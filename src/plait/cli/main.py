@@ -285,27 +285,27 @@ COMMANDS = {
         ),
     ),
     "verify": Command(
-        "prove that the split run computes what one device computes", of.VerifyOptions, _in("plait.cli.verify"),
+        "check that the split run computes the same as one device", of.VerifyOptions, _in("plait.cli.verify"),
         ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
     ),
     "prove": Command(
-        "see whether your own distributed script, without plait, trains what it trains on one device", of.ProveOptions, _in("plait.cli.prove"),
+        "check that your own distributed script, without plait, trains the same as on one device", of.ProveOptions, _in("plait.cli.prove"),
         ('"python train.py --batch-size 32" "torchrun --nproc-per-node 2 train.py --batch-size 16"',),
     ),
     "check": Command(
-        "see in seconds whether a plan can cut the job's batches", of.CheckOptions, _in("plait.cli.check"),
+        "check that a plan is valid for this job's data and loss (takes seconds)", of.CheckOptions, _in("plait.cli.check"),
         ('job.py --plan "dp=2"', 'job.py --plan "dp=8 microbatches=4" --full'),
     ),
     "chaos": Command(
-        "pose the fault matrix on a small run of the job: is what plait promises kept?", of.ChaosOptions, _in("plait.cli.chaos"),
+        "inject faults into a small run of the job and check that it recovers", of.ChaosOptions, _in("plait.cli.chaos"),
         ('job.py --plan "dp=2"', 'job.py --plan "fsdp=2" --only kill --seed 7', "job.py --list"),
     ),
     "sketch": Command(
-        "show what a model costs, unit by unit, without running it", of.SketchOptions, _in("plait.cli.sketch"),
+        "show what each unit of a model costs, without running it", of.SketchOptions, _in("plait.cli.sketch"),
         ("job.py", 'job.py --plan "fsdp=8 activation_checkpointing=full"'),
     ),
     "plan": Command(
-        "choose a plan: will it fit, how fast, why; or look at one", of.PlanOptions, _in("plait.cli.plan_options"),
+        "choose a plan by predicted memory and speed, or inspect one plan", of.PlanOptions, _in("plait.cli.plan_options"),
         (
             "job.py --machine h100x8",
             "job.py --machine a100x8 --objective min-cost",
@@ -314,7 +314,7 @@ COMMANDS = {
         ),
     ),
     "submit": Command(
-        "write what a scheduler wants: Slurm, Kubernetes, SkyPilot, Ray, ssh", of.SubmitOptions, _in("plait.integrations.submit.command"),
+        "write the file for a scheduler: Slurm, Kubernetes, SkyPilot, Ray, ssh", of.SubmitOptions, _in("plait.integrations.submit.command"),
         (
             'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --output job.sbatch',
             "jobset job.py --plan fsdp=16 --machine h100x8x2 --image registry/train:1 --volume shared:/mnt",
@@ -322,15 +322,15 @@ COMMANDS = {
         ),
     ),
     "bench": Command(
-        "measure this machine: compute, communication, a job's loader", of.BenchOptions, _in("plait.cli.bench"),
+        "measure this machine's compute and communication, or a job's data loading", of.BenchOptions, _in("plait.cli.bench"),
         ("compute", "data job.py"),
     ),
     "report": Command(
-        "write a page of a run: how fast it was, where the time went, what to change", of.ReportOptions, _in("plait.cli.report"),
+        "write a page about a run: its speed, where the time went, what to change", of.ReportOptions, _in("plait.cli.report"),
         ("", "--timeline", "runs/gpt-3 --timeline --json", "--try 3"),
     ),
     "replay": Command(
-        "compute a past step of a run again, and rank its samples", of.ReplayOptions, _in("plait.cli.replay"),
+        "recompute a past step of a run, and rank its samples", of.ReplayOptions, _in("plait.cli.replay"),
         ("--step 57", "runs/gpt-3 --step 57 --bisect", 'runs/gpt-3 --step 57 --plan "dp=2 tp=2"'),
     ),
     "checkpoint": Command(

@@ -1,30 +1,32 @@
-"""Gradient accumulation (microbatches): a share of the batch computed in parts, one optimizer step for all of them.
+"""Gradient accumulation (microbatches): a local batch is computed in parts, with one optimizer step for all of them.
 
 What it does
-    Each rank cuts its share into m micro-batches and runs forward and backward on one after the other; gradients add
-    up in place. Only the last backward synchronises with other ranks.
+    Each rank splits its local batch into m micro-batches, and runs forward and backward on one after the other.
+    Gradients are accumulated in place. Only the last backward reduces them over the ranks.
 
 Picture
     rank 0   F0 B0 F1 B1 F2 B2▓ ─► step        ▓ gradients are summed over the ranks in the last backward only
     rank 1   F0 B0 F1 B1 F2 B2▓ ─► step
 
 Costs
-    Memory: activations of one micro-batch instead of the whole share. Time: smaller matrix products, m times the
-    launch overhead; traffic is that of one step.
+    Memory: activations of one micro-batch instead of the full local batch. Time: matrix products are smaller, and the
+    launch overhead is m times as large. Traffic: that of one step.
 
 Choose when
-    The activations of the whole share do not fit.
+    The activations of the full local batch do not fit.
 
 Avoid when
-    The whole share fits: a larger matrix product is a faster one.
+    They fit: a larger matrix product is faster.
 
 How it stays exact
-    A micro-batch's loss is a mean over its own weight; it enters with that weight over the weight of the global
-    batch. Averaging the parts' means instead is wrong whenever the parts are unequal (a ragged batch, masked tokens).
-    Batch statistics are the exception: a layer that normalises over the batch sees one micro-batch at a time.
-    Dynamic padding is that of the global batch: a part with shorter samples is collated beside the batch's longest, whose
-    row is dropped (`data/padding.py`), so dropout and whatever looks at padded places are one device's; it computes their
-    padding too. A `collate` that sorts, packs, crops or draws numbers is left alone, and named where the model draws any.
+    A micro-batch's loss is a mean over its own weight. It counts with that weight over the weight of the global batch.
+    The mean of the micro-batches' means would be wrong if they are unequal (a short batch, masked tokens). Batch
+    statistics are the exception: a layer that normalizes over the batch sees one micro-batch at a time.
+
+    Dynamic padding is that of the global batch. A micro-batch with shorter samples is collated together with the
+    batch's longest sample, whose row is then dropped (`data/padding.py`). So dropout, and all other code that reads
+    padded positions, gets what it gets on one device. The micro-batch also computes this padding. plait does not change
+    a `collate` that sorts, packs, crops or draws random numbers, and names it if the model draws random numbers.
 
 Paper
     Ott et al. 2018, Scaling Neural Machine Translation.

@@ -1,9 +1,9 @@
-"""Activation checkpointing (activation_checkpointing): forget what the forward pass computed, compute it again in backward.
+"""Activation checkpointing (activation_checkpointing): discard activations in forward, and recompute them in backward.
 
 What it does
-    Backward needs what forward computed in between. `full` keeps only the inputs of each unit and runs the unit's
-    forward again when its backward begins. `selective` keeps what is dear to redo (matrix products, convolutions,
-    attention) and redoes what is cheap (norms, activations, dropout, casts).
+    Backward needs the intermediate results of forward. `full` stores only the inputs of each unit, and runs the unit's
+    forward again when its backward starts. `selective` stores the outputs of expensive operators (matrix products,
+    convolutions, attention), and recomputes cheap ones (norms, activations, dropout, casts).
 
 Picture
     none        F1 F2 F3          B3 B2 B1        all activations live until their backward
@@ -11,20 +11,20 @@ Picture
     selective   F1 F2 F3       ·B3   ·B2   ·B1    · only the cheap part again
 
 Costs
-    Memory: full keeps a unit's inputs instead of all it saved; selective keeps the outputs of the dear operators.
-    Compute: full adds one forward pass, a third of the step; selective a few per cent. Traffic: none (a sharded
-    unit's parameters are there already, its backward needs them too).
+    Memory: `full` stores a unit's inputs instead of all that autograd saves; `selective` stores the outputs of the
+    expensive operators. Compute: `full` adds one forward pass, a third of the step; `selective` adds a few percent.
+    Traffic: none, because the backward of a sharded unit gathers its parameters anyway.
 
 Choose when
-    Activations are what does not fit: long sequences, large micro-batches, deep models. Selective first.
+    Activations do not fit: long sequences, large micro-batches, deep models. Try `selective` first.
 
 Avoid when
     They fit.
 
 How it stays exact
-    The second forward must be the first one again: random numbers are keyed by place, so the same masks are drawn;
-    the number format is restored; buffers that a forward pass changes (running statistics) are put aside, so that the
-    second pass does not change them again.
+    The second forward must repeat the first. Random numbers are keyed by place, so dropout draws the same masks. The
+    number format is restored. Buffers that a forward pass changes (running statistics) are saved and restored, so the
+    second forward does not change them again.
 
 Paper
     Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Korthikanti et al. 2022, Reducing Activation

@@ -1,14 +1,17 @@
 """Compile: let `torch.compile` fuse the operations of each unit.
 
 What it does
-    The forward and backward of every unit that consists of modules (a block of a transformer, a stage of a CNN) become
-    generated kernels: compilation by regions. Units that are alike share one compiled code, whatever their number. What lies
-    between units, and a unit that is a single layer of torch's (an embedding, a head), runs as it is. A model that has
-    no such unit is compiled as a whole. Modules stay what they are, and so do parameter names, hooks and checkpoints.
-    What ranks exchange is never part of a graph: where a unit exchanges something, one graph ends and another begins.
-    Those are the borders of slices (tp), attention (cp), and whole layers of experts (ep). Shards (fsdp) and stages (pp)
-    exchange between units. Masks of dropout layers enter a graph as one opaque operator that is told by each unit where it
-    is; other random numbers are drawn between graphs. So all of them stay equal to the uncompiled ones.
+    Some units consist of modules (a block of a transformer, a stage of a CNN). `compile=true` turns the forward and
+    backward of each into generated kernels (regional compilation). Equal units use one compiled code, however many they
+    are. Code between units runs uncompiled, and so does a unit that is a single layer of torch's (an embedding, a
+    head). A model without such a unit is compiled as one graph. Modules stay what they are, and so do parameter names,
+    hooks and checkpoints.
+
+    No message between ranks is part of a graph, except the statistics of batch normalization. If a unit sends or
+    receives something, one graph ends there and another starts. This happens at the borders of slices (tp), at
+    attention (cp), and at each mixture of experts (ep). Shards (fsdp) and stages (pp) send messages between units only.
+    Masks of dropout layers enter a graph as one opaque operator, which gets its place from each unit. Other random
+    numbers are drawn between graphs. So all random numbers equal those of the uncompiled model.
 
 Picture
     dp, fsdp, pp   [ norm · q k v · attention · o · + · norm · MLP · + ]                          a block is one graph
@@ -16,20 +19,21 @@ Picture
     cp             [ norm · q k v ] attention ⇄ [ o · + · norm · MLP · + ]
 
 Costs
-    Seconds to minutes before the first step, once for all alike units and again for another shape of input (a short last batch,
-    an uneven share). A C++ compiler must be installed on CPU. Under tp, units do not run on stretches of the sequence
-    (`sequence_parallel`): what lies between slices is computed and kept on every rank. Each call of a graph costs the
-    host something, so units of little work gain nothing.
+    Time: seconds to minutes before the first step, once for all equal units. Each other input shape (a short last
+    batch, an uneven local batch) costs the same again. On a CPU, a C++ compiler must be installed. Under tp, units do
+    not use sequence shards (`sequence_parallel`): every rank computes and keeps the activations between slices in full.
+    Each call of a graph costs the host some time, so small units gain nothing.
 
 Choose when
-    Many small element-wise operations, many steps.
+    The model has many small element-wise operations, and the run many steps.
 
 Avoid when
-    Short runs, shapes that change all the time, models whose Python changes course in every step. With `activation_checkpointing=selective` and
-    the schedules that split the backward pass it does not work.
+    Runs are short, shapes change all the time, or the model's Python code takes other branches in every step.
+    `compile=true` is rejected with `activation_checkpointing=selective` and with schedules that split the backward
+    pass.
 
 Paper
-    Ansel et al. 2024, PyTorch 2 (ASPLOS); Liang et al. 2024, TorchTitan, for compilation by regions.
+    Ansel et al. 2024, PyTorch 2 (ASPLOS); Liang et al. 2024, TorchTitan, for regional compilation.
 """
 
 import shutil

@@ -1,28 +1,30 @@
 """Offload: keep in host memory what the device does not need at the moment.
 
 What it does
-    The optimizer reads and writes its state once per step and is done with it. `optimizer` keeps that state, and the
-    copy of the parameters it updates, in host memory: gradients travel there, the step is taken on the host, and new
-    parameters travel back. `all` keeps the parameters there too: a unit's are copied to the device when it is gathered.
+    The optimizer reads and writes its state once per step. `offload=optimizer` keeps that state in host memory, with
+    the copy of the parameters that the optimizer updates. Gradients are copied to the host, the host takes the
+    optimizer step, and the new parameters are copied back. `offload=all` keeps the parameters on the host too. Those of
+    a unit are copied to the device when the unit is gathered.
 
 Picture
     device   F ─► B ─► gradients ┐                    ┌─► parameters ─► F …
     host                         └► optimizer step ───┘
 
 Costs
-    Memory: Adam's state is two numbers per parameter, with its copy of the parameters three; they leave the device.
-    Traffic: gradients out and parameters in, once per step (`all`: parameters in at every gather), over the bus.
-    Compute: the host's optimizer step is many times slower than the device's; a fused optimizer helps. The host waits for
-    the gradients once in each step.
+    Memory: Adam's state is two values per parameter, or three with its copy of the parameters; they leave the device.
+    Traffic: gradients to the host and parameters back, once per step (with `all`, parameters at every gather), over the
+    bus. Compute: the host's optimizer step is many times slower than the device's; a fused optimizer helps. The host
+    waits for the gradients once in each step.
 
 Choose when
-    The state does not fit though it is sharded over all the devices there are.
+    The state does not fit, although it is sharded over all available devices.
 
 Avoid when
-    It fits, or more devices can share it. On CPU processes there is nothing to save: the copies cost memory there.
+    The state fits, or can be sharded over more devices. On CPU processes it saves nothing: the copies need more memory
+    there.
 
 How it stays exact
-    The same optimizer takes the same step on the same numbers, elsewhere.
+    The same optimizer takes the same step on the same values, on the host instead of the device.
 
 Paper
     Ren et al. 2021, ZeRO-Offload (USENIX ATC).

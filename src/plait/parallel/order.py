@@ -1,11 +1,11 @@
 """The strategies, in the order in which they are applied to a model.
 
-The pipeline first, because everything after it belongs to a stage. Then whose experts are where, which
-slices of layers and which stretches of sequences; then precision, because it decides in which format
-everything after it computes; what splits the samples inside one process (threads, micro-batches); what is recomputed,
-inside of which compile works; what copies send each other; then the copies and shards between processes, because their
-hooks must see the parameters as they finally are; then where the optimizer's tensors live, because only now it is known
-which they are; and last what replica groups send each other, which is all that a rank holds by then.
+The pipeline is first, because everything after it belongs to a stage. The placement of experts, slices of layers and sequence
+shards follow. Precision is next, because it decides the format in which everything after it computes. Then come the strategies
+that split the samples inside one process (threads, micro-batches), activation checkpointing, and compile inside it. Gradient
+compression comes before the replicas and shards between processes, whose hooks must see the final parameters. Offload
+comes after them, because only then the tensors of the optimizer are known. Last are replica groups and the server, which send
+all that a rank has by then.
 
 A strategy is a module with the names of `Strategy`: no base class, no registry, no state. Its docstring explains the
 technique to a newcomer under fixed headings (What it does, Costs, Choose when, Avoid when, Paper).

@@ -1,33 +1,38 @@
-"""Precision: compute in fewer bits, keep and sum in 32.
+"""Precision: compute in fewer bits, keep weights and sums in 32.
 
 What it does
-    bf16 and fp16 run the forward pass under autocast: matrix products and convolutions in 16 bits, reductions,
-    norms and losses in 32. Weights (the master copy), gradients, their sum over ranks and the optimizer stay fp32.
-    fp16 has 5 exponent bits, so small gradients would vanish: the loss is multiplied by a scale before backward and
-    gradients are divided by it after. When they overflow, the step is skipped and the scale halved; it doubles after
-    2,000 good steps. An overflow at a scale of 1, or a loss that is not finite, is no matter of scale: `--on-nan` decides.
+    bf16 and fp16 run the forward pass under autocast: matrix products and convolutions in 16 bits, reductions, norms
+    and losses in 32. Weights (the master weights), gradients, their sum over ranks and the optimizer state stay in
+    fp32.
+
+    fp16 has 5 exponent bits, so small gradients would underflow to zero. The loss is therefore multiplied by a *loss
+    scale* before backward, and the gradients are divided by it after. If they overflow, all ranks skip the step and
+    halve the scale. It doubles after 2,000 steps without overflow. If gradients overflow at a scale of 1, or the loss
+    is not finite, the scale is not the cause, and `--on-nan` decides.
+
     fp8 is bf16 with the matrix products of linear layers in 8 bits, by torchao (`parallel/fp8.py`).
-    tf32 keeps every number in fp32, and a GPU rounds what it multiplies, in matrix products and convolutions, to a mantissa of
-    10 bits. Elsewhere it is fp32. fp32 leaves torch's settings as they are: matrix products in full fp32 unless the job
-    has called `torch.set_float32_matmul_precision`, and cuDNN's convolutions in tf32.
+
+    tf32 keeps every value in fp32. A GPU rounds the inputs of matrix products and convolutions to a mantissa of 10
+    bits. On other devices, tf32 is fp32. fp32 leaves torch's settings as they are: matrix products in full fp32 unless
+    the job has called `torch.set_float32_matmul_precision`, and cuDNN's convolutions in tf32.
 
 Costs
-    Memory: activations halve; weights, gradients and optimizer state do not. Compute: faster matrix products
-    where the device has 16-bit units; fp16 on a CPU is slower than fp32 by far. tf32 saves no memory, and its products are
-    half as fast as bf16's, and several times as fast as fp32's.
+    Memory: activations halve; weights, gradients and optimizer state do not. Compute: matrix products are faster on
+    devices with 16-bit units. On a CPU, fp16 is far slower than fp32. tf32 saves no memory. Its products are half as
+    fast as bf16's, and several times as fast as fp32's.
 
 Choose when
-    bf16: nearly always on hardware that has it. fp16: on accelerators without bf16. tf32: where 16 bits are too few, on
-    NVIDIA's GPUs from Ampere on. fp8: large linear layers, compiled, on
-    GPUs with fp8 units; rowwise loses less to a few large numbers, tensorwise is faster.
+    bf16: nearly always, on hardware that has it. fp16: on accelerators without bf16. tf32: if 16 bits are too few, on
+    NVIDIA GPUs from Ampere on. fp8: for large linear layers, compiled, on GPUs with fp8 units. The fp8 recipe `rowwise`
+    loses less precision to a few large values, and `tensorwise` is faster.
 
 Avoid when
-    Results must equal fp32's. This is another rounding, hence not exact; `plait verify` proves the logic in float64, and
-    holds a step in this format against one device in the same format (`proof/formats.py`).
+    Results must equal those of fp32. These formats round differently, so they are not exact. `plait verify` proves the
+    logic in float64, and also compares a step in this format with one device in the same format (`proof/formats.py`).
 
 How it stays equal on all ranks
-    The overflow decision is taken on the *global* gradient norm, after the sum over ranks: an infinity on one rank
-    is an infinity on every rank, so all skip or none does.
+    The ranks decide about an overflow by the *global* gradient norm, after the sum over ranks. An infinity on one rank
+    is an infinity on every rank, so all ranks skip the step or none does.
 
 Paper
     Micikevicius et al. 2018, Mixed Precision Training (ICLR).

@@ -1,29 +1,31 @@
-"""The classic DataParallel (dp=N processes=one): one process drives all devices, one thread each.
+"""The classic DataParallel (dp=N processes=one): one process drives all devices, with one thread each.
 
 What it does
-    In every step device 0 sends the weights to N replicas, cuts the batch, runs the replicas in threads, gathers
-    their outputs, computes the loss, sends the outputs' gradients back, and collects the replicas' gradients.
+    In every step, device 0 sends the weights to N replicas, splits the batch, and runs the replicas in threads. It
+    gathers their outputs, computes the loss, and sends back the gradients of the outputs. Then it collects the
+    replicas' gradients.
 
 Picture
     device 0   weights─►  F0 ◄─outputs  loss ─►gradients  B0 ◄─gradients  step
     device 1         └─►  F1 ─┘             └─►           B1 ─┘           idle
 
 Costs
-    Time: the weights travel every step, Python's interpreter lock is shared by all threads, and device 0 alone
-    computes the loss and the optimizer step. Memory: device 0 holds the optimizer state and all gathered outputs
-    besides its own replica, so it is full first. The engine reports both: the spans `replicate`, `loss` and
-    `collect`, and `device_bytes` in the metrics, device 0 first.
+    Time: the weights are sent in every step, and all threads wait for Python's one interpreter lock. Device 0 alone
+    computes the loss and the optimizer step. Memory: device 0 has the optimizer state and all gathered outputs in
+    addition to its replica, so its memory is full first. The engine reports both: the spans `replicate`, `loss` and
+    `collect`, and `device_bytes` in the metrics, with device 0 first.
 
 Choose when
-    To see why it was given up.
+    You want to see why the field stopped using it.
 
 Avoid when
-    You have the choice: dp=N with a process per device does the same without any of these costs.
+    You have the choice: dp=N with one process per device does the same without any of these costs.
 
 How it stays exact
-    The loss sees the gathered outputs of the whole batch, as on one device. Random numbers are keyed by global
-    sample, so each thread draws its stretch. Batch normalisation uses each replica's own statistics and keeps those
-    of device 0, as it always did in DataParallel: inexact, and named. So are numbers drawn from Python's generator.
+    The loss sees the gathered outputs of the global batch, as on one device. Random numbers are keyed by global sample,
+    so each thread draws those of its samples. Batch normalization uses each replica's own statistics and keeps those of
+    device 0, as in torch's DataParallel. This is inexact, and plait names it. Random numbers from Python's generator
+    are inexact too, and named.
 
 Paper
     Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks.

@@ -1,11 +1,11 @@
-"""Compressed sums (compress): copies send their gradients in fewer bytes, and keep what they could not send for the next step.
+"""Gradient compression (grad_compression): replicas send fewer bytes, and add the unsent part of a gradient to the next one.
 
 What it does
-    Each rank adds its residual e to its gradient g, sends a compressed C(g + e), and keeps e = g + e − C(g + e). The
-    optimizer, and the clipping before it, see the sum of what was sent. `bf16` rounds to 16 bits. `int8` rounds to whole
-    numbers from −127 to 127 with one scale for each parameter and rank. `powersgd` sends two thin matrices of
-    `compression_rank` columns instead of a matrix; tensors of one dim, and those that thin matrices would not make
-    smaller, go as they are. Beside `replica_groups` it is what the groups send each other that is compressed.
+    Each rank adds its residual e to its gradient g, and sends a compressed C(g + e). It keeps the new residual e = g +
+    e − C(g + e). Clipping and the optimizer see the sum of what the ranks sent. `bf16` rounds to 16 bits. `int8` rounds
+    to integers from −127 to 127, with one scale for each parameter and rank. `powersgd` sends two thin matrices of
+    `compression_rank` columns instead of a matrix. It sends tensors of one dim uncompressed, and also matrices that
+    would not become smaller. With `replica_groups`, the messages between the groups are compressed.
 
 Picture
     rank 0   g + e ──► C(g + e) ──┐                      ┌─► sum ─► clip ─► step
@@ -14,28 +14,30 @@ Picture
     rank 1   g + e ──► C(g + e) ──┘                      └─► sum ─► clip ─► step
 
 Costs
-    Bytes that a rank sends in a step, of n numbers among N ranks, beside 8 n (N − 1) / N of the sum in fp32: `bf16`
-    2 n (N − 1) and `int8` n (N − 1), because rounded numbers are gathered and do not add up on the way: they are no
-    fewer from N = 4 and N = 8 on. `powersgd` 8 r (rows + columns) (N − 1) / N for each matrix
-    (`parallel/compression/compressor.py`). Memory: a residual as large as the gradients, once more from the sum to the
-    step, and a message of every rank, of 8 MiB or the largest tensor. Sums begin when backward has ended.
+    Traffic: an all-reduce in fp32 sends 8 n (N − 1) / N bytes per rank and step, for n values on N ranks. `bf16` sends
+    2 n (N − 1) bytes, and `int8` n (N − 1). Rounded values cannot be summed in transfer, so they are gathered: from N =
+    4 (`bf16`) and N = 8 (`int8`) on, they save nothing. `powersgd` sends 8 r (rows + columns) (N − 1) / N bytes for
+    each matrix, where r is `compression_rank` (`parallel/compression/compressor.py`). Memory: a residual as large as
+    the gradients, and as much again from the sum to the step. A message of every rank needs 8 MiB or the size of the
+    largest tensor. Time: the sums start only after backward has ended.
 
 Choose when
-    The link between copies is slow beside the model: a few nodes over Ethernet. First `int8`, which costs next to no
-    loss; `powersgd` where matrices are large and the link is very slow.
+    The link between replicas is slow for the size of the model, such as a few nodes over Ethernet. Try `int8` first,
+    which hardly changes the loss. Choose `powersgd` if matrices are large and the link is very slow.
 
 Avoid when
-    The links are fast, N is large (`bf16`, `int8`), or the training must be that of one device.
+    The links are fast, N is large (`bf16`, `int8`), or the training result must be that of one device.
 
 How it stays exact
-    Against itself: it is another training than one device's, and the same wherever it runs. `plait verify` holds it
-    against the algorithm in one process, and says how far that is from one device. The rounding is of each number, or of a whole
-    parameter's scale; sums are made in the order of the ranks, in the wide format. The first factors of `powersgd` are keyed by
-    seed and parameter. What could make it depend on the layout is refused. Residuals and factors are in checkpoints.
+    Compression changes the training result, and the changed result is the same on every layout. `plait verify` compares
+    the run with the same algorithm in one process, and prints the difference from one device. The rounding of a value
+    depends on this value or on the scale of its full parameter. Sums are computed in the order of the ranks, in the
+    wider format. The first factors of `powersgd` are keyed by seed and parameter. plait rejects plans under which the
+    result would depend on the layout. Checkpoints contain residuals and factors.
 
 Paper
-    Seide et al. 2014, 1-Bit Stochastic Gradient Descent; Karimireddy et al. 2019, Error Feedback Fixes SignSGD;
-    Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
+    Seide et al. 2014, 1-Bit Stochastic Gradient Descent; Karimireddy et al. 2019, Error Feedback Fixes SignSGD; Vogels
+    et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
 """
 
 from collections.abc import Iterable

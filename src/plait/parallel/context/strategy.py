@@ -1,49 +1,54 @@
-"""Context parallelism (cp): N devices share the same samples, and each computes a stretch of the sequence.
+"""Context parallelism (cp): N ranks compute the same samples, and each of them one shard of the sequence.
 
 What it does
-    The model's own forward runs on every rank. Embeddings, positions and masks are made for the whole sequence, as always;
-    from the first unit with attention on, a unit gets the rows of this rank and knows nothing else. Only its attention
-    must see the other stretches: in a ring, keys and values of all stretches come by one after the other; with
-    `cp_method=ulysses` ranks exchange their stretches for heads before the attention and back after it. Which dim of which
-    tensor is the sequence is found by running the model on two lengths; that a unit may run on a stretch is checked in
-    float64 before it does. An encoder's and a decoder's sequence are cut each by itself: a decoder's rows then attend to
-    the encoder's, wherever they are. Patches of an image are a sequence too, with or without a class token.
+    The model's own forward runs on every rank. Every rank computes embeddings, positions and masks for the full
+    sequence. From the first unit with attention on, a unit gets only the rows of this rank. Only its attention needs
+    the other sequence shards. In a ring, the keys and values of all shards arrive one after the other. With
+    `cp_method=ulysses`, ranks exchange their sequence shards for heads before the attention, and back after it. plait
+    finds the sequence dim of each tensor by running the model on two lengths. It checks in float64 that a unit computes
+    its rows correctly before it runs the unit on a sequence shard. The sequences of an encoder and of a decoder are
+    split separately. Rows of the decoder then attend to those of the encoder, whichever ranks have them. Patches of an
+    image are a sequence too, with or without a class token.
 
-    Attention need not be torch's function. Where it is written out (products and a softmax, with masks, biases and dropout
-    of its own), keys and values are gathered and each rank computes the scores of its own queries, as Llama 3 was trained.
-    Whatever else lets positions meet (a convolution, a recurrence, a Fourier transform, a norm over positions) is gathered
-    too, there and no further. A module whose code cannot be followed (`torch.jit`, a `torch.autograd.Function`) runs on the
-    whole sequence on every rank. A note says which units do so, and how much of their products a rank computes.
+    The attention may be other code than torch's function. If the model writes it out (products and a softmax, with its
+    own masks, biases and dropout), keys and values are gathered. Each rank then computes the scores of its own queries,
+    as in the training of Llama 3. Other operations across positions (a convolution, a recurrence, a Fourier transform,
+    a norm over positions) are gathered too, at that operation only. A module whose code cannot be followed
+    (`torch.jit`, a `torch.autograd.Function`) runs on the full sequence on every rank. A note says which units do so,
+    and how much of their matrix products a rank computes.
 
 Picture
     rank 0   embed all ─► rows 0 1 6 7 ─► attention ⇄ ─► MLP ─► head ─► loss      zigzag: equal work under a causal mask
     rank 1   embed all ─► rows 2 3 4 5 ─► attention ⇄ ─► MLP ─► head ─► loss
 
 Costs
-    Memory: activations of a stretch, 1/N; parameters, gradients and optimizer state are whole on every rank, or in N shards
-    with `shard_over_cp=true` (see fsdp). Traffic:
-    `ring` passes keys and values on N − 1 times in the forward pass, and again with their gradients in backward, while it
-    computes; `ulysses` exchanges queries, keys, values and output once, which waits, but is 1/N of them per rank. All
-    gradients are summed over cp. Attention written out: keys and values of the whole sequence and a rank's rows of the
-    square of scores, in memory; a gather of each, which waits.
+    Memory: activations / N. Every rank keeps all parameters, gradients and optimizer state, or one of N shards with
+    `shard_over_cp=true` (see fsdp). Traffic: `ring` sends keys and values N − 1 times in forward, and again with their
+    gradients in backward, while it computes. `ulysses` exchanges queries, keys, values and output once. It sends 1/N of
+    them per rank, but the rank waits for it. All gradients are summed over cp. Attention that the model writes out
+    stores keys and values of the full sequence, and a rank's rows of the score matrix. It gathers keys and values once
+    each, and waits.
 
 Choose when
     Sequences are so long that the activations of one sample do not fit, or one sample takes too long. If parameters and
-    optimizer state do not fit either: `shard_over_cp=true`.
+    optimizer state do not fit either, add `shard_over_cp=true`.
 
 Avoid when
-    The batch has enough samples for all devices and one fits: `dp` and `fsdp` communicate less. Layers are recurrent: every
-    rank runs all of the recurrence. For long sequences torch's function is the better way to write attention.
+    The batch has enough samples for all devices, and one sample fits: `dp` and `fsdp` send less. Or layers are
+    recurrent, since every rank runs all of the recurrence. For long sequences, torch's function is the better way to
+    write attention.
 
 How it stays exact
-    A stretch's rows are the whole's: the check compares them, queries, keys, values and outputs. Partial attentions are
-    put together by their log-sum-exps. Dropout draws the numbers that its rows have in the whole sequence. What the loss
-    gets is the whole output, so labels shifted by one see over the cut. Every rank's gradients are a share of the sum over
-    cp: of stretches its own, of the whole zero elsewhere.
+    The check compares queries, keys, values and outputs of a sequence shard with the same rows of the full sequence.
+    Partial attentions are merged by their log-sum-exps. Dropout draws the values that the shard's rows have in the full
+    sequence. The loss gets the full output, so labels that are shifted by one are right at the borders of shards. Each
+    rank's gradients are a partial sum over cp. They cover its own rows: in code on the full sequence, gradients of
+    other rows are zero.
 
 Paper
     Liu et al. 2023, Ring Attention (ICLR 2024); Jacobs et al. 2023, DeepSpeed Ulysses; Brandon et al. 2023, Striped
-    Attention, for the balance; Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2, for gathered keys and values.
+    Attention, for the balance; Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2, for gathered keys
+    and values.
 """
 
 from collections import Counter

@@ -1,26 +1,27 @@
-"""Batch normalisation over all ranks: the statistics of the global batch, not of each rank's share.
+"""Batch normalization over all ranks: the statistics of the global batch, not of each rank's local batch.
 
 What it does
-    A layer that normalises over the batch computes another thing when it sees a share of it. Under `dp` the user's
-    batch-norm modules get their training statistics from all ranks. Their class is replaced in place, so names,
-    parameters and buffers stay. A `SyncBatchNorm` is a batch norm like others: its own messages are left out.
+    The output of a layer that normalizes over the batch depends on the samples that it sees together. Under `dp` and
+    `fsdp`, the user's batch-norm modules get their training statistics from all ranks. plait replaces their class in
+    place, so names, parameters and buffers stay. It treats a `SyncBatchNorm` like any other batch norm, and skips that
+    module's own messages.
 
 Costs
-    Traffic: one gather of 2 C + 1 numbers per layer of C channels in forward and one sum of 2 C in backward, each of
-    them waited for: many small layers feel it.
+    Traffic: for a layer of C channels, one all-gather of 2 C + 1 values in forward and one all-reduce of 2 C in
+    backward. The rank waits for each, so a model with many small layers becomes slower.
 
 Choose when
-    It is not chosen: a `dp` plan needs it to be the same training.
+    It is automatic: plans with `dp` or `fsdp` need it for the training result of one device.
 
 Avoid when
-    The network can use group or layer normalisation instead, which see one sample at a time.
+    The network can use group or layer normalization instead, which see one sample at a time.
 
 How it stays exact
-    Ranks exchange (mean, sum of squared deviations, count) and merge them, which loses no digits where E[x²] − mean²
-    would. A rank without samples in a short batch runs a sample of another rank, which counts zero: it enters no statistic and
-    has no gradient. Under `compile` the exchange is
-    part of the graph, which keeps the order of such operators, so that a model with many layers stays one graph. A subclass with a
-    forward of its own keeps it, and runs outside of graphs: torch's function in it gets the statistics of all ranks.
+    Ranks exchange (mean, sum of squared deviations, count) and merge them. This loses no digits, while E[x²] − mean²
+    would. In a short batch, a rank without samples runs a sample of another rank. It counts zero, so it enters no
+    statistic and has no gradient. Under `compile`, the exchange is part of the graph, which keeps the order of such
+    operators, so a model with many layers stays one graph. A subclass with its own forward keeps this forward and runs
+    outside of graphs. torch's function in it gets the statistics of all ranks.
 
 Paper
     Ioffe and Szegedy 2015, Batch Normalization (ICML); Chan, Golub and LeVeque 1983, Algorithms for Computing the

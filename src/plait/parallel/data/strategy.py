@@ -1,11 +1,11 @@
-"""Data parallelism (dp): every device holds the whole model and computes a share of the batch.
+"""Data parallelism (dp): every rank has a replica of the model and computes a local batch.
 
 What it does
-    Each process runs the model on its own samples. The gradient of a sum is the sum of the gradients, so adding the
-    processes' gradients gives the gradient of the whole batch, and every copy takes the same optimizer step. The
-    gradients travel in buckets: as soon as the last micro-batch's backward has filled a bucket, its all-reduce
-    starts while backward goes on with the layers before it. On GPUs they are as DistributedDataParallel's: a first one
-    of 1 MiB, the others of 25 MiB; between processes on CPUs all are of 8 MiB (`parallel/data/buckets.py`).
+    Each rank runs the model on its own samples. The gradient of a sum is the sum of the gradients, so the sum over the
+    ranks is the gradient of the global batch. Every replica then takes the same optimizer step. Gradients are summed in
+    buckets. As soon as the last micro-batch's backward has filled a bucket, the all-reduce of this bucket starts, while
+    backward continues with the layers before it. On GPUs the buckets have the sizes of DistributedDataParallel's: 1 MiB
+    for the first, 25 MiB for the others. Between CPU processes, every bucket has 8 MiB (`parallel/data/buckets.py`).
 
 Picture
     rank 0   forward ──► backward ▓▓▓▓▓▓▓▓ ─► step        ▓ backward, bucket by bucket
@@ -13,23 +13,23 @@ Picture
     links                         └►░░└►░░└►░░            ░ all-reduce of a finished bucket
 
 Costs
-    Memory: nothing is saved, every device holds parameters, gradients and optimizer state. Traffic: one all-reduce
-    of the gradients per step (2 (N − 1) / N times their bytes per device in a ring), hidden behind backward but for
-    the last bucket.
+    Memory: nothing is saved, because every device has all parameters, gradients and optimizer state. Traffic: one
+    all-reduce of the gradients per step, which is 2 (N − 1) / N times their bytes per device in a ring. Backward hides
+    all of it but the last bucket.
 
 Choose when
-    The model, its gradients and its optimizer state fit on one device and the batch has a sample for each.
+    The model, its gradients and its optimizer state fit on one device, and the batch has a sample for each device.
 
 Avoid when
-    They do not fit, or the share of a device is so small that the all-reduce is longer than backward.
+    They do not fit, or the local batch is so small that the all-reduce takes longer than backward.
 
 How it stays exact
-    Each micro-batch's loss is scaled by its own weight over the weight of the *global* batch before backward, and
-    buckets are summed, never averaged: unequal shares need no care. A bucket carries one flag per parameter, so a
-    parameter that no rank used keeps no gradient, as on one device, and one that some ranks used gets the sum.
-    Buckets start in a fixed order, so conditional branches cannot mix them up. A rank without a sample in a short
-    batch runs a sample of another rank with weight zero.
-    Batch normalisation computes its statistics over all ranks (`parallel/data/batch_norm.py`).
+    Before backward, each micro-batch's loss is scaled by its own weight over the weight of the *global* batch. Buckets
+    are summed and never averaged, so unequal local batches are exact too. A bucket has one flag per parameter: a
+    parameter that no rank used gets no gradient, as on one device, and one that some ranks used gets the sum. Buckets
+    start in a fixed order, so conditional branches cannot mix them up. If a short batch leaves a rank without samples,
+    the rank runs a sample of another rank with weight zero. Batch normalization computes its statistics over all ranks
+    (`parallel/data/batch_norm.py`).
 
 Paper
     Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB), for the buckets.

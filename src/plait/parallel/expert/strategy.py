@@ -1,21 +1,23 @@
-"""Expert parallelism of mixtures of experts (ep): N processes with different samples hold 1/N of the experts of every mixture each.
+"""Expert parallelism of mixtures of experts (ep): each of N ranks with different samples has 1/N of the experts of every mixture.
 
 What it does
-    In a mixture of experts a router sends each token to a few of many experts. Most of the model's weights are experts,
-    and each sees a few of the tokens only. Here every process keeps its share of each layer's experts and trains them
-    on the tokens of all: tokens travel to the experts that were chosen for them, and the results travel back
-    (all-to-all, as many rows as the router decided). Everything else of the model is as under `dp` and `fsdp`. `ep`
-    takes no processes of its own: a group is N neighbours among the processes with different samples. Where `fsdp` is
-    larger than that, processes of one `fsdp` group hold the same experts, and shard them between them as `zero` says:
-    with `fsdp=4 ep=2` each of four has half of every tensor of half of the experts. With `shard_over_cp=true` the processes of
-    `cp` shard them too.
-    Layers are found by structure and checked in float64 before they are believed (`parallel/expert/find.py`); there are two kinds.
-    *Stacked* experts are parameters [experts, …] of one module that is told where each token goes: its own forward runs
-    with a process's share of the experts, on the rows that arrived. *Listed* experts are modules that a layer calls in
-    code of its own, whatever that is: the code runs twice, first to note what each expert is given, then, when that has
-    travelled and come back, to use what the experts returned. Both are a real all-to-all.
-    With `token_dispatcher=allgather` every process sees all tokens of its group instead, runs its stacked experts on all
-    choices, those of other experts counting zero, and the results are summed into each process's tokens (reduce-scatter).
+    In a mixture of experts, a router sends each token to a few of many experts. Experts are most of the model's
+    weights, and each expert computes only a few of the tokens. Under `ep`, every rank keeps a part of each layer's
+    experts, and trains them on the tokens of all ranks of its group. Tokens are sent to the ranks of their experts, and
+    the results are sent back (all-to-all, with as many rows as the router decided). The rest of the model is as under
+    `dp` and `fsdp`. `ep` needs no additional ranks: a group is N consecutive ranks among those with different samples.
+    If `fsdp` is larger than N, several ranks of one `fsdp` group have the same experts, and shard them among themselves
+    by `zero_stage`. With `fsdp=4 ep=2`, each of four ranks has half of every tensor of half of the experts. With
+    `shard_over_cp=true`, the ranks of `cp` shard them too.
+
+    plait finds mixtures by their structure, and checks each in float64 before it is used (`parallel/expert/find.py`).
+    There are two kinds. *Stacked* experts are parameters [experts, …] of one module, which gets the expert of each
+    token as an argument. Its own forward runs with a rank's experts, on the rows that arrived. *Listed* experts are
+    modules that a layer calls in its own code, whatever this code is. The code runs twice. The first run records the
+    input of each expert. When the all-to-all has returned the experts' outputs, the second run uses them.
+
+    With `token_dispatcher=allgather`, every rank receives all tokens of its group instead. It runs its stacked experts
+    on all choices; those of other experts count zero. A reduce-scatter sums the results into each rank's tokens.
 
 Picture
     rank 0   tokens ─ router ─┬► experts 0 1 ─┬─ Σ      rows go where their expert is, results come back
@@ -23,28 +25,31 @@ Picture
     rank 1   tokens ─ router ─┴► experts 2 3 ─┴─ Σ
 
 Costs
-    Memory: parameters, gradients and optimizer state of the experts / N, and / the `fsdp` processes with the same ones.
-    Those gather a layer's experts with the unit it lies in (`parallel/fsdp/strategy.py`). Traffic: each layer exchanges
-    tokens × choices rows there and back, in forward and in backward, and nothing hides it. How many rows leave depends on
-    the data. Time: a process whose experts are popular computes for the others too, so an unbalanced router makes all
-    wait. Listed experts cost the layer's own code (not its experts) twice. On a GPU the host must know how many rows leave,
-    and waits for the device once per layer. `allgather` has fixed sizes, and no wait; it computes N times the rows, keeps N
-    times their activations, and sends each token N − 1 times there and back, however many experts it chose.
+    Memory: parameters, gradients and optimizer state of the experts / N, and / the number of `fsdp` ranks with the same
+    experts. Those ranks gather a layer's experts with the unit that contains it (`parallel/fsdp/strategy.py`). Traffic:
+    each layer exchanges tokens × choices rows in both directions, in forward and in backward, and nothing hides it. The
+    number of rows that leave a rank depends on the data. Time: a rank with popular experts computes more rows, so an
+    unbalanced router makes all ranks wait. Listed experts cost the layer's own code (without its experts) twice. On a
+    GPU, the host needs the number of rows that leave, so it waits for the device once per layer. `allgather` has fixed
+    sizes and does not wait. It computes N times the rows, and stores N times their activations. It sends each token N −
+    1 times in both directions, however many experts the token chose.
 
 Choose when
-    The experts are most of the model and do not fit beside the activations, or their gradients are most of the traffic.
+    The experts are most of the model and do not fit next to the activations, or their gradients are most of the
+    traffic.
 
 Avoid when
-    The experts fit, links are slow, or there are few tokens: copies (dp) and shards (fsdp) exchange nothing in forward.
+    The experts fit, links are slow, or the batch has few tokens. Replicas (`dp`) exchange no tokens, and neither do
+    shards (`fsdp`).
 
 How it stays exact
-    The gradient of an expert is the sum over the tokens of all processes: it arrives with the tokens' gradients, each
-    of which has its weight over the global batch in it, and is divided by nothing. Processes that hold the same experts
-    (there are dp × fsdp / N) add theirs up once: into parts between those that shard them, whole between copies of the
-    same parts. An expert that no token chose has a gradient where one device has one.
-    The norm counts each expert once. A sample that only makes up the number sends no token. Layers whose experts drop
-    tokens when they are full depend on who shares a batch: that is inexact, and named. A balance loss multiplies two
-    means over the batch: `plait.global_mean` gives those of the global batch.
+    The gradient of an expert is the sum over the tokens of all ranks. Each token's gradient arrives with its weight
+    over the global batch already in it, and nothing divides it. Each expert is on dp × fsdp / N ranks, which sum its
+    gradients once: a reduce-scatter between the ranks that shard it, an all-reduce between replicas of the same shard.
+    An expert that no token chose has a gradient if it has one on one device. The norm counts each expert once. A sample
+    that only fills a local batch sends no token. If experts drop tokens when they are full, the result depends on which
+    samples are in a batch. Such layers are inexact, and plait names them. A balance loss multiplies two means over the
+    batch; `plait.global_mean` computes both over the global batch.
 
 Paper
     Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformer (JMLR), for the balance loss.

@@ -1,37 +1,38 @@
-"""Sharded data parallelism (fsdp, ZeRO): N processes share one copy of the training state, each on its own samples.
+"""Sharded data parallelism (fsdp, ZeRO): N ranks shard one training state, and each computes its own samples.
 
 What it does
-    Data parallelism holds parameters, gradients and optimizer state N times over. Here each of N processes keeps a
-    1/N part of every tensor. A unit's parameters are gathered just before it runs and dropped after; its gradients
-    are summed into parts; the optimizer updates parts. `zero` says what is kept as parts: 1 optimizer state, 2 and
-    gradients, 3 and parameters between a unit's forward and backward. `dp=M fsdp=N` makes M copies of N parts (hybrid:
-    sharded where links are fast, copied where they are slow). `shard_over_cp=true` shards over the F × C ranks of `fsdp=F cp=C`
-    together, also with `fsdp=1`: ranks of `cp` compute shards of the same sequences with the same parameters, so each can keep
-    a part of these too, and one sum over all F × C ranks gives each the gradient of its part.
+    Under data parallelism, parameters, gradients and optimizer state exist N times. Under `fsdp`, each of N ranks keeps
+    a 1/N shard of every tensor. A unit's parameters are gathered just before the unit runs, and freed after. Its
+    gradients are reduce-scattered into shards, and the optimizer updates shards. `zero_stage` selects what is sharded.
+    1 shards the optimizer state, and 2 also the gradients. 3 also shards the parameters between a unit's forward and
+    backward. `dp=M fsdp=N` makes M replicas of N shards each (hybrid: sharded over fast links, replicated over slow
+    ones). `shard_over_cp=true` shards over all F × C ranks of `fsdp=F cp=C`, also with `fsdp=1`. Ranks of `cp` compute
+    sequence shards of the same samples with the same parameters, so each can keep a shard of these too. One
+    reduce-scatter over all F × C ranks then gives each rank the gradient of its shard.
 
 Picture
     rank 0   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
     rank 1   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
 
 Costs
-    Memory: all state / N, plus the unit or two that are gathered at the moment (zero 1 and 2 hold the whole
-    parameters from forward to backward). Traffic: zero 3 gathers the parameters twice and sums the gradients once, half
-    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism. Under `shard_over_cp=true` N is
-    F × C, and no other sum over `cp` follows.
+    Memory: the training state / N, plus the one or two units that are gathered at the moment. With `zero_stage` 1 and 2
+    each rank keeps all gathered parameters from forward to backward. Traffic: `zero_stage=3` gathers the parameters
+    twice and reduces the gradients once, which is 1.5 times the traffic of data parallelism. 1 and 2 gather once, which
+    is as much as data parallelism. Under `shard_over_cp=true`, N is F × C, and no other reduction over `cp` follows.
 
 Choose when
-    Parameters, gradients and optimizer state do not fit beside the activations. With `cp`, whose ranks hold replicas
-    otherwise, `shard_over_cp=true`.
+    Parameters, gradients and optimizer state do not fit next to the activations. With `cp`, whose ranks otherwise keep
+    replicas, choose `shard_over_cp=true`.
 
 Avoid when
-    They do: copies (dp) move less. Or the batch has fewer samples than there are processes.
+    They fit: replicas (`dp`) send less. Or the batch has fewer samples than the plan has ranks.
 
 How it stays exact
-    As copies do: losses enter with their weight over the global batch's, gradients are summed and never averaged. The
-    norm that clips is that of all parts. Element-wise optimizers (SGD, Adam, RMSprop, …) do to a part what they do to
-    the whole; one that looks at whole tensors (Muon,
-    Adafactor) is found by trying it, and an owner updates each tensor (`parallel/whole_tensors.py`). Parameters that are tied,
-    used by several units or by code between units, are gathered with the root for the whole step.
+    As under `dp`, each loss counts with its weight over the weight of the global batch. Gradients are summed and never
+    averaged. The norm that clips is that of all shards. Element-wise optimizers (SGD, Adam, RMSprop, …) do the same to
+    a shard as to the full tensor. Some optimizers need full tensors (Muon, Adafactor). plait finds them by a test, and
+    then an owner updates each tensor (`parallel/whole_tensors.py`). Some parameters are tied, or used by several units
+    or by code between units. They are gathered with the root module, for the full step.
 
 Paper
     Rajbhandari et al. 2020, ZeRO (SC); Zhao et al. 2023, PyTorch FSDP (VLDB).

@@ -1,36 +1,38 @@
-"""Pipeline parallelism (pp): each process holds some of the model's units, micro-batches flow through them.
+"""Pipeline parallelism (pp): each rank has some of the model's units, and micro-batches flow through them.
 
 What it does
-    The sequence of unit calls is cut into stages, for balanced time and few bytes across. Every stage runs the model's
-    own forward; units of other stages give what was received, or an unknown (`parallel/pipeline/stage.py`), so no model is rewritten,
-    traced or required to be a chain. A table says in which order a rank runs the forwards and backwards of its
-    micro-batches (`parallel/pipeline/schedules.py`); activations travel to the next stage, their gradients back.
+    The sequence of unit calls is split into stages, with balanced times and few bytes between them. Every stage runs
+    the model's own forward. In it, units of other stages return the received activation or a placeholder
+    (`parallel/pipeline/stage.py`). So the model is not rewritten or traced, and need not be a chain of modules. A table
+    gives the order in which a rank runs the forwards and backwards of its micro-batches
+    (`parallel/pipeline/schedules.py`). Activations are sent to the next stage, and their gradients back.
 
 Picture
     1f1b     rank 0   F0 F1 F2 B0 F3 B1    B2    B3
              rank 1      F0 F1 . B0 F2 B1 F3 B2 B3
 
 Costs
-    Time: ranks wait while the pipeline fills and drains, the bubble: (p − 1) / (m + p − 1) of the step for p stages and
-    m micro-batches; `interleaved` and zero-bubble schedules wait less. Memory: parameters, gradients and optimizer state
-    of a stage only, activations of the micro-batches under way. Traffic: the activations between stages, the least of
-    all ways to split.
+    Time: ranks wait while the pipeline fills and drains. This *bubble* is (p − 1) / (m + p − 1) of the step for p
+    stages and m micro-batches; `interleaved` and zero-bubble schedules wait less. Memory: parameters, gradients and
+    optimizer state of a rank's stages only, and activations of the micro-batches in the pipeline. Traffic: the
+    activations between stages, which is the least of all ways to split.
 
 Choose when
     The model does not fit on one node's devices, or the links between nodes are slow.
 
 Avoid when
-    There are few micro-batches: the bubble eats what is gained. Or few unit calls, which no cut balances.
+    The step has few micro-batches, so the bubble costs more than the split gains. Or the model has few unit calls, so
+    no split is balanced.
 
 How it stays exact
-    The loss of a micro-batch enters with its weight over the global batch's, gradients add up in place. A parameter that
-    several stages use (tied, or used by the code between units) lives on each of them, and its gradients are summed over
-    those. Random numbers are keyed by place and sample, which a cut does not change. The norm that clips is that of all
-    stages.
+    The loss of a micro-batch counts with its weight over that of the global batch, and gradients are accumulated in
+    place. Some parameters belong to several stages (tied ones, or those that code between units uses). Each of these
+    stages has the parameter, and its gradients are summed over them. Random numbers are keyed by place and sample,
+    which are the same in every stage. The norm that clips is that of all stages.
 
 Paper
-    Huang et al. 2019, GPipe (NeurIPS); Narayanan et al. 2019, PipeDream (SOSP); 2021, Megatron-LM (SC), interleaved;
-    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+    Huang et al. 2019, GPipe (NeurIPS); Narayanan et al. 2019, PipeDream (SOSP); 2021, Megatron-LM (SC), interleaved; Qi
+    et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
 from collections import Counter

@@ -1,14 +1,20 @@
 """Replica groups (local SGD, DiLoCo): groups of ranks that synchronize rarely, also by post-local SGD and streaming DiLoCo.
 
 What it does
-    k groups of ranks hold a model each and train it on their own part of the global batch. A group does not wait for the
-    others: its gradients, its clipping and its optimizer state are its own. Every H steps (`every`) the groups
-    synchronise. `outer_sync=local`: the weights become the mean of the groups' weights (local SGD). `outer_sync=diloco`: there are
-    global weights G beside each group's θ; the mean of G − θ is the gradient of an outer optimizer, SGD with Nesterov momentum,
-    which updates G, and all groups go on from G. With `num_fragments` the model is synchronised part by part, each every H
-    steps, so that messages are small and frequent; with `fragment_delay` a message has that many steps to arrive, and what it
-    brings is mixed into the weights that have moved meanwhile (streaming DiLoCo). The first `warmup_sync_steps` steps sum gradients
-    over all groups, exactly as dp does (post-local SGD). Inside a group any other axis works: dp, fsdp, tp, cp, ep, pp.
+    Each of k groups of ranks has its own model, and trains it on its own part of the global batch. A group does not
+    wait for the others: gradients, clipping and optimizer state are its own. Every `sync_every` steps, H in the
+    following, the groups synchronize.
+
+    `outer_sync=local`: the weights become the mean of the groups' weights (local SGD).
+
+    `outer_sync=diloco`: in addition to each group's weights θ, there are global weights G. The mean of G − θ is the
+    gradient of an outer optimizer, SGD with Nesterov momentum. It updates G, and all groups continue from G. With
+    `num_fragments`, the model is synchronized part by part, each part every H steps, so messages are small and
+    frequent. With `fragment_delay`, a message may take that many steps. Its content is then mixed into the weights,
+    which have changed meanwhile (streaming DiLoCo).
+
+    The first `warmup_sync_steps` steps sum gradients over all groups, exactly as dp does (post-local SGD). Inside a
+    group, every other axis works: dp, fsdp, tp, cp, ep, pp.
 
 Picture
     group 0   step step step step ─┐        ┌─ step step step step ─┐
@@ -16,34 +22,42 @@ Picture
     group 1   step step step step ─┘        └─ step step step step ─┘
 
 Costs
-    Traffic between groups: one all-reduce of the parameters every H steps, 1/H of what dp sends. Memory: nothing for local;
-    for diloco one copy of the weights and one momentum, of the parts a rank holds. Exactness: it is another training than
-    on one device, see below; more so the larger H.
+    Traffic between groups: one all-reduce of the parameters every H steps, 1/H of the traffic of dp. Memory: nothing
+    for `local`; for `diloco`, one copy of the weights and one momentum, of the shards that a rank has. Exactness: the
+    plan changes the training result, as described below, and more so for larger H.
 
 Choose when
-    Links between machines or sites are so slow that summing gradients takes as long as computing them, or longer.
+    Links between nodes or sites are so slow that summing gradients takes at least as long as computing them.
 
 Avoid when
-    Links are fast: dp is exact and as quick. Or the model is trained for few steps: with about ten synchronisations the
-    published rates (0.7, 0.9) do no better than plain averaging; they want a hundred and more.
+    Links are fast: dp is exact and as quick. Or the model trains for few steps. With about ten synchronizations, the
+    published rates (0.7, 0.9) are no better than plain averaging; they need a hundred or more synchronizations.
 
 How it stays exact
-    It is exact against itself: `plait verify` trains k models in one process, by the rules below, and demands the same numbers.
-    Then it says how far that is from dp. It is dp itself for outer_sync=local sync_every=1 when the optimizer is linear in the
-    gradient (SGD, with momentum too), nothing is clipped and samples weigh the same; and in the steps of `warmup_sync_steps`.
-    Batch: `Job.batch` is the global batch, as everywhere; each group has a contiguous k-th part of it. (In the papers each
-    group has a whole one, so their numbers belong to k times the data.)
-    Loss: a group's loss is its weighted mean, times k · n / N for its n of the batch's N samples: the mean over groups is the
-    batch's mean. A group without a sample in a short batch takes its step with gradients of zero.
+    The run is exact relative to its own algorithm. `plait verify` trains k models in one process by the following
+    rules, and requires equal values. It then prints the difference from dp. The result is that of dp in the first
+    `warmup_sync_steps` steps. With `outer_sync=local sync_every=1` it is that of dp in all steps, on three conditions.
+    The optimizer is linear in the gradient (SGD, also with momentum), nothing is clipped, and all samples have equal
+    weight.
+
+    Batch: `Job.batch` is the global batch, as under every plan. Each group has a contiguous k-th part of it. (In the
+    papers, each group has a full batch of its own, so their figures are for k times the data.)
+
+    Loss: a group's loss is its weighted mean, times k · n / N for its n of the batch's N samples. The mean over groups
+    is then the batch's mean. In a short batch, a group without a sample takes its step with gradients of zero.
+
     Clipping: by the norm of the group's gradients. Clock: samples of the global batch. Weight decay: in the inner step.
-    State: the optimizer's is never averaged. Statistics of batch normalisation are the group's own between synchronisations,
-    and the mean after. Dropout is keyed by the sample, as everywhere.
-    Evaluation, and the weights that others read from a checkpoint, are the global weights: G, or for local the mean. A
-    checkpoint also holds each group's weights and optimizer state, G's momentum, and what is on its way.
+
+    State: optimizer state is never averaged. Statistics of batch normalization are the group's own between
+    synchronizations, and the mean after one. Dropout is keyed by the sample, as under every plan.
+
+    Evaluation uses the global weights: G, or the mean under `outer_sync=local`. Programs that read a checkpoint get
+    these weights too. A checkpoint also contains each group's weights and optimizer state, the momentum of G, and
+    messages in transfer.
 
 Paper
-    Stich 2019, Local SGD Converges Fast and Communicates Little (ICLR); Lin et al. 2020 (ICLR) for post-local SGD; Douillard
-    et al. 2023, DiLoCo; Douillard et al. 2025, Streaming DiLoCo with overlapping communication.
+    Stich 2019, Local SGD Converges Fast and Communicates Little (ICLR); Lin et al. 2020 (ICLR) for post-local SGD;
+    Douillard et al. 2023, DiLoCo; Douillard et al. 2025, Streaming DiLoCo with overlapping communication.
 """
 
 from collections.abc import Iterable

@@ -1,43 +1,46 @@
-"""A server and groups that do not wait for each other (outer_sync=async): gradients come when they come, and the bound says how late.
+"""A server and groups that do not wait for each other (outer_sync=async): gradients arrive at any time, within a bound on staleness.
 
 What it does
-    A server holds the weights and the optimizer. Each group is dealt a portion of the next samples together with the weights,
-    computes the gradient of that portion, sends it, and asks for more. `server_update=clock`: when the gradients of a clock, that is of
-    `Job.batch` samples, are there, the server takes one step of the job's own optimizer on their weighted sum, clipped as a
-    whole. `server_update=nesterov`: it steps at every gradient, by delayed Nesterov with the momentum of the job's SGD; each
-    gradient is clipped by itself. A gradient may be computed at weights that are up to `staleness` versions old. A group that dies is
-    left out or started again, and its samples are dealt to others.
+    A server has the weights and the optimizer. Each group receives the weights and a *portion* of the next samples. It
+    computes the gradient of that portion, sends it, and requests the next. A *clock* is the samples of one step,
+    `Job.batch` of them. With `server_update=clock`, the server waits for the gradients of a clock. Then it takes one
+    step of the job's own optimizer on their weighted sum, which is clipped once. With `server_update=nesterov`, it
+    takes a step for every gradient, by delayed Nesterov with the momentum of the job's SGD. Each gradient is clipped
+    separately. The weights of a gradient may be up to `staleness` versions old. If a group fails, it is left out or
+    restarted, and its samples are assigned to other groups.
 
 Picture
     server   v0 ───────────► v1 ────► v2 ──────────────► v3        a version per clock
     group 0  ▓▓▓ ▓▓▓ ▓▓▓     ▓▓▓ ▓▓▓ ▓▓▓ ▓▓▓                       fast: takes more portions
-    group 1  ▓▓▓▓▓▓▓▓▓▓ ▓▓▓▓▓▓▓▓▓▓▓ ▓▓▓▓▓▓▓▓▓▓▓                    slow: takes fewer, holds up nobody within the bound
+    group 1  ▓▓▓▓▓▓▓▓▓▓ ▓▓▓▓▓▓▓▓▓▓▓ ▓▓▓▓▓▓▓▓▓▓▓                    slow: takes fewer, blocks no group within the bound
 
 Costs
-    Memory: each group a model, its gradients and activations, no optimizer state; the servers (`servers=P`, in host memory)
-    the weights and the optimizer state, a P-th each. Traffic: each gradient out and the weights in, once per portion, for
-    every group, at the server: 2 N times the parameters' bytes per clock on its link, over P servers.
-    Samples to a loss: stale gradients teach less. One device's training is what staleness=0 gives.
+    Memory: each group has a model, its gradients and activations, and no optimizer state. `servers=P` processes have
+    the weights and the optimizer state in host memory, a P-th each. Traffic: for each portion of every group, the
+    server receives a gradient and sends the weights. With N groups, and so N portions per clock, the link carries 2 N
+    times the parameters' bytes per clock, divided by P servers. Samples to a given loss: a stale gradient improves the
+    loss less. With `staleness=0`, the training is that of one device (conditions below).
 
 Choose when
-    Devices are of unlike speed, or come and go, and one that is slow or lost must not hold up the others.
+    Devices have different speeds, or join and leave, and one slow or lost device must not block the others.
 
 Avoid when
-    All are alike: dp sends less, its devices wait for each other hardly at all, and no gradient is stale. On slow links local
-    steps (outer_sync=local or diloco) send far less.
+    All devices are equal: dp sends less, its devices hardly wait for each other, and no gradient is stale. On slow
+    links, local steps (`outer_sync=local` or `diloco`) send far less.
 
 How it stays exact
-    Every gradient that is used has a row in the ledger: which samples, computed at which version, used in which. Training is
-    a function of the job and its ledger, which one process can play again (`plait verify` does). The bound is
-    kept before something is computed. Portions come from one queue in the order of one device, dropout is
-    keyed by a sample's place in its clock, so with `server_update=clock`, no quorum and staleness=0 the ledger *is* one device's
-    training. Batch normalisation sees a portion; its running statistics are the server's: each portion's change of them
-    counts by its weight. Evaluation and checkpoints are of the server's weights.
+    Every used gradient has a row in the *ledger*: its samples, the version that it was computed at, and the version
+    that used it. The training is a function of the job and its ledger, and one process can replay it (`plait verify`
+    does). A group computes nothing that would exceed the bound. Portions come from one queue, in the order of one
+    device, and dropout is keyed by a sample's place in its clock. So with `server_update=clock`, no quorum and
+    `staleness=0`, the ledger *is* the training of one device. Batch normalization sees a portion. Its running
+    statistics are the server's, and each portion's change of them counts by its weight. Evaluation and checkpoints use
+    the server's weights.
 
 Paper
-    Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (NeurIPS); Chen et al. 2016,
-    Revisiting Distributed Synchronous SGD, for the quorum; Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling,
-    for delayed Nesterov.
+    Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (NeurIPS); Chen et
+    al. 2016, Revisiting Distributed Synchronous SGD, for the quorum; Liu et al. 2024, Asynchronous Local-SGD Training
+    for Language Modeling, for delayed Nesterov.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,9 @@
-"""Shares of the batch by speed (batch_shares): devices of unequal speed get unequal parts of every batch.
+"""Local batches by speed (batch_split): devices of unequal speed get unequal parts of every batch.
 
 What it does
-    Ranks that have samples of their own (dp × fsdp) get as many as their parts say, not equally many: given parts, such as
-    batch_split=3:1:1:1, one for each of these ranks, or parts that follow what is measured (batch_split=auto). Ranks that
-    compute the same samples (tp, cp, pp) share a part, and its speed is that of the slowest of them.
+    Ranks with different samples (dp × fsdp) get local batches of unequal size. `batch_split=3:1:1:1` fixes the ratio,
+    with one part for each of these ranks. `batch_split=auto` follows the measured speeds. Ranks that compute the same
+    samples (tp, cp, pp) have one part together, and its speed is that of the slowest of them.
 
 Picture
     equal   rank 0  ▓▓▓▓▓▓▓▓░░░░░░░░░░░░░░░░ ─► step        ▓ computes   ░ waits for the slowest
@@ -12,26 +12,28 @@ Picture
             rank 1  ▓▓▓▓▓▓▓▓▓▓▓▓ ─► step
 
 Costs
-    Memory: activations grow with the share, so the fastest device keeps more; weights and optimizer state are where they were.
-    auto gives no rank more than four times the equal part, nor, on a GPU, more than was measured to fit. Time: none in a step.
-    A change makes tensors of new shapes. Traffic: none; auto's figures travel in the row that every step sums anyway.
+    Memory: activations grow with the local batch, so the fastest device stores more; weights and optimizer state do not
+    change. `auto` gives no rank more than four times the equal part and, on a GPU, no more than was measured to fit.
+    Time: none in a step. A change of the ratio makes tensors of new shapes. Traffic: none. The measurements of `auto`
+    travel in the step row, which every step sums anyway.
 
 Choose when
-    Devices differ: two generations of GPUs, a laptop beside a server, a neighbour on the same machine. Steps then take what
-    the devices can do together, not what the slowest can do times their number. auto where nobody knows how much they differ,
-    or where it changes; parts where it is known.
+    Devices differ: two generations of GPUs, a laptop and a server, other load on one of the machines. A step then takes
+    the time of all devices' combined speed, not that of the slowest device for an equal part. Choose `auto` if the
+    speeds are unknown or change, and a fixed ratio if they are known.
 
 Avoid when
-    Devices are alike: equal shares are what auto ends with. A device is so slow that one sample takes it longer than the others
-    take for the rest of the batch: leave it out. Under compile=true every new size is another graph. With the batch a few
-    samples large, parts are coarse: nobody has less than a sample of each micro-batch.
+    Devices are equal: `auto` ends with equal local batches. Or one device needs longer for one sample than the others
+    for the rest of the batch: leave it out. Under `compile=true`, every new size is compiled again. If the batch is
+    only a few samples large, the parts are coarse: no rank has less than a sample of each micro-batch.
 
 How it stays exact
-    The loss is a weighted mean over the batch, whose parts enter with their own weight, whatever their sizes. The samples of a
-    step and their order do not depend on the parts, and random numbers are keyed by a sample's place in the global batch. So parts
-    may change between any two steps. auto judges by the median of 16 steps' computing, waits for messages of others left out; all
-    ranks work the parts out from the same numbers, and change them at the same step, later than what loaders have fetched.
-    An iterable is read in full by every rank, also where it could give each its part: its parts are equal.
+    The loss is a weighted mean over the batch. Local batches of any size count with their own weight. The samples of a
+    step and their order do not depend on the split. Random numbers are keyed by a sample's place in the global batch.
+    So the split may change between any two steps. `auto` uses the median of 16 steps' compute times, without waits for
+    messages of other ranks. All ranks compute the split from the same measurements. They change it at the same step,
+    which is later than the steps whose samples the loaders have already fetched. Every rank reads an iterable data set
+    in full, even one with `shard`, because its shards are equal.
 
 Paper
     Chen et al. 2020, Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated Environments (SoCC).

@@ -1,54 +1,62 @@
-"""Tensor parallelism (tp): every layer is cut into slices, and every process computes one slice of each.
+"""Tensor parallelism (tp): every layer is split into slices, and every rank computes one slice of each.
 
 What it does
-    In a block, some linear maps (query, key, value; gate, up) feed another (output; down) and nothing else. The first
-    are cut by their output features, the last by its input features: a process has its own attention heads, its own
-    part of the hidden features, and at the end a share of a sum. One sum over the processes per such pair, forward and
-    backward, is all that travels. Which maps go together is found by following tensors through the model's own code,
-    proposed, and checked in float64 before it is believed (`parallel/tensor/find/finder.py`); what finds no slices stays whole and is named
-    by `plait plan --show tensor`. Embeddings and heads are cut by rows of the vocabulary.
-    What lies between the cuts (norms, dropout, residuals) would be computed alike on every process. With
-    `sequence_parallel`, the default, each has its own stretch of the sequence there: it is gathered where a pair begins,
-    and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
-    checked in float64 too (`parallel/tensor/sequence/check.py`); others stay as they are, and are named with the reason. An embedding that such a
-    block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/runtime.py`).
-    With `async_tp`, a gather and the products of `nn.Linear` columns after it are one operator of torch's symmetric memory on
-    GPUs, and so are a row's product and the sum: parts are multiplied while others travel (`parallel/tensor/sequence/async_tp.py`).
+    In a block, some linear layers (query, key, value; gate, up) feed one other layer (output; down) and nothing else.
+    The first are *column layers*, sharded by their output features. The last is a *row layer*, sharded by its input
+    features. Each rank has its own attention heads or hidden features, and its output of the row layer is a partial
+    sum. The code from the column layers to their row layer is a *region*. The only messages are one all-reduce per
+    region in forward and one in backward. plait finds regions by following tensors through the model's own code, and
+    checks each of them in float64 before it is used (`parallel/tensor/find/finder.py`). Layers without slices stay
+    replicated, and `plait plan --show tensor` names them. Embeddings and heads are sharded by rows of the vocabulary.
+
+    The code between regions (norms, dropout, residuals) would compute the same on every rank. With `sequence_parallel`,
+    the default, each rank has a sequence shard there. An all-gather at the start of a region collects all rows, and a
+    reduce-scatter at its end gives each rank the rows of its shard. plait also checks in float64 which blocks compute
+    each row separately between their regions (`parallel/tensor/sequence/check.py`). The other blocks keep full
+    sequences, and plait names each of them with the reason. If an embedding precedes such a block, its partial sums are
+    reduce-scattered to sequence shards too. Positions may be added or values dropped in between
+    (`parallel/tensor/sequence/runtime.py`).
+
+    With `async_tp` on GPUs, an all-gather and the products of the `nn.Linear` column layers after it are one operator
+    of torch's symmetric memory. The product of a row layer and its reduce-scatter are one operator too. Each multiplies
+    some parts while others are in transfer (`parallel/tensor/sequence/async_tp.py`).
 
 Picture
     rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐
                 │                                            Σ ─ x ─┤                      Σ ─ x
     rank 1   x ─┴─ q₁ k₁ v₁ ── attention of its heads ── o₁ ─┘       └─ gate₁ up₁ ── down₁ ─┘
 
-    and on stretches
+    and on sequence shards
 
     rank 0   x₀ ─ norm ─ all rows ─ q₀ k₀ v₀ ── o₀ ─┐ x₀ ─ norm ─ all rows ─ gate₀ up₀ ── down₀ ─┐ x₀
                                                     Σ                                           Σ      each gets its rows
     rank 1   x₁ ─ norm ─ all rows ─ q₁ k₁ v₁ ── o₁ ─┘ x₁ ─ norm ─ all rows ─ gate₁ up₁ ── down₁ ─┘ x₁
 
 Costs
-    Memory: parameters, gradients and optimizer state of what is cut / N, and so are the activations between the cuts;
-    on stretches, those outside of them as well.
-    Traffic: an all-reduce of batch × sequence × width per pair, in forward and in backward, that nothing hides but
-    `async_tp`: it needs the fastest links there are. Stretches send the same: a gather and a scattered sum make one all-reduce.
+    Memory: parameters, gradients and optimizer state of the sharded layers / N, and activations inside regions / N.
+    With sequence shards, the activations between regions are / N as well. Traffic: an all-reduce of batch × sequence ×
+    width per region, in forward and in backward. Only `async_tp` hides it, so `tp` needs the fastest links of the
+    machine. Sequence shards send the same bytes: an all-gather and a reduce-scatter make one all-reduce.
 
 Choose when
-    A layer, or the activations of one sample, do not fit on a device; or the batch is too small for more copies.
+    A layer, or the activations of one sample, do not fit on a device. Or the batch is too small for more replicas.
 
 Avoid when
-    The links between the devices are slow, or the layers narrow: a slice of a small matrix is computed slowly.
+    The links between the devices are slow, or the layers are narrow: a device computes a slice of a small matrix
+    slowly.
 
 How it stays exact
-    The forward pass is right by algebra once the check holds. Gradients of what enters a pair are summed over the
-    processes once; so are those of whole parameters used inside one (norms on heads). A row's bias is added by the
-    first process alone. What all processes compute alike (norms between, the loss) is the same bit by bit on all, and
-    counts once in the norm. Dropout inside a slice draws that slice of the whole mask, on a stretch that stretch. A
-    parameter used on stretches has a share of its gradient on each process; they are added up once. An optimizer
-    that looks at whole tensors (LAMB, LARS, Adafactor, Muon) is found by trying it; each tensor is updated by an owner then
-    (`parallel/whole_tensors.py`).
+    If the check passes, forward is right by algebra. The gradients of a region's inputs are summed over the ranks once.
+    So are those of replicated parameters that a region uses (norms on heads). Only the first rank adds the bias of a
+    row layer. What all ranks compute alike (norms between regions, the loss) is equal on all of them, bit for bit. It
+    counts once in the gradient norm. Dropout in a slice draws that slice of the full mask, and on a sequence shard the
+    rows of that shard. On sequence shards, each rank has a part of a replicated parameter's gradient, and the parts are
+    summed once. Some optimizers need full tensors (LAMB, LARS, Adafactor, Muon). plait finds them by a test, and then
+    an owner updates each tensor (`parallel/whole_tensors.py`).
 
 Paper
-    Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for stretches between.
+    Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for the sequence
+    shards.
 """
 
 from collections.abc import Iterable
