@@ -679,7 +679,8 @@ def _unknown() -> Machine:
     "words, code",
     [
         (["--memory", "much"], "U002"), (["--gpus", "0"], "U002"), (["--scale", "a"], "U002"), (["--set", "tpp=2"], "T001"),
-        (["--objective", "min-devices"], "U002"), (["--deadline", "24h"], "U002"), (["--maximize", "length"], "U002"), (["--machine", "h1000x8"], "M010"),
+        (["--objective", "min-devices"], "U002"), (["--deadline", "24h"], "U002"), (["--maximize", "length"], "U002"), (["--machine", "h1000x8"],
+            "M010"),
         (["--gpus", "12"], "U002"), (["--objective", "min-devices", "--deadline", "soon"], "U002"),
     ],
 )  # fmt: skip
