@@ -11,6 +11,7 @@ from rarely import every
 from test_sequence_parallel import JOBS
 from torch import Tensor, nn
 
+from plait.config.conflicts import without_effect
 from plait.config.errors import DIFFERENT, PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
@@ -69,7 +70,7 @@ def on_device() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_what_is_expected_of_torch(name: str) -> None:
-    operator = getattr(async_tp.symm_mem, name).default
+    operator = getattr(async_tp.symm_mem(), name).default
     assert str(operator._schema) == f"symm_mem::{name}{SCHEMAS[name]}"
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CUDA")
 
@@ -160,7 +161,7 @@ def test_it_is_told_where_it_has_no_effect_or_does_not_work() -> None:
         ("tp=2 compile=true", "compile=false"),
         ("tp=2 sequence_parallel=false", "sequence"),
     ):
-        (problem,) = [p for p in Plan.parse(f"{text} async_tp=true").idle() if "async_tp" in p.what]
+        (problem,) = [p for p in without_effect(Plan.parse(f"{text} async_tp=true")) if "async_tp" in p.what]
         assert problem.code == "P030" and problem.fix[0].startswith(word)
     with pytest.raises(PlaitError) as refused:
         verify(JOBS["gpt"](), Plan.parse("tp=2 async_tp=true precision=fp8"))

@@ -99,7 +99,7 @@ def test_batch_statistics_are_named() -> None:
         ("fsdp=2 grad_compression=bf16", "P080", "residual"),
         ("dp=2 fsdp=2 grad_compression=bf16", "P080", "residual"),
         ("dp=2 cp=2 grad_compression=int8", "P080", "same samples"),
-        ("dp=2 ep=2 grad_compression=int8", "P080", "experts"),
+        ("dp=2 ep=2 grad_compression=int8", "P080", "an expert"),
         ("dp=2 tp=2 grad_compression=int8", "P080", "scale"),
         ("dp=2 tp=2 grad_compression=powersgd", "P080", "directions"),
         ("dp=2 grad_compression=int8 precision=fp16", "P080", "loss scale"),

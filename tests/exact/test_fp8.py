@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rarely import rarely
 from torch import Tensor, nn
 
+from plait.config.conflicts import without_effect
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
@@ -167,5 +168,5 @@ def test_a_model_without_a_layer_that_fits_is_refused() -> None:
 
 
 def test_a_recipe_without_fp8_has_no_effect() -> None:
-    (problem,) = Plan.parse("precision=bf16 fp8_recipe=rowwise").idle()
+    (problem,) = without_effect(Plan.parse("precision=bf16 fp8_recipe=rowwise"))
     assert problem.code == "P030" and "precision=fp8" in problem.what

@@ -160,8 +160,8 @@ def test_a_wrong_verdict_is_a_value() -> None:
         (lambda: plait.train(small, steps=True), ["U002"]),
         (lambda: plait.train(small, on_nan="go"), ["U002"]),
         (lambda: plait.train(small, keep=0, nproc=0), ["U002"] * 2),
-        (lambda: plait.train(small, to=["nowhere"]), ["U002"]),
-        (lambda: plait.train(small, ranks=[0, 1]), ["U002"]),
+        (lambda: plait.train(small, tracker=["nowhere"]), ["U002"]),
+        (lambda: plait.train(small, log_ranks=[0, 1]), ["U002"]),
         (lambda: plait.train(small, "dp=2 pp"), ["T002"]),
         (lambda: plait.train(7), ["U020"]),  # type: ignore[arg-type]
         (lambda: plait.train(small(), arguments={"steps": 3}), ["U020"]),

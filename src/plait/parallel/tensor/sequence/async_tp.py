@@ -13,6 +13,7 @@ proved on any machine. Only torch's own `nn.Linear` takes part; other columns an
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,13 +28,19 @@ from plait.tensors.collectives import Absent, enter, gather_partial, gathered, s
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import hooks_of
 
-symm_mem = torch.ops.symm_mem
-"""`fused_all_gather_matmul` and `fused_matmul_reduce_scatter` of symmetric memory. Torch does not promise them: a test says what is
-expected of both."""
 FUSED: ContextVar[tuple[str, ...]] = ContextVar("fused", default=("cuda",))
 """Kinds of devices on which torch has these operators."""
 Where = tuple[int, Rows, ProcessGroup]
 """The dim of the sequence, who has which rows of it, and the ranks."""
+
+
+@cache
+def symm_mem() -> Any:
+    """`fused_all_gather_matmul` and `fused_matmul_reduce_scatter` of symmetric memory. Torch does not promise them: a test shows what is
+    expected of both."""
+    import torch.distributed.fsdp  # registers them
+
+    return torch.ops.symm_mem
 
 
 def fused(x: Tensor, where: Where) -> bool:
@@ -47,7 +54,7 @@ def gathered_products(x: Tensor, weights: Sequence[Tensor], where: Where) -> tup
     """All rows of `x`, and their products with each of the weights, [features in, features out]. Not differentiated."""
     dim, rows, group = where
     if fused(x, where):
-        whole, products = symm_mem.fused_all_gather_matmul(x.contiguous(), list(weights), dim, group.group_name)
+        whole, products = symm_mem().fused_all_gather_matmul(x.contiguous(), list(weights), dim, group.group_name)
         return whole, products
     whole = gathered(x, dim, rows, group)
     return whole, [whole @ w for w in weights]
@@ -62,7 +69,7 @@ def summed_product(pairs: Sequence[tuple[Tensor, Tensor]], where: Where) -> Tens
     if fused(pairs[0][0], where):
         x = pairs[0][0] if len(pairs) == 1 else torch.cat([x for x, _ in pairs], -1)
         weight = pairs[0][1] if len(pairs) == 1 else torch.cat([w for _, w in pairs])
-        return symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", dim, group.group_name)
+        return symm_mem().fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", dim, group.group_name)
     product = pairs[0][0] @ pairs[0][1]
     for x, weight in pairs[1:]:
         product = product + x @ weight
