@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from plait.config.errors import PlaitError
@@ -201,6 +202,10 @@ def test_rows_that_a_model_gets_are_those_that_the_script_gives(
 def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) -> None:
     known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": {}, "watch": True})
     model, rows = nn.Linear(2, 1), torch.randn(3, 2)
+    with torch.device("meta"):
+        meta = nn.BatchNorm1d(2)
+    with FakeTensorMode():
+        fake = nn.BatchNorm1d(2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
     optimizer.register_step_pre_hook(known.before_step)
     optimizer.register_step_post_hook(known.after_step)
@@ -217,6 +222,7 @@ def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) ->
     events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
     assert [each["step"] for each in events] == [1, 2]
     assert {*events[0]["applied"]} == {*events[0]["weights"]} and len(events[0]["applied"]) == 2
+    assert not {id(meta), id(fake)} & {*map(id, known.modules())}, "models without values, as for counting operations"
 
 
 @pytest.mark.parametrize(("name", "expected"), [

@@ -113,8 +113,9 @@ class ScriptRecorder:
         """The outermost modules with parameters, in the order in which they were made."""
         every = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
         inner = {id(child) for m in every for child in m.children()}
-        tops = [m for m in every if id(m) not in inner and next(m.parameters(), None) is not None]
-        return sorted(tops, key=lambda m: (min((self.born.get(child, 1 << 60) for child in m.modules()), default=0), -sum(1 for _ in m.parameters())))
+        tops = ((m, next(m.parameters(), None)) for m in every if id(m) not in inner)
+        real = [m for m, p in tops if p is not None and not p.is_meta and type(p.data).__name__ != "FakeTensor"]  # others have no values
+        return sorted(real, key=lambda m: (min((self.born.get(child, 1 << 60) for child in m.modules()), default=0), -sum(1 for _ in m.parameters())))
 
     def named(self) -> dict[str, Tensor]:
         """Parameters and buffers by name: of the first model as they are, of others with m1., m2. in front. Keeps the names by id."""
