@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ def opened(browser: Any, file: Path, width: int) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get_log("performance"), browser.get_log("browser")
     browser.get(file.as_uri())
-    assert browser.execute_script("return document.documentElement.dataset.ready") is not None, "the script did not end"
+    end = time.monotonic() + 60.0
+    while browser.execute_script("return document.documentElement.dataset.ready") is None:
+        assert time.monotonic() < end, "the script did not end"
+        time.sleep(0.1)
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
 

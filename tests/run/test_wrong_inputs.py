@@ -128,7 +128,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     # the plan
     ([*J, "--plan", "ddp=2"], 2, "T001 did you mean  dp ?"),
     ([*J, "--plan", "grad_accum=4"], 2, "T001 did you mean  microbatches ?"),
-    ([*J, "--plan", "activation_checkpointing=true"], 2, "T001 did you mean  recompute ?"),
+    ([*J, "--plan", "gradient_checkpointing=true"], 2, "T001 did you mean  activation_checkpointing ?"),
     ([*J, "--plan", "dtype=bf16"], 2, "T001 did you mean  precision ?"),
     ([*J, "--plan", "zero_stag=2"], 2, "T001 did you mean  zero_stage ?"),
     ([*J, "--plan", "tensor_parallel=2"], 2, "T001 did you mean  tp ?"),

@@ -52,7 +52,7 @@ class Brought(Struct, frozen=True):
     metrics: dict[str, Any] | None = None
 
 
-class Row(Struct, frozen=True):
+class NodeRow(Struct, frozen=True):
     """The state of one machine (`launch/nodes.py` explains the states)."""
 
     host: str = ""
@@ -82,16 +82,16 @@ class NodeRows:
         self._store, self._key, self.index = store, key, index
         self.others = [0] if index else [*range(1, count)]
         """The machines whose rows this one reads."""
-        self._rows = dict.fromkeys(self.others, Row()) | {index: Row(socket.gethostname(), secrets.token_hex(8))}
+        self._rows = dict.fromkeys(self.others, NodeRow()) | {index: NodeRow(socket.gethostname(), secrets.token_hex(8))}
         self._heard = dict.fromkeys(self.others, time.monotonic())
         self._exchanged = 0.0
         self.put(_key(index), self.mine)
 
     @property
-    def mine(self) -> Row:
+    def mine(self) -> NodeRow:
         return self._rows[self.index]
 
-    def __getitem__(self, machine: int) -> Row:
+    def __getitem__(self, machine: int) -> NodeRow:
         return self._rows[machine]
 
     def silent(self, machine: int) -> float:
@@ -117,7 +117,7 @@ class NodeRows:
         there = [k for k in self.others if self._rows[k].life or self._store.check([_key(k)])]
         values = self._store.multi_get(list(map(_key, there))) if there else []
         for k, value in zip(there, values, strict=True):
-            row = self._proven(_key(k), value, Row)
+            row = self._proven(_key(k), value, NodeRow)
             if (row.life, row.beat) != (self._rows[k].life, self._rows[k].beat):
                 self._rows[k], self._heard[k] = row, now
 
