@@ -165,7 +165,7 @@ def test_a_device_that_fails_alone_at_one_step_is_left_out() -> None:
     assert [failures.can_restart(killed, 7, one, spare=False) for _ in range(3)] == [True, True, False], "it is the only one"
     failures = RankFailures(2)
     assert [failures.can_restart(raised, 7, one) for _ in range(3)] == [True, True, False], "an exception is the job's own"
-    failures = RankFailures(1, fewer=True)
+    failures = RankFailures(1, allow_shrink=True)
     assert failures.can_restart(killed, 7, one) and failures.leaves_device_out
     assert failures.warning(one) is None
     for step in (20, 40):

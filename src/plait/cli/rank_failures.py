@@ -23,10 +23,10 @@ class HostDevice:
 
 
 class RankFailures:
-    """Counts failures, and judges whether the run continues. `limit`: restarts in a row at one step; `fewer`: a lost rank is not replaced."""
+    """Counts failures, and judges whether the run continues. `limit`: restarts in a row at one step; `allow_shrink`: a lost rank is not replaced."""
 
-    def __init__(self, limit: int, fewer: bool = False):
-        self.limit, self.fewer = limit, fewer
+    def __init__(self, limit: int, allow_shrink: bool = False):
+        self.limit, self.allow_shrink = limit, allow_shrink
         self.tries, self.reached = 0, -1
         """Failures in a row at one step, and that step."""
         self.shrunk_at = -9
@@ -67,8 +67,8 @@ class RankFailures:
 
     @property
     def leaves_device_out(self) -> bool:
-        """Whether the next round has no rank on the device that failed last: `fewer` says so, or it is the only one that fails here."""
-        if self.fewer:
+        """Whether the next round has no rank on the device that failed last: `allow_shrink` says so, or it is the only one that fails here."""
+        if self.allow_shrink:
             return None not in self.devices
         alone = len(self.devices) == 1 and None not in self.devices
         return self.tries > self.limit and alone and abs(self.reached - self.shrunk_at) > 1

@@ -153,7 +153,7 @@ class RestartLoop:
         if self.memory is not None:  # the search for the plan of a smaller round begins before a failure
             if len(opened.devices) > 1:
                 self.plans.prepare(opened.world - node.each)
-            if self.failures.fewer:
+            if self.failures.allow_shrink:
                 self.plans.prepare(opened.world - 1)
         return opened
 
