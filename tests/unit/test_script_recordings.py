@@ -206,6 +206,7 @@ def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) ->
         meta = nn.BatchNorm1d(2)
     with FakeTensorMode():
         fake = nn.BatchNorm1d(2)
+        model.register_buffer("counted", torch.zeros(4))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
     optimizer.register_step_pre_hook(known.before_step)
     optimizer.register_step_post_hook(known.after_step)
@@ -222,6 +223,7 @@ def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) ->
     events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
     assert [each["step"] for each in events] == [1, 2]
     assert {*events[0]["applied"]} == {*events[0]["weights"]} and len(events[0]["applied"]) == 2
+    assert not any("counted" in name for name in events[0]["buffers"]), "a fake buffer of a model that trains"
     assert not {id(meta), id(fake)} & {*map(id, known.modules())}, "models without values, as for counting operations"
 
 

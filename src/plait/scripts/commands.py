@@ -61,8 +61,7 @@ class RunningCommand:
                     env=environment_with(self.hook),
                 )  # fmt: skip
             except (OSError, ValueError) as error:
-                what = f"the {command.side}'s command cannot be started: {command.words}"
-                raise PlaitError(problem_of_page("E001", what, str(error))) from error
+                raise PlaitError(problem_of_page("E001", f"the {command.side} cannot be started: {command.words}", str(error))) from error
 
     def look(self) -> bool:
         """Take in what is new; whether the command still runs. E003, E004: it has done nothing for too long."""

@@ -54,8 +54,7 @@ def _followed(reference: ScriptCommand, folder: Path, readers: Readers, replay: 
     for times in (0.0, 1.0, TIMES):  # roundings that each weight is moved by at most, and at random
         noise, generator = Noise(0, times, coarsest), torch.Generator().manual_seed(int(times))
         begins = {name: tensors.store(noise.operand(tensors.load(t), generator)) if times else t for name, t in weights.items()}
-        followed = replace(reference, steps=len(candidate[0].rounds), replay=replay | {"weights": begins})
-        commands[folder / f"{''.join(replay)}-{times:.0f}"] = followed
+        commands[folder / f"{''.join(replay)}-{times:.0f}"] = replace(reference, steps=len(candidate[0].rounds), replay=replay | {"weights": begins})
     runs = run(commands, show)
     _check(runs[0], candidate[0], reference.float64)
     return BothSides(readers, runs[0][0], (runs[1][0], runs[2][0]), tensors, reference.float64)

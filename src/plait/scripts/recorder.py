@@ -110,11 +110,10 @@ class ScriptRecorder:
         print(json.dumps({"is": what, **values}, default=str), file=self.file, flush=True)
 
     def modules(self) -> list[nn.Module]:
-        """The outermost modules with parameters, in the order in which they were made."""
+        """The outermost modules whose parameters have values, in the order in which they were made."""
         every = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
         inner = {id(child) for m in every for child in m.children()}
-        tops = ((m, next(m.parameters(), None)) for m in every if id(m) not in inner)
-        real = [m for m, p in tops if p is not None and not p.is_meta and type(p.data).__name__ != "FakeTensor"]  # others have no values
+        real = [m for m in every if id(m) not in inner and any(map(has_values, m.parameters()))]
         return sorted(real, key=lambda m: (min((self.born.get(child, 1 << 60) for child in m.modules()), default=0), -sum(1 for _ in m.parameters())))
 
     def named(self) -> dict[str, Tensor]:
@@ -124,7 +123,7 @@ class ScriptRecorder:
             new = [(own_name(name), p) for name, p in top.named_parameters() if id(p) not in self.names]
             prefix = f"m{number}." * (number > 0)
             self.names |= {id(p): prefix + name for name, p in new}
-            found |= {prefix + name: t for name, t in (*new, *((own_name(name), b) for name, b in top.named_buffers()))}
+            found |= {prefix + name: t for name, t in (*new, *((own_name(name), b) for name, b in top.named_buffers())) if has_values(t)}
             number += bool(new)
         return found
 
@@ -288,12 +287,16 @@ class ScriptRecorder:
         for each in (each for known in self.loaders.values() for each in known.passes):
             if each.loader.trains and not self.settings["watch"]:
                 each.draw_rest()
-            own = len(each.order[0]) if each.order else each.size
-            self.event("epoch", source=each.source, order=each.order, own=own, complete=each.is_complete)
+            self.event("epoch", source=each.source, order=each.order, own=len(each.order[0]) if each.order else each.size, complete=each.is_complete)
         if leave:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+
+def has_values(t: Tensor) -> bool:
+    """False on the meta device and for the fake tensors of torch, on which a script may count operations."""
+    return not t.is_meta and type(t.data).__name__ != "FakeTensor"
 
 
 def own_name(name: str) -> str:
@@ -354,8 +357,7 @@ def without_dropout() -> None:
 
 def in_float64() -> None:
     """Whatever would be made in a narrower format is made in float64; autocast is off."""
-    narrow = {torch.float32, torch.float16, torch.bfloat16}
-    wide = lambda value: torch.float64 if isinstance(value, torch.dtype) and value in narrow else value  # noqa: E731
+    wide = lambda value: torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value  # noqa: E731
     casts = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     class InFloat64(torch.overrides.TorchFunctionMode):
