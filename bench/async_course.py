@@ -1,8 +1,8 @@
-"""A server and groups that do not wait for each other, on a clock of modelled links: the dealer, the gradients and the updates are plait's.
+"""Simulates a server and groups that do not wait for each other, on a clock of modeled links. Dispatcher, gradients and updates are plait's.
 
-What groups compute does depend on when messages arrive, so nothing can be recorded and played again. Instead one process plays all
-of them in the order of the clock: the server deals a piece and sends its weights, the group computes for as long as was measured, times
-how slow it is, and sends its gradient; the server's link takes one message after the other, each way.
+The results of groups depend on when messages arrive, so no run can be recorded and replayed. Instead, one process runs all
+groups in the order of the clock. The server assigns a piece and sends its weights. The group computes for the measured time,
+times its slowdown, and sends its gradient. The server's link transfers one message after the other in each direction.
 """
 
 import heapq
@@ -17,43 +17,43 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
 from plait.data.sampling import Sampling
-from plait.engine.server.dealing import Clocks, Dealer, Ticket
-from plait.engine.server.group import Doors, ServerSetting, ServerUpdate, Trainer, UsedGradient
+from plait.engine.server.dealer import Clocks, Dealer, Ticket
+from plait.engine.server.group import ServerSetting, ServerSockets, ServerUpdate, Trainer, UsedGradient
 from plait.engine.server.state import Server
 from plait.launch.place import Place
 
 Course = tuple[list[tuple[int, float]], list[float], float]
-"""(clock, loss) of every evaluation, seconds at which each clock was done, bytes that a group sends and receives for each."""
+"""(clock, loss) of every evaluation, the seconds at which each clock ended, and the bytes that a group sends and receives per clock."""
 
 
 class Play:
-    """One run. `how`: the link, how many times as long each group computes, seconds of a piece."""
+    """One simulated run. `how`: the link, the slowdown of each group, and the seconds of a piece."""
 
     def __init__(self, job: Job, plan: Plan, how: tuple[Wire, tuple[float, ...], float]):
         self.wire, self.slower, self.computing = how
         self.job, setting = job, ServerSetting(job, plan, device="cpu", on_nan="ignore")
         groups = plan.replica_groups
-        self.doors = Doors.open(1)
+        self.doors = ServerSockets.open(1)
         self.server, self.trainer = (
             Server(setting, Place(groups, groups + 1), self.doors),
             Trainer(setting, Place(0, groups + 1)),
         )
-        sampling = Sampling.of(job, len(self.trainer.engine.rank_model.setup.data))
+        sampling = Sampling.from_job(job, len(self.trainer.engine.rank_model.setup.data))
         self.dealer = Dealer(Clocks(sampling, groups), setting.rules, job.steps)
         self.size = sum(p.nbytes for p in self.server.engine.rank_model.params.values())
         self.out = self.into = 0.0
-        """When the server's link is free again, each way."""
+        """The time at which the server's link is free again, in each direction."""
         self.events: list[tuple[float, int, int, Ticket, dict[str, Tensor]]] = []
         self.waiting: list[int] = []
-        self.fences = {group: self.dealer.join(group) for group in range(groups)}
+        self.fences = {group: self.dealer.add_group(group) for group in range(groups)}
         self.found: dict[int, Any] = {}
 
     def weights(self) -> dict[str, Tensor]:
-        """As the server has them now."""
+        """The server's current weights."""
         return {name: p.detach().clone() for name, p in self.server.engine.rank_model.params.items()}
 
     def ask(self, group: int, now: float) -> None:
-        """A group wants a piece."""
+        """Request a piece for a group."""
         ticket = self.dealer.deal(group, now)
         if ticket is None:
             self.waiting.append(group)
@@ -67,26 +67,26 @@ class Play:
         heapq.heappush(self.events, (there, ticket.number, group, ticket, self.weights()))
 
     def computed(self, ticket: Ticket, weights: dict[str, Tensor]) -> None:
-        """The gradient of a piece at the weights that went with it."""
+        """Compute the gradient of a piece at the weights that were sent with it."""
         portion, trainer = ticket.portion, self.trainer
         trainer.load(weights)
         at = Position(portion.clock, portion.epoch, portion.start, 0)
-        got = trainer.gradient(at, portion.size, portion.first, self.dealer.clocks.ids(portion))
-        self.server.parts[ticket.number] = {name: t.clone() for name, t in got.tensors.items()}
+        got = trainer.compute_gradient(at, portion.size, portion.first, self.dealer.clocks.list_ids(portion))
+        self.server.gradients[ticket.number] = {name: t.clone() for name, t in got.tensors.items()}
         self.found[ticket.number] = got
 
     def arrived(self, ticket: Ticket) -> None:
-        """A gradient is at the server: whatever updates can be made are made."""
-        self.dealer.arrived(ticket.number, ticket.group, ticket.fence, self.found[ticket.number].weight)
-        while (update := self.dealer.update()) is not None:
-            total, samples = sum(t.weight for t in update.takes), self.dealer.samples
-            used = tuple(UsedGradient(t.number, t.weight / total) for t in update.takes)
-            loss = sum(self.found[t.number].loss * t.weight / total for t in update.takes)
+        """Process a gradient that reached the server: make all possible updates."""
+        self.dealer.accept_gradient(ticket.number, ticket.group, ticket.fence, self.found[ticket.number].weight)
+        while (update := self.dealer.find_update()) is not None:
+            total, samples = sum(t.weight for t in update.used), self.dealer.samples
+            used = tuple(UsedGradient(t.number, t.weight / total) for t in update.used)
+            loss = sum(self.found[t.number].loss * t.weight / total for t in update.used)
             self.server.apply(ServerUpdate(loss, used), samples)
-            self.dealer.made(update)
+            self.dealer.complete_update(update)
 
     def run(self, target: float, every: int, beat: Callable[[int], None]) -> Course:
-        """Until the target is reached, or all clocks are done. `beat` is told of the clocks that are done."""
+        """Run until the loss reaches the target or all clocks are done. Calls `beat` with the number of finished clocks."""
         losses, ends, sent = [(0, self.evaluated())], [], 0
         for group in range(len(self.slower)):
             self.ask(group, 0.0)
@@ -106,7 +106,7 @@ class Play:
                 beat(clock)
                 if clock % every == 0:
                     losses.append((clock, self.evaluated()))
-            if losses[-1][1] <= target or self.dealer.finished:
+            if losses[-1][1] <= target or self.dealer.is_finished:
                 break
             asking, self.waiting = [*self.waiting, group], []
             for each in asking:
@@ -115,7 +115,7 @@ class Play:
         return losses, ends, sent / len(self.slower) / max(1, len(ends))
 
     def evaluated(self) -> float:
-        """The held-out loss of the server's weights."""
+        """Return the loss of the server's weights on held-out text."""
         self.trainer.load(self.weights())
         return self.trainer.engine.evaluate()["loss"]
 
@@ -127,6 +127,6 @@ def play(
     until: tuple[float, int],
     beat: Callable[[int], None],
 ) -> Course:
-    """An asynchronous run. `until`: the loss at which it ends, and the clocks between two evaluations."""
+    """Run the asynchronous training. `until`: the loss at which it ends, and the number of clocks between two evaluations."""
     torch.manual_seed(job.seed)
     return Play(job, plan, how).run(*until, beat)

@@ -1,11 +1,11 @@
-"""Simpler planners to compare with: a constant rate plus the bubble's formula, and a 40-line model with seven constants.
+"""Simpler planners for comparison: a constant rate plus the bubble formula, and a 40-line model with seven constants.
 
-Seconds of a step. Both see what `plait.planner` sees: a workload, a plan, a machine.
+Both predict the seconds of a step from the inputs of `plait.planner`: a workload, a plan, a machine.
 """
 
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.planner.from_sketch import Workload
+from plait.planner.workload import Workload
 
 SEVEN = {
     "peak": 0.603,
@@ -16,13 +16,13 @@ SEVEN = {
     "fixed": 0.0283,
     "launch": 0.1,
 }
-"""Part of the peak, multiply-adds at which half of it is reached, bytes moved per token and width, part of a link's
-bandwidth, part of gradients' messages hidden, seconds of a step, and of a micro-batch per hundred layers: fitted to the same
-rows, with the same weights, as the planner's."""
+"""Seven constants: the fraction of peak; the multiply-adds at which half of it is reached; bytes moved per token and width; the fraction
+of link bandwidth; the hidden fraction of gradient messages; seconds per step; seconds per micro-batch and hundred layers. They are
+fitted to the same rows, with the same weights, as the planner's constants."""
 
 
 def bubble(plan: Plan) -> float:
-    """Step time over that without a bubble."""
+    """Return the ratio of the step time to that without a bubble."""
     return 1 + (plan.pp - 1) / (plan.microbatches * plan.stages_per_rank)
 
 
@@ -31,14 +31,14 @@ def passes(plan: Plan) -> float:
 
 
 def constant(work: Workload, plan: Plan, samples: float, machine: Machine) -> float:
-    """47 % of the peak, and the bubble."""
+    """Predict 47 % of peak, plus the bubble."""
     device = plan.tp * plan.cp * plan.pp
     flops = passes(plan) * work.flops * samples * plan.microbatches / device
     return flops / (0.47 * _peak(plan, machine)) * bubble(plan)
 
 
 def seven(work: Workload, plan: Plan, samples: float, machine: Machine) -> float:
-    """Matmuls that saturate with their size, bytes of pointwise work, collectives by bandwidth, the bubble's formula."""
+    """Predict with matmuls that saturate with their size, bytes of pointwise work, collectives by bandwidth, and the bubble formula."""
     c, deep = SEVEN, max(work.blocks, key=lambda b: b.count)
     layers = sum(b.count for b in work.blocks)
     wide = sum(b.out * b.count for b in work.blocks) * samples / plan.cp
@@ -51,7 +51,7 @@ def seven(work: Workload, plan: Plan, samples: float, machine: Machine) -> float
     moved = c["passes"] * passes(plan) / 3 * wide / plan.pp / plan.tp
     micro = flops / rate + moved / (machine.device.memory_bandwidth or 1e12) + c["launch"] * layers / plan.pp / 100
     if plan.tp > 1:
-        sums = 2 * deep.handovers * (1.5 if plan.activation_checkpointing == "full" else 1)
+        sums = 2 * deep.tp_sums * (1.5 if plan.activation_checkpointing == "full" else 1)
         sent = sums * 2 * (plan.tp - 1) / plan.tp * wide * item / plan.pp
         micro += sent / (machine.links[0].bandwidth * c["network"])
     seconds = micro * plan.microbatches * bubble(plan)
@@ -65,4 +65,4 @@ def seven(work: Workload, plan: Plan, samples: float, machine: Machine) -> float
 
 def _peak(plan: Plan, machine: Machine) -> float:
     peaks = machine.device.peak
-    return peaks.of(plan.precision) or peaks.bf16 or peaks.fp16 or peaks.fp32 or 1e12
+    return peaks.for_precision(plan.precision) or peaks.bf16 or peaks.fp16 or peaks.fp32 or 1e12

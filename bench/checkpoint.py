@@ -1,11 +1,11 @@
-"""What a checkpoint costs: plait's save and resume beside torch.distributed.checkpoint used plainly, on the same state.
+"""Measures checkpoint costs: plait's save and resume against plain torch.distributed.checkpoint, on the same state.
 
     python bench/checkpoint.py --rounds 9
 
-Two processes train one model under `dp=2` and under `fsdp=2`. In each round every way to save and load takes its turn, in
-random order, so that a noisy moment hurts all alike. *Stall* is how long the training loop waits in the call; *whole* is
-until the checkpoint is complete; *load* is until weights and optimizer are back. A cell is the median; a ratio is the
-median over rounds of plait's time over the other's in the same round. dcp's `save` does not hash and does not sync the
+Two processes train one model under `dp=2` and under `fsdp=2`. Each round runs every way to save and load in
+random order, so that noise affects all of them equally. *Stall* is the time that the training loop waits in the call. *Whole*
+is the time until the checkpoint is complete, and *load* until weights and optimizer are restored. A cell is the median. A ratio
+is the median over rounds of plait's time divided by the other's in the same round. dcp's `save` does not hash and does not sync the
 directory; plait's does both, and checks every digest on load.
 """
 
@@ -33,11 +33,11 @@ from plait.launch import fork
 from plait.launch.place import Place
 
 KEEP = 10**6
-"""Nobody deletes old checkpoints while it is timed."""
+"""No old checkpoint is deleted during the measurement."""
 
 
 class Rows:
-    """A few random rows."""
+    """Random rows."""
 
     def __len__(self) -> int:
         return 64
@@ -64,7 +64,7 @@ def job(width: int, layers: int) -> Job:
 
 
 def timed(act: Any) -> float:
-    """Seconds of the slowest rank, all starting together."""
+    """Return the seconds of the slowest rank; all ranks start together."""
     dist.barrier()
     start = perf_counter()
     act()
@@ -74,7 +74,7 @@ def timed(act: Any) -> float:
 
 
 def measure(place: Place, plan: str, asked: Any, root: Path) -> dict[str, Any]:
-    """One rank's part of all rounds."""
+    """Run one rank's part of all rounds."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     engine = Engine(
@@ -91,7 +91,7 @@ def measure(place: Place, plan: str, asked: Any, root: Path) -> dict[str, Any]:
         return {"model": model, "optimizer": optimizer}
 
     def plain() -> dict[str, Any]:
-        """A sharded model's, and this rank's part of the optimizer under the rank's own name."""
+        """Return the state of a sharded model, and this rank's part of the optimizer under the rank's own name."""
         return {"model": dict(engine.model.state_dict()), f"optimizer {place.rank}": engine.optimizer.state_dict()}
 
     state = plain if "fsdp" in plan else theirs
@@ -104,11 +104,11 @@ def measure(place: Place, plan: str, asked: Any, root: Path) -> dict[str, Any]:
             folder = root / f"dcp-{number}-{name[4:]}"
             if name == "plait":
                 row[name] = timed(partial(engine.save, KEEP))
-                step()  # the next save is of another step
+                step()  # the next save belongs to another step
                 row["plait load"] = timed(engine.resume)
             elif name == "plait, beside":
                 row[name] = timed(partial(engine.save, KEEP, False))
-                row["plait, beside, whole"] = row[name] + timed(lambda: engine.checkpoints.finish(engine))
+                row["plait, beside, whole"] = row[name] + timed(lambda: engine.checkpoints.finish_save(engine))
                 step()
             elif name == "dcp.save":
                 row[name] = timed(lambda folder=folder: dcp.save(state(), checkpoint_id=folder))
@@ -123,16 +123,16 @@ def measure(place: Place, plan: str, asked: Any, root: Path) -> dict[str, Any]:
                 row["dcp.async_save, whole"] = row[name] + timed(future[0].result)
             dist.barrier()
         if place.rank == 0:
-            for folder in (*root.glob("dcp-*"), *engine.checkpoints.found()[1:]):
+            for folder in (*root.glob("dcp-*"), *engine.checkpoints.list_published()[1:]):
                 shutil.rmtree(folder)
         dist.barrier()
         rows += [row] if number else []
-    size = sum(f.stat().st_size for f in engine.checkpoints.found()[0].iterdir())
+    size = sum(f.stat().st_size for f in engine.checkpoints.list_published()[0].iterdir())
     return {"plan": plan, "bytes": size, "rows": rows}
 
 
 def load(engine: Engine, folder: Path, found: dict[str, Any]) -> None:
-    """dcp's way back: into the state dicts, and from them into model and optimizer."""
+    """Load with dcp: first into the state dicts, then into model and optimizer."""
     dcp.load(found, checkpoint_id=folder)
     if "optimizer" in found:
         model, optimizer = found["model"], found["optimizer"]
@@ -148,7 +148,7 @@ PAIRS = (
 
 
 def show(result: dict[str, Any]) -> str:
-    """The table of one plan."""
+    """Format the table of one plan."""
     rows, mib = result["rows"], result["bytes"] / 2**20
     lines = [f"{result['plan']} · 2 processes · {mib:.0f} MiB · {len(rows)} rounds · torch {torch.__version__}"]
     lines.append(f"  {'':<34}{'plait ms':>9}{'MiB/s':>8}{'dcp ms':>9}   plait over dcp")
@@ -175,7 +175,7 @@ def main() -> int:
     listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     for plan in ("dp=2", "fsdp=2"):
         with tempfile.TemporaryDirectory() as root:
-            result = fork.run(partial(measure, plan=plan, asked=asked, root=Path(root)), 2, listener)[0]
+            result = fork.run_ranks(partial(measure, plan=plan, asked=asked, root=Path(root)), 2, listener)[0]
         print(json.dumps(result) if asked.json else show(result), flush=True)
     return 0
 

@@ -1,14 +1,14 @@
-"""The planner's choice against every other plan, measured: small models on the cores of this machine.
+"""Compares the planner's choice with every other plan by measurement: small models on the cores of this machine.
 
 Each case is a job on a number of processes. The plans are all meshes of the search over dp, fsdp (zero 1 to 3), tp (with
-and without stretches between slices), cp and pp (each schedule), each with the micro-batches, recomputation and so on that
-the planner would give it. All of them are measured as `plait plan --try` measures (`plait.planner.trial`): processor time,
-the least of several rounds.
+and without sequence shards between slices), cp and pp (each schedule). Each has the micro-batches,
+activation checkpointing and other options that the planner would choose. All of them are measured like `plait plan --try`
+(`plait.planner.trial`): by processor time, the least of several rounds.
 
     choice     the planner's first, with its predicted and its measured time
-    best       the plan that measured least
-    regret     time of the choice over the best; and that of the best of the planner's first three, which
-               are of three meshes, as `plait plan --try 3` has them
+    best       the plan with the least measured time
+    regret     time of the choice over the best; the same for the best of the planner's first three
+               plans, which have three meshes, as in `plait plan --try 3`
     order      rank correlation of predicted and measured times
 """
 
@@ -31,17 +31,17 @@ from torch.nn import functional as F
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.launch.detect import read_machine
-from plait.planner.question import PlanRequest
-from plait.planner.search import Candidate, search
-from plait.planner.search_space import divisors
-from plait.planner.trial import in_turn
+from plait.planner.plan_request import PlanRequest
+from plait.planner.search import Candidate, find_best_plans
+from plait.planner.search_space import list_divisors
+from plait.planner.trial import time_plans
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 ADAM = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 class Drawn:
-    """`n` samples: x of one shape, y a class, or as many classes as x has places."""
+    """`n` samples: x of one shape; y is a class, or as many classes as x has positions."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, words: int = 0, n: int = 240):
         g = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ class Drawn:
 
 
 class Residual(nn.Module):
-    """A wide MLP beside the identity."""
+    """A wide MLP added to the identity."""
 
     def __init__(self, width: int, inner: int):
         super().__init__()
@@ -86,7 +86,7 @@ def conv(batch: int = 24) -> Job:
 
 
 class Recurrent(nn.Module):
-    """An LSTM that labels each place."""
+    """An LSTM that labels each position."""
 
     def __init__(self, words: int, width: int, layers: int):
         super().__init__()
@@ -105,7 +105,7 @@ def lstm(batch: int = 24) -> Job:
 
 
 class Encoder(nn.Module):
-    """A block of attention and an MLP, over places."""
+    """A block of attention and an MLP, over positions."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -121,7 +121,7 @@ class Encoder(nn.Module):
 
 
 class Vision(nn.Module):
-    """A small ViT: patches of an image, blocks, the mean over places."""
+    """A small ViT: patches of an image, blocks, the mean over positions."""
 
     def __init__(self, width: int, depth: int):
         super().__init__()
@@ -141,7 +141,7 @@ def vit(batch: int = 12) -> Job:
 
 
 class UNet(nn.Module):
-    """Down, along and up again, with the first activations beside the last."""
+    """A small U-Net: down, through the middle and up again, with the first activations concatenated to the last."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -160,7 +160,7 @@ def unet(batch: int = 24) -> Job:
 
 
 def words(batch: int = 12) -> Job:
-    """A large vocabulary: most weights are in the embedding and the head."""
+    """A job with a large vocabulary: most weights are in the embedding and the head."""
     return job(lambda: Recurrent(4000, 128, 2), lambda: Drawn((8,), 4000, 4000), batch)
 
 
@@ -172,9 +172,9 @@ JOBS: dict[str, Callable[[], Job]] = {"mlp": mlp, "conv": conv, "lstm": lstm, "v
 
 
 def plans(asked: PlanRequest, most: int) -> list[Candidate]:
-    """The best plan of each mesh and way of sharding or of ordering stages, as the planner prices them, fastest first."""
-    n, pace, refused, found = asked.machine.devices, asked.pace, asked.refused(), {}
-    for sizes in product(divisors(n), repeat=len(AXES)):
+    """Return the best plan of each mesh, sharding and stage order by predicted time, fastest first."""
+    n, pace, refused, found = asked.machine.devices, asked.pace, asked.make_refusal(), {}
+    for sizes in product(list_divisors(n), repeat=len(AXES)):
         mesh: dict[str, Any] = dict(zip(AXES, sizes))
         if prod(sizes) != n or (mesh["cp"] > 1 and n > 2):
             continue
@@ -183,14 +183,14 @@ def plans(asked: PlanRequest, most: int) -> list[Candidate]:
         stretched = [{"sequence_parallel": s} for s in (True, False)] if mesh["tp"] > 1 else [{}]
         for zero, word, between in product(zeros, words, stretched):
             pins = mesh | zero | between | ({"schedule": word} if word else {})
-            for one in search(pace, asked.question(pins), refused).best[:1]:
+            for one in find_best_plans(pace, asked.make_space(pins), refused).best[:1]:
                 found.setdefault(str(one.plan), one)
     order = sorted(found.values(), key=lambda c: (c.seconds, str(c.plan)))
     return spaced(order, most)
 
 
 def spaced(order: list[Candidate], most: int) -> list[Candidate]:
-    """At most so many: the first plan of each mesh, then what is left in order."""
+    """Return at most `most` plans in their order: the first plan of each mesh, and the fastest of the others."""
     firsts: dict[tuple[int, ...], Candidate] = {}
     for one in order:
         firsts.setdefault(one.mesh, one)
@@ -199,11 +199,11 @@ def spaced(order: list[Candidate], most: int) -> list[Candidate]:
 
 
 def case(name: str, machine: Machine, asked: Any) -> dict[str, Any]:
-    """One job on one number of processes."""
+    """Measure one job on one number of processes."""
     made = JOBS[name]()
     n = machine.devices
-    found = plans(PlanRequest.of(made, name, machine), asked.plans)
-    got = in_turn(made, [c.plan for c in found], n, asked.rounds)
+    found = plans(PlanRequest.from_job(made, name, machine), asked.plans)
+    got = time_plans(made, [c.plan for c in found], n, asked.rounds)
     took = [inf if isinstance(seconds, str) else seconds for seconds in got]
     meshes = [next(k for k, c in enumerate(found) if c.mesh == mesh) for mesh in dict.fromkeys(c.mesh for c in found)]
     best = min(range(len(found)), key=lambda k: took[k])
@@ -219,14 +219,14 @@ def case(name: str, machine: Machine, asked: Any) -> dict[str, Any]:
 
 
 def machines(asked: Any, sizes: list[int]) -> Iterator[Machine]:
-    """The machine with so many processes: as measured by `plait bench`, or as found here."""
+    """Yield the machine with each number of processes: as measured by `plait bench`, or as detected here."""
     for n in sizes:
         path = Path(asked.machines.replace("{}", str(n)))
-        yield Machine.load(path) if path.exists() else read_machine("here").sized(n)
+        yield Machine.load(path) if path.exists() else read_machine("here").resize(n)
 
 
 def show(row: dict[str, Any], every: bool) -> str:
-    """One case as a line, and each of its plans as another."""
+    """Format one case as a line, and each of its plans as another."""
     text = (
         f"{row['job']:<5} × {row['processes']}  {row['choice']:<34} {1000 * row['predicted']:7.2f} {1000 * row['measured']:7.2f}   "
         f"{row['best']:<34} {1000 * row['least']:7.2f} {100 * row['regret']:6.1f} % {100 * row['regret_of_3']:6.1f} % {row['order']:6.2f}"

@@ -1,11 +1,11 @@
-"""Times of collectives as `plait.config.hardware` predicts them, beside times that others measured.
+"""Compares times of collectives that `plait.config.hardware` predicts with published measurements.
 
     python bench/collectives.py FILE.csv [--all] [--fit]
 
 FILE.csv has one measurement a row: source, gpu, interconnect, collective, ranks, nodes, payload_bytes, time_us. Devices are
-those of `machines/`. --all prints every row; --fit searches better constants, to see what they are worth. Two rows of 32
-and 64 KiB over 4 nodes take 6 and 3 ms where 128 KiB take 0.6: connections that were being made. They count, and the
-error without them stands beside.
+those of `machines/`. --all prints every row. --fit searches better constants, to measure their effect. Two rows of
+32 and 64 KiB over 4 nodes take 6 and 3 ms, while 128 KiB take 0.6 ms, because connections were being made. They count, and the
+error without them is printed, too.
 """
 
 import argparse
@@ -24,16 +24,16 @@ FACTORS = (0.8, 0.9, 0.97, 1.03, 1.1, 1.25)
 
 
 def machine_of(row: dict[str, str]) -> Machine:
-    """The machine a row was measured on: 8 devices a node, EFA between nodes where the row says so."""
-    machine = Machine.named(f"{DEVICES[row['gpu']]}x8x{row['nodes']}")
+    """Return the machine of a row: 8 devices a node, EFA between nodes if the row states it."""
+    machine = Machine.from_name(f"{DEVICES[row['gpu']]}x8x{row['nodes']}")
     if "EFA" not in row["interconnect"]:
         return machine
-    efa = (replace(x, kind="efa", latency=hardware.HOPS["efa"][0]) if x.between_nodes else x for x in machine.links)
+    efa = (replace(x, kind="efa", latency=hardware.HOP_SECONDS["efa"][0]) if x.is_between_nodes else x for x in machine.links)
     return replace(machine, links=tuple(efa))
 
 
 def errors(rows: list[dict[str, str]]) -> dict[tuple[str, ...], list[tuple[dict[str, str], float, float]]]:
-    """(row, predicted, measured) in microseconds, by device, ranks and nodes."""
+    """Return (row, predicted, measured) in microseconds, by device, ranks and nodes."""
     found = defaultdict(list)
     for row in rows:
         measured = float(row["time_us"])
@@ -50,19 +50,19 @@ def fit(rows: list[dict[str, str]]) -> None:
     """Change one constant at a time while the mean error falls."""
 
     def score() -> float:
-        hardware.HOPS["efa"] = (hardware.FITTED["efa hop"],) * 3
+        hardware.HOP_SECONDS["efa"] = (hardware.FITTED_CONSTANTS["efa hop"],) * 3
         return mape([case for cases in errors(rows).values() for case in cases])
 
     best = score()
     for _ in range(4):
-        for name in hardware.FITTED:
+        for name in hardware.FITTED_CONSTANTS:
             for factor in FACTORS:
-                before = hardware.FITTED[name]
-                hardware.FITTED[name] = min(before * factor, 1.0) if name in ("link", "network") else before * factor
+                before = hardware.FITTED_CONSTANTS[name]
+                hardware.FITTED_CONSTANTS[name] = min(before * factor, 1.0) if name in ("link", "network") else before * factor
                 now = score()
-                best, hardware.FITTED[name] = (now, hardware.FITTED[name]) if now < best else (best, before)
+                best, hardware.FITTED_CONSTANTS[name] = (now, hardware.FITTED_CONSTANTS[name]) if now < best else (best, before)
     score()
-    print("fitted:", ", ".join(f"{name} {value:.4g}" for name, value in hardware.FITTED.items()))
+    print("fitted:", ", ".join(f"{name} {value:.4g}" for name, value in hardware.FITTED_CONSTANTS.items()))
 
 
 def main() -> None:
@@ -92,13 +92,14 @@ def main() -> None:
         link.name
         for row in rows
         for link in machine_of(row).links
-        if link.reached not in (hardware.REACHED, *hardware.FITTED.values())
+        if link.reached not in (hardware.LINK_EFFICIENCY, *hardware.FITTED_CONSTANTS.values())
     }
     large = [c for c in every if float(c[0]["payload_bytes"]) >= 2**23]
     print(
         f"mean absolute error {mape(every):.1%} of {len(every)} rows, median {median(abs(p / m - 1) for _, p, m in every):.1%}"
         f" · without the {len(every) - len(settled)} rows of connections being made {mape(settled):.1%}"
-        f" · from 8 MiB {mape(large):.1%} · {len(hardware.FITTED) + len(links) + 1} constants fitted · {len(said) - len(rows)} rows state no time"
+        f" · from 8 MiB {mape(large):.1%} · {len(hardware.FITTED_CONSTANTS) + len(links) + 1} constants fitted"
+        f" · {len(said) - len(rows)} rows state no time"
     )
 
 

@@ -1,12 +1,12 @@
-"""Context parallelism beside one device: time and memory of a step as sequences grow; and torch's own context_parallel.
+"""Compares context parallelism with one device and torch's context_parallel: time and memory of a step for growing sequences.
 
     python bench/context.py                      one device, cp=2 and cp=4, ring and ulysses, at growing lengths
     python bench/context.py --lengths 131072 --plans cp=4 --depth 2     one step of a very long sequence
 
-Every variant runs in forked processes of its own, one thread each: on fewer cores than ranks read memory, not time. One
-warm-up step at a short length, then `--steps` steps of one sample; time is the median, memory is how far the resident set
-rose above what it was before the steps, of the fullest rank. torch's `context_parallel` has no attention kernel for CPUs;
-it gets torch's own ring template over the CPU's flash kernel here.
+Every variant runs in its own forked processes, with one thread each. On fewer cores than ranks, only the memory is meaningful.
+One warm-up step at a short length precedes `--steps` steps of one sample. Time is the median. Memory is the growth of the
+resident set during the steps, on the rank with the largest growth. torch's `context_parallel` has no attention kernel for
+CPUs; here it uses torch's own ring template over the CPU's flash kernel.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def memory(reset: bool = False) -> int:
-    """Bytes that the process held at most since the last reset."""
+    """Return the peak bytes of the process since the last reset."""
     if reset:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -85,7 +85,7 @@ def memory(reset: bool = False) -> int:
 
 
 def measured(step: Callable[[int], float], ranks: int, length: int, steps: int) -> dict[str, Any]:
-    """`step(length)` returns its seconds."""
+    """Measure `step(length)`, which returns its seconds."""
     step(64 * ranks)
     before = memory(reset=True)
     times = [step(length) for _ in range(steps)]
@@ -93,7 +93,7 @@ def measured(step: Callable[[int], float], ranks: int, length: int, steps: int) 
 
 
 def _alive(place: Place) -> None:
-    """A step a thousand times as long as the first looks like a hang to those who watch."""
+    """Report progress: a step that is a thousand times as long as the first one looks like a hang."""
     while True:
         place.beat(0, "forward")
         sleep(5.0)
@@ -119,11 +119,11 @@ def ours(plan: str, shape: tuple[int, int, int], length: int, steps: int) -> lis
             threading.Thread(target=_alive, args=(place,), daemon=True).start()
             return measured(step, engine.plan.cp, length, steps)
 
-    return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+    return fork.run_ranks(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 def torchs(ranks: int, shape: tuple[int, int, int], length: int, steps: int) -> list[dict[str, Any]]:
-    """torch.distributed.tensor.experimental.context_parallel, gradients summed over the ranks by hand."""
+    """Run torch.distributed.tensor.experimental.context_parallel, with gradients summed over the ranks by hand."""
 
     def rank(place: Place) -> dict[str, Any]:
         torch.set_num_threads(1)
@@ -152,11 +152,11 @@ def torchs(ranks: int, shape: tuple[int, int, int], length: int, steps: int) -> 
 
         return measured(step, ranks, length, steps)
 
-    return fork.run(rank, ranks, fork.Listener(lambda *_: None))
+    return fork.run_ranks(rank, ranks, fork.Listener(lambda *_: None))
 
 
 def _handlers() -> None:
-    """torch's ring over the CPU's attention kernel, for which it has no rule of its own."""
+    """Register torch's ring over the CPU's attention kernel, for which torch has no rule."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 

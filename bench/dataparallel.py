@@ -1,10 +1,10 @@
-"""What the classic single-process DataParallel costs, beside a process per device and beside one device.
+"""Compares the classic single-process DataParallel with a process per device, and with one device.
 
     python bench/dataparallel.py [--steps 40]
 
-The same job and batch three times, alternating: `dp=1`, `dp=2` and `dp=2 processes=one`. Printed are the median step
-time over dp=1's, where the time of a step goes, and the bytes each device holds. On a machine with two cores the last
-two have the same hardware; what differs is the interpreter lock, the weights sent every step, and device 0's work.
+It runs the same job and batch in three ways, in turn: `dp=1`, `dp=2` and `dp=2 processes=one`. It prints the median step
+time over dp=1's, the time breakdown of a step, and the bytes on each device. On a machine with two cores the last
+two have the same hardware; they differ in the interpreter lock, the weights sent every step, and device 0's work.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PLANS = ("dp=1", "dp=2", "dp=2 processes=one")
 
 
 def run(plan: str, steps: int, folder: Path) -> list[dict]:
-    """Rows of the metrics of one run."""
+    """Return the metrics rows of one run."""
     job = str(ROOT / "examples/stdlib_gpt/job.py")
     words = ["train", job, "--plan", plan, "--steps", str(steps), "--runs", str(folder), "--save-every", "100000"]
     subprocess.run([sys.executable, "-m", "plait", *words], check=True, capture_output=True)

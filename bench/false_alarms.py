@@ -1,14 +1,14 @@
-"""Clean runs of unlike small jobs under unlike plans: how often the step in own formats accuses one. And faults: how many it finds.
+"""Counts the false alarms of the step in own formats, over clean runs of small jobs and plans of many kinds, and the faults that it finds.
 
     python bench/false_alarms.py runs FILE [--kinds fitted|fresh|NAME,…] [--seeds 0:20] [--plans 2] [--hours 1]
     python bench/false_alarms.py faults FILE
     python bench/false_alarms.py show FILE
 
 `runs` appends a row to FILE for each job and plan, and leaves out those that FILE has, so that it can be stopped and started again.
-A job is drawn from its kind and a seed (`bench/zoo_formats.py`), its plans from the same seed; one more sums products in another order.
-Only the step in own formats is made, by the functions that `plait verify` calls: no float64 steps but the first, no dry run. `worst` is
-the largest distance over its limit: above 1 `verify` says DIFFERENT. `fitted` are the kinds that the limits were chosen on (seeds below
-100), `fresh` the others. `faults` runs the table of `tests/exact/test_verify_formats.py` in the same way. `show` counts both, with the
+A job is drawn from its kind and a seed (`bench/zoo_formats.py`), and its plans from the same seed; one more plan sums products in
+another order. The functions of `plait verify` make only the step in own formats: no float64 steps after the first, no dry run. `worst`
+is the largest distance divided by its limit; above 1, `verify` prints DIFFERENT. The limits were chosen on the `fitted` kinds (seeds
+below 100); `fresh` are the others. `faults` runs the table of `tests/exact/test_verify_formats.py` in the same way. `show` counts both, with the
 tail of `worst` and the rate of false alarms that follows from it.
 """
 
@@ -34,8 +34,8 @@ from plait.config.plan import Plan
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.proof import candidate, formats, phases, probes, reference, scenario, verify
-from plait.proof.probes import OWN_FORMATS, Trace
+from plait.proof import candidate, phases, plan_formats, probes, reference, scenario, verify
+from plait.proof.probes import FORMAT_TENSORS, Trace
 
 PLANS = (
     "dp=2", "dp=2 microbatches=3", "dp=3 microbatches=2", "fsdp=2", "fsdp=2 microbatches=2", "fsdp=2 zero_stage=1",
@@ -46,13 +46,13 @@ CUTTING = {
     "pictures": ("tp=2",), "transformer": ("tp=2", "cp=2", "tp=2 microbatches=2", "tp=2 fsdp=2"), "mixture": ("tp=2", "ep=2", "tp=2 dp=2"),
     "recurrent": ("cp=2",), "halved": ("tp=2",), "doubled": ("tp=2",), "halved_words": ("tp=2", "tp=2 microbatches=2"),
 }  # fmt: skip
-"""Plans of a kind that sum products in another order: each job gets one."""
+"""Plans of a kind that sum products in another order; each job gets one of them."""
 IN_FP32 = ("adapters", "halved", "doubled", "halved_words")
-"""Kinds with formats of their own, which are tried in these alone."""
+"""Kinds with formats of their own. They run only in these formats."""
 
 
 def judged(job: Job, plan: Plan) -> dict[str, Any]:
-    """The row of a job under a plan, as `verify` judges its step in own formats."""
+    """Judge the step in own formats of a job under a plan, as `verify` does, and return the row."""
     check_plan(job, plan, "cpu")
     parts = 2 * plan.shares * plan.microbatches
     coupled = any(hasattr(module, "running_mean") for module in job.model().modules())
@@ -64,15 +64,15 @@ def judged(job: Job, plan: Plan) -> dict[str, Any]:
         if "formats" not in expected.facts:
             return {"untried": expected.facts["untried"]}
         known = expected.facts["formats"]
-        ranks = _ranks(replace(phases.clipped(hard, expected.facts), batch=known["batch"]), plan, Path(folder))
-        made = candidate.put_together(Path(folder), OWN_FORMATS, [r["formats"]["parts"] for r in ranks])
+        ranks = _ranks(replace(phases.apply_clips(hard, expected.facts), batch=known["batch"]), plan, Path(folder))
+        made = candidate.gather_rank_tensors(Path(folder), FORMAT_TENSORS, [r["formats"]["parts"] for r in ranks])
         actual = Trace({}, {}, {}, {}, {}, **made)
-    values, kept = formats.judged(expected, actual, ranks, None)
+    values, kept = plan_formats.compare_formats(expected, actual, ranks, None)
     losses = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
     return {
         "worst": values.worst, "name": values.name, "kept": kept.worst, "kept_name": f"{kept.name} {kept.detail}",
         "bound": "sums" if known["of_sums"] and losses == known["losses"] else "parts" if known["of_sums"] else "any",
-        "unseen": len(formats.unseen(known)), "tensors": len(known["limits"]),
+        "unseen": len(plan_formats.describe_blind_spots(known)), "tensors": len(known["limits"]),
     }  # fmt: skip
 
 
@@ -81,28 +81,28 @@ def _one_device(job: Job, plan: Plan, folder: Path) -> Trace:
         ones = list[reference.OneDevice]()
 
         def then(one: reference.OneDevice) -> dict[str, Any]:
-            one.notes.close()
+            one.recorder.close()
             ones.append(one)
             return {}
 
-        out = reference.train(job, 1, scenario.CLIP, torch.float64, "cpu", then=then)
-        return out | verify.in_own_formats(formats.small(job, plan, ones[0].model), plan, ones[0], out["clip"])
+        out = reference.train_reference(job, 1, scenario.CLIP, torch.float64, "cpu", then=then)
+        return out | verify.run_format_reference(plan_formats.shrink_batch(job, plan, ones[0].model), plan, ones[0], out["clip"])
 
-    return Trace.of_process(folder / "reference", work)
+    return Trace.from_process(folder / "reference", work)
 
 
 def _ranks(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
     def work(place: Place) -> dict[str, Any]:
-        notes, made = candidate.in_own_formats(job, plan, "cpu", place)
+        notes, made = candidate.train_plan_formats(job, plan, "cpu", place)
         for name, tensors in made.items():
-            probes.write(folder / f"{name}-{place.rank}.safetensors", tensors)
+            probes.write_tensors(folder / f"{name}-{place.rank}.safetensors", tensors)
         return {"formats": notes}
 
-    return fork.run(work, plan.world, alike=plan.pp == 1)
+    return fork.run_ranks(work, plan.world, uniform=plan.pp == 1)
 
 
 def cases(kinds: list[str], seeds: range, plans: int) -> Iterator[tuple[str, int, str]]:
-    """(kind, seed, plan) of clean runs."""
+    """Yield (kind, seed, plan) of clean runs."""
     for seed in seeds:
         for kind in kinds:
             drawn = random.Random(f"plans of {kind} {seed}")
@@ -157,7 +157,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def show(file: Path) -> None:
-    """Print what a file of rows tells."""
+    """Print a summary of a file of rows."""
     rows = _rows(file)
     clean = [r for r in rows if "worst" in r and "fault" not in r]
     for title, some in (

@@ -1,25 +1,24 @@
-"""The same small training and the same faults under plait's own launcher, torchrun and Ray Train, in turn, in one run.
+"""Injects the same faults into the same small training under plait's own launcher, torchrun and Ray Train, in turn, in one run.
 
     python bench/faults.py [--systems plait,torchrun,…] [--faults kill,stop,…] [--rounds 1] [--json]
 
-    plait           plait train, which forks the ranks and starts them again by itself
+    plait           plait train, which forks and restarts the ranks itself
     plait-torchrun  plait train as torchrun's ranks, --max-restarts 3
     plait-ray       python -m plait.ray, --max-failures 3
     torchrun        a plain hand-written DDP script with checkpoints (`script`, below), under torchrun --max-restarts 3
-    torchrun-apart  the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    `torchrun-apart` the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     ray             the same script as the loop of a TorchTrainer, FailureConfig(max_failures=3)
 
     kill      kill -9 of rank 1 in the middle of a step
     raise     an exception on rank 1, once
     save      kill -9 of rank 1 while a checkpoint is written
-    stop      SIGSTOP of rank 1: it hangs (these four are strikes of `plait.chaos.strike`, which the model poses to itself)
-    launcher  kill -9 of the launcher; the same command is typed again after two seconds
+    stop      SIGSTOP of rank 1: it hangs (the model injects these four faults itself, by `plait.chaos.strike`)
+    launcher  kill -9 of the launcher; the same command is started again after two seconds
 
-Two ranks, 60 steps of at least 50 ms, a checkpoint every 10. Printed are the seconds from the fault to the first step that is made
-after it, how many completed steps were made again, and whether the weights at the end equal, bit for bit, those of the same system
-without a fault. For `launcher`, `left` says how many ranks of
-the dead launcher still ran when the command was typed again. A system that is not installed is said to be so. Seconds on a machine
-that others use are worth as much as ratios.
+Two ranks, 60 steps of at least 50 ms, a checkpoint every 10. The table has the seconds from the fault to the first step
+after it, and the number of completed steps that were repeated. It also has whether the final weights equal, bit for bit, those of
+the same system without a fault. For `launcher`, `left` is the number of ranks of the dead launcher that still ran at the second start.
+Systems that are not installed are listed. On a busy machine, only ratios of seconds are meaningful.
 """
 
 import argparse
@@ -43,16 +42,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from plait.chaos.strike import Strike, Striker, marks
+from plait.chaos.strike import Strike, Striker, read_marks
 
 HERE = Path(__file__).resolve()
 STEPS, EVERY, AT, PAUSE, BATCH = 60, 10, 25, 0.05, 16
 LONGEST = 60.0
-"""Seconds after a fault in which a system must be back."""
+"""Seconds after a fault within which a system must make the next step."""
 ROWS = "rows.jsonl"
-"""What ranks write in the folder of a run: a row for each step they have made."""
+"""The file of a run to which each rank appends a row per completed step."""
 SAVING = "**/s*.tmp*"
-"""A file that is there while a checkpoint is written: the script's saved.pt.tmp, plait's step-000030.tmp-…."""
+"""The pattern of files that exist while a checkpoint is written: the script's saved.pt.tmp, plait's step-000030.tmp-…."""
 FAULTS: dict[str, dict[int, Strike]] = {
     "kill": {0: Strike("kill", step=AT + 1)},
     "raise": {0: Strike("raise", step=AT + 1)},
@@ -60,18 +59,18 @@ FAULTS: dict[str, dict[int, Strike]] = {
     "stop": {0: Strike("stop", step=AT + 1)},
     "launcher": {},
 }
-"""What rank 1 suffers in the model's forward pass; the launcher is struck from outside."""
+"""The strikes on rank 1 in the model's forward pass; the launcher is killed from outside."""
 
 
 class Noted(torch.optim.AdamW):
-    """Writes a row after each step: when, which process, which step; and a digest of the weights after the last."""
+    """Writes a row with time, process and step after each step, and a digest of the weights after the last step."""
 
     def step(self, closure: object = None) -> None:
         super().step()
         parameters = [p for group in self.param_groups for p in group["params"]]
         step = int(self.state[parameters[0]]["step"])
         if not Slow.ran:
-            return  # plait tries the optimizer beforehand
+            return  # plait tests the optimizer beforehand
         Slow.ran = False
         row: dict[str, object] = {"t": time.monotonic(), "pid": os.getpid(), "step": step}
         if step == STEPS:
@@ -81,7 +80,7 @@ class Noted(torch.optim.AdamW):
 
 
 class Slow(nn.Module):
-    """A small model whose forward pass takes a while, and in which rank 1 is struck once."""
+    """A small model with a slow forward pass, in which rank 1 is struck once."""
 
     ran = False
 
@@ -96,12 +95,12 @@ class Slow(nn.Module):
             Slow.ran, self.calls = True, self.calls + 1
             time.sleep(PAUSE)
             if rank() == 1:
-                self.striker.begins(self.calls, "forward")
+                self.striker.begin_phase(self.calls, "forward")
         return self.body(x)
 
 
 def rank() -> int:
-    """Of this process; 0 before there is a group."""
+    """Return the rank of this process; 0 before a process group exists."""
     import torch.distributed.distributed_c10d as dist
 
     return dist.get_rank() if dist.is_initialized() else 0
@@ -122,7 +121,7 @@ class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def job() -> object:
-    """For plait."""
+    """The job for plait."""
     import plait
 
     loss = nn.functional.mse_loss
@@ -132,7 +131,7 @@ def job() -> object:
 
 
 def script(begun: bool = False) -> None:
-    """A training by hand: DDP, a checkpoint every 10 steps that is renamed into place, and the newest is loaded at the start."""
+    """Train with a hand-written script: DDP, a checkpoint every 10 steps that is renamed into place, and the newest is loaded at the start."""
     import torch.distributed as dist
 
     if not begun:
@@ -163,11 +162,11 @@ def script(begun: bool = False) -> None:
     if not begun:
         dist.barrier()
         sys.stdout.flush()
-        os._exit(0)  # leaving gloo by the door aborts now and then
+        os._exit(0)  # a regular exit of gloo aborts sometimes
 
 
 def by_ray() -> None:
-    """The script in Ray's ranks."""
+    """Run the script in Ray's ranks."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -193,27 +192,27 @@ SYSTEMS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "torchrun-apart": ([*TORCHRUN, str(HERE), "--by", "script"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "torch"),
     "ray": ([PYTHON, str(HERE), "--by", "ray"], {}, "ray"),
 }
-"""By name: the command, its environment, and the package that it needs."""
+"""The command, its environment, and the required package, by the name of the system."""
 
 
 @dataclass
 class Outcome:
-    """What became of one run."""
+    """The outcome of one run."""
 
     system: str
     fault: str
     next_step: float | None = None
-    """Seconds from the fault to the first step after it; None: not within the time."""
+    """Seconds from the fault to the first step after it; None if no step followed in time."""
     again: int | None = None
-    """Completed steps that were made again."""
+    """The number of completed steps that were repeated."""
     equal: bool | None = None
-    """Whether the weights at the end are those of the undisturbed run; None: it did not end well."""
+    """Whether the final weights equal those of the undisturbed run; None if the run failed."""
     left: int | None = None
     note: str = ""
 
 
 class Run:
-    """One run of a system in a folder of its own."""
+    """One run of a system in its own folder."""
 
     def __init__(self, system: str, fault: str, folder: Path):
         self.folder, (self.command, extra, _) = folder, SYSTEMS[system]
@@ -229,13 +228,13 @@ class Run:
         )
 
     def rows(self) -> list[dict]:
-        """Of all ranks, in the order in which they were written."""
+        """Return the rows of all ranks, in the order in which they were written."""
         with suppress(OSError):
             return [json.loads(line) for line in (self.folder / ROWS).read_text().splitlines() if line.endswith("}")]
         return []
 
     def ranks(self) -> list[int]:
-        """Processes that wrote rows and are alive, the first of them first."""
+        """Return the live processes that wrote rows, in the order of their first rows."""
         return [pid for pid in dict.fromkeys(row["pid"] for row in self.rows()) if alive(pid)]
 
     def until(self, ready: Callable[[], bool], seconds: float) -> bool:
@@ -250,7 +249,7 @@ class Run:
         return next((row["digest"] for row in reversed(self.rows()) if "digest" in row), "")
 
     def close(self) -> None:
-        """End whatever is left of it."""
+        """End all remaining processes of the run."""
         for pid in (self.process.pid, *self.ranks()):
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL) if pid == self.process.pid else os.kill(pid, signal.SIGKILL)
@@ -259,26 +258,26 @@ class Run:
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Whether the process runs; a zombie does not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 def one(system: str, fault: str, undisturbed: str) -> Outcome:
-    """One run with one fault. `undisturbed`: the digest of the weights without any."""
+    """Measure one run with one fault. `undisturbed`: the digest of the weights without a fault."""
     outcome = Outcome(system, fault)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         run = Run(system, fault, Path(name))
         try:
             made = lambda: max((row["step"] for row in run.rows()), default=0)  # noqa: E731
-            posed = lambda: made() >= AT and len(run.ranks()) > 1 if fault == "launcher" else bool(marks(run.folder))  # noqa: E731
+            posed = lambda: made() >= AT and len(run.ranks()) > 1 if fault == "launcher" else bool(read_marks(run.folder))  # noqa: E731
             if not run.until(posed, 240):
                 outcome.note = "it never came so far: " + tail(run)
                 return outcome
             before, struck = {row["pid"] for row in run.rows()}, struck_at(run, fault, outcome)
             done = max(row["step"] for row in run.rows() if row["t"] <= struck + 0.02)
-            further = done + 1 if fault != "launcher" else STEPS  # who lost a rank in a step may still count it
+            further = done + 1 if fault != "launcher" else STEPS  # a rank that lost another rank within a step may still count it
             fresh = partial(after, run, struck, before, further)
             if not run.until(lambda: bool(fresh()), LONGEST):
                 ended = run.process.poll()
@@ -298,35 +297,35 @@ def one(system: str, fault: str, undisturbed: str) -> Outcome:
 
 
 def after(run: Run, struck: float, before: set[int], further: int) -> list[dict]:
-    """Steps made after the fault: by a new process, or beyond the one that was under way."""
+    """Return the steps after the fault: those of a new process, or beyond the step in progress."""
     return [r for r in run.rows() if r["t"] > struck and (r["pid"] not in before or r["step"] > further)]
 
 
 def struck_at(run: Run, fault: str, outcome: Outcome) -> float:
-    """When the fault was, which rank 1 has posed to itself, or which the launcher suffers now."""
+    """Return the time of the fault. Rank 1 has struck itself by then, or the launcher is killed now."""
     if fault != "launcher":
-        return marks(run.folder)[0].time
+        return read_marks(run.folder)[0].time
     time.sleep(0.02)
     os.kill(run.process.pid, signal.SIGKILL)
     struck = time.monotonic()
     run.process.wait()
     time.sleep(2.0)
     outcome.left = len(run.ranks())
-    for pid in run.ranks():  # somebody cleans up before he types the command again
+    for pid in run.ranks():  # time for a cleanup before the command is started again
         os.kill(pid, signal.SIGKILL)
     run.start(("--resume",) if outcome.system.startswith("plait") else ())
     return struck
 
 
 def tail(run: Run) -> str:
-    """The last line of what was said that is no frame of a stack."""
+    """Return the last line of output with an error that is no frame of a stack."""
     lines = (run.folder / "said.txt").read_text(errors="replace").splitlines()
     told = [line.strip() for line in lines if "rror" in line and "file" not in line.lower()]
     return (told or lines or [""])[-1][:160]
 
 
 def alone(system: str) -> str:
-    """The digest at the end of a run without a fault."""
+    """Return the final digest of a run without a fault."""
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         run = Run(system, "", Path(name))
         try:
@@ -337,13 +336,13 @@ def alone(system: str) -> str:
 
 
 def missing(system: str) -> str:
-    """The package that it needs and that is not installed; empty when all is there."""
+    """Return the name of a required package that is not installed, or an empty string."""
     needs = SYSTEMS[system][2]
     return needs if importlib.util.find_spec(needs) is None else ""
 
 
 def told(outcomes: list[Outcome]) -> str:
-    """A table: a row for each system and fault."""
+    """Format a table with a row for each system and fault."""
     lines = [f"{'system':<16} {'fault':<9} {'next step':>10} {'made again':>11} {'equal':>6} {'left':>5}  note"]
     for key in dict.fromkeys((one.system, one.fault) for one in outcomes):
         same = [one for one in outcomes if (one.system, one.fault) == key]

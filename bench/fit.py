@@ -2,19 +2,18 @@
 
     python bench/fit.py [--rounds 4] [--folds 4]
 
-Each constant in turn is moved up and down by a step, which is kept where it lowers the error, and halved when no move does.
-The error is the mean over sources of the mean |logarithm of predicted over measured|, so that a source counts as one whatever
-number of rows it has; single-node layouts, the one complete set, count as five, sources of fewer than five rows as a third.
-Mixtures of experts count as a third too: releases of one framework alone differ more there than models do. A row that may
-mean several plans keeps the one that the constants of the last round found fastest. The second part takes those errors as
-they are and moves the standard deviations to where four measured rows of a source leave the least error in its others, and
-nine of ten stated intervals hold what was measured.
+Each constant in turn is moved up and down by a step. The move is kept if it lowers the error, and the step is halved if no move
+does. The error is the mean over sources of the mean |logarithm of predicted over measured|, so that a source counts as one
+for any number of rows. Single-node layouts, the one complete set, count as five, and sources of fewer than five rows as a third.
+Mixtures of experts count as a third, too, because releases of one framework differ more there than models do. If several plans
+are possible for a row, the row keeps the one that was fastest under the constants of the last round. The second part fits the
+standard deviations to these errors. With them, four measured rows of a source leave the least error in its other rows, and nine
+of ten intervals contain the measured value.
 
-It prints what to write into the two files; it changes neither. With --folds, sources are dealt into so many parts; each is
-predicted with constants that are fitted, from the middles of their bounds, to the others alone, once with what is believed of its
-stacks (`bench/stacks.py`) and once without what only its sources show. The second errors are those of a user whose runs nobody has
-seen, and the standard deviations are fitted to them: they are where four measured rows of a source leave the least error in its others,
-and nine of ten stated intervals hold what was measured.
+It prints new text for the two files and changes neither. With --folds, the sources are divided into parts. Each part is
+predicted with constants that are fitted only to the others, from the middles of their bounds. This is done once with the assumed
+facts of its stacks (`bench/stacks.py`), and once without the facts that only its own sources show. The second errors are those of
+a user with unknown runs, and the standard deviations are fitted to them by the same rule.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from published import Run, read, run_of
 from plait.config.plan import Plan
 from plait.planner import correction
 from plait.planner.constants import FITTED, Fitted
-from plait.planner.estimate import estimate
+from plait.planner.estimate import estimate_plan
 
 BOUNDS = {
     "top": (0.6, 1.0), "plain": (0.5, 1.0), "windows32": (0.2, 1.0), "windows": (0.1, 1.0), "windows_tuned": (0.3, 1.0),
@@ -42,17 +41,17 @@ BOUNDS = {
     "back": (1.5, 2.2), "host": (1e-5, 4e-5), "sums": (0.8, 1.2), "tiled": (0.05, 0.6), "apart": (1e-6, 5e-5), "overlap": (0.6, 1.0),
     "contention": (0.05, 0.35), "fixed": (1e-3, 0.02),
 }  # fmt: skip
-"""What a constant may be and still mean what it says."""
+"""The bounds within which a constant keeps its meaning."""
 COMPLETE = "VIA-Research/vTrain"
 DRAWS = 12
-"""Times that four rows of each source are drawn."""
+"""The number of draws of four rows from each source."""
 
 Row = tuple[Run, Plan, float, float]
-"""A run as the plan it is taken for, samples of a micro-batch and of a step."""
+"""A run, its assumed plan, the samples of a micro-batch and of a step."""
 
 
 def sampled(runs: Sequence[Run]) -> list[Run]:
-    """At most 36 rows of a source, 150 of the complete one, and 20 more of its mixtures."""
+    """Return at most 36 rows of a source, 150 of the complete one, and 20 more of its mixtures."""
     by: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by[run.source].append(run)
@@ -66,7 +65,7 @@ def sampled(runs: Sequence[Run]) -> list[Run]:
 
 
 def settled(runs: Sequence[Run], fitted: Fitted) -> list[Row]:
-    """The plan that each run is taken for."""
+    """Return the assumed plan of each run."""
     planner, found = Planner(fitted), []
     for run in runs:
         got = planner(run)
@@ -76,12 +75,12 @@ def settled(runs: Sequence[Run], fitted: Fitted) -> list[Row]:
 
 
 def error(rows: Sequence[Row], fitted: Fitted) -> float:
-    """What is made small."""
+    """Return the error to minimize."""
     planner, by = Planner(fitted), defaultdict(list)
     for run, plan, samples, batch in rows:
         pace = planner.pace(run)
         assert run.rate
-        off = abs(log(estimate(pace, plan, samples).seconds / batch * run.rate))
+        off = abs(log(estimate_plan(pace, plan, samples).seconds / batch * run.rate))
         by[run.source].append(min(0.7, off) * (0.3 if kind(run) == "experts" else 1.0))
     weight = {s: 5.0 if s == COMPLETE else 1.0 if len(v) >= 5 else 0.3 for s, v in by.items()}
     return sum(weight[s] * sum(v) / len(v) for s, v in by.items()) / sum(weight.values())
@@ -93,7 +92,7 @@ def descend(
     bounds: dict[str, tuple[float, float]],
     rounds: int,
 ) -> tuple[dict[str, float], float]:
-    """Coordinate descent in the logarithms of the constants."""
+    """Minimize by coordinate descent in the logarithms of the constants."""
     found, best, step = dict(start), loss(start), 0.12
     for _ in range(rounds):
         moved = False
@@ -109,11 +108,11 @@ def descend(
 
 @dataclass(frozen=True)
 class Errors:
-    """Those of a source's rows: logarithms of measured over predicted, with what the rows share."""
+    """The errors of a source's rows, as logarithms of measured over predicted, with the traits that rows have in common."""
 
     off: np.ndarray
     words: np.ndarray
-    """[rows, labels], 0 where nothing can be wrong."""
+    """[rows, labels], 0 if no error is possible."""
     shares: np.ndarray
     """[rows, parts of a step]."""
     sizes: np.ndarray
@@ -121,21 +120,21 @@ class Errors:
     routed: np.ndarray
 
     @staticmethod
-    def of(pairs: list[tuple[correction.Traits, float]]) -> "Errors":
-        """From the traits and errors of rows."""
+    def of(pairs: list[tuple[correction.RunTraits, float]]) -> "Errors":
+        """Build the errors from the traits and errors of rows."""
         known: dict[str, int] = {"": 0}
-        words = [[known.setdefault(t.labels[part], len(known)) for part in correction.PARTS] for t, _ in pairs]
-        shares = [[t.shares[part] for part in correction.SPENT] for t, _ in pairs]
-        near = [[t.sizes[part] for part in correction.NEAR] for t, _ in pairs]
-        routed = np.array([t.routed for t, _ in pairs])
+        words = [[known.setdefault(t.labels[part], len(known)) for part in correction.ERROR_DEVIATIONS] for t, _ in pairs]
+        shares = [[t.shares[part] for part in correction.PART_DEVIATIONS] for t, _ in pairs]
+        near = [[t.sizes[part] for part in correction.SIZE_DEVIATIONS] for t, _ in pairs]
+        routed = np.array([t.has_experts for t, _ in pairs])
         return Errors(np.array([e for _, e in pairs]), np.array(words), np.array(shares), np.array(near), routed)
 
     def left(self, sizes: dict[str, float], anchored: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(errors that are left, standard deviations) of the rows that are not chosen, once those are measured."""
+        """Return (remaining errors, standard deviations) of the other rows, after the anchored rows are measured."""
         chosen = np.array(anchored, dtype=int)
         rest = np.setdiff1d(np.arange(len(self.off)), chosen)
-        spread = np.diag(np.square([sizes[part] for part in correction.SPENT]))
-        parts, near = (np.square([sizes[part] for part in named]) for named in (correction.PARTS, correction.NEAR))
+        spread = np.diag(np.square([sizes[part] for part in correction.PART_DEVIATIONS]))
+        parts, near = (np.square([sizes[part] for part in named]) for named in (correction.ERROR_DEVIATIONS, correction.SIZE_DEVIATIONS))
 
         def like(a: Any, b: Any) -> np.ndarray:
             same = (self.words[a][:, None] == self.words[b]) & (self.words[b] != 0)
@@ -150,24 +149,24 @@ class Errors:
 
 
 def astray(errors: list[Errors], sizes: dict[str, float]) -> float:
-    """The mean over sources of the error, per cent, that four measured rows leave; more where intervals hold too few or many.
+    """Return the mean error over sources, in per cent, that four measured rows leave; higher if intervals contain too few or too many values.
 
-    The rows are drawn otherwise than `planner.py` draws them.
+    `planner.py` draws these rows in another way.
     """
     wrong, held = [], []
     for seed, source in product(range(DRAWS), errors):
         chosen = random.Random(f"fit {seed} {len(source.off)}").sample(range(len(source.off)), 4)
         off, deviation = source.left(sizes, chosen)
         wrong.append(100 * float(np.mean(abs(np.expm1(-off)))))
-        held += (abs(off) < correction.NINETY * deviation).tolist()
-    alone = [abs(off) < correction.NINETY * deviation for off, deviation in (one.left(sizes, []) for one in errors)]
+        held += (abs(off) < correction.Z_SCORE_90 * deviation).tolist()
+    alone = [abs(off) < correction.Z_SCORE_90 * deviation for off, deviation in (one.left(sizes, []) for one in errors)]
     shares = sum(held) / len(held), float(np.mean(np.concatenate(alone)))
     return sum(wrong) / len(wrong) + sum(40 * max(0.0, 0.88 - inside, inside - 0.93) for inside in shares)
 
 
 def errors_of(pairs: Sequence[tuple[Run, Prediction]]) -> list[Errors]:
-    """Of sources that can give four rows and have others."""
-    found: dict[str, list[tuple[correction.Traits, float]]] = defaultdict(list)
+    """Return the errors of sources that have four rows and more."""
+    found: dict[str, list[tuple[correction.RunTraits, float]]] = defaultdict(list)
     for run, got in pairs:
         assert run.rate
         found[run.source].append((traits(run, got.estimate), -log(got.estimate.seconds / got.batch * run.rate)))
@@ -175,7 +174,7 @@ def errors_of(pairs: Sequence[tuple[Run, Prediction]]) -> list[Errors]:
 
 
 def fitted_to(runs: Sequence[Run], fitted: Fitted, rounds: int, times: int = 2) -> Fitted:
-    """The constants that make the error of these runs small, from those on. Some fit other plans best then: `times`."""
+    """Fit the constants to these runs, starting from `fitted`. `times`: the number of fits, because plans of some runs change after a fit."""
     for _ in range(times):
         rows = settled(runs, fitted)
         start = {f.name: getattr(fitted, f.name) for f in fields(Fitted) if f.name in BOUNDS}
@@ -189,16 +188,16 @@ def fitted_to(runs: Sequence[Run], fitted: Fitted, rounds: int, times: int = 2) 
 
 @dataclass(frozen=True)
 class Unseen:
-    """Predictions of sources by constants that were fitted to others. Pairs (run, prediction)."""
+    """Predictions of sources by constants that were fitted to other sources. Pairs (run, prediction)."""
 
     constants: list[tuple[Run, Prediction]]
-    """With what is believed of their stacks."""
+    """Predictions with the assumed facts of their stacks."""
     beliefs: list[tuple[Run, Prediction]]
-    """Without what only their sources show."""
+    """Predictions without the facts that only their own sources show."""
 
 
 def unseen(rows: Sequence[dict[str, str]], folds: int, rounds: int) -> Unseen:
-    """Deal the sources into parts, and predict each by constants that are fitted, from the middles of their bounds, to the others."""
+    """Divide the sources into parts, and predict each by constants fitted to the others, from the middles of their bounds."""
     runs = [run for row in rows if not (run := run_of(row)).why and run.rate]
     names = sorted({run.source for run in runs})
     middle = replace(FITTED, **{name: (low * high) ** 0.5 for name, (low, high) in BOUNDS.items()})
@@ -218,8 +217,13 @@ def unseen(rows: Sequence[dict[str, str]], folds: int, rounds: int) -> Unseen:
 
 
 def summary(pairs: Sequence[tuple[Run, Prediction]]) -> tuple[float, float, float]:
-    """Of sources that can give four measured rows: mean error, per cent, without them and with; per cent of the rows in their interval."""
-    sizes = correction.PARTS | correction.NEAR | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
+    """For sources with four measured rows: mean error in per cent without and with them, and per cent of rows within their interval."""
+    sizes = (
+        correction.ERROR_DEVIATIONS
+        | correction.SIZE_DEVIATIONS
+        | correction.PART_DEVIATIONS
+        | {"noise": correction.NOISE, "routed": correction.MOE_NOISE}
+    )
     errors = errors_of(pairs)
     alone, four = [], []
     for source in errors:
@@ -228,12 +232,12 @@ def summary(pairs: Sequence[tuple[Run, Prediction]]) -> tuple[float, float, floa
             chosen = random.Random(f"fit {seed} {len(source.off)}").sample(range(len(source.off)), 4)
             four.append(source.left(sizes, chosen)[0])
     mean = lambda many: sum(100 * float(np.mean(abs(np.expm1(-off)))) for off in many) / len(many)  # noqa: E731
-    inside = float(np.mean(np.concatenate([abs(off) < correction.NINETY * deviation for off, deviation in alone])))
+    inside = float(np.mean(np.concatenate([abs(off) < correction.Z_SCORE_90 * deviation for off, deviation in alone])))
     return mean([off for off, _ in alone]), mean(four), 100 * inside
 
 
 def by_source(pairs: Sequence[tuple[Run, Prediction]]) -> dict[str, float]:
-    """Mean absolute error of each source, per cent."""
+    """Return the mean absolute error of each source, in per cent."""
     errors: dict[str, list[float]] = defaultdict(list)
     for run, got in pairs:
         assert run.rate
@@ -257,7 +261,12 @@ def main() -> None:
         print({source: round(error, 1) for source, error in by.items()})
         print(f"{name} unseen, mean of sources: {sum(by.values()) / len(by):.1f} %", flush=True)
     errors = errors_of(found.beliefs)
-    start = correction.PARTS | correction.NEAR | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
+    start = (
+        correction.ERROR_DEVIATIONS
+        | correction.SIZE_DEVIATIONS
+        | correction.PART_DEVIATIONS
+        | {"noise": correction.NOISE, "routed": correction.MOE_NOISE}
+    )
     sizes, best = descend(lambda s: astray(errors, s), start, dict.fromkeys(start, (0.01, 1.0)), 12)
     print(f"errors, {astray(errors, start):.2f} to {best:.2f}: { {name: round(size, 3) for name, size in sizes.items()} }")
 

@@ -1,23 +1,23 @@
-"""The first hour on a GPU, in parts that can be run one by one: does plait compute the right numbers there, how fast, and as predicted.
+"""Runs the first hour on a GPU, in parts that can be run separately: does plait compute correctly there, how fast, and as predicted?
 
     python bench/gpu.py                                  all parts; on a machine without a GPU, as --device cpu
-    python bench/gpu.py --minutes 5                      begins nothing after 5 minutes; the same call goes on from there
-    python bench/gpu.py --parts verify,kernels           some parts; --again looks again at what is there
-    python bench/gpu.py --device cpu                     tiny sizes: keeps this script working, its speeds mean nothing
+    python bench/gpu.py --minutes 5                      starts no check after 5 minutes; the same call resumes there
+    python bench/gpu.py --parts verify,kernels           some parts; --again repeats finished checks
+    python bench/gpu.py --device cpu                     tiny sizes: tests this script; its speeds are meaningless
 
-Each part is a file in --out (build/gpu): PART.json, with a row for each look. A look runs in a process of its own, and what fails in it
-is a row with its traceback. At the end everything that is there is printed as tables, and kept as table.md and all.json; the exit
-code is 1 when a look has failed.
+Each part is a file in --out (build/gpu): PART.json, with a row for each check. A check runs in its own process, and a failure
+is a row with its traceback. At the end all rows are printed as tables, and saved as table.md and all.json. The exit code is 1
+if a check has failed.
 
-    environment      versions, driver, clocks, peaks; nothing has started CUDA before ranks are forked
+    environment      versions, driver, clocks, peaks; CUDA is not started before ranks are forked
     verify           `plait verify` of every strategy that one device allows
-    one_rank         NCCL with one rank: collectives, buckets, batch normalisation; the loss falls in every format
+    one_rank         NCCL with one rank: collectives, buckets, batch normalization; the loss decreases in every format
     two_ranks        `plait verify` of two ranks on one device: dp, fsdp, tp, pp, cp, ep (see gpu_carried.py)
     kernels          keyed masks, attention kernels of a ring, fused optimizers (gpu_kernels.py)
-    waits            host synchronisations of a step, with their lines (gpu_steps.py)
+    waits            host synchronizations of a step, with their lines (gpu_steps.py)
     prediction       time and memory by category, predicted and measured (gpu_speed.py)
-    speed            tokens/s and MFU beside a hand-written loop, compiled and not, with dropout and without (gpu_speed.py)
-    trace            what the device does in a step; a trace of the profiler is kept (gpu_steps.py)
+    speed            tokens/s and MFU against a hand-written loop, with and without compile and dropout (gpu_speed.py)
+    trace            activity of the device in a step; a trace of the profiler is saved (gpu_steps.py)
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Several ranks on one GPU, which NCCL refuses: torch's collectives of tensors on the device, carried by gloo through the host's memory.
+"""Runs several ranks on one GPU, which NCCL rejects: gloo transfers torch's collectives of device tensors through the host's memory.
 
-    with sharing(2):                          # ranks that are forked here share device 0
+    with sharing(2):                          # ranks that are forked here use device 0
         verify(job, Plan.parse("dp=2"), device="cuda")
 
-All of plait's code for devices runs, and the device's own kernels compute; NCCL's order, overlap and speed are not shown. A collective is
-over when it returns. A message that is received is delivered when it is waited for, so that two ranks may both receive first.
+All of plait's code for devices runs, with the device's own kernels. NCCL's order, overlap and speed are not tested. A collective
+is complete when it returns. A received message is copied to the device in wait(), so that two ranks may both receive first.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ RECEIVES = (
     "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_",
     "alltoall_base_", "gather_", "scatter_",
 )  # fmt: skip
-"""torch's operators whose first argument is written."""
+"""torch's operators that write their first argument."""
 KEPT: list[Any] = []
-"""The registration, and work that nobody has waited for: torch holds it by its C++ half alone."""
+"""The registration, and work without a wait; torch keeps only its C++ half alive."""
 
 
 class Delivery(dist.Work):
-    """A message that was received on the host; who waits has it on the device."""
+    """A message that was received on the host; wait() copies it to the device."""
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor):
         super().__init__()
@@ -49,7 +49,7 @@ class Delivery(dist.Work):
 
 
 def _hosted(value: Any) -> Any:
-    """Tensors of the device as copies on the host, also in lists."""
+    """Copy tensors of the device to the host, also in lists."""
     if isinstance(value, Tensor):
         return value.detach().cpu() if value.is_cuda else value
     return [_hosted(each) for each in value] if isinstance(value, list | tuple) else value
@@ -77,7 +77,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
     def send(tensors: list[Tensor], *more: Any) -> Any:
         hosted = _hosted(tensors)
-        KEPT.append(hosted)  # until the process ends: nobody says when it has left
+        KEPT.append(hosted)  # until the process ends, because no call marks the end of its use
         return own(hosted, *more)
 
     def receive(tensors: list[Tensor], *more: Any) -> Any:
@@ -90,29 +90,29 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """In this process and those that are forked from it. It touches no device."""
+    """Install the collectives in this process and in those forked from it, without any use of a device."""
     if KEPT:
         return
     library = torch.library.Library("c10d", "IMPL")
     KEPT.append(library)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that its kernels for CUDA are replaced
+        warnings.simplefilter("ignore")  # torch warns that its kernels for CUDA are replaced
         for name in (*RECEIVES, "barrier", "send", "recv_"):
             library.impl(name, _kernel(name), "CUDA")
 
 
 @contextlib.contextmanager
 def sharing(ranks: int) -> Iterator[None]:
-    """Ranks that are forked here use the first device together. On a CPU nothing is changed."""
-    names, connect = devices.cuda_names(), place.Place.connect
+    """Let ranks that are forked here use the first device together. On a CPU this has no effect."""
+    names, connect = devices.list_cuda_devices(), place.Place.connect
     if not names:
         yield
         return
     install()
     with (
-        patch.object(devices, "cuda_names", lambda: names[:1] * max(ranks, len(names))),
-        patch.object(build, "of_rank", lambda where: 0),
-        patch.object(place, "_backend", lambda device: "cpu:gloo,cuda:gloo"),
+        patch.object(devices, "list_cuda_devices", lambda: names[:1] * max(ranks, len(names))),
+        patch.object(build, "find_rank_device", lambda where: 0),
+        patch.object(place, "_pick_backend", lambda device: "cpu:gloo,cuda:gloo"),
         patch.object(place.Place, "connect", lambda self, device, single_messages=False: connect(self, device, True)),
     ):
         yield

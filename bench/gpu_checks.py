@@ -1,4 +1,4 @@
-"""Does plait compute the right numbers on a device: environment, `plait verify`, a process group, and several ranks on one GPU."""
+"""Checks that plait computes correctly on a device: environment, `plait verify`, a process group, and several ranks on one GPU."""
 
 import ctypes
 import importlib.metadata
@@ -24,7 +24,7 @@ from overhead import EXAMPLES, whole_batches
 
 from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
-from plait.config.keys import OTHER_SAMPLES
+from plait.config.keys import DATA_AXES
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import detect, devices, fork, forkable
@@ -37,7 +37,7 @@ from plait.proof.verify import verify
 GPT, CNN, LLAMA = (str(EXAMPLES / name / "job.py") for name in ("stdlib_gpt", "digits", "llama"))
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Under the names that the installed torch does not warn of."""
+"""The collectives, under names for which the installed torch prints no warning."""
 SMALL = {"depth": 2, "width": 64, "heads": 2, "length": 64, "batch": 8, "dropout": 0.1}
 LIBRARIES = (
     "triton",
@@ -71,7 +71,7 @@ def gpt(**more: Any) -> Job:
 
 
 def left_open() -> Job:
-    """With an AdamW that says nothing of its kernel: plait fuses it, and an offloaded one is the host's."""
+    """The job with an AdamW without a kernel setting: plait fuses it, and with offload it runs on the host."""
     return replace(gpt(), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
 
 
@@ -125,16 +125,16 @@ def versions() -> Row:
 
 
 def machine(setting: Setting) -> Row:
-    """What plait knows of it, by the driver's name of the device and its data sheet in src/plait/machines/."""
-    found = detect.found(setting.kind)
-    peaks = {name: rate for name in ("fp32", "tf32", "fp16", "bf16", "fp8") if (rate := found.device.peak.of(name))}
+    """Return the machine that plait detects: the driver's name of the device, and its data sheet in src/plait/machines/."""
+    found = detect.detect_machine(setting.kind)
+    peaks = {name: rate for name in ("fp32", "tf32", "fp16", "bf16", "fp8") if (rate := found.device.peak.for_precision(name))}
     told = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in peaks.items()) or "not known"
     memory = f"{found.device.memory / 2**30:.0f} GiB, {found.cores} cores"
     return {"saw": f"{found}, {memory}, peaks in TFLOP/s: {told}", "data": {"toml": found.to_toml()}}
 
 
 def device() -> Row:
-    """What CUDA says of it."""
+    """Return the properties that CUDA reports."""
     found = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.hip is None else "RCCL"
@@ -148,7 +148,7 @@ def device() -> Row:
 
 
 def smi() -> Row:
-    """The driver's own words: clocks when nothing runs, limits."""
+    """Return the driver's report: idle clocks and limits."""
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"],
         capture_output=True, text=True, check=True, timeout=60,
@@ -161,8 +161,8 @@ def smi() -> Row:
 
 
 def forks(setting: Setting) -> Row:
-    """The launch order: whatever was imported and asked until here, a rank that is forked now can use the device."""
-    why = forkable.spoilt(on_devices=True)
+    """Check that a rank that is forked after all imports and queries up to here can use the device."""
+    why = forkable.find_fork_obstacle(on_devices=True)
     assert not why, why
 
     def rank(place: Place) -> Row:
@@ -171,7 +171,7 @@ def forks(setting: Setting) -> Row:
         assert x.grad is not None
         return {"sum": float(x.grad.sum())}
 
-    (told,) = fork.run(rank, 1)
+    (told,) = fork.run_ranks(rank, 1)
     assert told["sum"] == 16.0
     assert not torch.cuda.is_initialized()
     return {"saw": "this process has not touched the device; a rank forked from it computes there"}
@@ -182,15 +182,15 @@ def used() -> None:
 
 
 def started() -> None:
-    """As libraries beside torch do."""
+    """Start CUDA's driver, as other libraries do."""
     assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
 
 
 def late_fork(before: Callable[[], None] = used) -> Row:
-    """What plait says where the order is wrong."""
+    """Return plait's error if CUDA is used before the fork."""
     before()
     try:
-        devices.check("cuda", 1)
+        devices.check_devices("cuda", 1)
     except PlaitError as error:
         assert "H011" in error.codes, error
         return {"saw": "refused with H011"}
@@ -210,8 +210,8 @@ def command_line(setting: Setting) -> Row:
 
 
 def equal(make: Any, plan: str, kind: str) -> Row:
-    """`plait verify`; under compile=true a graph must have been compiled."""
-    seen = mmap.mmap(-1, 1)  # shared with the processes that verify forks
+    """Run `plait verify`; under compile=true a graph must have been compiled."""
+    seen = mmap.mmap(-1, 1)  # inherited by the processes that verify forks
 
     def compiles(graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -219,7 +219,7 @@ def equal(make: Any, plan: str, kind: str) -> Row:
         seen[0] = 1
         return compile_fx(graph, inputs)
 
-    with patch.object(torch, "compile", partial(torch.compile, backend=compiles)), forkable.answered_by_forks():
+    with patch.object(torch, "compile", partial(torch.compile, backend=compiles)), forkable.use_fork_answers():
         verdict = verify(make(), Plan.parse(plan), device=kind)
     assert verdict.equal, f"{verdict.first_wrong}: {verdict.cause}"
     assert bool(seen[0]) == ("compile=true" in plan), "nothing was compiled"
@@ -238,7 +238,7 @@ ONE = (
 
 
 def one_device(setting: Setting) -> dict[str, Look]:
-    """Every strategy that one device allows."""
+    """Verify every strategy that one device allows."""
     plans = [plan for plan in ONE if setting.gpu or "tf32" not in plan]
     plans += ["precision=fp8"] if has("torchao") and setting.gpu else []
     looks: dict[str, Look] = {f"gpt, {plan}": partial(equal, gpt, plan, setting.kind) for plan in plans}
@@ -263,7 +263,7 @@ def shared(make: Any, plan: str, kind: str) -> Row:
 
 
 def two_ranks(setting: Setting) -> dict[str, Look]:
-    """Two ranks on one device, and what they send carried by the host: NCCL refuses a device that has a rank already."""
+    """Verify two ranks on one device, with communication through the host, because NCCL allows one rank per device."""
     looks: dict[str, Look] = {f"gpt, {plan}": partial(shared, gpt, plan, setting.kind) for plan in AXES}
     looks["gpt, AdamW left open, fsdp=2"] = partial(shared, left_open, "fsdp=2", setting.kind)
     looks["cnn, dp=2"] = partial(shared, partial(load_job, CNN), "dp=2", setting.kind)
@@ -287,13 +287,13 @@ def one_rank(setting: Setting) -> dict[str, Look]:
 
 
 def _connected(setting: Setting, folder: str) -> tuple[Place, Any]:
-    """plait's own way of connecting."""
+    """Connect in plait's own way."""
     place = Place(store=lambda: dist.FileStore(f"{folder}/store", 1), joined=True)
     return place, place.connect(setting.device)
 
 
 def collectives(setting: Setting) -> Row:
-    """Each that plait uses, with one rank, where all of them are copies; and what a communicator took of the device."""
+    """Check every collective that plait uses with one rank, where each is a copy, and measure the communicator's device memory."""
     x = torch.arange(6.0, device=setting.device)
     free = torch.cuda.mem_get_info()[0] if setting.gpu else 0
     with tempfile.TemporaryDirectory() as folder:
@@ -314,13 +314,13 @@ def collectives(setting: Setting) -> Row:
 
 
 def connected(setting: Setting) -> Row:
-    """Steps with all that two ranks would do, against steps alone."""
+    """Compare steps with all communication of two ranks with plain steps."""
     with tempfile.TemporaryDirectory() as folder:
         place, group = _connected(setting, folder)
         alone, ranked = (Engine(load_job(CNN), "dp=1", place=place, device=setting.kind) for _ in range(2))
         mesh = Mesh(ranked.plan, 0, group)
-        mesh.connect(*OTHER_SAMPLES)
-        ranked.turns.reducer.sums = data_parallel.apply(replace(ranked.rank_model, mesh=mesh)).techniques.sums[""]
+        mesh.connect(*DATA_AXES)
+        ranked.active_phase.reducer.sums = data_parallel.apply(replace(ranked.rank_model, mesh=mesh)).techniques.sums[""]
         losses = [[e.step(batch).loss for batch, _ in zip(e.batches(), range(3))] for e in (alone, ranked)]
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0.0)
         ranked.close()
@@ -328,7 +328,7 @@ def connected(setting: Setting) -> Row:
 
 
 def falls(plan: str, setting: Setting) -> Row:
-    """The loss in 20 steps."""
+    """Check that the loss decreases in 20 steps."""
     engine = Engine(gpt(), plan, device=setting.kind)
     steps = [engine.step(batch) for batch, _ in zip(engine.batches(), range(20))]
     first, last = steps[0].loss, sum(s.loss for s in steps[-5:]) / 5

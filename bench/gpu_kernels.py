@@ -1,7 +1,7 @@
-"""Kernels that only a device shows: masks of keyed dropout, attention kernels of a ring, and fused optimizers.
+"""Measures kernels that run only on a device: masks of keyed dropout, attention kernels of a ring, and fused optimizers.
 
-Numbers are held against numpy's bits, against attention of one device in float64, and against the optimizer's loop; times stand beside
-those of torch's own operator.
+Values are compared with numpy's bits, with attention of one device in float64, and with the optimizer's loop. Times are compared
+with those of torch's own operator.
 """
 
 from functools import partial
@@ -20,8 +20,8 @@ from plait.randomness.philox import StreamPart
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {"CPU": "flash (CPU)", "FLASH": "flash", "EFFICIENT": "memory-efficient", "CUDNN": "cuDNN"}
 APART = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
-"""How far attention in a format may be from float64, of the largest number: some roundings of the format. It is no proof: `plait verify`
-is, in float64, where no kernel but plait's own computes."""
+"""The allowed distance of attention in a format from float64, relative to the largest value: a few roundings of the format. This is no
+proof; `plait verify` is one, in float64, where only plait's own kernels compute."""
 GIGA = 1e9
 
 
@@ -41,9 +41,9 @@ def looks(setting: Setting) -> dict[str, Look]:
 
 
 def mask_bits(setting: Setting) -> Row:
-    """Ten million numbers, places beyond 2^32, and sub-blocks: the bits of the device are those of numpy."""
+    """Compare ten million values, offsets beyond 2^32, and sub-blocks: the bits of the device equal those of numpy."""
     count, tried = 10**7 if setting.gpu else 10**5, 0
-    far, keep = 2**35 + 3, philox.dropping(0.1)
+    far, keep = 2**35 + 3, philox.make_dropout_range(0.1)
     parts = [
         ((count,), ((count, ((0, count),)),)),
         ((64, 3, 33), ((64, ((0, 64),)), (9, ((2, 3),)), (100, ((7, 33),)))),
@@ -52,21 +52,21 @@ def mask_bits(setting: Setting) -> Row:
     for shape, axes in parts:
         for start in (0, far):
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                numbers = StreamPart.of(1 << 100 | 12345, start, axes)
-                here = philox.mask(torch.Size(shape), numbers, keep, dtype, setting.device).cpu()
-                there = philox.mask(torch.Size(shape), numbers, keep, dtype, torch.device("cpu"))
+                numbers = StreamPart.from_axes(1 << 100 | 12345, start, axes)
+                here = philox.draw_mask_by(torch.Size(shape), numbers, keep, dtype, setting.device).cpu()
+                there = philox.draw_mask_by(torch.Size(shape), numbers, keep, dtype, torch.device("cpu"))
                 assert torch.equal(here, there), f"{shape} from {start} in {dtype}: not numpy's bits"
                 tried += here.numel()
-    by = "Triton kernel" if philox.kernel(setting.device) is not None else "numpy" if not setting.gpu else ""
+    by = "Triton kernel" if philox.load_kernel(setting.device) is not None else "numpy" if not setting.gpu else ""
     assert by, "the Triton kernel is not used on this device: see the warning above"
     return {"saw": f"{by}: equal in {tried:,} numbers"}
 
 
 def mask_speed(setting: Setting, name: str) -> Row:
-    """Seconds for 10^9 elements, and what is written in them; beside torch's own dropout of as many."""
+    """Measure seconds for 10^9 elements and the bytes written, against torch's own dropout of the same size."""
     dtype, count = FORMATS[name], 2**27 if setting.gpu else 2**16
-    numbers, keep = StreamPart.of(7, 0, ((count, ((0, count),)),)), philox.dropping(0.1)
-    took = timed(lambda: philox.mask(torch.Size((count,)), numbers, keep, dtype, setting.device), setting, 0.3)
+    numbers, keep = StreamPart.from_axes(7, 0, ((count, ((0, count),)),)), philox.make_dropout_range(0.1)
+    took = timed(lambda: philox.draw_mask_by(torch.Size((count,)), numbers, keep, dtype, setting.device), setting, 0.3)
     x = torch.ones(count, dtype=dtype, device=setting.device)
     own = timed(lambda: dropout(x, 0.1), setting, 0.3)
     written = count * x.element_size()
@@ -81,7 +81,7 @@ def mask_speed(setting: Setting, name: str) -> Row:
 
 
 def attention(setting: Setting, name: str, causal: bool) -> Row:
-    """Forward and backward over two blocks of keys, as a ring of two ranks adds them up, against one device in float64."""
+    """Compare forward and backward over two blocks of keys, as a ring of two ranks sums them, with one device in float64."""
     batch, heads, length, width = (2, 16, 4096, 128) if setting.gpu else (1, 2, 64, 16)
     torch.manual_seed(1)
     made = lambda n: torch.randn(batch, heads, n, width, device=setting.device).to(FORMATS[name])  # noqa: E731
@@ -100,8 +100,8 @@ def attention(setting: Setting, name: str, causal: bool) -> Row:
 
 
 def _named(t: Tensor, causal: bool) -> str:
-    """The kernel that plait takes."""
-    chosen = attention_kernels.choose(t, t, t, Scores(t.shape[-1] ** -0.5, causal))
+    """Return the name of the kernel that plait uses."""
+    chosen = attention_kernels.choose_kernel(t, t, t, Scores(t.shape[-1] ** -0.5, causal))
     return next(
         (told for name, told in NAMES.items() if getattr(attention_kernels, name) is chosen),
         "none: plait's own products",
@@ -109,16 +109,16 @@ def _named(t: Tensor, causal: bool) -> str:
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, ranks: int = 2) -> list[Tensor]:
-    """Output and gradients, block by block of queries and keys."""
+    """Compute output and gradients, block by block of queries and keys."""
     scale, results = q.shape[-1] ** -0.5, []
     blocks = [t.chunk(ranks, 2) for t in (q, k, v, grad)]
-    into = [[torch.zeros_like(t, dtype=ring.wide(t.dtype)) for t in blocks[n]] for n in (1, 2)]
+    into = [[torch.zeros_like(t, dtype=ring.get_sum_dtype(t.dtype)) for t in blocks[n]] for n in (1, 2)]
     for i, (mine, given) in enumerate(zip(blocks[0], blocks[3])):
-        out, lse = ring.empty(mine, blocks[2][0])
+        out, lse = ring.make_empty_output(mine, blocks[2][0])
         seen = [(j, Scores(scale, causal and i == j)) for j in range(ranks) if not causal or j <= i]
         for j, scores in seen:
-            ring.merge(out, lse, ring.forward(mine, blocks[1][j], blocks[2][j], scores))
-        dq = torch.zeros_like(mine, dtype=ring.wide(mine.dtype))
+            ring.merge_block(out, lse, ring.ring_forward(mine, blocks[1][j], blocks[2][j], scores))
+        dq = torch.zeros_like(mine, dtype=ring.get_sum_dtype(mine.dtype))
         for j, scores in seen:
             parts = ring.backward(given, AttentionInputs(mine, blocks[1][j], blocks[2][j]), out.to(mine.dtype), lse, scores)
             for to, part in zip((dq, into[0][j], into[1][j]), parts):
@@ -129,7 +129,7 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, ranks: in
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
-    """Output and gradients by torch's attention."""
+    """Compute output and gradients with torch's attention."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=causal)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
@@ -139,7 +139,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[
 
 
 def optimizer(setting: Setting, kind: str) -> Row:
-    """An update in its three forms, which leave the same weights; and the bytes that the fused one reads and writes."""
+    """Compare the weights of the three forms of an update, and measure the bytes that the fused one reads and writes."""
     shapes = [(768, 3072), (3072, 768), (768, 768), (768,)] * 36 if setting.gpu else [(32, 8), (8,)] * 4
     times, left = {}, {}
     for form in ("loop", "foreach", "fused"):

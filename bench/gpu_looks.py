@@ -1,8 +1,8 @@
-"""Parts of an hour on a GPU, of looks: each in a process of its own, kept when it is over, so that a later call goes on where one ended.
+"""Runs the checks of an hour on a GPU, each in its own process. Finished checks are saved, so that a later call resumes there.
 
-A look is a function that returns a row: {column: value}, with `saw` for what is said in words and `data` for what is kept and not
-printed. It runs in a process forked from one that never touches a device: what it allocates, breaks or hangs ends with it, and it may
-fork ranks of its own. One that raises, dies or does not answer in time is a row too, with its traceback and what it printed; the others go on.
+A check is a function that returns a row: {column: value}, with `saw` for text and `data` for values that are saved and not printed.
+It runs in a process forked from one that never uses a device. Its allocations and failures end with its process, and it may fork
+ranks. If it raises, dies or exceeds its time limit, the row has its traceback and its output; the other checks continue.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 import torch
 
 from plait.launch import forkable
-from plait.launch.devices import cuda_names, kind_of
+from plait.launch.devices import list_cuda_devices, resolve_kind
 
 Row = dict[str, Any]
 Look = Callable[[], Row]
 LIMIT = 240.0
-"""Seconds that a look may take."""
+"""The limit in seconds of one check."""
 HIDDEN = ("ok", "seconds", "error", "trace", "log", "data")
 TAIL = 4000
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a call measures. `seconds`: for how long one thing is timed; `ends`: when (perf_counter) no look is begun any more."""
+    """The device and files of a call. `seconds`: the time for one measurement; `ends`: no check starts after this time (perf_counter)."""
 
     kind: str
     out: Path
@@ -44,8 +44,8 @@ class Setting:
 
     @staticmethod
     def of(options: Any, ranks: int = 1) -> "Setting":
-        """What the command line says."""
-        kind = kind_of(options.device)
+        """Build the setting from the command line."""
+        kind = resolve_kind(options.device)
         seconds = options.seconds if options.seconds is not None else 5.0 if kind == "cuda" else 0.2
         ends = perf_counter() + 60 * options.minutes if options.minutes else float("inf")
         options.out.mkdir(parents=True, exist_ok=True)
@@ -61,13 +61,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of the device and of what computes on it, without asking CUDA."""
-        names = cuda_names() if self.gpu else []
+        """Return the names of the device and of torch's version, without a query of CUDA."""
+        names = list_cuda_devices() if self.gpu else []
         return f"{names[0] if names else 'cpu'}, torch {torch.__version__}"
 
 
 class Part(NamedTuple):
-    """Looks that make one table."""
+    """Checks that make one table."""
 
     title: str
     looks: Callable[[Setting], Mapping[str, Look]]
@@ -75,13 +75,13 @@ class Part(NamedTuple):
 
 
 def wait(setting: Setting) -> None:
-    """Until the device is idle."""
+    """Wait until the device is idle."""
     if setting.gpu:
         torch.cuda.synchronize()
 
 
 def timed(work: Callable[[], Any], setting: Setting, part: float = 1.0) -> float:
-    """Seconds of one call: the median of blocks, in `part` of the time that one timing has, after calls that do not count."""
+    """Return the seconds of one call: the median of blocks, within `part` of the time of one measurement, after warm-up calls."""
     for _ in range(2):
         work()
     wait(setting)
@@ -100,7 +100,7 @@ def timed(work: Callable[[], Any], setting: Setting, part: float = 1.0) -> float
 
 
 def quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return the lower quartile, median and upper quartile."""
     ordered = sorted(numbers)
     if len(ordered) < 3:
         return ordered[0], median(ordered), ordered[-1]
@@ -109,7 +109,7 @@ def quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 
 def spread(numbers: Sequence[float]) -> str:
-    """Median and quartiles."""
+    """Format median and quartiles."""
     low, middle, high = quartiles(numbers)
     return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
@@ -118,12 +118,12 @@ def spread(numbers: Sequence[float]) -> str:
 
 
 def _seen(see: Look, file: Path, log: Path) -> None:
-    """In a process of its own: look, and write the row."""
+    """Run a check in its own process, and write the row."""
     os.setsid()
     with log.open("ab") as to:
         os.dup2(to.fileno(), 1)
         os.dup2(to.fileno(), 2)
-    forkable.stay()  # whatever a look imports may ask for CUDA, and it may still fork
+    forkable.keep_forkable()  # imports of a check may query CUDA, and the check may still fork
     began = perf_counter()
     try:
         row: Row = {"ok": True, **see()}
@@ -134,18 +134,18 @@ def _seen(see: Look, file: Path, log: Path) -> None:
     write(file, row)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of compilers and communicators need not end
+    os._exit(0)  # threads of compilers and communicators may not end
 
 
 def write(file: Path, value: Any) -> None:
-    """As JSON, whole or not at all."""
+    """Write JSON atomically."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
     part.rename(file)
 
 
 def look(see: Look, folder: Path, limit: float) -> Row:
-    """The row of a look in a process of its own."""
+    """Run a check in its own process and return its row."""
     file, log = folder / "row.json", folder / "look.log"
     file.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ def look(see: Look, folder: Path, limit: float) -> Row:
 
 
 def _end(pid: int) -> None:
-    """The process and what it has started, where that is still there."""
+    """End the process and its remaining children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -178,7 +178,7 @@ def _end(pid: int) -> None:
 
 
 def known(setting: Setting, name: str) -> dict[str, Row]:
-    """The rows of a part that are there. They are of the same device and torch."""
+    """Return the saved rows of a part for the same device and torch."""
     file = setting.out / f"{name}.json"
     if not file.exists():
         return {}
@@ -189,7 +189,7 @@ def known(setting: Setting, name: str) -> dict[str, Row]:
 
 
 def run(setting: Setting, parts: Mapping[str, Part], again: bool = False) -> bool:
-    """Look at what is not there yet. False: time was up before all of it was seen."""
+    """Run the checks without a saved row. Returns False if the time was up before the last one."""
     for name, part in parts.items():
         rows = {} if again else known(setting, name)
         looks = part.looks(setting)
@@ -213,7 +213,7 @@ def _said(row: Row) -> str:
 
 
 def cell(value: Any) -> str:
-    """A number as it is read, in four digits."""
+    """Format a value with four digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -222,7 +222,7 @@ def cell(value: Any) -> str:
 
 
 def table(title: str, rows: Mapping[str, Row]) -> list[str]:
-    """Rows as a table in Markdown."""
+    """Format rows as a table in Markdown."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row if key not in HIDDEN))
     failed = [row for row in rows.values() if not row["ok"]]
     columns = ["saw", *columns] if failed and "saw" not in columns else columns
@@ -236,7 +236,7 @@ def table(title: str, rows: Mapping[str, Row]) -> list[str]:
 
 
 def report(setting: Setting, parts: Mapping[str, Part]) -> bool:
-    """Print and write all that is there. False: a look has failed."""
+    """Print and write all saved rows. Returns False if a check has failed."""
     seen = {name: known(setting, name) for name in parts}
     lines = [f"{setting.name}", ""]
     for name, part in parts.items():
@@ -252,7 +252,7 @@ def report(setting: Setting, parts: Mapping[str, Part]) -> bool:
 
 
 def asked(known_parts: Mapping[str, Part], words: str | None) -> dict[str, Part]:
-    """The parts that the command line names, in their order; all of them, when it names none."""
+    """Return the parts that the command line names, in their order, or all parts."""
     wanted = words.split(",") if words else list(known_parts)
     unknown = [name for name in wanted if name not in known_parts]
     if unknown:
@@ -261,7 +261,7 @@ def asked(known_parts: Mapping[str, Part], words: str | None) -> dict[str, Part]
 
 
 def options(parser: Any, out: str) -> None:
-    """What both commands take."""
+    """Add the options of both commands."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=Path(out), help=f"folder of the results ({out})")
     parser.add_argument("--parts", help="some of the parts, separated by commas")
@@ -271,9 +271,9 @@ def options(parser: Any, out: str) -> None:
 
 
 def main(parser: Any, parts: Mapping[str, Part], ranks: Callable[[Any], int] = lambda options: 1) -> int:
-    """Both commands: 1 when a look has failed, 0 also when time was up before all of it was seen."""
+    """Run either command. Returns 1 if a check has failed, and 0 otherwise, even if the time was up before the last check."""
     given = parser.parse_args()
-    forkable.stay()
+    forkable.keep_forkable()
     torch.set_num_threads(1)  # a forked copy of a thread pool is dead
     setting, wanted = Setting.of(given, ranks(given)), asked(parts, given.parts)
     print(setting.name, flush=True)

@@ -1,10 +1,10 @@
-"""Training steps of plait beside a hand-written loop, and what the planner had predicted beside what was measured.
+"""Compares training steps of plait with a hand-written loop, and the planner's predictions with measurements.
 
-The hand-written loop has the same weights, samples and choices (fused AdamW, clipping, schedule) and reads the loss in every step, or
-never; plait's is read one step late, as `plait train` does. Variants take blocks of steps in turn, in an order shuffled every round, the
-device idle before and after each block; plait's time is divided by another's of the *same* round, and printed is the median with its
-quartiles. MFU counts the operations of forward and backward once, causal attention in full, over the dense peak of the format in
-src/plait/machines/; it is left out where no file has the device.
+The hand-written loop has the same weights, samples and choices (fused AdamW, clipping, schedule). It reads the loss in every step or
+never; plait's is read one step late, as in `plait train`. Variants take blocks of steps in turn, in an order shuffled every round, with
+an idle device before and after each block. plait's time is divided by another's of the *same* round, and the result is the median with
+its quartiles. MFU counts the operations of forward and backward once, with full causal attention, over the dense peak of the format in
+src/plait/machines/. Devices without a file there have no MFU.
 """
 
 import gc
@@ -25,20 +25,20 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from plait.cli import measure_machine
-from plait.cli.bench import with_compute
+from plait.cli.bench import add_compute
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.engine.memory import forget_peaks, measured
-from plait.engine.memory_use import by_part
+from plait.engine.memory import measure_memory, reset_peaks
+from plait.engine.memory_use import group_bill
 from plait.launch import detect
 from plait.launch.place import Place
-from plait.model.make import call, make_model
-from plait.parallel.precision import autocast, plan_format
-from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.estimate import estimate
-from plait.planner.question import PlanRequest
+from plait.model.build_model import make_model, run_model
+from plait.parallel.precision import find_autocast_dtype, make_autocast
+from plait.planner.dryrun.memory_table import make_memory_table
+from plait.planner.estimate import estimate_plan
+from plait.planner.plan_request import PlanRequest
 from plait.tensors.torch_private import tree_leaves, tree_map_only
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -95,13 +95,13 @@ def by_engine(job: Job, plan: Plan, setting: Setting) -> Take:
 
 
 def by_hand(job: Job, plan: Plan, setting: Setting, read: bool = True) -> Take:
-    """The training loop as one writes it. `read`: look at the loss, and so wait for the device, in every step."""
+    """A hand-written training loop. `read`: read the loss, and thus wait for the device, in every step."""
     model = make_model(job).to(setting.device)
     optimizer = job.optimizer(list(model.parameters()))
     if plan.compile:
         model.compile()
     loader = DataLoader(job.data(), job.batch, sampler=Order(job))
-    source, dtype, seen = (pair for _ in iter(int, 1) for pair in loader), plan_format(plan), 0
+    source, dtype, seen = (pair for _ in iter(int, 1) for pair in loader), find_autocast_dtype(plan), 0
     rates = [group["lr"] for group in optimizer.param_groups]
     there = partial(Tensor.to, device=setting.device, non_blocking=True)
 
@@ -110,8 +110,8 @@ def by_hand(job: Job, plan: Plan, setting: Setting, read: bool = True) -> Take:
         inputs, targets = tree_map_only(Tensor, there, next(source))
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * (job.schedule(seen) if job.schedule else 1.0)
-        with autocast(setting.kind, dtype):
-            loss = job.loss(call(model, inputs), targets)
+        with make_autocast(setting.kind, dtype):
+            loss = job.loss(run_model(model, inputs), targets)
         loss.backward()
         clip_grad_norm_(model.parameters(), job.clip or float("inf"))
         optimizer.step()
@@ -120,7 +120,7 @@ def by_hand(job: Job, plan: Plan, setting: Setting, read: bool = True) -> Take:
         return loss.detach()
 
     def take() -> Any:
-        with torch.autograd.set_multithreading_enabled(True):  # as it is where no engine of plait is in the process
+        with torch.autograd.set_multithreading_enabled(True):  # the default in a process without an engine of plait
             loss = step()
         return loss.item() if read else loss
 
@@ -137,9 +137,9 @@ def variants(model: str, plan: Plan) -> dict[str, Callable[[Job, Plan, Setting],
 
 
 def flops(job: Job, model: str) -> float:
-    """Floating-point operations of forward and backward of one batch, as `plait sketch` counts them, without running anything."""
-    request = PlanRequest.of(job, model, Machine.named("h100"), split=False)
-    return estimate(request.pace, Plan(), job.batch).flops
+    """Return the floating-point operations of forward and backward of one batch, as `plait sketch` counts them, without a run."""
+    request = PlanRequest.from_job(job, model, Machine.from_name("h100"), split=False)
+    return estimate_plan(request.pace, Plan(), job.batch).flops
 
 
 def tokens(job: Job) -> int:
@@ -147,12 +147,12 @@ def tokens(job: Job) -> int:
 
 
 def peak(setting: Setting, plan: Plan) -> float | None:
-    """FLOP/s of the plan's format, of the device's data sheet."""
-    return detect.found(setting.kind).device.peak.of(plan.precision)
+    """Return the FLOP/s of the plan's format from the device's data sheet."""
+    return detect.detect_machine(setting.kind).device.peak.for_precision(plan.precision)
 
 
 def timed_in_turn(takes: dict[str, Take], setting: Setting) -> dict[str, list[float]]:
-    """Seconds of a step in every round."""
+    """Return the seconds of a step in every round."""
     began = perf_counter()
     for take in takes.values():
         take()
@@ -173,7 +173,7 @@ def timed_in_turn(takes: dict[str, Take], setting: Setting) -> dict[str, list[fl
 
 
 def uncached(plan: Plan) -> AbstractContextManager[Any]:
-    """What the variant before has compiled would make the first step of the next one look fast."""
+    """Disable compile caches, because code compiled by the previous variant would speed up the first step of the next one."""
     if not plan.compile:
         return nullcontext()
     from torch._inductor import config
@@ -182,7 +182,7 @@ def uncached(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def speed(setting: Setting, model: str, plan: str, more: dict[str, Any]) -> Row:
-    """All variants built and warmed up one after the other, then timed in turn."""
+    """Build and warm up all variants one after the other, then time them in turn."""
     job, how = made(setting, model, **more), Plan.parse(plan)
     work, takes, losses, memory, first = flops(job, model), dict[str, Take](), {}, {}, {}
     for name, build in variants(model, how).items():
@@ -212,7 +212,7 @@ def speed(setting: Setting, model: str, plan: str, more: dict[str, Any]) -> Row:
         row["plait / not read"] = spread([a / b for a, b in zip(seconds["plait"], seconds["not read"])])
     if setting.gpu:
         row |= {"GiB": memory["plait"], "by hand GiB": memory["hand-written"]}
-    if not more.get("dropout"):  # torch draws other masks
+    if not more.get("dropout"):  # torch draws different masks
         row["losses apart"] = f"{apart:.1e}"
     data = {"flops": work, "seconds": seconds, "losses": losses, "first step": first, "memory": memory}
     return row | {"first step s": first["plait"], "by hand first step s": first["hand-written"], "data": data}
@@ -222,7 +222,7 @@ def speed(setting: Setting, model: str, plan: str, more: dict[str, Any]) -> Row:
 
 
 def predictions(setting: Setting) -> dict[str, Look]:
-    """The machine measured as `plait bench compute` does, then plans: predicted by it, and measured."""
+    """Measure the machine as `plait bench compute` does, then predict plans with it and measure them."""
     found: dict[str, Look] = {"plait bench compute": partial(measured_machine, setting)}
     plans = {"gpt": ["dp=1", "precision=bf16", "precision=bf16 activation_checkpointing=full", "precision=bf16 microbatches=2"]}
     plans["gpt"] += ["precision=bf16 compile=true", "precision=bf16 offload=optimizer"]
@@ -234,27 +234,27 @@ def predictions(setting: Setting) -> dict[str, Look]:
 
 
 def measured_machine(setting: Setting) -> Row:
-    machine = detect.found(setting.kind).sized(1)
-    machine = with_compute(machine, [measure_machine.compute(Place(), setting.kind)], setting.kind)
+    machine = detect.detect_machine(setting.kind).resize(1)
+    machine = add_compute(machine, [measure_machine.measure_compute(Place(), setting.kind)], setting.kind)
     (setting.out / "machine.toml").write_text(machine.to_toml(), encoding="utf-8")
-    rates = ((c.precision, max(p for _, p in c.points), machine.device.peak.of(c.precision)) for c in machine.matmuls)
+    rates = ((c.precision, max(p for _, p in c.points), machine.device.peak.for_precision(c.precision)) for c in machine.matmuls)
     said = ", ".join(f"{name} {part * (most or 0) / 1e12:.3g} TFLOP/s ({part:.0%})" for name, part, most in rates)
     host = f", host {machine.host / 1e9:.3g} GB/s" if machine.host else ""
     return {"saw": f"{said}, memory {(machine.device.memory_bandwidth or 0) / 1e9:.4g} GB/s{host}"}
 
 
 def predicted(setting: Setting, model: str, plan: str) -> Row:
-    """Predictions first: they touch no device."""
+    """Predict before the measurements, without a device."""
     job, how = made(setting, model), Plan.parse(plan)
     machine = Machine.load(setting.out / "machine.toml")
-    request = PlanRequest.of(job, model, machine, split=False)
-    said, bill = estimate(request.pace, how, job.batch / how.microbatches), memory_table(job, how).categories
+    request = PlanRequest.from_job(job, model, machine, split=False)
+    said, bill = estimate_plan(request.pace, how, job.batch / how.microbatches), make_memory_table(job, how).categories
     engine = Engine(job, how, device=setting.kind)
     source, last = engine.batches(), None
     for _ in range(WARM):
         last = engine.step(next(source))
     engine.settle()
-    forget_peaks(engine.rank_model.device)
+    reset_peaks(engine.rank_model.device)
     times, ends = list[float](), perf_counter() + setting.seconds
     while len(times) < 5 or perf_counter() < ends:
         began = perf_counter()
@@ -263,7 +263,7 @@ def predicted(setting: Setting, model: str, plan: str) -> Row:
         wait(setting)
         times.append((perf_counter() - began) / 3)
     assert last is not None and last.loss == last.loss
-    use, step = measured(engine), median(times)
+    use, step = measure_memory(engine), median(times)
     row: Row = {"ms": step * 1e3, "predicted ms": said.seconds * 1e3, "predicted / measured": said.seconds / step}
     row |= {"bill GiB": sum(bill.values()) / GIB}
     if setting.gpu:
@@ -273,7 +273,7 @@ def predicted(setting: Setting, model: str, plan: str) -> Row:
             "planner GiB": said.reserved / GIB,
         }
         row |= {"beside GiB": use.beside / GIB}
-    both, parts = use.by_category(), by_part(bill)
+    both, parts = use.group_by_category(), group_bill(bill)
     names = dict.fromkeys((*both, *parts))
     row["measured (bill) GiB by category"] = ", ".join(
         f"{name} {both.get(name, 0) / GIB:.3g} ({parts.get(name, 0) / GIB:.3g})" for name in names

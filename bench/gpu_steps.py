@@ -1,4 +1,4 @@
-"""What happens within steps: where the host waits for the device, and a trace of the profiler to look at."""
+"""Inspects steps: the places where the host waits for the device, and a trace of the profiler."""
 
 import traceback
 import warnings
@@ -20,20 +20,20 @@ from plait.engine.engine import Engine
 
 WARM, STEPS = 4, 4
 SYNCHRONIZING = "called a synchronizing CUDA operation"
-"""What torch's debug mode warns with."""
+"""The warning of torch's debug mode."""
 OWN = ("gpu_steps.py", "contextlib.py")
 ALLOWED = {"offload=optimizer": 2.0, "offload=all microbatches=2": float("inf")}
-"""Host synchronisations of a step; of others one, which reads the row of the step before. An optimizer on the host reads gradients too;
-under offload=all FSDP2 waits for those of each of its groups, and the row is a figure."""
+"""The allowed host synchronizations of a step. Other plans have one, which reads the row of the previous step. An optimizer on the host
+also reads gradients. Under offload=all FSDP2 waits for those of each of its groups, and the row is only reported."""
 LARGEST = 16 * 2**20
 Span = tuple[float, float]
 
 
-# — synchronisations —
+# — synchronizations —
 
 
 class Waits:
-    """What made the host wait, by the innermost line outside of torch."""
+    """The waits of the host, by the innermost line outside of torch."""
 
     def __init__(self) -> None:
         self.found = Counter[str]()
@@ -54,7 +54,7 @@ class Waits:
 
 @contextmanager
 def watched(kind: str) -> Iterator[Waits]:
-    """Counts what waits: operators and streams by torch's debug mode, which says nothing of events and devices, and these by their methods."""
+    """Count waits. torch's debug mode reports operators and streams; waits for events and devices are counted in their methods."""
     waits, cuda = Waits(), torch.cuda
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -89,7 +89,7 @@ def synchronisations(setting: Setting) -> dict[str, Look]:
 
 
 def waits_in(setting: Setting, plan: str) -> Row:
-    """Host synchronisations of a step under a plan, each with its line. As in `plait train`, a step is looked at one step late."""
+    """Return the host synchronizations of a step under a plan, with their lines. As in `plait train`, results are read one step late."""
     engine = Engine(gpt(), plan, device=setting.kind)
     source, before = engine.batches(), None
     for _ in range(WARM):
@@ -119,7 +119,7 @@ def traces(setting: Setting) -> dict[str, Look]:
 
 
 def trace(setting: Setting, model: str, plan: str) -> Row:
-    """Three steps in the profiler: how much of them the device computes, and in what. The trace is kept for chrome://tracing."""
+    """Profile three steps: the busy fraction of the device, and its kernels. The trace is saved for chrome://tracing."""
     engine = Engine(made(setting, model), plan, device=setting.kind)
     source = engine.batches()
     for _ in range(WARM):
@@ -158,7 +158,7 @@ def profiled(setting: Setting) -> Any:
 
 
 def on_device(prof: Any, setting: Setting) -> list[tuple[str, Span]]:
-    """Kernels and copies with when they ran, in microseconds; on a CPU its operators."""
+    """Return kernels and copies with their times, in microseconds; on a CPU its operators."""
     kind = torch.autograd.DeviceType.CUDA if setting.gpu else torch.autograd.DeviceType.CPU
     events = [e for e in prof.events() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
     found = [(e.name, (e.time_range.start, e.time_range.end)) for e in events]
@@ -166,7 +166,7 @@ def on_device(prof: Any, setting: Setting) -> list[tuple[str, Span]]:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """The same times without overlaps, in order."""
+    """Merge overlapping times, in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -181,5 +181,5 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def shared(one: Sequence[Span], other: Sequence[Span]) -> float:
-    """How long both go on."""
+    """Return the time in which both are active."""
     return covered(one) + covered(other) - covered([*one, *other])

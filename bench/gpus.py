@@ -1,17 +1,17 @@
-"""Two to eight GPUs: the proof of every axis over NCCL, how speed scales, what of communication is hidden, and pipelines' bubbles.
+"""Runs checks on two to eight GPUs: the proof of every axis over NCCL, scaling, overlap of communication, and pipeline bubbles.
 
     python bench/gpus.py                       all visible GPUs; on a machine without one, two processes over gloo
     python bench/gpus.py --nproc 4 --out DIR   four of them
     python bench/gpus.py --parts scaling       some parts; --minutes, --again and the files are those of bench/gpu.py
 
-    environment      versions and how the devices are linked
+    environment      versions and links of the devices
     verify           `plait verify` of dp, fsdp, tp, pp, cp, ep and pairs of them
     scaling          tokens/s of each device under a plan, over those of one device alone in the same call
-    overlap          how much of the time of collectives something is computed meanwhile
-    bubble           the part of a pipeline's step in which a device has nothing to do, beside what the schedule's table says
+    overlap          the fraction of collective time in which kernels compute
+    bubble           the idle fraction of a device in a pipeline's step, and that of the schedule's table
 
-One device and the plan take blocks of steps in turn, in the same processes: all devices first train the same small batch each on its
-own, then together what many times that batch is. A block takes as long as its slowest rank.
+One device and the plan take blocks of steps in turn, in the same processes. First each device trains the same small batch alone, then
+all devices together train a multiple of that batch. The time of a block is that of its slowest rank.
 """
 
 import argparse
@@ -36,21 +36,21 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
-from plait.launch.devices import cuda_names, kind_of
+from plait.launch.devices import list_cuda_devices, resolve_kind
 from plait.launch.place import Place
-from plait.planner.estimate import StageSchedule, ordered, played
+from plait.planner.estimate import StageSchedule, make_table, time_schedule
 
 WARM, BLOCK = 4, 4
 SENT = ("nccl", "rccl", "gloo:")
 """How the names of collectives begin in a profile."""
 ASKED = ("c10d::",)
-"""And of what asks for them, which is all that torch 2.11 records of gloo."""
+"""How the names of their calls begin; for gloo, torch 2.11 records only these."""
 MICRO = 4
 """Micro-batches of each rank in a pipeline."""
 
 
 def job_of(setting: Setting, times: int) -> Job:
-    """The GPT of the speed part, with so many times its batch, and of as many blocks and heads that ranks can share them out evenly."""
+    """Return the GPT of the speed part, with `times` its batch, and with numbers of blocks and heads that the ranks divide evenly."""
     size, n = SIZES[setting.kind]["gpt"], setting.ranks
     heads = size["heads"] if size["heads"] % n == 0 else 2 * n
     return gpt(**{**size, "batch": size["batch"] * times, "depth": job_depth(setting), "heads": heads, "dropout": 0.0})
@@ -106,10 +106,10 @@ def proofs(setting: Setting) -> dict[str, Look]:
 
 
 class Sides:
-    """On one rank: the job alone and under the plan. The one that is alone is built before there is a process group."""
+    """The job alone and under the plan, on one rank. The job alone is built before the process group exists."""
 
     def __init__(self, setting: Setting, plans: tuple[str, str], times: tuple[int, int], place: Place):
-        alone = Place(local_rank=place.local_rank, beat=place.beat, within=place.within)
+        alone = Place(local_rank=place.local_rank, beat=place.beat, set_phase=place.set_phase)
         self.setting, self.engines = setting, list[Engine]()
         for plan, many, where in zip(plans, times, (alone, place)):
             self.engines.append(Engine(job_of(setting, many), plan, place=where, device=setting.kind))
@@ -119,7 +119,7 @@ class Sides:
             self.steps(side, WARM)
 
     def steps(self, side: int, count: int = BLOCK) -> float:
-        """Seconds of one of so many steps, which all ranks begin together."""
+        """Return the seconds of one of `count` steps, which all ranks begin together."""
         self.meet()
         return self.alone(side, count)
 
@@ -128,7 +128,7 @@ class Sides:
         wait(self.setting)
 
     def alone(self, side: int, count: int) -> float:
-        """The same, whatever the other ranks do."""
+        """Return the seconds of a step, independent of the other ranks."""
         began, before = perf_counter(), None
         for _ in range(count):
             step = self.engines[side].step(next(self.sources[side]))
@@ -138,7 +138,7 @@ class Sides:
         return (perf_counter() - began) / count
 
     def blocks(self) -> list[list[float]]:
-        """Of each side, seconds of a step in every round. All ranks make as many rounds."""
+        """Return the seconds of a step in every round, for each side. All ranks run the same number of rounds."""
         took, rounds = [list[float](), list[float]()], 0
         first = sum(self.steps(side) for side in (0, 1)) * BLOCK
         while rounds < max(4, min(50, self._alike(2 * self.setting.seconds / max(first, 1e-3)))):
@@ -148,18 +148,18 @@ class Sides:
         return took
 
     def _alike(self, number: float) -> int:
-        """The least of all ranks."""
+        """Return the minimum over all ranks."""
         told = torch.tensor([number], dtype=torch.float64, device=self.engines[1].rank_model.device)
         dist.all_reduce(told, dist.ReduceOp.MIN)
         return int(told)
 
 
 def on_ranks(setting: Setting, work: Any, alike: bool = True) -> list[dict[str, Any]]:
-    return fork.run(work, setting.ranks, fork.Listener(lambda *_: None), patience=200.0, alike=alike)
+    return fork.run_ranks(work, setting.ranks, fork.Listener(lambda *_: None), hang_timeout=200.0, uniform=alike)
 
 
 def slowest(rows: list[dict[str, Any]], side: int) -> list[float]:
-    """Of every round."""
+    """Return the time of the slowest rank in every round."""
     return [max(each) for each in zip(*(row["seconds"][side] for row in rows))]
 
 
@@ -178,7 +178,7 @@ def scaling(setting: Setting) -> dict[str, Look]:
 
 
 def scaled(setting: Setting, plan: str, alone: str) -> Row:
-    """Weak scaling: as many samples for each device."""
+    """Measure weak scaling: the same number of samples per device."""
     fits = job_of(setting, setting.ranks).batch
 
     def work(place: Place) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def overlap(setting: Setting) -> dict[str, Look]:
 
 
 def hidden(setting: Setting, plan: str) -> Row:
-    """How long collectives run in a step, and how long something else is computed meanwhile, by the profiler."""
+    """Measure by the profiler how long collectives run in a step, and how long kernels compute meanwhile."""
 
     def work(place: Place) -> dict[str, Any]:
         sides = Sides(setting, ("dp=1" + formats(setting), plan), (1, setting.ranks), place)
@@ -252,8 +252,8 @@ def job_depth(setting: Setting) -> int:
 
 
 def bubble(setting: Setting, schedule: str, per_rank: int) -> Row:
-    """One device with the same micro-batches, as many fewer of them as there are devices, has none. What a pipeline takes longer is its
-    bubble and the messages that nothing hides. The table's is that of stages that take equally long, backward twice as long as forward."""
+    """Measure the bubble. One device with the same micro-batches, fewer by the number of devices, has no bubble. The additional time of the
+    pipeline is its bubble and its exposed messages. The table assumes stages of equal time, and a backward twice as long as a forward."""
     n, form = setting.ranks, formats(setting)
     alone, many = f"microbatches={MICRO}{form}", f"pp={n} microbatches={MICRO * n} schedule={schedule}{form}"
     many += f" stages_per_rank={per_rank}" if per_rank > 1 else ""
@@ -265,8 +265,8 @@ def bubble(setting: Setting, schedule: str, per_rank: int) -> Row:
     one, took = slowest(rows, 0), slowest(rows, 1)
     kind = StageSchedule(schedule, n, per_rank)
     stages = (1.0 / per_rank,) * (n * per_rank)
-    assert len(ordered(kind, MICRO * n).owner) == len(stages)
-    whole = played(kind, MICRO * n, (stages, stages, stages), 0.0)
+    assert len(make_table(kind, MICRO * n).owner) == len(stages)
+    whole = time_schedule(kind, MICRO * n, (stages, stages, stages), 0.0)
     row: Row = {"plan": many, "one device ms": median(one) * 1e3, "ms": median(took) * 1e3}
     row["bubble %"] = 100 * (1 - median(a / b for a, b in zip(one, took)))
     return row | {"the table's %": 100 * (1 - 3 * MICRO * n / whole), "data": {"ranks": rows}}
@@ -282,7 +282,7 @@ PARTS = {
 
 
 def ranks(options: argparse.Namespace) -> int:
-    seen = len(cuda_names()) if kind_of(options.device) == "cuda" else 0
+    seen = len(list_cuda_devices()) if resolve_kind(options.device) == "cuda" else 0
     count = options.nproc or seen or 2
     if count < 2 or (seen and count > seen):
         raise SystemExit(

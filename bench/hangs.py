@@ -1,9 +1,9 @@
-"""How soon a rank that hangs is named, with the default limits: small jobs whose rank 1 never comes back, each in another place.
+"""Measures how soon a hung rank is named under the default limits: small jobs whose rank 1 hangs, each in another place.
 
     python bench/hangs.py [CASE …]
 
-Prints, for each, the seconds from the beginning of the hang to the note that names rank 1 with its line, and whether
-the note says the step, the phase and a line of the job's. The run is ended then: when plait itself ends it is in docs/decisions/0016.
+For each job, prints the seconds from the start of the hang to the note that names rank 1 with its line. It also prints whether the
+note has the step, the phase and a line of the job. The run is then ended; docs/decisions/0016 defines when plait itself ends it.
 """
 
 import os
@@ -29,14 +29,14 @@ CASES = {
     "evaluation data": ("dp=2", "step 5, evaluation data"), "sleep under pp": ("pp=2", "step 1, forward"),
     "late under tp": ("tp=2", "step 7, forward"),
 }  # fmt: skip
-"""By name: the plan, and what the note is to say of where it was."""
+"""By name: the plan, and the place that the note must contain."""
 NAMED = re.compile(r"note  rank 1 has made no progress.*|error\[C001\] rank 1 stopped[^,]*,.*\n.*")
 LONGEST = 60
-"""Seconds after which a case counts as not named."""
+"""The limit in seconds after which a case counts as not named."""
 
 
 def named_after(case: str, plan: str) -> tuple[float | None, str]:
-    """Seconds from the beginning of the hang to the note, and the note."""
+    """Return the seconds from the start of the hang to the note, and the note."""
     with tempfile.TemporaryDirectory(prefix="plait-hangs-") as folder:
         how = case.partition(" under ")[0]
         command = [sys.executable, "-m", "plait", "train", str(JOB), "--plan", plan, "--job.how", how]

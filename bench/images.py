@@ -1,8 +1,8 @@
-"""Image networks as workloads, from their layers: for rows that name one.
+"""Builds workloads of image networks from their layers, for rows that name one.
 
-A convolution is a product: its rows are pixels, its inner dim the window times the channels. In 32 bits, without tensor
-cores, windows of three and five that move by one take fewer operations than they have (Winograd's minimal filters, for
-squares of four pixels: Lavin and Gray, arXiv 1509.09308).
+A convolution is a matrix product. Its rows are pixels, and its inner dimension is the window times the channels. In 32 bits,
+without tensor cores, windows of three and five with stride one need fewer operations than their product (Winograd's minimal
+filters, for squares of four pixels: Lavin and Gray, arXiv 1509.09308).
 """
 
 import re
@@ -13,12 +13,12 @@ from math import ceil
 
 from shapes import Shape, attention, dense, join, known, pixels, transformer
 
-from plait.planner.from_sketch import Block, PlannedProduct, Workload
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution to [out, side, side], or a matrix (`side` 1), with what is done to its result."""
+    """A convolution to [out, side, side], or a matrix (`side` 1), with the pointwise operators on its result."""
 
     inside: int
     out: int
@@ -26,16 +26,16 @@ class Layer:
     side: int
     step: int = 1
     moved: float = 5.0
-    """What pointwise operators read and write of an element of its result: statistics, norm and ReLU."""
+    """Elements that pointwise operators read and write per element of the result: statistics, norm and ReLU."""
     kernels: int = 3
     groups: int = 1
-    """Parts of the channels that see each other; with as many as channels, its weights' gradient and input are read once more each."""
+    """The groups of channels. With one group per channel, the input is read once more, and so is the weights' gradient."""
     linear: bool = False
-    """A matmul over channels that lie together."""
+    """Whether it is a matmul over channels that are contiguous in memory."""
 
     def block(self, filters: bool, scale: float = 1.0) -> Block:
-        """As a block: what its backward needs is its input and its result before the norm. `filters`: minimal ones are used; `scale`: of its
-        side."""
+        """Return a block. Its backward needs its input and its result before the norm. `filters`: use minimal filters; `scale`: the factor of
+        its side."""
         high, wide = self.window
         minimal = filters and high == wide and high in (3, 5) and self.step == 1 and self.groups == 1
         fast = (4 * high / (high + 3)) ** 2 if minimal else 1.0
@@ -43,22 +43,22 @@ class Layer:
         inner = high * wide * self.inside / self.groups
         elements, weights = side**2 * self.out, inner * self.out
         product = PlannedProduct(side**2, inner / fast, self.out, sequence=False, convolution=self.side > 1 and not self.linear)
-        return Block("layer", 1, (product,), weights, moved=self.moved * elements, kept=2.0 * elements, given=elements,
+        return Block("layer", 1, (product,), weights, moved=self.moved * elements, kept=2.0 * elements, inputs=elements,
                      out=elements, kernels=self.kernels)  # fmt: skip
 
 
 def square(inside: int, out: int, window: int, side: int, step: int = 1, **more: float) -> Layer:
-    """With a square window."""
+    """Return a convolution with a square window."""
     return replace(Layer(inside, out, (window, window), side, step), **more)
 
 
 PLAIN = {"moved": 4.0, "kernels": 2}
-"""Without a norm: a bias and ReLU."""
+"""The settings of a layer without a norm: a bias and ReLU."""
 
 
 def residual(*depths: int, bottleneck: bool = True, wide: int = 1, groups: int = 1) -> Iterator[Layer]:
-    """ResNet of bottlenecks or of pairs of convolutions (He et al., arXiv 1512.03385); bottlenecks that are wider (Zagoruyko and Komodakis,
-    arXiv 1605.07146), and in groups (Xie et al., arXiv 1611.05431)."""
+    """ResNet of bottlenecks or of pairs of convolutions (He et al., arXiv 1512.03385); wider bottlenecks (Zagoruyko and Komodakis,
+    arXiv 1605.07146), and grouped bottlenecks (Xie et al., arXiv 1611.05431)."""
     yield square(3, 64, 7, 112, 2, moved=7.0)  # and a pool
     inside, side = 64, 56
     for stage, depth in enumerate(depths):
@@ -92,7 +92,7 @@ def stacked() -> Iterator[Layer]:
 
 
 def first() -> Iterator[Layer]:
-    """AlexNet, the one of a single device (Krizhevsky, arXiv 1404.5997)."""
+    """AlexNet, the version for a single device (Krizhevsky, arXiv 1404.5997)."""
     yield square(3, 64, 11, 55, 4, moved=5.25, kernels=3)
     yield square(64, 192, 5, 27, moved=5.25, kernels=3)
     yield from (square(a, b, 3, 13, **PLAIN) for a, b in ((192, 384), (384, 384), (384, 256)))
@@ -100,7 +100,7 @@ def first() -> Iterator[Layer]:
 
 
 def branched() -> Iterator[Layer]:
-    """Inception v3 (Szegedy et al., arXiv 1512.00567): chains of (channels, window) beside each other."""
+    """Inception v3 (Szegedy et al., arXiv 1512.00567): parallel chains of (channels, window)."""
     yield from (square(3, 32, 3, 149, 2), square(32, 32, 3, 147), square(32, 64, 3, 147, moved=6.25))
     yield from (square(64, 80, 1, 73), square(80, 192, 3, 71, moved=6.25))
     inside = 192
@@ -118,7 +118,7 @@ def branched() -> Iterator[Layer]:
 
 
 def chains(inside: int, side: int, *rows: str) -> Iterator[Layer]:
-    """Convolutions `channels x window`, the last of a chain joined to the others'; `*`: before the side is halved."""
+    """Convolutions `channels x window`; the last one of a chain is concatenated with those of the others. `*`: before the side is halved."""
     for row in rows:
         before, last = inside, row.split()[-1]
         for one in row.split():
@@ -131,15 +131,15 @@ def chains(inside: int, side: int, *rows: str) -> Iterator[Layer]:
 
 
 MOBILE = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 32, 3, 2, 3), (6, 64, 4, 2, 3), (6, 96, 3, 1, 3), (6, 160, 3, 2, 3), (6, 320, 1, 1, 3))
-"""Of MobileNetV2 (Sandler et al., arXiv 1801.04381): how much wider inside, channels, repeats, step, window."""
+"""Of MobileNetV2 (Sandler et al., arXiv 1801.04381): expansion factor, channels, repeats, stride, window."""
 EFFICIENT = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3), (6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3))
-"""The same of EfficientNet-B0 (Tan and Le, arXiv 1905.11946)."""
+"""Of EfficientNet-B0 (Tan and Le, arXiv 1905.11946): the same values."""
 APART = {"moved": 9.0, "kernels": 4}
-"""Of a convolution of each channel alone, which reads its input and weights' gradient once more."""
+"""The settings of a depthwise convolution, which reads its input and weights' gradient once more."""
 
 
 def inverted(stages: tuple[tuple[int, ...], ...], width: float = 1.0, depth: float = 1.0, squeezed: bool = False) -> Iterator[Layer]:
-    """Inverted bottlenecks around convolutions of each channel alone."""
+    """Inverted bottlenecks around depthwise convolutions."""
     inside, side = 8 * round(32 * width / 8), 112
     yield square(3, inside, 3, side, 2)
     for wider, channels, repeats, step, window in stages:
@@ -150,7 +150,7 @@ def inverted(stages: tuple[tuple[int, ...], ...], width: float = 1.0, depth: flo
             side //= 1 if unit else step
             more = {"moved": 12.0, "kernels": 9} if squeezed else APART
             yield square(wider * inside, wider * inside, window, side, 1 if unit else step, groups=wider * inside, **more)
-            if squeezed:  # each channel is scaled by what two small matrices make of their means
+            if squeezed:  # two small matrices compute the scale of each channel from the channels' means
                 yield from (square(wider * inside, inside // 4, 1, 1), square(inside // 4, wider * inside, 1, 1))
             yield square(wider * inside, out, 1, side, moved=6.0)
             inside = out
@@ -159,7 +159,7 @@ def inverted(stages: tuple[tuple[int, ...], ...], width: float = 1.0, depth: flo
 
 
 def chained(*depths: int) -> Iterator[Layer]:
-    """DenseNet with 32 more channels each layer (Huang et al., arXiv 1608.06993): norms read all channels before."""
+    """DenseNet with 32 more channels per layer (Huang et al., arXiv 1608.06993): norms read all previous channels."""
     yield square(3, 64, 7, 112, 2, moved=7.0)
     inside, side = 64, 56
     for stage, depth in enumerate(depths):
@@ -190,14 +190,14 @@ def modern(width: int, *depths: int) -> Iterator[Layer]:
 
 
 def shifted(width: int, *depths: int) -> Iterator[Layer | Block]:
-    """Swin (Liu et al., arXiv 2103.14030): attention among windows of 7 x 7, with what rolls and parts them, and without a fused kernel."""
+    """Swin (Liu et al., arXiv 2103.14030): attention in windows of 7 x 7, with rolls and window partitions, and without a fused kernel."""
     yield square(3, width, 4, 56, 4, linear=True)
     for stage, depth in enumerate(depths):
         wide, tokens = width << stage, (56 >> stage) ** 2
         if stage:
             yield square(2 * wide, wide, 1, 56 >> stage, linear=True)
         shape = Shape(1, wide, 4 * wide, wide // 32, wide // 32, head=32, window=49 / tokens, causal=False)
-        rolled = Block("rolled", moved=8.0 * tokens * wide, kept=0.0, given=tokens * wide, out=tokens * wide, kernels=8)
+        rolled = Block("rolled", moved=8.0 * tokens * wide, kept=0.0, inputs=tokens * wide, out=tokens * wide, kernels=8)
         yield join("windows", depth, attention(shape, tokens, False), rolled, dense(shape, tokens, shape.ffn, True))
     yield square(width << 3, 1000, 1, 1)
 
@@ -208,15 +208,15 @@ class Denoiser:
 
     widths: tuple[int, ...]
     depths: tuple[int, ...]
-    """Transformer blocks after each pair of convolutions, by level."""
+    """The number of transformer blocks after each pair of convolutions, by level."""
     side: int
-    """Pixels of the latent image."""
+    """The pixels of a side of the latent image."""
     context: int
-    """Width of the text's 77 words."""
+    """The width of the text's 77 tokens."""
     head: int = 64
 
     def blocks(self) -> Iterator[Block]:
-        """Down, middle and up."""
+        """Yield the blocks down, middle and up."""
         inside, side, skips = self.widths[0], self.side, [self.widths[0]]
         yield square(4, inside, 3, side).block(False)
         for level, (width, depth) in enumerate(zip(self.widths, self.depths)):
@@ -240,7 +240,7 @@ class Denoiser:
         yield square(inside, 4, 3, self.side).block(False)
 
     def pair(self, inside: int, width: int, side: int, depth: int) -> Iterator[Block]:
-        """Two convolutions around which the input is added, and transformer blocks on their result."""
+        """Two convolutions with a residual connection, and transformer blocks on their result."""
         yield square(inside, width, 3, side, moved=9.0, kernels=5).block(False)
         yield square(width, width, 3, side, moved=11.0, kernels=7).block(False)
         if inside != width:
@@ -252,7 +252,7 @@ class Denoiser:
                 PlannedProduct(tokens, width, width), PlannedProduct(77, self.context, 2 * width), PlannedProduct(tokens, width, width),
                 PlannedProduct(tokens, shape.head, 77, heads, weight=False, fused=True, grows="batch"),
                 PlannedProduct(tokens, 77, shape.head, heads, weight=False, fused=True, grows="batch"),
-            ), weights=2 * width**2 + 2 * self.context * width, moved=14.0 * tokens * width, kept=4.5 * tokens * width, given=tokens * width,
+            ), weights=2 * width**2 + 2 * self.context * width, moved=14.0 * tokens * width, kept=4.5 * tokens * width, inputs=tokens * width,
                 out=tokens * width, kernels=14)  # fmt: skip
             yield join("attention", depth, attention(shape, tokens, True), text, dense(shape, tokens, shape.ffn, True))
 
@@ -274,7 +274,7 @@ NETS: dict[str, Callable[[], Layers]] = {
 }  # fmt: skip
 PRINTED = {"efficientnetb1": 240, "efficientnetb2": 260, "efficientnetb3": 300, "efficientnetb4": 380, "efficientnetb5": 456, "efficientnetb6": 528,
            "efficientnetb7": 600}  # fmt: skip
-"""Pixels of a side that their paper trains on, where it is not 224."""
+"""The pixels of a side in the paper's training, if it is not 224."""
 DENOISERS = (
     (r"sdxl|stablediffusionxl", Denoiser((320, 640, 1280), (0, 2, 10), 128, 2048)),
     (r"(stablediffusion|^sd)v?2.*768", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 96, 1024)),
@@ -282,11 +282,11 @@ DENOISERS = (
     (r"(stablediffusion|^sd)(v?1|$)|latentdiffusion|^stablediffusion(?!3|v3|v?35)", Denoiser((320, 640, 1280, 1280), (1, 1, 1, 0), 64, 768, 40)),
 )
 AHEAD = r"latents? (are )?(pre|cache)|pre-?(comput|encod|cach)|cached|unet only|U-Net only|MLPerf|NeMo"
-"""A row whose images are encoded before training."""
+"""Words of a row whose images are encoded before training."""
 
 
 def encoder(side: int) -> Iterator[Block]:
-    """Of images of so many latent pixels (Rombach et al., arXiv 2112.10752), forward alone: a third of what training takes."""
+    """The image encoder for a latent of `side` pixels (Rombach et al., arXiv 2112.10752), forward only: a third of the cost of training."""
     inside = 128
     for width, scale in ((128, 8), (256, 4), (512, 2), (512, 1)):
         for _ in range(2):
@@ -297,7 +297,7 @@ def encoder(side: int) -> Iterator[Block]:
 
 
 def towers(model: str, text: str) -> Workload | None:
-    """CLIP (Radford et al., arXiv 2103.00020): an image's tokens through one transformer, 77 words through another."""
+    """CLIP (Radford et al., arXiv 2103.00020): an image's tokens through one transformer, 77 text tokens through another."""
     image = known(model, text)
     if image is None:
         return None
@@ -308,7 +308,7 @@ def towers(model: str, text: str) -> Workload | None:
 
 
 def convolutional(model: str, filters: bool, text: str = "") -> Workload | None:
-    """The workload of an image network; None when it is not a known one. One sample is an image; `text`: what else is said of it."""
+    """Return the workload of an image network, or None if the name is unknown. One sample is an image; `text`: other text of the row."""
     plain = re.sub(r"[^a-z0-9]", "", re.sub(r" v\d+(\.\d+)?$", "", model.lower()))  # "ResNet-50 v1.5"
     whole = re.sub(r"[^a-z0-9]", "", model.lower())
     short = re.sub(r"(tiny|small|base|large)(?=$|patch|window|22|38|in)", lambda found: found[0][0], whole)

@@ -1,9 +1,9 @@
-"""Production layouts that their authors published: predicted, and beside them what `plait plan` would choose.
+"""Predicts production layouts that their authors published, and compares them with the choice of `plait plan`.
 
     python bench/layouts.py [NAME ...] [--no-choice]
 
-A row has the columns of `bench/data/published_runs.csv`. The choice is that of a user whose software is plait on torch, in bf16, on the
-same machine, for the same batch: kernels, bytes of a parameter and schedules are plait's, not those of the authors' stack.
+A row has the columns of `bench/data/published_runs.csv`. The choice is for a user of plait on torch, in bf16, on the same
+machine, for the same batch. It uses plait's kernels, bytes per parameter and schedules, not those of the authors' stack.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from planner import Planner
 from published import run_of
 from sites import machine_of
 
-from plait.planner.formulas import Software, TimeModel
-from plait.planner.question import room
-from plait.planner.search import MARGIN, Found, search
+from plait.planner.formulas import RuntimeCosts, TimeModel
+from plait.planner.plan_request import get_usable_memory
+from plait.planner.search import MEMORY_MARGIN, SearchResult, find_best_plans
 from plait.planner.search_space import RECOMPUTES, SearchSpace
 
 H100 = {"gpu": "H100-SXM-80GB", "gpus_per_node": "8", "precision": "bf16", "interconnect": "NVLink4; 400 Gb/s per GPU"}
@@ -66,8 +66,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def chosen(row: dict[str, str]) -> Found:
-    """What `plait plan` would choose for a row's model, batch and machine."""
+def chosen(row: dict[str, str]) -> SearchResult:
+    """Return the choice of `plait plan` for a row's model, batch and machine."""
     run, machine = run_of(row), machine_of(row)
     assert machine is not None and run.work is not None
     layers = max(block.count for block in run.work.blocks)
@@ -78,14 +78,26 @@ def chosen(row: dict[str, str]) -> Found:
               "sequence_parallel": (True,)}  # fmt: skip
     memory = machine.device.memory
     space = SearchSpace(
-        machine.devices, int(run.plans[0][2]), {}, room(machine), 2.0 * memory, values, layers, True, True, experts, heads, (), MARGIN * memory
+        machine.devices,
+        int(run.plans[0][2]),
+        {},
+        get_usable_memory(machine),
+        2.0 * memory,
+        values,
+        layers,
+        True,
+        True,
+        experts,
+        heads,
+        (),
+        MEMORY_MARGIN * memory,
     )
     refused = lambda plan: "" if heads % plan.tp == 0 and not (plan.compile and plan.activation_checkpointing == "selective") else "uneven"  # noqa: E731
-    return search(TimeModel(run.work, machine, Software()), space, refused)
+    return find_best_plans(TimeModel(run.work, machine, RuntimeCosts()), space, refused)
 
 
 def line(name: str, row: dict[str, str], choice: bool) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     run = run_of(row)
     if run.why or not run.rate:
         return f"| {name} | {run.why or 'no rate'} |"

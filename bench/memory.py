@@ -1,8 +1,8 @@
-"""The memory of a training step: predicted by a dry run, measured, and that of hand-written FSDP2 and Accelerate.
+"""Compares the memory of a training step: predicted by a dry run, measured, and that of hand-written FSDP2 and Accelerate.
 
-Memory is that of tensors on one rank at its fullest moment (`plait/planner/dryrun/allocations.py`), not that of the process. Measured
-is the third step, so that the optimizer has its state; the rank with the most counts. Each plan runs in processes of its
-own. The models are small for a quick run, but large enough that tensors dominate.
+Memory is the peak of the tensors on one rank (`plait/planner/dryrun/allocations.py`), not the memory of the process. The third
+step is measured, so that the optimizer has its state; the rank with the most memory counts. Each plan runs in its own processes.
+The models are small for a quick run, but large enough that tensors dominate.
 
 A dry run (`plait plan --dry-run`) is compared on every rank, for all strategies, with the models of tests/exact/test_dryrun.py.
 
@@ -34,10 +34,10 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.planner.dryrun.allocations import Allocations
+from plait.planner.dryrun.allocations import AllocationRecorder
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.dryrun.measure import measure
-from plait.planner.dryrun.memory_table import memory_table
+from plait.planner.dryrun.measure import measure_step
+from plait.planner.dryrun.memory_table import make_memory_table
 from plait.tensors.torch_private import tree_leaves, tree_map
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -52,7 +52,7 @@ PLANS = SINGLE + COPIES + SHARDED
 
 
 class Made:
-    """Samples made from their number: inputs of `shape`, and a class; with a vocabulary, tokens."""
+    """Samples computed from their index: inputs of `shape`, and a class; with a vocabulary, tokens."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, vocabulary: int = 0):
         self.shape, self.classes, self.vocabulary = shape, classes, vocabulary
@@ -112,7 +112,7 @@ def _job(model: Callable[[], nn.Module], data: Any, optimizer: Any, batch: int) 
 
 
 def workloads() -> dict[str, Job]:
-    """Unlike models, with three optimizers: one without state, one in a loop over tensors, one fused."""
+    """Models of several kinds, with three optimizers: one without state, one in a loop over tensors, one fused."""
     adam = lambda p: torch.optim.AdamW(p, lr=1e-3)  # noqa: E731
     fused = lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)  # noqa: E731
     momentum = lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)  # noqa: E731
@@ -134,7 +134,7 @@ def workloads() -> dict[str, Job]:
 
 
 def llama() -> Job:
-    """The example's model between its sizes `tiny` and `1b`."""
+    """The example's model, with a size between `tiny` and `1b`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     found = load_job(str(EXAMPLES / "llama/job.py"), {"length": "64", "batch": "12"})
@@ -148,12 +148,12 @@ def llama() -> Job:
 def with_plait(place: Place, job: Job, plan: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     engine = Engine(job, Plan.parse(plan), place=place, device="cpu")
-    peak = measure(engine)
+    peak = measure_step(engine)
     return {"total": peak.total, "categories": peak.categories}
 
 
 def with_other(place: Place, job: Job, other: str) -> dict[str, Any]:
-    """The third step of a loop around `other`. The meter is on from the start, so whatever it holds is seen."""
+    """Run three steps of a hand-written or Accelerate loop and measure the third. The meter runs from the start and counts all tensors."""
     torch.set_num_threads(1)
     place.connect(torch.device("cpu"))
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(place.rank))
@@ -161,8 +161,8 @@ def with_other(place: Place, job: Job, other: str) -> dict[str, Any]:
     data = job.data()
     samples = [tree_map(torch.clone, data[i]) for i in range(3 * job.batch)]
     job = replace(job, data=lambda: samples, schedule=job.schedule or (lambda _: 1.0))
-    with Allocations() as meter:
-        meter.hold("", tree_leaves(samples), free=True)
+    with AllocationRecorder() as meter:
+        meter.add_existing("", tree_leaves(samples), free=True)
         if other == "Accelerate":
             take = sharding.with_accelerate(job, place)
         else:
@@ -176,16 +176,16 @@ def with_other(place: Place, job: Job, other: str) -> dict[str, Any]:
 
 
 def largest(target: Callable[..., Any], ranks: int) -> dict[str, Any]:
-    return max(fork.run(target, ranks), key=lambda r: r["total"])
+    return max(fork.run_ranks(target, ranks), key=lambda r: r["total"])
 
 
 def predicted(jobs: dict[str, Job], plans: tuple[str, ...], as_json: bool) -> float:
-    """Print predicted beside measured for every pair; the largest error."""
+    """Print prediction and measurement for every pair, and return the largest error."""
     worst = 0.0
     print(f"{'':<14}{'plan':<42}{'predicted':>10}{'measured':>10}{'error':>9}   (MB, %)")
     for name, job in jobs.items():
         for plan in plans:
-            table = memory_table(job, Plan.parse(plan))
+            table = make_memory_table(job, Plan.parse(plan))
             found = largest(partial(with_plait, job=job, plan=plan), Plan.parse(plan).devices)
             error = table.total / found["total"] - 1
             worst = max(worst, abs(error))
@@ -195,7 +195,7 @@ def predicted(jobs: dict[str, Job], plans: tuple[str, ...], as_json: bool) -> fl
 
 
 def dry(wanted: list[str] | None) -> float:
-    """Print what a dry run finds beside what every rank of a run measures, for the models and plans of its tests."""
+    """Compare the dry run with the measurement of every rank, for the models and plans of its tests."""
     sys.path += [str(EXAMPLES.parent / "tests"), str(EXAMPLES.parent / "tests/exact")]
     import test_dryrun as tests
 
@@ -207,7 +207,7 @@ def dry(wanted: list[str] | None) -> float:
         for line in lines if wanted is None or name in wanted else ():
             job, plan = tests.MODELS[name](), Plan.parse(line)
             found = dry_run(job, plan)
-            run = fork.run(partial(tests.measured, job=job, plan=plan), plan.world)
+            run = fork.run_ranks(partial(tests.measured, job=job, plan=plan), plan.world)
             error = max((k.peak.total / run[k.rank]["total"] - 1 for k in found.kinds), key=abs)
             worst, most = max(worst, abs(error)), max(r["total"] for r in run)
             row = f"{name:<14}{line:<48}{found.fullest.peak.total / 1e3:>10.1f}{most / 1e3:>10.1f}{error:>+9.2%}"
@@ -216,7 +216,7 @@ def dry(wanted: list[str] | None) -> float:
 
 
 def compared(jobs: dict[str, Job]) -> None:
-    """Print plait's sharded step beside hand-written FSDP2's and Accelerate's."""
+    """Print the memory of plait's sharded step and of hand-written FSDP2's and Accelerate's."""
     print(f"\n{'':<14}" + "".join(f"{n:>20}" for n in ("plait fsdp=2", *OTHERS)) + "   (MB per rank)")
     for name, job in jobs.items():
         row = [largest(partial(with_plait, job=job, plan="fsdp=2"), 2)]
@@ -245,7 +245,7 @@ def main() -> int:
         worst = max(worst, dry(wanted))
         print(f"largest error {worst:.2%}")
     if asked.only in (None, "compared"):
-        wide = {"depth": "6", "width": "512", "batch": "4"}  # blocks of 12.6 MB: each is a group of its own
+        wide = {"depth": "6", "width": "512", "batch": "4"}  # blocks of 12.6 MB; each is a separate group
         with redirect_stdout(sys.stderr):
             jobs["gpt-wide"] = load_job(str(EXAMPLES / "stdlib_gpt/job.py"), wide)
         compared({n: jobs[n] for n in ("gpt", "llama", "gpt-wide") if n in jobs})

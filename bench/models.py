@@ -1,12 +1,12 @@
-"""Models of the Hugging Face library as they come, against `plait verify`: which plans train them exactly, which are refused and why.
+"""Runs `plait verify` on unmodified models of the Hugging Face library: which plans train them exactly, which are rejected and why.
 
-    python bench/models.py                                     every family under pp, tp, cp, and ep where it is a mixture
-    python bench/models.py --only Llama,Bart --plan cp=2       some of them, under one plan
-    python bench/models.py --out found.jsonl                   keeps what is found, and goes on from there
-    plait verify bench/models.py --job.name Llama --plan pp=2  one of them by hand
+    python bench/models.py                                     every family under pp, tp, cp, and ep for mixtures
+    python bench/models.py --only Llama,Bart --plan cp=2       some families, under one plan
+    python bench/models.py --out found.jsonl                   saves the results, and resumes from them
+    plait verify bench/models.py --job.name Llama --plan pp=2  one family by hand
 
-Small, with random weights; every setting but the sizes is the library's default. Each check runs in a process of its own, with
-a bound on its time. No weights and no data are fetched.
+The models are small, with random weights; every setting except sizes is the library's default. Each check runs in its own process,
+with a time limit. No weights and no data are downloaded.
 """
 
 import argparse
@@ -47,18 +47,18 @@ SMALL = MappingProxyType({
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8, "state_size": 4,
 })  # fmt: skip
-"""Sizes, of whatever a family's config has."""
+"""Sizes for the attributes that a family's config has."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A class of the library, how it is trained, and sizes beside `SMALL` (`...`: the library's own)."""
+    """A class of the library, its task, and sizes in addition to `SMALL` (`...`: the library's own)."""
 
     model: str
     task: str = "causal"
     sizes: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
-    """Configs inside its config that are made small too."""
+    """Nested configs that get small sizes, too."""
     mixture: bool = False
 
 
@@ -140,7 +140,7 @@ FAMILIES = MappingProxyType({
 
 
 def config_of(family: Family) -> Any:
-    """Its config: the library's defaults, small."""
+    """Return its config: the library's defaults with small sizes."""
     import transformers
 
     kind = getattr(transformers, family.model).config_class
@@ -154,7 +154,7 @@ def config_of(family: Family) -> Any:
 
 
 class Samples:
-    """Samples of a task, the same every time: what a model of it is given, and what it is to give."""
+    """Deterministic samples of a task: the inputs and targets of its models."""
 
     def __init__(self, task: str, n: int = 64):
         self.task, self.n = task, n
@@ -196,7 +196,7 @@ LOSSES = MappingProxyType({
 
 
 def job(name: str = "Llama") -> plait.Job:
-    """The job of a family, by its name here."""
+    """The job of a family, by the family's name here."""
     family = FAMILIES[name]
     config = config_of(family)
 
@@ -218,7 +218,7 @@ def job(name: str = "Llama") -> plait.Job:
 
 
 def checked(name: str, plan: str) -> dict[str, Any]:
-    """What `plait verify` says of a family under a plan."""
+    """Return the result of `plait verify` for a family under a plan."""
     try:
         verdict = verify(job(name), Plan.parse(plan), 3, "cpu")
     except PlaitError as error:
@@ -240,7 +240,7 @@ def checked(name: str, plan: str) -> dict[str, Any]:
 
 
 def apart(work: Callable[[], dict[str, Any]], bound: float) -> dict[str, Any]:
-    """What `work` returns, done by a forked process that is ended, and all that it started, after `bound` seconds."""
+    """Return the result of `work`, run in a forked process. After `bound` seconds, the process and its children are ended."""
     sys.stdout.flush()
     reading, writing = os.pipe()
     child = os.fork()
@@ -267,7 +267,7 @@ def apart(work: Callable[[], dict[str, Any]], bound: float) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """How many models each plan trains exactly, and what was said of the others (`one device`: it fails there, in float64)."""
+    """Format the number of models that each plan trains exactly, and the other results (`one device`: it fails there, in float64)."""
     kinds = ("equal", "refused", "not exact", "one device", "WRONG", "failed")
     lines = [f"| plan | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for plan in dict.fromkeys(row["plan"] for row in found):
@@ -277,7 +277,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Check what was asked for; 1 when a plan is wrong or a check failed."""
+    """Run the requested checks; returns 1 if a plan is wrong or a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="families, with commas between them")
     parser.add_argument("--plan", action="append", help="instead of the usual ones; may come several times")

@@ -1,30 +1,28 @@
-"""plait's step time over the same step by hand, with Accelerate, with Fabric, and without communication.
+"""Compares plait's step time with the same step by hand, with Accelerate, with Fabric, and without communication.
 
-All variants live in the same forked processes and take steps in turn, in an order shuffled every round. All
-ranks start a step together and it takes as long as its slowest rank. plait's time is divided by the other
-variant's in the *same* round, so that what else the machine does falls on both sides of the ratio; printed
-are the median ratio and its quartiles in brackets. A step is all a real one holds: fetch and collate the
-batch, set the learning rate, forward, backward, sum of gradients, clipping, fused AdamW, loss.item(). Every
-process has one thread (--threads): with more, small operators measure OpenMP waiting for a busy core.
+All variants live in the same forked processes and take steps in turn, in an order shuffled every round. All ranks start a step
+together, and its time is that of the slowest rank. plait's time is divided by the other variant's in the *same* round, so that
+other load of the machine affects both sides of the ratio. The output is the median ratio with its quartiles in brackets. A step has
+all parts of a real one: fetch and collate the batch, set the learning rate, forward, backward, sum of gradients, clipping, fused
+AdamW, loss.item(). Every process has one thread (--threads): with more, small operators measure OpenMP waiting for a busy core.
 
     plait             Engine.batches() and Engine.step: also the global loss, gradient norm and time spans
     plait train       the same with `plait.engine.metrics.Recorder` writing metrics and events (but no checkpoint)
     hand-written      plain PyTorch, on two processes in DistributedDataParallel with the options in DDP below
     Accelerate        accelerator.prepare(model, optimizer, loader), .backward, .clip_grad_norm_
     Fabric            fabric.setup, .setup_dataloaders, .backward, .clip_gradients
-    no communication  the hand-written loop on each rank's share without DDP: the limit, not the same training
+    no communication  the hand-written loop on each rank's local batch without DDP: a bound, not the same training
 
-All start from the same weights, see the same samples and make the same choices (DDP's options too). Before
-timing, their global mean losses of the first three steps are compared: they depend on all gradients and
-updates before. `gpt` and `cnn` are the jobs in examples/. In `cnn` a GroupNorm stands for each BatchNorm2d,
-because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps them and gives all variants plait's own.
-`cnn-augment` is `cnn` with its augmentation, for which only plait seeds the generators sample by sample, so
-losses may differ there. Data sets are cut to whole global batches.
+All start from the same weights, see the same samples and make the same choices (DDP's options too). Before timing, their global
+mean losses of the first three steps are compared, which depend on all previous gradients and updates. `gpt` and `cnn` are the jobs
+in examples/. In `cnn` a GroupNorm replaces each BatchNorm2d, because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps
+them and uses plait's own in all variants. `cnn-augment` is `cnn` with its augmentation, for which only plait seeds the generators
+sample by sample, so losses may differ there. Data sets are truncated to full global batches.
 
-``--start`` measures another thing: a run of one step from start to end, with the job check and without, in turn. ``--lost`` what it
-costs to be ready for a lost rank: a run with snapshots in memory over one without, in turn, in the time of its steps and in the processor time
-of its ranks, which others that use the machine change less. ``--recorded`` what records cost: steps with spans, metrics and events over steps
-without any, in turn, by the wall and in processor time; "on" records waits in every 16th step, as a run does after its first 32.
+``--start`` measures a run of one step from start to end, with the job check and without, in turn. ``--lost`` measures the cost of readiness
+for a lost rank: a run with in-memory snapshots against one without, in turn. It measures the time of the steps, and the ranks' processor
+time, which other load changes less. ``--recorded`` measures the cost of records: steps with spans, metrics and events against steps
+without any, in turn, in wall and processor time. "on" records waits in every 16th step, as a run does after its first 32.
 """
 
 import argparse
@@ -56,20 +54,20 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from plait.cli.console import Console
-from plait.cli.request import Request
-from plait.cli.train import launch
+from plait.cli.train import launch_run
+from plait.cli.train_request import TrainRequest
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.run_directory import RunDirectory
-from plait.engine.step import DENSE, SPARSE
+from plait.engine.step import DENSE_STEPS, SPARSE_INTERVAL
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.make import call, make_model
+from plait.model.build_model import make_model, run_model
 from plait.parallel.data import batch_norm
-from plait.randomness.keyed import permutation
-from plait.tensors.rows import split
+from plait.randomness.keyed import make_permutation
+from plait.tensors.rows import split_evenly
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DDP = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
@@ -87,7 +85,7 @@ def workloads(which: str) -> dict[str, Job]:
 
 
 def group_normed(job: Job) -> Job:
-    """The job with a GroupNorm of groups of two channels for every BatchNorm2d."""
+    """Return the job with GroupNorms of groups of two channels instead of every BatchNorm2d."""
 
     def model() -> nn.Module:
         made = job.model()
@@ -101,11 +99,11 @@ def group_normed(job: Job) -> Job:
 
 
 STEPS = 80
-"""Of a run whose steps are compared with another's."""
+"""The steps of a run whose steps are compared with another's."""
 
 
 class Cut:
-    """The first `length` samples. Not torch's Subset, which has a fast way in for the DataLoader alone."""
+    """The first `length` samples. torch's Subset has a fast path that only the DataLoader uses."""
 
     def __init__(self, data: Any, length: int):
         self.data, self.length = data, length
@@ -118,31 +116,31 @@ class Cut:
 
 
 def whole_batches(job: Job) -> Job:
-    """The job without the samples of its short last batch and without an end; its data is read now."""
+    """Return the job without the samples of its short last batch and without an end. Its data is read now."""
     data = job.data()
     cut = Cut(data, len(data) // job.batch * job.batch)
     return replace(job, data=lambda: cut, steps=10**9, evaluate=None)
 
 
 class Order:
-    """Sampler of one rank's contiguous share of each global batch, in plait's order."""
+    """Sampler of one rank's contiguous local batch of each global batch, in plait's order."""
 
     def __init__(self, job: Job, rank: int = 0, world: int = 1):
         self.seed, self.batch, self.length, self.epoch = job.seed, job.batch, len(job.data()), -1
-        self.world, (self.first, self.count) = world, split(job.batch, world, rank)
+        self.world, (self.first, self.count) = world, split_evenly(job.batch, world, rank)
 
     def __len__(self) -> int:
         return self.length // self.world
 
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
-        order = permutation(self.seed, self.epoch, self.length)
+        order = make_permutation(self.seed, self.epoch, self.length)
         for start in range(self.first, self.length, self.batch):
             yield from order[start : start + self.count].tolist()
 
 
 def loop(job: Job, model: Any, optimizer: Any, loader: Any, backward: Any = None, clip: Any = None) -> Take:
-    """The hand-written training loop. A library brings its own `backward` and `clip`."""
+    """The hand-written training loop. A library passes its own `backward` and `clip`."""
     backward, clip = backward or Tensor.backward, clip or clip_grad_norm_
     source, rates, seen = chain.from_iterable(repeat(loader)), [g["lr"] for g in optimizer.param_groups], 0
 
@@ -152,7 +150,7 @@ def loop(job: Job, model: Any, optimizer: Any, loader: Any, backward: Any = None
         factor = job.schedule(seen)
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * factor
-        loss = job.loss(call(model, inputs), targets)
+        loss = job.loss(run_model(model, inputs), targets)
         backward(loss)
         clip(model.parameters(), job.clip)
         optimizer.step()
@@ -167,7 +165,7 @@ def made(job: Job, synchronised: bool) -> tuple[nn.Module, torch.optim.Optimizer
     model = make_model(job)
     if synchronised:
         names = [name for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
-        batch_norm.synchronise(model, names, dist.group.WORLD)
+        batch_norm.sync_batch_norms(model, names, dist.group.WORLD)
     return model, job.optimizer(list(model.parameters()))
 
 
@@ -181,7 +179,7 @@ def with_accelerate(job: Job, place: Place) -> Take:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**DDP)])
-    loader = DataLoader(job.data(), job.batch // place.world, sampler=Order(job))  # prepare() shares it out
+    loader = DataLoader(job.data(), job.batch // place.world, sampler=Order(job))  # prepare() splits it across ranks
     model, optimizer, loader = accelerator.prepare(*made(job, place.world > 1), loader)
     assert (accelerator.num_processes, accelerator.process_index) == (place.world, place.rank)
     return loop(job, model, optimizer, loader, accelerator.backward, accelerator.clip_grad_norm_)
@@ -219,22 +217,22 @@ def with_plait(job: Job, place: Place, run: RunDirectory | None, spans: list[dic
 
 
 def with_records(job: Job, place: Place, run: RunDirectory | None, every: int) -> Take:
-    """Steps that record waits in every n-th one; without a run, steps that record nothing."""
+    """Steps that record waits in every n-th step; without a run, steps without records."""
     engine = Engine(job, Plan.parse(f"dp={place.world}"), place=place, device="cpu")
-    spans, waits_of, source = engine.spans, engine.spans.waits_of, engine.batches()
+    spans, waits_of, source = engine.spans, engine.spans.record_waits, engine.batches()
     status = lambda value: place.report({"kind": "status", "value": value})  # noqa: E731
     recorder = Recorder(engine, run, status) if run else None
     if recorder is None:
         spans.begin = spans.end = lambda name: None  # type: ignore[method-assign]
-        spans.around = spans.waits_of = lambda *args: nullcontext()  # type: ignore[method-assign, assignment]
-    else:  # as a step of many, or as one of the first, all of which are recorded
-        spans.waits_of = lambda step, axes: waits_of(0 if step % every == 0 else DENSE + 1, axes)  # type: ignore[method-assign]
+        spans.record_span = spans.record_waits = lambda *args: nullcontext()  # type: ignore[method-assign, assignment]
+    else:  # like a late step, or like one of the first, all of which are recorded
+        spans.record_waits = lambda step, axes: waits_of(0 if step % every == 0 else DENSE_STEPS + 1, axes)  # type: ignore[method-assign]
 
     def take() -> float:
         batch = next(source)
         step = engine.step(batch)
         if recorder is not None:
-            with spans.around("record"):
+            with spans.record_span("record"):
                 recorder.step(batch, step)
         return step.loss
 
@@ -242,10 +240,10 @@ def with_records(job: Job, place: Place, run: RunDirectory | None, every: int) -
 
 
 def measure_records(place: Place, job: Job, rounds: int, run: RunDirectory, gate: Any, asked: Any) -> dict[str, Any]:
-    """One rank's part of `--recorded`: ratios to steps without records."""
+    """Run one rank's part of `--recorded`: ratios to steps without records."""
     place.connect(torch.device("cpu"))
     torch.set_num_threads(asked.threads)
-    takes = {"off": with_records(job, place, None, 0), "on": with_records(job, place, run, SPARSE)}
+    takes = {"off": with_records(job, place, None, 0), "on": with_records(job, place, run, SPARSE_INTERVAL)}
     takes |= {"waits in every step": with_records(job, place, run, 1), "off, again": with_records(job, place, None, 0)}
     for take in takes.values():
         [take() for _ in range(3)]
@@ -266,7 +264,7 @@ def show_records(name: str, world: int, ratios: dict[str, dict[str, list[float]]
 
 
 def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any, clock: Callable[[], float] = perf_counter) -> Tensor:
-    """Seconds of each step [rounds, takes] on the slowest rank; every round takes all in another order."""
+    """Return the seconds of each step [rounds, takes] on the slowest rank; every round runs all takes in a different order."""
     seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
     for i in range(rounds):
         for j, take in random.Random(i).sample(list(enumerate(takes)), len(takes)):
@@ -282,12 +280,12 @@ def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any, clock: Call
 
 
 def measure(place: Place, job: Job, rounds: int, run: RunDirectory, gate: Any, asked: Any) -> dict[str, Any]:
-    """One rank's part: build all variants, warm them up, take their steps in turn."""
+    """Run one rank's part: build all variants, warm them up, and run their steps in turn."""
     place.connect(torch.device("cpu"))
     world, threads = place.world, asked.threads
     torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # else the libraries choose another number
-    if world > 1:  # how Accelerate and Fabric learn that somebody else started the processes
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise the libraries choose another number
+    if world > 1:  # the variables by which Accelerate and Fabric detect that the processes exist already
         os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(place.rank))
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
         os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -308,7 +306,7 @@ def measure(place: Place, job: Job, rounds: int, run: RunDirectory, gate: Any, a
 
 
 def summary(name: str, job: Job, world: int, result: dict[str, Any]) -> dict[str, Any]:
-    """Medians, quartiles of paired ratios, distance of losses. A row is None when not installed."""
+    """Return medians, quartiles of paired ratios, and the distance of losses. A row is None if the library is not installed."""
     times = dict(zip(result["names"], zip(*result["seconds"])))
     losses = [row for n, row in zip(result["names"], result["losses"]) if n != "no communication"]
     apart = [max(column) - min(column) for column in zip(*losses)]
@@ -339,23 +337,23 @@ def show(s: dict[str, Any]) -> str:
 
 
 def first_step(path: str, plan: Plan, check: str, folder: Path) -> float:
-    """Seconds of a run of one step, from its start in a warm process to its end, with its job check."""
+    """Return the seconds of a run of one step, from its start in a warm process to its end, with its job check."""
     job = replace(load_job(path), steps=1, evaluate=None)
-    request = Request(path, job, plan, runs=folder, device="cpu", check=check)
+    request = TrainRequest(path, job, plan, runs=folder, device="cpu", check=check)
     began = perf_counter()
-    launch(request, Console(out=StringIO()))
+    launch_run(request, Console(out=StringIO()))
     return perf_counter() - began
 
 
 def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
-    """Time to the first step of every example, with and without the job check, in turn."""
+    """Measure the time to the first step of every example, with and without the job check, in turn."""
     tables = []
     for path in sorted(map(str, EXAMPLES.glob("*/job.py"))):
         seconds: dict[str, list[float]] = {"none": [], "quick": []}
         for i, check in product(range(rounds + 1), seconds):
             with tempfile.TemporaryDirectory() as folder:
-                took = first_step(path, plan, check, Path(folder))  # a new folder: no result is taken again
-            seconds[check] += [took] if i else []  # the first imports what it needs
+                took = first_step(path, plan, check, Path(folder))  # a new folder, so that no cached result is used
+            seconds[check] += [took] if i else []  # the first run imports the modules that the others need, too
         middle = {check: statistics.median(row) for check, row in seconds.items()}
         paired = statistics.median(b - a for a, b in zip(*seconds.values()))
         tables.append({"example": Path(path).parent.name, "plan": str(plan), **middle, "check": paired})
@@ -363,11 +361,11 @@ def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
 
 
 def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> tuple[float, float]:
-    """Seconds that the steps of a run took together, without its first ten; and seconds of processors that its ranks took in all."""
+    """Return the total seconds of a run's steps without the first ten, and the total processor seconds of its ranks."""
     job = replace(load_job(path), steps=STEPS, evaluate=None)
-    request = Request(path, job, plan, runs=folder, device="cpu", check="none", max_restarts=restarts)
+    request = TrainRequest(path, job, plan, runs=folder, device="cpu", check="none", max_restarts=restarts)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    launch(request, Console(out=StringIO()))
+    launch_run(request, Console(out=StringIO()))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = map(json.loads, (folder / "latest" / "metrics.jsonl").read_text().splitlines())
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -375,7 +373,7 @@ def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> tuple[fl
 
 
 def ready_for_loss(plan: Plan, rounds: int) -> str:
-    """The ratio of both, of every example."""
+    """Measure both ratios for every example."""
     lines = [
         f"with snapshots in memory over without · {plan} · {STEPS} steps · {rounds} rounds",
         f"  {'':<14}{'seconds of steps':<25}seconds of processors",
@@ -429,22 +427,22 @@ def main() -> int:
         return 0
     for module in filter(find_spec, LIBRARIES.values()):
         import_module(module)
-    with redirect_stdout(sys.stderr):  # the jobs say what they read
+    with redirect_stdout(sys.stderr):  # the jobs print the files that they read
         found = workloads(asked.job)
     listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     tables = []
     for world, (name, job) in product(map(int, asked.nproc.split(",")), found.items()):
         rounds = max(4, round(asked.rounds * ROUNDS[name]))
-        gate = memoryview(mmap.mmap(-1, 8 * world)).cast("q")  # shared with the forked processes
+        gate = memoryview(mmap.mmap(-1, 8 * world)).cast("q")  # inherited by the forked processes
         with tempfile.TemporaryDirectory() as root:
             run = RunDirectory.create(name, Plan.parse(f"dp={world}"), {}, Path(root))
             if asked.recorded:
                 target = partial(measure_records, job=job, rounds=rounds, run=run, gate=gate, asked=asked)
-                ratios = fork.run(target, world, listener)[0]
+                ratios = fork.run_ranks(target, world, listener)[0]
                 print(json.dumps(ratios) if asked.json else show_records(name, world, ratios), flush=True)
                 continue
             target = partial(measure, job=job, rounds=rounds, run=run, gate=gate, asked=asked)
-            tables.append(summary(name, job, world, fork.run(target, world, listener)[0]))
+            tables.append(summary(name, job, world, fork.run_ranks(target, world, listener)[0]))
         print(json.dumps(tables[-1]) if asked.json else show(tables[-1]), flush=True)
     return 0 if all(table["agree"] for table in tables) else 1
 

@@ -1,22 +1,22 @@
-"""Bubbles of every schedule against their tables, and plait's pipelined step over torch's own pipeline by hand.
+"""Compares the bubbles of every schedule with their tables, and plait's pipelined step with torch's own pipeline.
 
-Bubbles are what `plait report --timeline` shows, of `Engine.step` recorded by `plait.engine.metrics.Recorder`: medians over the
-steps after warm-up. All stages are equal. There are two kinds of them:
+`plait.engine.metrics.Recorder` records `Engine.step`, and `plait report --timeline` shows the bubbles: medians over the
+steps after warm-up. All stages are equal. They have two kinds:
 
-    sleeping   F, I and W are time.sleep: needs no cores, so four ranks are honest on two cores, and the table alone
-               says what to expect (F = I = W, messages free). 0.1 s each, long beside the 1 to 2 ms of Python in an
-               action and the time a busy host takes to wake a sleeper; --sleep 0.012 shows those
+    sleeping   F, I and W are time.sleep, which needs no cores. Four ranks are therefore measured correctly on two cores, and
+               the table predicts the result (F = I = W, messages free). Each takes 0.1 s, which is long compared with the
+               1 to 2 ms of Python in an action and the wake-up time on a busy host; --sleep 0.012 shows those
     computing  blocks of linear maps on two processes with one thread each
 
     table      the bubble of the table with F = I = W and free messages
-    predicted  the table played with measured median times of stages and messages, as the report does
+    predicted  the table simulated with measured median times of stages and messages, as in the report
     measured   and its ratio to predicted; and the same for the time from the first action to the last
 
-Steps are `plait pp=2 microbatches=8 schedule=1f1b` over a `PipelineStage` with `Schedule1F1B` on the same cut, with the
-same weights, samples, loss and optimizer, in the same forked processes in turn, in an order shuffled every round. All
-ranks start a step together, and it takes as long as its slowest rank. The batch is there before the clock starts. plait
-also finds the gradient norm of the whole model and tells all ranks the loss. Printed are medians, and the median ratio
-of the same round with its quartiles; before timing, the losses of three steps are compared.
+Steps compare `plait pp=2 microbatches=8 schedule=1f1b` with a `PipelineStage` under `Schedule1F1B`. Both have the same stages,
+weights, samples, loss and optimizer, and run in turn in the same forked processes, in an order shuffled every round. All
+ranks start a step together, and it takes as long as its slowest rank. The batch is ready before the clock starts. plait
+also computes the gradient norm of the full model and sends the loss to all ranks. The output has medians, and the median
+ratio of the same round with its quartiles. Before timing, the losses of three steps are compared.
 """
 
 import argparse
@@ -44,10 +44,10 @@ from plait.engine.metrics import Recorder
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.make import make_model
-from plait.parallel.pipeline.schedule_search import simulate, table
+from plait.model.build_model import make_model
+from plait.parallel.pipeline.schedule_search import build_table, simulate
 from plait.report.run_files import RunFiles
-from plait.report.timeline import Timeline, timeline
+from plait.report.timeline import Timeline, make_timeline
 
 MICRO = 8
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb", "auto", "interleaved", "zbv")
@@ -56,7 +56,7 @@ Take = Callable[[], float]
 
 
 class Sleep(torch.autograd.Function):
-    """The identity; sleeps on its way there and on its way back."""
+    """The identity, which sleeps in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: float, back: float) -> Tensor:
@@ -72,7 +72,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """F, I and W of `seconds` each, on the first stage too, where no input asks for a gradient."""
+    """F, I and W of `seconds` each, also on the first stage, whose input requires no gradient."""
 
     def __init__(self, seconds: float, width: int = 8):
         super().__init__()
@@ -107,7 +107,7 @@ class Random:
 
 
 def made(block: Callable[[], nn.Module], blocks: int, stages: int, batch: int, width: int) -> Job:
-    """A chain of equal blocks, cut into equal stages."""
+    """A chain of equal blocks, split into equal stages."""
     return Job(
         model=lambda: nn.Sequential(*(block() for _ in range(blocks))),
         loss=nn.functional.mse_loss,
@@ -130,7 +130,7 @@ def job(kind: str, asked: Any, ranks: int, stages: int) -> Job:
 
 
 def record(place: Place, job: Job, plan: Plan, run: RunDirectory, steps: int) -> None:
-    """One rank's part: train and write events."""
+    """Run one rank's part: train and write events."""
     torch.set_num_threads(1)
     engine = Engine(job, plan, place=place, device="cpu")
     recorder = Recorder(engine, run, lambda value: None, [])
@@ -140,16 +140,16 @@ def record(place: Place, job: Job, plan: Plan, run: RunDirectory, steps: int) ->
 
 
 def bubble(kind: str, schedule: str, asked: Any) -> dict[str, Any]:
-    """One row of the first table."""
+    """Measure one row of the first table."""
     ranks, per_rank = {"sleeping": 4, "computing": 2}[kind], 2 if schedule in TWO else 1
     plan = Plan.parse(f"pp={ranks} microbatches={MICRO} schedule={schedule} stages_per_rank={per_rank}")
     listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     with tempfile.TemporaryDirectory() as root:
         run = RunDirectory.create("pipeline", plan, {}, Path(root))
         mine = job(kind, asked, ranks, plan.pp * per_rank)
-        fork.run(partial(record, job=mine, plan=plan, run=run, steps=asked.steps + 3), ranks, listener)
-        found = [timeline(RunFiles.read(run.path, step), step) for step in range(4, asked.steps + 4)]
-    planned = table(schedule, ranks, MICRO, per_rank)
+        fork.run_ranks(partial(record, job=mine, plan=plan, run=run, steps=asked.steps + 3), ranks, listener)
+        found = [make_timeline(RunFiles.read(run.path, step), step) for step in range(4, asked.steps + 4)]
+    planned = build_table(schedule, ranks, MICRO, per_rank)
     ones = [1.0] * planned.stages
     middle = lambda pick: statistics.median(pick(f) for f in found)  # noqa: E731
     told: Timeline = found[0]
@@ -179,7 +179,7 @@ def by_hand(job: Job, place: Place) -> Take:
     optimizer = job.optimizer(list(mine.parameters()))
     stage = PipelineStage(mine, place.rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO, loss_fn=job.loss)
-    order = next(Engine(job, "dp=1", place=Place(), device="cpu").batches()).micro[0]  # the samples as plait meets them
+    order = next(Engine(job, "dp=1", place=Place(), device="cpu").batches()).micro_batches[0]  # the samples in plait's order
 
     def take() -> float:
         losses: list[Tensor] = []
@@ -195,7 +195,7 @@ def by_hand(job: Job, place: Place) -> Take:
 
 
 def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
-    """One rank's part: build both, warm up, take steps in turn."""
+    """Run one rank's part: build both, warm up, and run steps in turn."""
     torch.set_num_threads(1)
     place.connect(torch.device("cpu"))
     takes = {"plait": with_plait(job, place), "torch": by_hand(job, place), "torch, again": by_hand(job, place)}
@@ -206,11 +206,11 @@ def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
 
 
 def steps(asked: Any) -> dict[str, Any]:
-    """The second table."""
+    """Measure the second table."""
     listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
-    gate = memoryview(mmap.mmap(-1, 16)).cast("q")  # shared with the forked processes
+    gate = memoryview(mmap.mmap(-1, 16)).cast("q")  # inherited by the forked processes
     target = partial(measure, job=job("computing", asked, 2, 2), rounds=asked.rounds, gate=gate)
-    result = fork.run(target, 2, listener)[0]
+    result = fork.run_ranks(target, 2, listener)[0]
     times = dict(zip(result["names"], zip(*result["seconds"])))
     ratios = {n: [a / b for a, b in zip(times["plait"], t)] for n, t in times.items() if n != "plait"}
     ratios["control"] = [a / b for a, b in zip(times["torch, again"], times["torch"])]

@@ -1,11 +1,11 @@
-"""The planner against published runs: error, order, choice, memory and honesty of its intervals, by source.
+"""Compares the planner with published runs: error, order, choice, memory and coverage of its intervals, by source.
 
     python bench/planner.py [--runs FILE.csv ...] [--anchors 4] [--seed 0] [--json] [--worst 10]
 
 A row of FILE.csv is one run, with the columns of `bench/data/published_runs.csv`; empty cells are unknown. Without
---anchors nothing of a source is seen before it is predicted. With --anchors K, K rows of every source (drawn with --seed)
-are measured steps that the others' predictions may use; they are left out of the score. Nothing is fitted here, to rows or
-to sources: what is fitted stands in `plait/planner/constants.py` and `plait.config.hardware`, and its number is part of the output.
+--anchors, each source is predicted without its own rows. With --anchors K, K rows of every source (drawn with --seed)
+are measured steps that the predictions of the others may use, and they are left out of the score. This script fits nothing
+to rows or sources. Fitted constants are in `plait/planner/constants.py` and `plait.config.hardware`, and their number is printed.
 """
 
 import argparse
@@ -29,43 +29,52 @@ from stacks import BYTES
 
 from plait.config import hardware
 from plait.planner.constants import FITTED, Fitted
-from plait.planner.correction import NEAR, PARTS, SPENT, Correction, Traits, correction, layout_of, sizes_of
-from plait.planner.estimate import Estimate, estimate
-from plait.planner.formulas import Software, TimeModel
-from plait.planner.from_sketch import Workload
-from plait.planner.question import CONTEXT, room
+from plait.planner.correction import (
+    ERROR_DEVIATIONS,
+    PART_DEVIATIONS,
+    SIZE_DEVIATIONS,
+    Correction,
+    RunTraits,
+    compute_log_sizes,
+    fit_correction,
+    label_layout,
+)
+from plait.planner.estimate import Estimate, estimate_plan
+from plait.planner.formulas import RuntimeCosts, TimeModel
+from plait.planner.plan_request import CONTEXT_BYTES, get_usable_memory
+from plait.planner.workload import Workload
 
 DATA = Path(__file__).parent / "data"
 FOUR = 4.0
-"""What making a 4-bit number takes, over an 8-bit one."""
+"""The cost of making a 4-bit value, over an 8-bit one."""
 ROWS = 2.0
-"""What making an 8-bit number takes with a scale of its row, once more with one of its column, over one scale for all."""
+"""The cost of making an 8-bit value with a scale of its row, and again with one of its column, over one scale for all."""
 UNFITTED = Fitted(
     top=1, plain=1, windows32=1, windows=1, windows_tuned=1, ramp=0, waves=0, fused=0.6, portable=0, earlier=1, tuned=0.6, stream=1, moved=1,
     joined=1, scores=1, cast=1, narrow=1, back=2, host=0, sums=1, tiled=0, apart=0, overlap=1, contention=0, fixed=0, slack=1,
 )  # fmt: skip
-"""The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
+"""The same model without fitted constants: it assumes the data sheets, and complete overlap."""
 
 
 class Prediction(NamedTuple):
-    """What is predicted of a run: of a step of `batch` samples, in micro-batches of `samples`."""
+    """The prediction for a step of `batch` samples, in micro-batches of `samples`."""
 
     estimate: Estimate
     batch: float
     reserved: float
-    """Bytes."""
+    """Predicted reserved bytes."""
     samples: float
     full: float
-    """How likely it is to run out of memory, where what decides is not printed."""
+    """The probability that it runs out of memory, for rows that do not print a deciding setting."""
 
 
 UNSURE = NormalDist(sigma=0.2)
-"""Of the logarithm of measured over predicted memory."""
+"""The distribution of the logarithm of measured over predicted memory."""
 
 
 @dataclass
 class Planner:
-    """Predicts runs; remembers the times of blocks, which many rows share."""
+    """Predicts runs, and caches the times of blocks, which many rows have in common."""
 
     fitted: Fitted = FITTED
 
@@ -73,16 +82,16 @@ class Planner:
         self.paces: dict[Any, TimeModel] = {}
 
     def pace(self, run: Run) -> TimeModel:
-        """The times of an expressed run's blocks on its machine."""
+        """Return the times of a run's blocks on its machine."""
         machine = machine_of(run.row)
         assert machine is not None and run.work is not None
         peak, stack = machine.device.peak, run.stack
-        if "fp4" in run.row["precision"] and peak.fp4:  # a plan has no 4-bit precision: the 8-bit one, at the 4-bit rate
+        if "fp4" in run.row["precision"] and peak.fp4:  # a plan has no 4-bit precision, so this is the 8-bit one, at the 4-bit rate
             machine = replace(machine, device=replace(machine.device, peak=replace(peak, fp8=peak.fp4)))
         compiled = run.row.get("compile") == "yes"  # a plan of plait that compiles has no sequence parallelism
         wide = run.plans[0][0].precision in ("fp32", "tf32")
         held = "alone" if stack.held == "zero" and run.plans[0][0].shares == 1 else stack.held
-        software = Software(
+        software = RuntimeCosts(
             *BYTES["wide" if wide else "four" if run.quantized else held], redone=0.5, portable=stack.portable, overlapped=stack.overlapped,
             action=0.0, even=run.layered, tiled=stack.tiled, once=stack.once, piece=stack.piece, fuses=stack.fuses or compiled,
             launches=stack.launches * (0.5 if compiled else 1.0), channels_last=stack.channels_last,
@@ -96,29 +105,29 @@ class Planner:
         return self.paces[key]
 
     def __call__(self, run: Run) -> Prediction | None:
-        """Of the fastest plan that the row may mean and that fits."""
+        """Predict the fastest plan that the row allows and that fits."""
         pace, found = self.pace(run), []
         for plan, samples, batch in run.plans:
             try:
-                got = estimate(pace, plan, samples)
-            except ValueError:  # there is no such schedule
+                got = estimate_plan(pace, plan, samples)
+            except ValueError:  # the schedule does not exist
                 continue
-            reserved = got.reserved + CONTEXT
-            over = max(0.0, got.allocated - room(pace.machine))
+            reserved = got.reserved + CONTEXT_BYTES
+            over = max(0.0, got.allocated - get_usable_memory(pace.machine))
             found.append((over, got.seconds / batch, len(found), Prediction(got, batch, reserved, samples, 0.0)))
         if not found:
             return None
         best: Prediction = min(found)[-1]
         like = [one.estimate for *_, one in found if one.samples == best.samples]
-        weights = [2.0 if one.plan.activation_checkpointing == "none" else 1.0 for one in like]  # it is what software does unless it is told
-        full = [UNSURE.cdf(log(one.allocated / room(pace.machine))) for one in like]
+        weights = [2.0 if one.plan.activation_checkpointing == "none" else 1.0 for one in like]  # the default of the software
+        full = [UNSURE.cdf(log(one.allocated / get_usable_memory(pace.machine))) for one in like]
         return best._replace(full=sum(map(mul, weights, full)) / sum(weights))
 
 
 def adapted(work: Workload, samples: float = 0.0) -> Workload:
-    """With adapters of low rank: weights are frozen, and each product with one has four more operators, which read its input and add to its
-    result (arXiv 2106.09685). Weights in 4 bits are read, written in 16 bits and read again in every forward, of so many `samples`, and backward
-    (arXiv 2305.14314)."""
+    """Return the workload with low-rank adapters. Weights are frozen, and each product with an adapter has four more operators, which read
+    its input and add to its result (arXiv 2106.09685). Weights in 4 bits are read, written in 16 bits and read again in every forward, of
+    `samples` samples, and backward (arXiv 2305.14314)."""
     blocks = []
     for block in work.blocks:
         mapped = [p for p in block.products if p.weight]
@@ -128,18 +137,18 @@ def adapted(work: Workload, samples: float = 0.0) -> Workload:
     return replace(work, blocks=tuple(blocks), frozen=1.0)
 
 
-def traits(run: Run, found: Estimate) -> Traits:
-    """What a run is like, for anchors."""
+def traits(run: Run, found: Estimate) -> RunTraits:
+    """Return the traits of a run, for anchors."""
     labels = {
         "occasion": f"{run.source} {run.row.get('table_or_file', '')}", "device": run.row["gpu"],
         "model": run.row.get("model", ""), "precision": run.row.get("precision", ""),
-        "layout": layout_of(found.plan), "software": re.sub(r"[\d.]+", "#", run.row.get("note", "")) + run.row.get("compile", ""),
+        "layout": label_layout(found.plan), "software": re.sub(r"[\d.]+", "#", run.row.get("note", "")) + run.row.get("compile", ""),
     }  # fmt: skip
-    return Traits(labels, {part: found.share(part) for part in SPENT}, sizes_of(found), kind(run) == "experts")
+    return RunTraits(labels, {part: found.get_fraction(part) for part in PART_DEVIATIONS}, compute_log_sizes(found), kind(run) == "experts")
 
 
 def kind(run: Run) -> str:
-    """Dense 16- and 32-bit training is the main score; what is harder is told apart."""
+    """Return the kind of a run: dense 16- and 32-bit training is the main score, and harder kinds are scored separately."""
     assert run.work is not None
     if run.lora:
         return "lora"
@@ -151,7 +160,7 @@ def kind(run: Run) -> str:
 def cases(
     runs: Iterable[Run], predict: Callable[[Run], Prediction | None], anchors: int, seed: int
 ) -> list[Case]:
-    """Predictions of all runs that can be expressed, anchors left out."""
+    """Predict all runs that can be expressed, without the anchors."""
     by_source: dict[str, list[tuple[Run, Prediction]]] = defaultdict(list)
     for run in runs:
         got = None if run.why else predict(run)
@@ -170,22 +179,22 @@ def cases(
     return found
 
 
-def case(run: Run, got: Prediction, known: list[tuple[Traits, float]]) -> Case:
-    """One prediction, corrected by what is known of the source."""
+def case(run: Run, got: Prediction, known: list[tuple[RunTraits, float]]) -> Case:
+    """Return one prediction, corrected by the measured rows of its source."""
     found, batch, reserved = got.estimate, got.batch, got.reserved
-    fixed: Correction = correction(traits(run, found), known)
+    fixed: Correction = fit_correction(traits(run, found), known)
     each = found.seconds / batch
     said = got.full <= 0.5
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
     return Case(
         run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,
-        each * fixed.low, each * fixed.high, run.memory, reserved - (CONTEXT if run.stack.allocator else 0), run.fits, said, kind(run),
+        each * fixed.low, each * fixed.high, run.memory, reserved - (CONTEXT_BYTES if run.stack.allocator else 0), run.fits, said, kind(run),
         {"model": run.row.get("model", ""), "gpus": run.row["gpus"], "plan": str(found.plan), "parts": parts},
     )  # fmt: skip
 
 
 def rival(runs: Iterable[Run], price: Callable[..., float]) -> list[Case]:
-    """The predictions of a simpler model."""
+    """Return the predictions of a simpler model."""
     found = []
     for run in runs:
         machine = None if run.why else machine_of(run.row)
@@ -197,18 +206,19 @@ def rival(runs: Iterable[Run], price: Callable[..., float]) -> list[Case]:
 
 
 def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
-    """All figures, as JSON."""
+    """Return all figures, as JSON."""
     done = cases(runs, Planner(), anchors, seed)
     sources = sorted({run.source for run in runs})
     told = {case.row for case in done}
     by = {name: [c for c in done if c.source == name] for name in sources}
     timed = {name: sum(not r.why and bool(r.rate) for r in runs if r.source == name) for name in sources}
-    enough = [times(by[name]) for name in sources if timed[name] > anchors]  # the others cannot give so many
+    enough = [times(by[name]) for name in sources if timed[name] > anchors]  # the other sources have too few rows
     scored = [v["mape"] for v in enough if v]
     found = {
         "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
         "expressed_percent": percent([not run.why for run in runs]),
-        "fitted": {"planner": len(fields(Fitted)), "network": len(hardware.FITTED), "errors": len(PARTS) + len(NEAR) + len(SPENT) + 2, "choices": 6},
+        "fitted": {"planner": len(fields(Fitted)), "network": len(hardware.FITTED_CONSTANTS),
+        "errors": len(ERROR_DEVIATIONS) + len(SIZE_DEVIATIONS) + len(PART_DEVIATIONS) + 2, "choices": 6},
         "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
         "choice": choice(done), "memory": memory(done),
         "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},
@@ -220,8 +230,8 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
     if not anchors:
         rivals = {
-            "nothing fitted": cases(runs, Planner(UNFITTED), 0, seed),
-            f"one model, {len(SEVEN)} constants": rival(runs, seven),
+            "plait, unfitted": cases(runs, Planner(UNFITTED), 0, seed),
+            f"simple model, {len(SEVEN)} constants": rival(runs, seven),
             "constant MFU and bubble": rival(runs, constant),
         }
         found["rivals"] = {name: times(c) | {"choice": choice(c)} for name, c in rivals.items()}
@@ -230,13 +240,13 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
 
 
 def anchors_used(runs: list[Run], done: list[Case]) -> int:
-    """Rows that were expressed and taken as anchors."""
+    """Return the number of rows that were used as anchors."""
     told = {case.row for case in done}
     return sum(not run.why and run.row["row_id"] not in told for run in runs)
 
 
 def worst(done: list[Case], count: int = 10) -> list[dict[str, Any]]:
-    """The rows predicted worst."""
+    """Return the rows with the largest errors."""
     timed = sorted((c for c in done if c.measured), key=lambda c: -abs(log(c.predicted / (c.measured or 1))))
     return [
         {"row": c.row, "source": c.source, "ratio": round(c.predicted / (c.measured or 1), 2)} | c.what
@@ -245,7 +255,7 @@ def worst(done: list[Case], count: int = 10) -> list[dict[str, Any]]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The tables that are printed."""
+    """Format the printed tables."""
     lines = [f"{found['expressed']} of {found['rows']} rows expressed ({found['expressed_percent']} %), anchors {found['anchors']} a source; "
              f"fitted constants {sum(found['fitted'].values())}: {found['fitted']}"]  # fmt: skip
     head = f"{'source':<64}{'rows':>5}{'MAPE':>7}{'bias':>7}{'p90':>7}{'in 90':>7}{'regret':>8}{'random':>8}{'pairs':>7}{'rank':>7}"
@@ -263,7 +273,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    """One source."""
+    """Format the line of one source."""
     chosen = row.get("choice") or {}
     cell = lambda value, width: f"{'' if value is None else value:>{width}}"  # noqa: E731
     return (

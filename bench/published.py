@@ -1,7 +1,7 @@
-"""Published runs as something to predict: what a row states becomes a workload, a plan and a machine.
+"""Converts a row of the published runs to a workload, a plan and a machine, to predict it.
 
-What a row does not state is not guessed from its result: sizes of well-known models come from `shapes.py`, and of a
-micro-batch or a recomputation that is not printed the planner takes what it finds fastest of what fits.
+Missing values of a row are not guessed from its result. Sizes of well-known models come from `shapes.py`. If the micro-batch or
+activation checkpointing is not printed, the planner uses the fastest setting that fits.
 """
 
 import csv
@@ -17,34 +17,34 @@ from sites import machine_of
 from stacks import DEFAULT, Stack, stack_of, text_of
 
 from plait.config.plan import Plan
-from plait.planner.from_sketch import Workload
+from plait.planner.workload import Workload
 
 PRECISIONS = (("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"))
 BINNED = 288
-"""Tokens of a sample of BERT's second phase at NVIDIA: more than half of 512 would be padding on Wikipedia (arXiv 2107.02027),
-and its recipes put samples of like length together, in bins of 64 (`phase2_bin_size`), so that a bin of padding is left."""
+"""Tokens of a sample of BERT's second phase at NVIDIA: more than half of 512 would be padding on Wikipedia (arXiv 2107.02027).
+Its recipes group samples of similar length, in bins of 64 (`phase2_bin_size`), so that the padding of one bin remains."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One published run. `why` says what is missing when it cannot be expressed."""
+    """One published run. `why` states the missing values if the run cannot be expressed."""
 
     row: dict[str, str] = field(repr=False)
     work: Workload | None = None
     plans: tuple[tuple[Plan, float, float], ...] = ()
-    """Candidates (plan, samples of a micro-batch, of a step): one, when the row states everything."""
+    """Candidates (plan, samples of a micro-batch, of a step): only one if the row is complete."""
     rate: float | None = None
     """Measured samples per second, of all devices."""
     memory: float | None = None
-    """Measured peak, bytes of a device."""
+    """The measured peak in bytes of a device."""
     fits: bool | None = None
     why: str = ""
     lora: bool = False
     quantized: bool = False
-    """Frozen weights are in 4 bits."""
+    """Whether frozen weights are in 4 bits."""
     stack: Stack = DEFAULT
     layered: bool = True
-    """A chain of alike layers, which stages share out by number; other chains are balanced by time."""
+    """Whether the layers are a chain of equal layers, which stages divide by number; other chains are balanced by time."""
 
     @property
     def source(self) -> str:
@@ -56,7 +56,7 @@ class Run:
 
 
 def number(row: dict[str, str], key: str, default: float = 0.0) -> float:
-    """A cell as a number; the default where it is empty or no number."""
+    """Return a cell as a number, or the default if it is empty or no number."""
     try:
         return float(row.get(key) or default)
     except ValueError:
@@ -64,17 +64,17 @@ def number(row: dict[str, str], key: str, default: float = 0.0) -> float:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a file; columns that it lacks are empty."""
+    """Return the rows of a file; missing columns are empty."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        if row["source"].startswith("VIA-Research/vTrain"):  # a source for each line of its file
+        if row["source"].startswith("VIA-Research/vTrain"):  # one source per line of its file
             row["source"] = "VIA-Research/vTrain"
     return rows
 
 
 def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
-    """What a row says, or why it says too little; `known`: the stacks of which anything is (None: all)."""
+    """Return the run of a row, or the reason why the row is incomplete. `known`: the stacks with known facts (None: all)."""
     gpus = int(number(row, "gpus"))
     if not gpus or not row.get("gpu"):
         return Run(row, why="number or kind of devices not stated")
@@ -103,10 +103,10 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
     said = row["source"] + row.get("note", "")
     gib = (
         "GB" not in said or "logs GiB" in said
-    )  # what is printed as GB is taken at its word, unless its program is known
+    )  # printed GB are taken literally, unless the program is known
     memory = number(row, "measured_peak_memory_gib") * (2**30 if gib else 1e9)
     if not row.get("micro_batch") and not row.get("global_batch"):
-        memory = 0.0  # of a batch that nobody knows
+        memory = 0.0  # of an unknown batch
     fits = {"yes": False, "no": True}.get(row.get("oom", ""), True if rate else None)
     said = f"{row.get('model', '')} {row.get('note', '')} {row.get('precision', '')}"
     lora = bool(re.search(r"(?i)lora\b", said))
@@ -115,12 +115,12 @@ def run_of(row: dict[str, str], known: frozenset[str] | None = None) -> Run:
 
 
 def recipe(row: dict[str, str]) -> bool:
-    """Whether it is a run of NVIDIA's recipes since Megatron-Core, which document what their rows do not print."""
+    """Whether it is a run of NVIDIA's recipes since Megatron-Core, which document settings that their rows do not print."""
     return bool(re.search("NeMo|Megatron-Core", row["source"]))
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:
-    """Printed sizes, else those of a model that is known by its name."""
+    """Return the printed sizes, or those of a model that is known by its name."""
     public = known(row.get("model", ""), text_of(row))
     layers, hidden = int(number(row, "layers")), int(number(row, "hidden"))
     billions = number(row, "params_b")
@@ -133,7 +133,7 @@ def shape_of(row: dict[str, str]) -> Shape | None:
     ffn, heads = int(number(row, "ffn_hidden")), int(number(row, "heads"))
     gated = (public.gated if public else False) or bool(ffn and ffn != 4 * hidden)
     found = Shape(layers, hidden, ffn, heads, int(number(row, "kv_heads")), int(number(row, "vocab", 51200)), gated)
-    if "mem_len" in row.get("note", ""):  # a segment attends to as many words before it
+    if "mem_len" in row.get("note", ""):  # a segment attends to the same number of previous words
         found = replace(found, window=2.0)
     if public and public.predicted < 1:
         found = replace(found, predicted=public.predicted, vocab=public.vocab)
@@ -143,7 +143,7 @@ def shape_of(row: dict[str, str]) -> Shape | None:
 
 
 def layout_of(row: dict[str, str], gpus: int) -> tuple[int, int, int] | None:
-    """(tp, pp, shares of the batch); of a product of the first two that alone is printed, tp stays inside a node."""
+    """Return (tp, pp, number of local batches). If only the product of the first two is printed, tp stays inside a node."""
     tp, pp, cp = (int(number(row, key, 1)) or 1 for key in ("tp", "pp", "cp"))
     both = re.search(r"\(tp\*pp\) = (\d+)", row.get("note", ""))
     if both and not row.get("tp"):
@@ -154,7 +154,7 @@ def layout_of(row: dict[str, str], gpus: int) -> tuple[int, int, int] | None:
 
 
 def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack, experts: int) -> tuple[tuple[Plan, float, float], ...]:
-    """The plans a row may mean, with the samples of a micro-batch and of a step."""
+    """Return the plans that a row allows, with the samples of a micro-batch and of a step."""
     layout = layout_of(row, gpus)
     if layout is None:
         return ()
@@ -162,7 +162,7 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack, expert
     cp = int(number(row, "cp", 1)) or 1
     spread = [int(number(row, "ep"))] if row.get("ep") else [n for n in SIZES if n == 1 or (shares % n == 0 and experts % n == 0 and n <= experts)]
     batch, size = number(row, "global_batch"), number(row, "micro_batch")
-    deep = 4 * pp if pp > 1 else 1  # micro-batches of a step whose batch nobody printed
+    deep = 4 * pp if pp > 1 else 1  # micro-batches of a step whose batch is not printed
     sizes = [size] if size else SIZES
     if batch:
         sizes = [s for s in sizes if s <= batch / shares and (batch / shares) % s == 0] or [batch / shares]
@@ -171,7 +171,7 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool, stack: Stack, expert
         again = ["none", "selective"] if recipe(row) else ["none", *["selective"] * (not stack.layers), "full"]
     stretched = row.get("recompute") != "full" or "torchtitan" in row["source"]
     note = row.get("note", "")
-    said = note if "offload" in note.lower() else row.get("table_or_file") or ""  # a table's heading is of all of its rows
+    said = note if "offload" in note.lower() else row.get("table_or_file") or ""  # a table's heading applies to all of its rows
     away = "none"
     if re.search(r"offload(?! N)|Offload", said):
         away = "all" if re.search(r"ZeRO-3 (with CPU )?offload|ZeRO-Infinity|Full Offload|param\w* offload(?! N)", said) else "optimizer"
@@ -195,13 +195,13 @@ OLD = ("V100", "P100", "P40", "K80", "TITAN", "T4")
 
 
 def precision_of(row: dict[str, str]) -> str:
-    """A plan's word for a row's format: where it does not say, 16 bits of the kind that the device has."""
+    """Return the precision for a row's format; the default is the 16-bit format of the device."""
     usual = "fp16" if any(name in row["gpu"] for name in OLD) else "bf16"
     return next((ours for word, ours in PRECISIONS if word in row.get("precision", "")), usual)
 
 
 def schedule_of(row: dict[str, str], pp: int, micro: int) -> dict[str, Any]:
-    """The keys of a pipeline's schedule, where the row names one that is not 1F1B."""
+    """Return the keys of a pipeline's schedule, if the row names one other than 1F1B."""
     note, v = row.get("note", ""), int(number(row, "vpp_interleave", 1)) or 1
     if pp == 1:
         return {}
@@ -218,7 +218,8 @@ SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def sharded(row: dict[str, str], shares: int, stack: Stack, pp: int) -> list[tuple[int, int]]:
-    """(zero, devices that share a copy) of the row; when it does not say, whole copies, a shared optimizer state and, with torch's FSDP, all."""
+    """Return (zero stage, ranks that shard one replica) of the row. If the row has none, the candidates are full replicas, a sharded
+    optimizer state and, with torch's FSDP, everything sharded."""
     zero = int(number(row, "fsdp_or_zero_stage"))
     if not row.get("fsdp_or_zero_stage") and (found := re.search(r"(FSDP|FULL_SHARD|fully_shard)|ZeRO[- ]?([123])", row.get("note", ""))):
         zero = 3 if found[1] else int(found[2])
@@ -235,7 +236,7 @@ def sharded(row: dict[str, str], shares: int, stack: Stack, pp: int) -> list[tup
 
 
 def rate_of(row: dict[str, str], shape: Shape | None, work: Workload, tokens: int, gpus: int) -> float | None:
-    """Measured samples per second, from whichever figure the row has; none of a deterministic run, which is slower on purpose."""
+    """Return the measured samples per second, from any figure of the row. Deterministic runs have none, because they are slower on purpose."""
     if "deterministic" in row.get("note", ""):
         return None
     batch = number(row, "global_batch")

@@ -1,4 +1,4 @@
-"""How good predictions are: error, order, choice, memory, intervals. One `Case` is one published run."""
+"""Scores predictions: error, order, choice, memory, intervals. One `Case` is one published run."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ class Case:
     reserved: float = 0.0
     fits: bool | None = None
     said: bool = True
-    """Whether it was predicted to fit."""
+    """Whether the prediction is that it fits."""
     kind: str = ""
     what: dict[str, Any] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ def times(cases: Iterable[Case]) -> dict[str, Any]:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """Places in ascending order; equal values share the mean of their places."""
+    """Return ranks in ascending order; equal values get the mean of their ranks."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     found = [0.0] * len(values)
     at = 0
@@ -74,7 +74,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def groups(cases: Iterable[Case], *, measured: bool = True) -> list[list[Case]]:
-    """Runs that differ only in their layout, of one source; groups of two or more."""
+    """Group the runs of one source that differ only in their layout, in groups of two or more."""
     found: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
         if case.group and (case.measured or not measured):
@@ -83,7 +83,7 @@ def groups(cases: Iterable[Case], *, measured: bool = True) -> list[list[Case]]:
 
 
 def choice(cases: Iterable[Case], price: Callable[[Case], float] = lambda c: c.predicted) -> dict[str, Any]:
-    """Regret of the layout predicted best, and of one drawn at random; pairs ordered right; rank correlation."""
+    """Return the regret of the layout predicted best and of a random one, the correctly ordered pairs, and the rank correlation."""
     regret, random, top, right, spear = [], [], [], {0.05: [], 0.10: []}, []
     for group in groups(cases):
         real = [c.measured or 0.0 for c in group]
@@ -118,7 +118,7 @@ def choice(cases: Iterable[Case], price: Callable[[Case], float] = lambda c: c.p
 
 
 def memory(cases: Iterable[Case]) -> dict[str, Any]:
-    """Error of reserved memory, and the confusion of "fits"."""
+    """Return the error of reserved memory, and the confusion matrix of "fits"."""
     cases = list(cases)
     pairs = [c.reserved / c.memory for c in cases if c.memory and c.fits is not False]
     known = [c for c in cases if c.fits is not None]

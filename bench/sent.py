@@ -1,12 +1,12 @@
-"""What a rank sends in collectives, whoever calls them: plait, a hand-written plan, or DTensor inside of an operator.
+"""Counts the bytes that a rank sends in collectives of plait, of a hand-written plan, or of DTensor inside of an operator.
 
-Operators of c10d are counted where torch dispatches them. A dispatch mode is asked before the tensors' own classes are:
-what it lets DTensor compute, DTensor computes with the mode away, and the collectives of its operators (a partial norm
-that is squared, the maximum and sum of `loss_parallel`) would not be seen. So the mode hands what is given a DTensor on,
-and sees the operators on plain tensors that it becomes.
+Operators of c10d are counted where torch dispatches them. A dispatch mode runs before the tensors' own classes. If the mode
+passed a call to DTensor, DTensor would run it without the mode. The collectives of its operators (a partial norm that is
+squared, the maximum and sum of `loss_parallel`) would then be missed. The mode therefore returns NotImplemented for calls on DTensors,
+and counts the operators on plain tensors that DTensor calls.
 
-Bytes are those that must travel: of a sum over N ranks 2 (N − 1) / N of what each gives, as a ring sends them, of a
-gather (N − 1) times its part, of a scattered sum and an exchange (N − 1) / N. (gloo's own scattered sum sends more.)
+Bytes are the minimum of a ring algorithm. For N ranks, an all-reduce sends 2 (N − 1) / N of each rank's input, and an all-gather
+(N − 1) times a rank's part. Reduce-scatter and all-to-all send (N − 1) / N. (gloo's own reduce-scatter sends more.)
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from plait.tensors.torch_private import TorchDispatchMode
 
 SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 FREE = frozenset(("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor"))
-"""Operators that send nothing, or nothing that has a size."""
+"""Operators that send no data, or data without a size."""
 KINDS = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced"), ("sum", 0)),
     **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), ("gather", 1)),
@@ -30,13 +30,13 @@ KINDS = {
     **dict.fromkeys(("all_to_all_single", "shard_dim_alltoall"), ("swap", 0)),
     "send": ("send", 0),
 }  # fmt: skip
-"""Operator -> (what it does, the place of the argument with what a rank gives)."""
+"""Operator -> (kind, index of the argument with a rank's input)."""
 
 
 class Sent(TorchDispatchMode):
-    """Counts what this rank, one of `ranks` in every group, sends while the mode is on.
+    """Counts the bytes that this rank, one of `ranks` in every group, sends while the mode is active.
 
-    `calls`, and (operator, bytes sent) of each in `messages`. NotImplementedError at a collective that it does not know.
+    `calls`, and (operator, bytes sent) of each in `messages`. Raises NotImplementedError at an unknown collective.
     """
 
     def __init__(self, ranks: int):
@@ -48,12 +48,12 @@ class Sent(TorchDispatchMode):
 
     @property
     def calls(self) -> int:
-        """How many messages."""
+        """The number of messages."""
         return len(self.messages)
 
     @property
     def bytes(self) -> float:
-        """How large they are together."""
+        """The total bytes of the messages."""
         return sum(size for _, size in self.messages)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class Sent(TorchDispatchMode):
 
 
 def tensors(tree: Any) -> Iterable[Tensor]:
-    """The tensors in nested lists."""
+    """Yield the tensors in nested lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):

@@ -1,10 +1,10 @@
-"""The virtual clock of `bench/virtual_clock.py` against real links: four ranks in network namespaces, with links that the kernel shapes.
+"""Compares the clock of `bench/virtual_clock.py` with real links: four ranks in network namespaces, with links that the kernel shapes.
 
-Every rank has a namespace and a cable to a bridge; what it sends and what it is sent goes through a token bucket (`tc … tbf`) of the
-same rate. A step is timed on the wall without the buckets and with them. What the buckets add is compared with what the clock says
-that such a link adds to the same recorded steps: on a machine that has other things to do, computing falls on both sides.
+Every rank has a namespace and a cable to a bridge. Both directions go through a token bucket (`tc … tbf`) of the same rate. The wall
+time of a step is measured with and without the buckets. Their difference is compared with the time that the clock adds for such a link
+to the same recorded steps. Computation on a busy machine affects both sides.
 
-Needs to be root on Linux, with `ip` and `tc`.
+Requires root on Linux, with `ip` and `tc`.
 
     python bench/shaped_link.py [--mbit 8] [--steps 16]
 """
@@ -35,13 +35,13 @@ PORT = 29533
 
 
 def ip(*words: str) -> None:
-    """`ip`, or `tc` in a namespace."""
+    """Run `ip`, or `tc` in a namespace."""
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 @contextmanager
 def namespaces(mbit: float) -> Iterator[list[str]]:
-    """Names of the ranks' namespaces; `mbit` 0: cables as fast as they are."""
+    """Yield the names of the ranks' namespaces. `mbit` 0: cables at full speed."""
     names = [f"plait{os.getpid()}{i}" for i in range(RANKS)]
     hub = f"plait{os.getpid()}hub"
     try:
@@ -65,7 +65,7 @@ def namespaces(mbit: float) -> Iterator[list[str]]:
 
 
 def rank(number: int, steps: int, folder: Path) -> None:
-    """One rank's part, in its namespace: seconds of each step on the wall, and its trace, under every plan."""
+    """Run one rank in its namespace: wall seconds of each step, and its trace, under every plan."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "wire"
     dist.init_process_group("gloo", init_method=f"tcp://10.78.0.1:{PORT}", rank=number, world_size=RANKS)
@@ -88,7 +88,7 @@ def rank(number: int, steps: int, folder: Path) -> None:
 
 
 def launched(mbit: float, steps: int) -> list[tuple[float, Recorded]]:
-    """Of each plan: seconds of a step, the slowest rank's in the mean of four steps, the fastest four; and the trace."""
+    """Return for each plan the seconds of a step and the trace. Seconds: the median over means of four steps of the slowest rank."""
     with tempfile.TemporaryDirectory() as root, namespaces(mbit) as names:
         words = [sys.executable, __file__, "--steps", str(steps), "--folder", root]
         ranks = [
@@ -109,7 +109,7 @@ def launched(mbit: float, steps: int) -> list[tuple[float, Recorded]]:
 
 
 def main() -> int:
-    """The command; with --rank one rank of it."""
+    """Run the command, or one rank of it with --rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=16)

@@ -1,18 +1,18 @@
-"""Shapes of published models, and the workload of a transformer of a shape, for rows that print no code.
+"""Shapes of published models, and the workload of a transformer of a shape, for rows without code.
 
-`plait plan` takes a workload from the sketch of a real module; a published run only names a model. `SHAPES` are the public
-configurations of models that sources name without printing them.
+`plait plan` takes a workload from the sketch of a real module, but a published run only names a model. `SHAPES` are the public
+configurations of models that sources name without their sizes.
 """
 
 import re
 from dataclasses import dataclass, replace
 
-from plait.planner.from_sketch import Block, PlannedProduct, Workload
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer. Zero means: as usual (`ffn` 4 x hidden, `kv` heads, `head` hidden / heads)."""
+    """A transformer. Zero means the usual value (`ffn` 4 x hidden, `kv` heads, `head` hidden / heads)."""
 
     layers: int
     hidden: int
@@ -23,30 +23,30 @@ class Shape:
     gated: bool = False
     head: int = 0
     experts: int = 0
-    """Experts of a layer, each gated and `expert_ffn` wide; `active` of them for every token."""
+    """The experts of a layer, each gated and `expert_ffn` wide; `active` of them process each token."""
     active: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    """Width of what every token goes through beside the experts."""
+    """The width of the shared expert, which processes every token."""
     dense: int = 0
-    """First layers without experts, `ffn` wide."""
+    """The number of first layers without experts, `ffn` wide."""
     latent: tuple[int, int] = (0, 0)
-    """Ranks of the compressed queries and of the keys and values (multi-head latent attention)."""
+    """The ranks of the compressed queries and of the keys and values (multi-head latent attention)."""
     attentions: int = -1
-    """Layers with attention; the others mix the sequence with a state space of width `state`."""
+    """The number of layers with attention; the others mix the sequence with a state space of width `state`."""
     state: int = 0
     window: float = 1.0
-    """Share of the keys that a query sees on average, where attention slides in some layers."""
+    """The average fraction of the keys that a query attends to, if attention slides in some layers."""
     tied: bool = True
     predicted: float = 1.0
-    """Share of the tokens that the head computes (masked language models)."""
+    """The fraction of the tokens that the head computes (masked language models)."""
     inner: int = 0
-    """Width that experts see, when the hidden one is projected to it first."""
+    """The input width of experts, if the hidden state is projected to it first."""
     length: int = 2048
-    """Tokens of a sequence, where a run does not say."""
+    """The tokens of a sequence, if a run does not state them."""
     causal: bool = True
     more: float = 0.0
-    """Weights beside these layers, such as a second stream's, in 10^9."""
+    """Weights in addition to these layers, such as those of a second stream, in 10^9."""
 
 
 DEEPSEEK = Shape(61, 7168, 18432, 128, 128, 129280, True, 192, 256, 8, 2048, 2048, 3, (1536, 512), tied=False)
@@ -196,13 +196,13 @@ DITS = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1
 
 
 def pixels(text: str, usual: int) -> int:
-    """Pixels of an image's side, where a text says them: `512x512`, `256px`, `_384`."""
+    """Return the pixels of an image's side, if a text contains them: `512x512`, `256px`, `_384`."""
     found = re.search(r"\b(\d{3,4}) ?[x×] ?\1\b|(?<![\d.])(\d{3,4}) ?(?:px|p\b|pixels|² ?px|\^2)|_(224|256|288|320|384|448|512)\b", text)
     return int(found[1] or found[2] or found[3]) if found else usual
 
 
 def visual(model: str, text: str = "") -> Shape | None:
-    """The shape of a vision transformer, or of one that diffuses latent images, by its size and patch."""
+    """Return the shape of a vision transformer, or of a latent diffusion transformer, by its size and patch."""
     said = f"{model} {text}"
     if found := re.search(r"(?i)\b[ds]it[-_ ]*(xl|s|b|l)\b[-_/ ]*([248])?", model):
         layers, wide, heads = DITS[found[1].lower()]
@@ -219,7 +219,7 @@ def visual(model: str, text: str = "") -> Shape | None:
 
 
 def known(model: str, text: str = "") -> Shape | None:
-    """The public shape of a model, by its name without what is said of the run; `text`: what else a row says."""
+    """Return the public shape of a model by its name, without words about the run; `text`: other text of the row."""
     name = re.sub(r"\(.*?\)|\b(q?[dr]?s?lora|sft|dpo|grpo|cpt"
                   r"|pretrain\w*|pre-training|instruct|chat|hf|v0\.\d|dev|schnell|fine-?tun\w*|full|4-?bit|bnb)\b|(?<=\d[bB])-it\b",
                   "", model.lower())  # fmt: skip
@@ -233,7 +233,7 @@ def known(model: str, text: str = "") -> Shape | None:
 
 
 def usual(billions: float, gated: bool, vocab: int = 51200, hidden: int = 0) -> Shape:
-    """A dense decoder of so many parameters, where only they are known: as wide as 128 times its layers, as GPT-3's family about is."""
+    """Return a dense decoder of a given number of parameters, if only that is known. Its width is 128 times its layers, as in GPT-3's family."""
     count = billions * 1e9
     wide = hidden or 128 * max(2, round((count * 128 / 12) ** (1 / 3) / 128))
     layers = max(1, round((count - vocab * wide) / (12 * wide**2 + 13 * wide)))
@@ -241,20 +241,21 @@ def usual(billions: float, gated: bool, vocab: int = 51200, hidden: int = 0) -> 
 
 
 def transformer(shape: Shape, tokens: int, *, flash: bool, copies: float = 4.0, name: str = "") -> Workload:
-    """One sample is a sequence of so many tokens; sizes in elements. `copies`: of the logits, which the loss keeps: as printed, in
-    32 bits (two), and their gradient; of a compiled loss the first and the last, of one that works in place one."""
+    """Return the workload. One sample is a sequence of `tokens` tokens; sizes are in elements. `copies`: the copies of the logits that the
+    loss keeps. The default has the printed ones, two in 32 bits, and their gradient. A compiled loss keeps the first and the last, and
+    an in-place loss keeps one."""
     shape = replace(shape, ffn=shape.ffn or 4 * shape.hidden, heads=shape.heads or max(1, shape.hidden // 128))
     shape = replace(shape, kv=shape.kv or shape.heads, head=shape.head or shape.hidden // shape.heads)
     attentions = shape.layers if shape.attentions < 0 else shape.attentions
     s, h, v = tokens, shape.hidden, shape.vocab
     blocks = [
         Block(
-            "embedding", weights=v * h, weights_cut=v * h, moved=4 * s * h, given=s, out=s * h, kernels=6, handovers=1
+            "embedding", weights=v * h, weights_cut=v * h, moved=4 * s * h, inputs=s, out=s * h, kernels=6, tp_sums=1
         )
     ]
     others = shape.layers - attentions
     mixed = shape.layers - shape.dense if shape.experts else 0
-    if others:  # a layer of a hybrid is one of the three: attention, a state space, or experts
+    if others:  # a layer of a hybrid has one of three kinds: attention, a state space, or experts
         third = (others + attentions) // 2
         blocks += [join("state", others - third // 1 if others > third else 0, _state(shape, s))]
         blocks += [join("attention", attentions, attention(shape, s, flash))]
@@ -272,19 +273,19 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, copies: float = 4.0, 
     logits = rows * v
     blocks.append(
         Block("head", products=(head,), weights=own, weights_cut=own, moved=8 * logits + 6 * s * h, moved_cut=8 * logits,
-              kept=copies * logits + 2 * s * h, kept_cut=copies * logits, given=s * h, out=s * h, kernels=14, handovers=1)
+              kept=copies * logits + 2 * s * h, kept_cut=copies * logits, inputs=s * h, out=s * h, kernels=14, tp_sums=1)
     )  # fmt: skip
     return Workload(name, tuple(blocks))
 
 
 def join(name: str, count: int, *parts: Block) -> Block:
-    """One block of several in a row."""
+    """Join several blocks in sequence to one."""
     summed = {k: sum(getattr(p, k) for p in parts) for k in (
         "weights", "weights_cut", "experts", "moved", "moved_cut", "scores", "kept", "kept_cut", "kept_selective", "kernels",
-        "handovers", "keys", "routed")}  # fmt: skip
+        "tp_sums", "keys", "routed")}  # fmt: skip
     products = tuple(q for p in parts for q in p.products)
     last = parts[-1]
-    return Block(name, count, products, given=parts[0].given, out=last.out, **summed)
+    return Block(name, count, products, inputs=parts[0].inputs, out=last.out, **summed)
 
 
 def attention(shape: Shape, s: int, flash: bool) -> Block:
@@ -312,7 +313,7 @@ def attention(shape: Shape, s: int, flash: bool) -> Block:
     return Block("attention", products=(*maps, *scores, out), weights=weights + 2 * h, weights_cut=weights,
                  moved=cut + 14 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept,
                  kept_selective=2.5 * square + (0.68 * kept if flash else 0), scores=5 * square,
-                 given=s * h, out=s * h, kernels=14 if flash else 20, handovers=1,
+                 inputs=s * h, out=s * h, kernels=14 if flash else 20, tp_sums=1,
                  keys=2 * s * kv * d)  # fmt: skip
 
 
@@ -322,8 +323,8 @@ def dense(shape: Shape, s: int, ffn: int, flash: bool) -> Block:
     cut = s * ffn * (wide * 2 + 1)
     kept = s * ffn * (wide + 1)
     return Block("mlp", products=(up, down), weights=h * ffn * (wide + 1) + 2 * h, weights_cut=h * ffn * (wide + 1),
-                 moved=cut + 14 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept, kept_selective=0.68 * kept * flash, given=s * h,
-                 out=s * h, kernels=12, handovers=1)  # fmt: skip
+                 moved=cut + 14 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept, kept_selective=0.68 * kept * flash, inputs=s * h,
+                 out=s * h, kernels=12, tp_sums=1)  # fmt: skip
 
 
 def _experts(shape: Shape, s: int) -> Block:
@@ -336,11 +337,11 @@ def _experts(shape: Shape, s: int) -> Block:
     routed = Block("experts", products=(PlannedProduct(s, h, e), *around, up, down), weights=h * e + 2 * h, experts=e * i * f * (wide + 1),
                    moved=cut + 14 * s * h + 6 * s * k * i + 4 * s * e, moved_cut=0,
                    kept=s * k * (f * (wide + 1) + i) + 2.5 * s * h, kept_cut=0, kept_selective=s * k * f,
-                   given=s * h, out=s * h, kernels=30, handovers=0, routed=s * k * i)  # fmt: skip
+                   inputs=s * h, out=s * h, kernels=30, tp_sums=0, routed=s * k * i)  # fmt: skip
     if not shape.shared_ffn:
         return routed
     both = join("experts", 1, routed, dense(shape, s, shape.shared_ffn, True))
-    return replace(both, handovers=1)
+    return replace(both, tp_sums=1)
 
 
 def _state(shape: Shape, s: int) -> Block:
@@ -350,5 +351,5 @@ def _state(shape: Shape, s: int) -> Block:
     weights = h * (3 * d + 2 * 1024 + 64)
     cut = 8 * s * d
     return Block("state", products=(inside, scan, out), weights=weights + h, weights_cut=weights, moved=cut + 14 * s * h,
-                 moved_cut=cut, kept=s * 4 * d + 2.5 * s * h, kept_cut=s * 4 * d, given=s * h, out=s * h, kernels=16,
-                 handovers=1)  # fmt: skip
+                 moved_cut=cut, kept=s * 4 * d + 2.5 * s * h, kept_cut=s * 4 * d, inputs=s * h, out=s * h, kernels=16,
+                 tp_sums=1)  # fmt: skip

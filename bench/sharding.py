@@ -1,14 +1,14 @@
-"""plait's sharded step over hand-written FSDP2's, Accelerate's, and the step without communication.
+"""Compares plait's sharded step with hand-written FSDP2's, Accelerate's, and the step without communication.
 
-Measured as in overhead.py: all variants live in the same forked processes and take steps in turn, ratios are of
-the same round, medians and quartiles. Two processes, gloo, one thread each.
+The method is that of overhead.py: all variants run in the same forked processes and take steps in turn. Ratios are of the same
+round, with medians and quartiles. It uses two processes, gloo, and one thread each.
 
     plait fsdp=2 …    Engine.batches() and Engine.step under that plan
     hand-written      fully_shard on every block and on the model, clip_grad_norm_, the optimizer on DTensors
     hand-written z2   the same with reshard_after_forward=False: parameters stay gathered until backward
     Accelerate        its FSDP2 plugin, the same blocks
-    copies            plait dp=2
-    no communication  the hand-written loop on each rank's share alone: the limit, not the same training
+    replicas          plait dp=2
+    no communication  the hand-written loop on each rank's local batch alone: a bound, not the same training
 """
 
 import argparse
@@ -34,13 +34,13 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.make import make_model
+from plait.model.build_model import make_model
 
 PLANS = ("fsdp=2", "fsdp=2 zero_stage=2", "fsdp=2 zero_stage=1", "dp=2")
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What one wraps by hand: the members of the model's lists."""
+    """Return the modules that one wraps by hand: the members of the model's lists."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     outer = lists[:1]
     return [b for found in outer for b in found if any(True for _ in b.parameters())]
@@ -99,7 +99,7 @@ def measure(place: Place, job: Job, rounds: int, gate: Any, asked: Any) -> dict[
     takes["no communication"] = overhead.by_hand(job, place, False)
     losses = torch.tensor([[take() for _ in range(3)] for take in takes.values()], dtype=torch.float64)
     seconds = overhead.in_turn(list(takes.values()), rounds, place, gate)
-    plaits = losses[: len(PLANS)].clone()  # plait's loss is the global one, the others' is a rank's
+    plaits = losses[: len(PLANS)].clone()  # plait's loss is global, the others' is that of a rank
     dist.all_reduce(losses.div_(place.world))
     losses[: len(PLANS)] = plaits
     middle = {p: {n: statistics.median(s[n] for s in rows[3:]) * 1e3 for n in rows[0]} for p, rows in spans.items()}
@@ -140,7 +140,7 @@ def main() -> int:
     for name, job in found.items():
         rounds = max(4, round(asked.rounds * overhead.ROUNDS[name]))
         gate = memoryview(mmap.mmap(-1, 16)).cast("q")
-        result = fork.run(partial(measure, job=job, rounds=rounds, gate=gate, asked=asked), 2, listener)[0]
+        result = fork.run_ranks(partial(measure, job=job, rounds=rounds, gate=gate, asked=asked), 2, listener)[0]
         print(json.dumps(result) if asked.json else show(name, job, result), flush=True)
     return 0
 

@@ -1,15 +1,15 @@
-"""What shares of the batch by speed gain where one rank is a third as fast as the others: measured, and as predicted.
+"""Measures the gain of local batches by speed, measured and predicted, if one rank is a third as fast as the others.
 
-    python bench/shares.py                   2 and 4 ranks whose passes take their time by sleeping
-    python bench/shares.py --by computing    2 ranks that compute; the slow one sleeps twice as long as it computed
+    python bench/shares.py                   2 and 4 ranks whose passes sleep
+    python bench/shares.py --by computing    2 ranks that compute; the slow one also sleeps for twice its computing time
 
-Sleeping ranks take no core from each other, so on a machine that others use too the figures are those of the method. Each pair is a
-run with equal shares and one with batch_split=auto, in turn; a figure is the median step of the last third, when shares have settled.
+Sleeping ranks take no cores from each other, so load on the machine does not change the figures. Each pair is a run with equal local
+batches and one with batch_split=auto, in turn. A figure is the median step of the last third, after the local batches have converged.
 
-    ideal       all ranks done as early as whole samples allow, by the speeds they are given (sleeping) or had with equal shares
-                (computing: a sample's seconds, as if a step had no fixed cost, so less can be reached)
-    gain        of it, part that was reached: (equal − measured) / (equal − ideal), the median over the pairs
-    predicted   steps as the note says them when shares change, over those that were measured then
+    ideal       the earliest possible end of all ranks with integer numbers of samples. Speeds are the given ones (sleeping) or those
+                with equal local batches (computing: seconds per sample without a fixed cost, so the real bound is lower)
+    gain        the fraction of the ideal gain: (equal − measured) / (equal − ideal), the median over the pairs
+    predicted   step times of the note about a changed split, over those measured then
 """
 
 import argparse
@@ -30,7 +30,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 
 EACH, FIXED, SLOW, BATCH, STEPS = 2.5e-3, 2e-3, 3.0, 32, 90
-"""Seconds of a sample and of a pass; how many times as long the last rank takes; samples of a batch; steps of a run."""
+"""Seconds per sample and per pass, the slowdown of the last rank, samples of a batch, steps of a run."""
 
 
 class Samples:
@@ -43,7 +43,7 @@ class Samples:
 
 
 class Paced(nn.Module):
-    """A small model, forward and backward slowed down. `times`: how many times as long as the others'; 0: they compute only."""
+    """A small model with slowed forward and backward. `times`: the slowdown relative to other ranks; 0: computation only."""
 
     def __init__(self, times: float, computing: bool):
         super().__init__()
@@ -68,7 +68,7 @@ class Paced(nn.Module):
         self.began = time.thread_time()
 
     def pause(self, samples: int, part: float) -> None:
-        """As long as this pass is to take."""
+        """Pause for the rest of this pass's duration."""
         if self.computing:
             time.sleep((self.times - 1) * (time.thread_time() - self.began))
         else:
@@ -76,7 +76,7 @@ class Paced(nn.Module):
 
 
 def rank(place: Place, shares: str, computing: bool) -> dict[str, Any]:
-    """A run: seconds of each step, samples of each share in the last, what was said of shares, thread time of a sample."""
+    """Run a training, and return seconds of each step, final local batch sizes, notes, and thread time of a sample."""
     times = SLOW if place.rank == place.world - 1 else 1.0
     job = Job(
         model=lambda: Paced(times, computing), loss=F.mse_loss, data=Samples, batch=BATCH, steps=STEPS,
@@ -96,14 +96,14 @@ def rank(place: Place, shares: str, computing: bool) -> dict[str, Any]:
 
 
 def settled(found: dict[str, Any]) -> tuple[float, float, list[float]]:
-    """The median step of a run's last third: by the wall, of the slowest share's computing, and of each one's."""
+    """Return the median step of a run's last third: wall seconds, computing seconds of the slowest rank, and those of each rank."""
     late = len(found["seconds"]) * 2 // 3
     each = [median(row) for row in zip(*found["busy"][late:])]
     return median(found["seconds"][late:]), median(max(row) for row in found["busy"][late:]), each
 
 
 def ideal(costs: list[tuple[float, float]]) -> float:
-    """Seconds of a step with the best whole shares, of ranks that take so long for a step and for each sample of it."""
+    """Return the seconds of a step with the best integer split, for ranks with these costs per step and per sample."""
     samples = [1] * len(costs)
     takes = lambda i, n: costs[i][0] + costs[i][1] * n  # noqa: E731
     for _ in range(BATCH - len(costs)):
@@ -120,7 +120,7 @@ def main() -> None:
     for ranks in (2,) if computing else (2, 4):
         gains, speedups, predictions, last = list[float](), list[float](), list[float](), dict[str, Any]()
         for _ in range(asked.pairs):
-            equal, auto = (fork.run(partial(rank, shares=s, computing=computing), ranks)[0] for s in ("equal", "auto"))
+            equal, auto = (fork.run_ranks(partial(rank, shares=s, computing=computing), ranks)[0] for s in ("equal", "auto"))
             (wall, busy, each), (fast, spent, _), last = settled(equal), settled(auto), auto
             costs = [(0.0, seconds * ranks / BATCH) for seconds in each]
             if not computing:

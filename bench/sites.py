@@ -1,4 +1,4 @@
-"""The machines that published runs were made on: a data sheet of `machines/`, with the network that the row states."""
+"""The machines of published runs: a data sheet of `machines/`, with the network that the row states."""
 
 import re
 from dataclasses import replace
@@ -25,32 +25,32 @@ ALIASES = (
     ("(RTX )?3070", "rtx-3070"), ("(RTX )?3060", "rtx-3060"), ("TITAN V", "titan-v"), ("MI100", "mi100"), ("(RTX )?2080 ?Ti", "rtx-2080-ti"),
     ("(RTX )?2080", "rtx-2080"), ("(GTX )?1080 ?Ti", "gtx-1080-ti"), ("L40S", "l40s"), ("L40", "l40"), ("T4", "t4"), ("L4", "l4"),
 )  # fmt: skip
-"""What is in a row's name of a device, and its data sheet; the first that fits."""
+"""A part of a row's device name, and its data sheet; the first match counts."""
 
 UNSTATED = 100e9 / 8
-"""Bytes/s of network per device, where neither row nor data sheet says: one card of 100 Gb/s each."""
+"""Bytes/s of network per device, if neither row nor data sheet states it: one card of 100 Gb/s each."""
 
 
 class OneCard(Machine):
-    """A machine whose software sends through one network card of a node, as DeepSpeed's ZeRO-3 of 2021 seems to have done."""
+    """A machine whose software sends through one network card of a node, probably as in DeepSpeed's ZeRO-3 of 2021."""
 
-    def group(self, ranks: int, stride: int = 1) -> tuple[Level, ...]:
-        found = super().group(ranks, stride)
-        return tuple(level._replace(inside=1) if level.between_nodes else level for level in found)
+    def find_levels(self, ranks: int, stride: int = 1) -> tuple[Level, ...]:
+        found = super().find_levels(ranks, stride)
+        return tuple(level._replace(inside=1) if level.is_between_nodes else level for level in found)
 
 
 @cache
 def site(gpu: str, per_node: int, nodes: int, interconnect: str, one_card: bool) -> Machine | None:
-    """The machine of a row; None when no data sheet is known."""
+    """Return the machine of a row, or None if its data sheet is unknown."""
     sheet = next((name for words, name in ALIASES if re.search(rf"(?i)(?<![a-z0-9])({words.replace(' ', '[ _-]?')})(?![0-9])", gpu)), None)
     if sheet is None or sheet not in known():
         return None
     if sheet == "v100" and per_node == 4 and "NVLink" in interconnect:
         sheet = "v100-quad"
-    machine = Machine.named(sheet)
+    machine = Machine.from_name(sheet)
     speed = network(interconnect, per_node)
-    stated = next((link.bandwidth for link in machine.links if link.between_nodes), None)
-    inner = tuple(inside(link, interconnect) for link in machine.links if not link.between_nodes)
+    stated = next((link.bandwidth for link in machine.links if link.is_between_nodes), None)
+    inner = tuple(inside(link, interconnect) for link in machine.links if not link.is_between_nodes)
     between = Link("network", None, speed or stated or UNSTATED, 14e-6, "network")
     kind = OneCard if one_card and "measured" not in interconnect else Machine
     named = {f: getattr(machine, f) for f in Machine.__dataclass_fields__}
@@ -60,21 +60,21 @@ def site(gpu: str, per_node: int, nodes: int, interconnect: str, one_card: bool)
 
 @cache
 def known() -> frozenset[str]:
-    """Names of all data sheets."""
-    from plait.config.machine_file import catalogue
+    """The names of all data sheets."""
+    from plait.config.machine_file import read_catalog
 
-    return frozenset(catalogue())
+    return frozenset(read_catalog())
 
 
 def inside(link: Link, interconnect: str) -> Link:
-    """A link inside a node, as the row has it."""
+    """Return the link inside a node, as stated by the row."""
     if "P2P_DISABLE" in interconnect or ("PCIe" in interconnect and link.kind == "nvlink"):
         return replace(link, bandwidth=12e9, kind="pcie", latency=5.7e-6)
     return link
 
 
 def network(text: str, per_node: int) -> float | None:
-    """Bytes/s per device between nodes, of what a row prints: `8x200Gb/s`, `1600 Gb/s per node`, `400 Gb/s … per GPU`."""
+    """Return the bytes/s per device between nodes from a row's text: `8x200Gb/s`, `1600 Gb/s per node`, `400 Gb/s … per GPU`."""
     if found := re.search(r"(\d+) ?x ?(\d+) ?Gb/s", text):
         return float(found[1]) * float(found[2]) * 1e9 / 8 / per_node
     if found := re.search(r"(\d+) ?Gb/s[^;]*per GPU", text):
@@ -89,7 +89,7 @@ def network(text: str, per_node: int) -> float | None:
 
 
 def machine_of(row: dict[str, str]) -> Machine | None:
-    """The machine of a row."""
+    """Return the machine of a row."""
     third = str(row.get("fsdp_or_zero_stage") or "").startswith("3")
     one_card = third and row.get("precision") == "fp16" and "DeepSpeed" in row.get("note", "")
     gpus = int(float(row["gpus"]))

@@ -1,16 +1,16 @@
-"""Ways to synchronise over slow links and unequal ranks: what each reaches in the same time, and what the map had predicted.
+"""Compares ways to synchronize over slow links and unequal ranks: the loss of each after the same time, and the map's prediction.
 
-The job is the GPT of `examples/stdlib_gpt`, small, on the standard library's source, for four ranks of one batch of 32. Every arm
-is `Engine` under a plan; its loss on held-out text is measured as training goes on. Arms whose technique does not depend on
-when messages arrive are trained once for each seed, recorded, and played on the clock of `bench/virtual_clock.py` in every setting:
+The job is the GPT of `examples/stdlib_gpt`, small, on the standard library's source, for four ranks and a batch of 32. Every arm
+runs `Engine` under a plan, and its loss on held-out text is measured during training. Arms whose result does not depend on the arrival
+times of messages are trained once per seed, recorded, and replayed on the clock of `bench/virtual_clock.py` in every setting:
 
-    links     1/20 and 1/100 of what loopback reaches here, with 0.1 and 10 ms a hop
+    links     1/20 and 1/100 of the loopback bandwidth here, with 0.1 and 10 ms a hop
     ranks     all equal, and one that takes three times as long to compute
 
-Time is therefore that of a model of the links, with computing that was measured; `bench/shaped_link.py` holds the clock against
-real links that the kernel shapes. All arms have the same constant learning rate, so that a loss does not depend
-on how long a run would have gone on. `one` is one rank alone with a quarter of the samples of each step, for four times the steps. The
-target is a third of the way from the loss of `one` to that of `dp` after as many steps as all others have.
+Time is therefore that of modeled links, with measured computation; `bench/shaped_link.py` compares the clock with real links that the
+kernel shapes. All arms have the same constant learning rate, so that a loss does not depend on the planned length of the run. `one` is
+a single rank with a quarter of the samples of each step, for four times the steps. The target is a third of the way from the loss of
+`one` to that of `dp`, after the common number of steps.
 
     python bench/slow_link.py [--quick] [--json] [--out FILE.svg] [--keep FOLDER]
 """
@@ -45,39 +45,39 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.detect import read_machine
 from plait.launch.place import Place
-from plait.parallel.order import ORDER
-from plait.planner.exactness import MEASURED, progress
-from plait.planner.late_map import LateJob, SyncWay, late_map
-from plait.planner.question import PlanRequest
+from plait.parallel.apply_order import ORDER
+from plait.planner.exactness import MEASURED_PROGRESS, estimate_progress
+from plait.planner.plan_request import PlanRequest
+from plait.planner.sync_map import SyncJob, SyncWay, compute_sync_map
 
 RANKS, BATCH, LENGTH, WIDTH, DEPTH = 4, 32, 64, 64, 2
 RATE = 3e-3
 HELD_OUT = 256
-"""Windows of text that no arm trains on."""
+"""Windows of text for evaluation only."""
 SLOW = 3.0
 TARGET = 1 / 3
-"""A target that all arms reach: what is not reached has no time."""
+"""The target that all arms should reach; an arm that misses it has no time."""
 SAME = 2e-3
-"""Held-out losses of two exact plans in fp32 differ by less."""
+"""Held-out losses of two exact plans in fp32 differ by less than this."""
 WITHIN = 0.10
-"""A predicted winner that takes at most so much longer than the measured one is right."""
+"""A predicted winner counts as right if its time exceeds that of the measured winner by at most this fraction."""
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "stdlib_gpt" / "job.py"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train. `alone`: one rank, a quarter of the batch. `recorded`: its course does not depend on when messages arrive."""
+    """A way to train. `alone`: one rank, a quarter of the batch. `recorded`: its result does not depend on when messages arrive."""
 
     name: str
     plan: str
     alone: bool = False
     recorded: bool = True
     slow: str = ""
-    """The plan where one rank is slow, if it is another one."""
+    """The plan for the settings with one slow rank, if it is different."""
 
 
 def arms(steps: int, every: int = 4, outer: tuple[float, float] = (0.7, 0.9)) -> tuple[Arm, ...]:
-    """All of them, for runs of so many steps."""
+    """Return all arms, for runs of `steps` steps."""
     lr, momentum = outer
     diloco = f"replica_groups=4 outer_sync=diloco sync_every={every} outer_lr={lr} outer_momentum={momentum}"
     return (
@@ -96,7 +96,7 @@ def arms(steps: int, every: int = 4, outer: tuple[float, float] = (0.7, 0.9)) ->
 
 
 def not_there(job: Job, plan: Plan) -> str:
-    """Why the product cannot run a plan yet; nothing when it can. A key that no strategy takes up would be passed over in silence."""
+    """Return why plait cannot run a plan yet, or an empty string. Without this check, a key without a strategy would be ignored silently."""
     try:
         check_plan(job, plan)
     except PlaitError as error:
@@ -105,13 +105,13 @@ def not_there(job: Job, plan: Plan) -> str:
     for key, word in keys.items():
         if key in plan.changed():
             without = replace(plan, **{key: getattr(Plan(), key)})
-            if [s for s in ORDER if s.wanted(plan)] == [s for s in ORDER if s.wanted(without)]:
+            if [s for s in ORDER if s.is_enabled(plan)] == [s for s in ORDER if s.is_enabled(without)]:
                 return f"{word}={getattr(plan, word)} is not there: no strategy takes it up"
     return ""
 
 
 class Part:
-    """Some of the samples of a data set."""
+    """A subset of a data set."""
 
     def __init__(self, whole: Any, first: int, last: int):
         self.whole, self.first, self.last = whole, first, last
@@ -124,7 +124,7 @@ class Part:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Of every sample."""
+    """Return the loss of every sample."""
     return {"loss": cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)}
 
 
@@ -146,14 +146,14 @@ def made(seed: int, steps: int, batch: int = BATCH) -> Job:
 
 @dataclass(frozen=True)
 class Course:
-    """What an arm did: losses by step, and its trace."""
+    """The course of an arm: losses by step, and its trace."""
 
     losses: list[tuple[int, float]]
     run: Recorded
-    """With computing as on a machine whose yardstick takes as long as here."""
+    """The trace, scaled to a machine with the same yardstick time as here."""
 
     def smooth(self) -> list[tuple[int, float]]:
-        """Losses that never rise: the best so far."""
+        """Return losses that never rise: the best so far."""
         best, found = inf, []
         for step, loss in self.losses:
             best = min(best, loss)
@@ -161,7 +161,7 @@ class Course:
         return found
 
     def reached(self, target: float, played: Played) -> float:
-        """Seconds until the loss is at the target, in a straight line between two evaluations; infinite where it never is."""
+        """Return the seconds until the loss reaches the target, interpolated linearly between two evaluations; infinite if it never does."""
         before = None
         for step, loss in self.smooth():
             if loss <= target:
@@ -173,13 +173,13 @@ class Course:
         return inf
 
     def after(self, seconds: float, played: Played) -> tuple[int, float]:
-        """Steps done, and the last loss that was measured by then."""
+        """Return the completed steps, and the last loss measured by then."""
         done = sum(end <= seconds for end in played.ends)
         return done, next((loss for step, loss in reversed(self.losses) if step <= done), self.losses[0][1])
 
 
 def train(place: Place, job: Job, plan: str, every: int, folder: Path) -> dict[str, Any]:
-    """One rank's part."""
+    """Run one rank."""
     torch.set_num_threads(1)
     with Trace() as trace, Engine(job, plan, place=place, device="cpu", directory=folder / "none") as engine:
         losses = [(0, engine.evaluate()["loss"])]
@@ -194,7 +194,7 @@ def train(place: Place, job: Job, plan: str, every: int, folder: Path) -> dict[s
 
 
 def course(arm: Arm, plan: str, seed: int, steps: int, every: int, keep: Path | None = None) -> Course:
-    """Train an arm. It is not there when the product refuses its plan. `keep`: where courses are kept, and taken from again."""
+    """Train an arm. Raises if plait rejects its plan. `keep`: the folder in which courses are saved and from which they are reused."""
     file = keep / f"{arm.name}-{plan.replace(' ', '_').replace('/', '')}-{seed}-{steps}.json" if keep else None
     if file is not None and file.exists():
         kept = json.loads(file.read_text())
@@ -217,7 +217,7 @@ def _trained(arm: Arm, plan: str, seed: int, steps: int, every: int) -> Course:
         listener = fork.Listener(
             lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" and "corpus" not in m["text"] else None
         )
-        found = fork.run(target, world, listener)
+        found = fork.run_ranks(target, world, listener)
         recorded = Recorded.load([Path(root) / f"{rank}.json" for rank in range(world)])
     return Course([(s, x) for s, x in found[0]["losses"]], recorded)
 
@@ -227,17 +227,17 @@ def _trained(arm: Arm, plan: str, seed: int, steps: int, every: int) -> Course:
 
 @dataclass(frozen=True)
 class Setting:
-    """A link, and how unequal ranks are."""
+    """A link, and the speeds of the ranks."""
 
     fraction: int
-    """The link has 1/fraction of what loopback reaches."""
+    """The link has 1/fraction of the loopback bandwidth."""
     latency: float
     slow: float
     wire: Wire
 
     @property
     def slower(self) -> tuple[float, ...]:
-        """How many times as long each rank takes."""
+        """Return the slowdown of each rank."""
         return (1.0,) * (RANKS - 1) + (self.slow,)
 
     @property
@@ -246,13 +246,13 @@ class Setting:
 
 
 def settings(loopback: float, quick: bool) -> Iterator[Setting]:
-    """All of them."""
+    """Yield all settings."""
     for fraction, latency, slow in product((20, 100), (1e-4,) if quick else (1e-4, 1e-2), (1.0, SLOW)):
         yield Setting(fraction, latency, slow, Wire(loopback / fraction, latency))
 
 
 def loopback(place: Place, size: int = 4 << 20, times: int = 30) -> dict[str, Any]:
-    """Bytes a second that a rank passes on in an all-reduce here, in the fastest of some: others that use the machine only slow it."""
+    """Measure the bytes per second that a rank forwards in an all-reduce here. The fastest try counts, because other load only slows it."""
     torch.set_num_threads(1)
     place.connect(torch.device("cpu"))
     x, took = torch.ones(size // 4), []
@@ -268,35 +268,35 @@ def loopback(place: Place, size: int = 4 << 20, times: int = 30) -> dict[str, An
 def predictions(
     asked: PlanRequest, setting: Setting, arms: Sequence[Arm], computing: float
 ) -> dict[str, tuple[float, float, float]]:
-    """Of each arm: predicted seconds of a step, bytes that a rank sends in one, and what a sample is worth."""
+    """Predict for each arm the seconds of a step, the bytes that a rank sends in it, and the progress per sample."""
     ways = [
         SyncWay(arm.name, Plan.parse(arm.plan if setting.slow == 1 or not arm.slow else arm.slow))
         for arm in arms
         if not arm.alone
     ]
-    late = LateJob(asked.pace, BATCH, asked.job.steps, computing)
+    late = SyncJob(asked.pace, BATCH, asked.job.steps, computing)
     bits = 8 * setting.wire.rate
-    cell = late_map(late, ways, (bits,), (setting.slow,), setting.wire.latency)[0][0]
-    sent = {way.name: late.sent(way.plan) for way in ways}
-    found = {way.name: (cell.seconds[way.name], sent[way.name], progress(way.plan)) for way in ways}
-    return found | {"one": (computing, 0.0, MEASURED["one"])}
+    cell = compute_sync_map(late, ways, (bits,), (setting.slow,), setting.wire.latency)[0][0]
+    sent = {way.name: late.sum_sent(way.plan) for way in ways}
+    found = {way.name: (cell.seconds[way.name], sent[way.name], estimate_progress(way.plan)) for way in ways}
+    return found | {"one": (computing, 0.0, MEASURED_PROGRESS["one"])}
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long a bench is."""
+    """The size of a bench."""
 
     steps: int
     seeds: tuple[int, ...]
     every: int
-    """Steps between two synchronisations of groups."""
+    """Steps between two synchronizations of groups."""
     evaluate: int
     grid: tuple[tuple[float, float], ...]
-    """Outer rates and momenta that are tried on a seed of their own."""
+    """Outer learning rates and momenta, tuned on a separate seed."""
     only: tuple[str, ...] = ()
     keep: Path | None = None
     loopback: float = 0.0
-    """MB/s that loopback is taken to reach; 0: measured."""
+    """The assumed bandwidth of loopback in MB/s; 0: measure it."""
 
 
 FULL = Size(400, (0, 1), 4, 20, ((0.7, 0.9), (0.7, 0.5), (0.4, 0.5), (0.7, 0.2), (1.0, 0.2)))
@@ -304,7 +304,7 @@ QUICK = Size(8, (0,), 4, 4, (), ("one", "dp", "local"))
 
 
 def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
-    """The outer rate and momentum with the lowest loss after half of the steps, on a seed that is not measured."""
+    """Return the outer rate and momentum with the lowest loss after half of the steps, on a seed that is not measured."""
     found = {}
     for outer in size.grid:
         arm = next(arm for arm in arms(size.steps, size.every, outer) if arm.name == "diloco")
@@ -316,7 +316,7 @@ def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
 def courses(
     size: Size, wanted: Sequence[Arm], say: Callable[[str], None]
 ) -> tuple[dict[tuple[str, int, bool], Course], dict[str, str]]:
-    """By arm, seed and whether the plan is that for a slow rank: what was trained; and why arms are not there."""
+    """Train all arms. Returns the courses by arm, seed and whether the plan is that for a slow rank, and the reasons of missing arms."""
     found: dict[tuple[str, int, bool], Course] = {}
     missing: dict[str, str] = {}
     for seed, arm in product(size.seeds, wanted):
@@ -343,7 +343,7 @@ def courses(
 
 
 def shared(arm: Arm, dp: Course, seed: int, size: Size) -> dict[tuple[str, int, bool], Course]:
-    """Shares by speed: dp itself where all are equal; else a few steps are recorded, and their losses must be those of dp."""
+    """Return the courses of local batches by speed: those of dp if all ranks are equal, else a few recorded steps whose losses equal those of dp."""
     few = min(size.steps, 2 * size.evaluate)
     got = course(arm, arm.slow, seed, few, size.evaluate, size.keep)
     known = dict(dp.losses)
@@ -354,26 +354,26 @@ def shared(arm: Arm, dp: Course, seed: int, size: Size) -> dict[tuple[str, int, 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was trained, and what it is measured by."""
+    """The trained courses, and the values to measure them by."""
 
     size: Size
     found: dict[tuple[str, int, bool], Course]
     served: dict[tuple[str, int, str], tuple[Course, Played]]
-    """Of arms whose course depends on the setting: by arm, seed and setting."""
+    """The courses of arms that depend on the setting, by arm, seed and setting."""
     there: tuple[Arm, ...]
     target: dict[int, float]
     computing: float
     asked: PlanRequest
 
     def of(self, arm: Arm, seed: int, setting: Setting) -> tuple[Course, Played] | None:
-        """An arm in a setting."""
+        """Return an arm in a setting."""
         if not arm.recorded:
             return self.served.get((arm.name, seed, setting.name))
         trained = self.found[arm.name, seed, setting.slow > 1 and bool(arm.slow)]
         return trained, replay(trained.run, setting.wire, (1.0,) if arm.alone else setting.slower)
 
     def row(self, setting: Setting) -> dict[str, Any]:
-        """One setting: every arm measured and predicted, and the winners."""
+        """Return the row of one setting: every arm measured and predicted, and the winners."""
         told = predictions(self.asked, setting, self.there, self.computing)
         every = {(arm.name, seed): self.of(arm, seed, setting) for arm in self.there for seed in self.size.seeds}
         ended = (got[1].ends[-1] for (name, _), got in every.items() if got is not None and name not in self.late)
@@ -399,11 +399,11 @@ class Bench:
 
     @property
     def late(self) -> set[str]:
-        """Names of arms that are not recorded."""
+        """Return the names of arms that are not recorded."""
         return {arm.name for arm in self.there if not arm.recorded}
 
     def worth(self, arm: Arm) -> float | None:
-        """Progress of a sample as measured: steps that dp needs for the loss that the arm ends with, over those of the arm."""
+        """Return the measured progress per sample: the steps that dp needs for the arm's final loss, over the steps of the arm."""
         if not arm.recorded:
             return None
         parts, steps = [], self.size.steps
@@ -418,7 +418,7 @@ NAMES = ("step", "updates", "loss", "to_target", "sent", "predicted_step", "pred
 
 
 def judged(arms: dict[str, dict[str, float]], what: str) -> dict[str, Any]:
-    """Whether the arm that was predicted to be the fastest is, or nearly. For the same samples `one` does not count: it has fewer."""
+    """Whether the predicted fastest arm is the fastest, or nearly. For the same samples `one` does not count, because it has fewer."""
     among = {name: a for name, a in arms.items() if what == "to_target" or name != "one"}
     worth = {name: a["predicted_progress"] if what == "to_target" else 1.0 for name, a in among.items()}
     best = min(among, key=lambda name: among[name][what])
@@ -428,8 +428,8 @@ def judged(arms: dict[str, dict[str, float]], what: str) -> dict[str, Any]:
 
 
 def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """All of it."""
-    rate = 1e6 * size.loopback or fork.run(loopback, RANKS)[0]["rate"]
+    """Run the complete bench."""
+    rate = 1e6 * size.loopback or fork.run_ranks(loopback, RANKS)[0]["rate"]
     say(f"loopback {rate / 1e6:.0f} MB/s a rank")
     outer = tuned(size, say)
     wanted = [arm for arm in arms(size.steps, size.every, outer) if not size.only or arm.name in size.only]
@@ -437,8 +437,8 @@ def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     target = {seed: goal(found, seed, size) for seed in size.seeds}
     computing = statistics.median(found["one", seed, False].run.computing for seed in size.seeds)
     links = (Link("link", None, rate, 1e-4, "loopback"),)
-    machine = replace(read_machine("here").sized(RANKS), links=links, collectives=(), loaders=())
-    asked = PlanRequest.of(made(0, size.steps), "stdlib_gpt", machine, split=False)
+    machine = replace(read_machine("here").resize(RANKS), links=links, collectives=(), loaders=())
+    asked = PlanRequest.from_job(made(0, size.steps), "stdlib_gpt", machine, split=False)
     every = list(settings(rate, quick))
     served = {}
     for arm in wanted:
@@ -459,7 +459,7 @@ def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
 def async_courses(
     arm: Arm, settings: Sequence[Setting], how: tuple[Size, dict[int, float], float]
 ) -> dict[tuple[str, int, str], tuple[Course, Played]]:
-    """An arm whose course depends on when messages arrive, in every setting, with the first seed."""
+    """Train an arm that depends on the setting in every setting, with the first seed."""
     from async_course import play
 
     size, target, computing = how
@@ -476,20 +476,20 @@ def async_courses(
         return found
 
     found = {}
-    for got in fork.run(part, 2, alike=False):
+    for got in fork.run_ranks(part, 2, uniform=False):
         for name, (losses, ends, sent) in got.items():
             found[arm.name, seed, name] = (Course([(s, x) for s, x in losses], Recorded([], [])), Played(ends, sent))
     return found
 
 
 def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> float:
-    """The target: `TARGET` of the way from what `one` has after the steps of the bench to what `dp` has."""
+    """Return the target: `TARGET` of the way from the loss of `one` after the steps of the bench to that of `dp`."""
     one, dp = (dict(found[name, seed, False].smooth())[size.steps] for name in ("one", "dp"))
     return one + TARGET * (dp - one)
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     parser.add_argument("--json", action="store_true")

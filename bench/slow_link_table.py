@@ -1,4 +1,4 @@
-"""What `bench/slow_link.py` found, as Markdown and as a picture."""
+"""Formats the results of `bench/slow_link.py` as Markdown and as a picture."""
 
 from collections.abc import Callable
 from html import escape
@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 WIDTH, ROW, NAME, LEFT, TOP, GAP = 150, 15, 66, 12, 64, 44
-"""Pixels of a panel's bars, of a row, of an arm's name, and around panels."""
+"""The pixels of a panel's bars, of a row, of an arm's name, and around panels."""
 COLUMNS = 4
 FASTEST = (
     ("samples", "for the same samples"), ("loss", "to the target loss"), ("loss, all ranks", "to the target loss, of arms that use all ranks"),
@@ -20,7 +20,7 @@ text{font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--t
 
 
 def table(result: dict[str, Any]) -> str:
-    """All tables."""
+    """Format all tables."""
     seeds = ", ".join(map(str, result["seeds"]))
     lines = [
         f"{result['steps']} steps of {result['ranks']} ranks, means of seeds {seeds}; loopback {result['loopback'] / 1e6:.0f} MB/s per rank; "
@@ -52,7 +52,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _by_setting(result: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> list[str]:
-    """A row for each arm, a column for each setting."""
+    """Format a row for each arm and a column for each setting."""
     rows = result["settings"]
     lines = [f"| arm | {' | '.join(row['setting'] for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
     for name in result["plans"]:
@@ -61,7 +61,7 @@ def _by_setting(result: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -
 
 
 def _arms(result: dict[str, Any]) -> list[str]:
-    """What does not depend on a setting."""
+    """Format the values that do not depend on a setting."""
     first = result["settings"][0]["arms"]
     shown = {name: "" if part is None else f"{part:.2f}" for name, part in result["progress"].items()}
     lines = [
@@ -78,17 +78,17 @@ def _arms(result: dict[str, Any]) -> list[str]:
 
 
 def reached(arm: dict[str, Any]) -> str:
-    """When the target was reached."""
+    """Format the time at which the target was reached."""
     return f"{arm['to_target']:.1f}" if arm["to_target"] < inf else "never"
 
 
 def guessed(arm: dict[str, Any]) -> float:
-    """Predicted seconds for the progress of a step of dp."""
+    """Return the predicted seconds for the progress of a step of dp."""
     return arm["predicted_step"] / arm["predicted_progress"]
 
 
 def picture(result: dict[str, Any]) -> str:
-    """A panel for every setting: how many times as fast as dp every arm was at the target loss, and a tick where that was predicted."""
+    """Draw a panel for every setting: the speedup of each arm over dp at the target loss, with a tick at the prediction."""
     rows, count = result["settings"], len(result["settings"][0]["arms"])
     high = ROW * count + GAP
     wide = LEFT + (NAME + WIDTH + 20) * min(COLUMNS, len(rows))

@@ -1,9 +1,9 @@
-"""Twelve slowdowns, put into a small run one at a time: does `plait report` name the cause first, and gain what it predicts?
+"""Injects twelve slowdowns into a small run, one at a time: does `plait report` name the cause first, and is the predicted gain reached?
 
-Each is trained with the slowdown, and reported. Then runs with the slowdown and runs without it take turns; where the advice is another
-command of `plait train`, that command is the run without it. Sleeps stand for work, so that a machine with fewer cores than ranks can show all
-of them: a layer sleeps for every sample, forward and twice as long backward. Where the link is slow, it is a stand-in inside the ranks: a
-message arrives when it was sent, plus its bytes over the rate of the link, which takes one after the other, plus the latency.
+Each job is trained with the slowdown, and reported. Then runs with and without the slowdown take turns. If the advice is another command
+of `plait train`, that command is the run without it. Sleeps replace work, so that all slowdowns can be measured on a machine with fewer
+cores than ranks: a layer sleeps for every sample, forward and twice as long backward. A slow link is simulated inside the ranks: a
+message arrives at its sending time, plus its bytes over the rate of the link (one message at a time), plus the latency.
 
     python bench/slowdowns.py [--only NAME] [--rounds 3] [--steps 30] [--json]
 """
@@ -34,17 +34,17 @@ from torch.nn.functional import mse_loss
 import plait
 from plait.cli.main import main as main_of_plait
 from plait.launch import fork
-from plait.planner.trial import WARM
-from plait.report.summary import metrics
-from plait.tensors.transfers import ISSUING
+from plait.planner.trial import WARMUP_STEPS
+from plait.report.summary import read_metric_rows
+from plait.tensors.transfers import ISSUING_PREFIXES
 
 FILE = Path(__file__).resolve()
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A run, and the same without what slows it down. `cause`: what the report must name first. `slow`: words of the command that are left out
-    in the run without it. `advised`: the run without it is the command that the report advises."""
+    """A run, and the same run without the slowdown. `cause`: the cause that the report must name first. `slow`: words of the command that the
+    run without it lacks. `advised`: the run without it is the command that the report advises."""
 
     name: str
     cause: str
@@ -73,12 +73,12 @@ SLOWDOWNS = (
 
 
 class SlowLink:
-    """Every message of this process takes as long as on a link of `rate` bytes/s with a latency, once all ranks have sent it."""
+    """Delays every message of this process as on a link of `rate` bytes/s with a latency, once all ranks have sent it."""
 
     def __init__(self) -> None:
         self.rate, self.latency, self.free = inf, 0.0, 0.0
         self.arrives = dict[int, tuple[Any, SimpleQueue[float]]]()
-        for name in [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING) and not n.startswith("__")]:
+        for name in [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING_PREFIXES) and not n.startswith("__")]:
             setattr(dist.ProcessGroup, name, self.sends(getattr(dist.ProcessGroup, name)))
         dist.Work.wait = self.waits(dist.Work.wait)
 
@@ -114,7 +114,7 @@ def _bytes(given: Any) -> int:
 
 
 def set_link(rate: float, latency: float) -> None:
-    """Have the link of this process be slow, or as it was. It is hooked once in a process, however often this file is read."""
+    """Slow down the link of this process, or restore it. It is hooked once in a process, even if this file is imported several times."""
     if rate or latency:
         dist.slow_link = getattr(dist, "slow_link", None) or SlowLink()
     if (link := getattr(dist, "slow_link", None)) is not None:
@@ -122,7 +122,7 @@ def set_link(rate: float, latency: float) -> None:
 
 
 class Layer(nn.Module):
-    """Sleeps `each` seconds for every sample forward, and twice as long backward; `late` times as long again on rank 1."""
+    """Sleeps `each` seconds for every sample forward, and twice as long backward; on rank 1 for an additional `late` times as long."""
 
     def __init__(self, width: int, each: float, late: float):
         super().__init__()
@@ -130,7 +130,7 @@ class Layer(nn.Module):
         self.each, self.late = each, late
 
     def forward(self, x: Tensor, up: Tensor | None = None, down: Tensor | None = None) -> Tensor:
-        ranks = dist.group.WORLD  # None where the model is analyzed
+        ranks = dist.group.WORLD  # None while the model is analyzed
         part = self.up.weight.numel() / x.shape[-1] ** 2  # of the layer on this rank
         seconds = 0.0 if ranks is None else self.each * part * len(x) * (1 + self.late * (ranks.rank() == 1))
         time.sleep(seconds)
@@ -143,7 +143,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """`scaled`: the layers' weights are multiplied by one number, each in its layer's turn or, `early`, all before the first layer."""
+    """`scaled`: one factor multiplies the layers' weights, each in its layer's turn or, with `early`, all before the first layer."""
 
     def __init__(self, layers: list[Layer], scaled: bool, early: bool):
         super().__init__()
@@ -178,7 +178,7 @@ def job(
     width: int = 64, depth: int = 4, each: float = 0.003, late: float = 0.0, loads: float = 0.0, rate: float = 0.0, latency: float = 0.0,
     uneven: int = 0, scaled: int = 0, early: int = 0, batch: int = 16,
 ) -> plait.Job:  # fmt: skip
-    """The run. `each`: seconds of a layer for a sample; `late`: how much longer on rank 1; `loads`: seconds to read a sample."""
+    """The job. `each`: seconds of a layer for a sample; `late`: additional time on rank 1; `loads`: seconds to read a sample."""
     set_link(rate, latency)
     return plait.Job(
         model=lambda: Net([Layer(width, each, late) for _ in range(depth)], bool(scaled), bool(early)), loss=mse_loss,
@@ -188,7 +188,7 @@ def job(
 
 
 def callbacks() -> list[plait.Callback]:
-    """One that takes its time after every step."""
+    """Return a callback that sleeps after every step."""
 
     class Slow(plait.Callback):
         def on_step(self, *given: Any) -> None:
@@ -201,7 +201,7 @@ def callbacks() -> list[plait.Callback]:
 
 
 def command(words: list[str]) -> str:
-    """What a command of plait prints; SystemExit if it fails."""
+    """Return the output of a plait command; raises SystemExit if it fails."""
     with redirect_stdout(StringIO()) as out, patch.object(sys, "argv", ["plait", *words]):  # a run records its command
         code = main_of_plait(words)
     if code:
@@ -210,14 +210,14 @@ def command(words: list[str]) -> str:
 
 
 def per_sample(words: list[str], steps: int, folder: str) -> float:
-    """Seconds of a sample in a training, after the steps of the warm-up."""
+    """Return the seconds of a sample in a training, after the warm-up steps."""
     command([*words, f"--steps={steps}", f"--runs={folder}"])
-    rows = [row for row in metrics(Path(folder) / "latest" / "metrics.jsonl") if "loss" in row]
-    return sum(row["seconds"] for row in rows[WARM:]) / (rows[-1]["samples"] - rows[WARM - 1]["samples"])
+    rows = [row for row in read_metric_rows(Path(folder) / "latest" / "metrics.jsonl") if "loss" in row]
+    return sum(row["seconds"] for row in rows[WARMUP_STEPS:]) / (rows[-1]["samples"] - rows[WARMUP_STEPS - 1]["samples"])
 
 
 def posed(slowdown: Slowdown, rounds: int, steps: int) -> dict[str, Any]:
-    """What the report says of a run with the slowdown, and the part of a sample's time that is gained without it."""
+    """Return the report's advice for a run with the slowdown, and the fraction of a sample's time that is gained without it."""
     words = shlex.split(f"train {FILE}:job --check none {slowdown.words}")
     slow, gains = [*words, *slowdown.slow.split()], list[float]()
     for k in range(rounds):
@@ -239,7 +239,7 @@ def posed(slowdown: Slowdown, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def row(found: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     measured, predicted = found["measured"], found["predicted"]
     wrong, right = abs(predicted - measured), "yes" if found["first"] else "no"
     near = "yes" if wrong <= 0.15 * abs(measured) else "in points" if wrong <= 0.15 else "no"
@@ -247,7 +247,7 @@ def row(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")

@@ -1,8 +1,8 @@
-"""What software does with a training step: facts of stacks, each with its source, looked up by what a row says of its stack.
+"""Facts of software stacks about a training step, each with its source, selected by a row's text about its stack.
 
-A row belongs to the first stack of `STACKS` whose words its source, its table, its note or its format has. A fact is believed of every
-row of a stack, never of one row or one source, and where nothing is known `DEFAULT` counts. A report of beliefs that
-are unseen leaves out the stacks of which only the sources that are predicted have rows.
+A row belongs to the first stack of `STACKS` whose words are in its source, its table, its note or its format. A fact applies to
+every row of a stack, never to one row or one source; without a known fact, `DEFAULT` applies. A report on unseen facts leaves out
+the stacks whose rows come only from the predicted sources.
 """
 
 import re
@@ -11,59 +11,60 @@ from math import inf
 from typing import Any, Literal
 
 Kernels = Literal["unfused", "earlier", "portable", "tuned"]
-"""Of attention: none, or a generation of `formulas.Attention`."""
+"""Kernels of attention: none, or a generation of `formulas.Attention`."""
 BYTES = {
     "wide": (4.0, 4.0, 8.0, 4.0), "fsdp2": (4.0, 4.0, 8.0, 2.0), "megatron": (2.0, 4.0, 12.0, 2.0), "nemo": (2.0, 2.0, 12.0, 2.0),
     "zero": (2.0, 2.0, 20.0, 2.0), "alone": (2.0, 2.0, 16.0, 2.0), "pure": (2.0, 2.0, 4.0, 2.0), "four": (0.55, 2.0, 4.0, 2.0),
 }  # fmt: skip
 """Bytes of an element of weights, gradients, optimizer state and messages.
 
-`wide`: 32-bit training, and autocast. `fsdp2`: 16-bit weights are made while they are gathered. `megatron`: 16-bit weights, 32-bit sums of
-gradients, 32-bit weights and two moments; `nemo`: 16-bit sums. `zero`: 16-bit weights and gradients, and of what is sharded 32-bit weights,
-two moments and two buffers of gradients; `alone`: one of them, where there is nobody to send the other to. `pure`: all in 16 bits. `four`: frozen
+`wide`: 32-bit training, and autocast. `fsdp2`: weights are cast to 16 bits for their gathers. `megatron`: 16-bit weights, 32-bit sums of
+gradients, 32-bit weights and two moments; `nemo`: 16-bit sums. `zero`: 16-bit weights and gradients; its shards
+have 32-bit weights, two moments and two buffers of gradients. `alone`: one buffer, because no other rank exists. `pure`: all in 16 bits. `four`:
+frozen
 weights in 4 bits, with scales of blocks (QLoRA, arXiv 2305.14314).
 """
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What is not said of a stack is as in plain torch: DDP and FSDP overlap, SDPA is FlashAttention-2."""
+    """A stack. The defaults are plain torch: DDP and FSDP overlap, SDPA is FlashAttention-2."""
 
     name: str
     words: str
     source: str
     attention: Kernels = "portable"
     portable: bool = True
-    """Kernels are torch's own, not the vendor's for the device."""
+    """Whether kernels are torch's own, not the vendor's for the device."""
     overlapped: bool = True
-    """Messages of gradients and weights go on while the devices compute."""
+    """Whether messages of gradients and weights overlap with computation."""
     held: str = "fsdp2"
     """A key of `BYTES`."""
     adds: bool = True
-    """An operator of its own adds the gradients of micro-batches up: not so with Megatron-LM's --gradient-accumulation-fusion."""
+    """Whether a separate operator adds the gradients of micro-batches up; False with Megatron-LM's --gradient-accumulation-fusion."""
     tiled: bool = False
-    """Messages of tp go tile by tile beside matmuls."""
+    """Whether messages of tp are sent tile by tile during matmuls."""
     once: bool = True
-    """Under pp, weights are gathered once a step (torchtitan's docs/fsdp.md)."""
+    """Whether weights are gathered once a step under pp (torchtitan's docs/fsdp.md)."""
     piece: float = inf
-    """Elements of weights that one message gathers at most."""
+    """The maximum number of weight elements in one gather."""
     fused_loss: bool = False
-    """The loss keeps no 32-bit logits."""
+    """Whether the loss keeps no 32-bit logits."""
     channels_last: bool = False
     fuses: bool = False
-    """Pointwise operators are fused, compiled or by hand."""
+    """Whether pointwise operators are fused, compiled or by hand."""
     launches: float = 1.0
-    """Seconds of the host for an operator, over those of torch's eager mode: graphs of a framework need few."""
+    """Seconds of the host for an operator, over those of torch's eager mode; graphs of a framework need few."""
     recompute: str | None = None
-    """Where a row does not say; None: what is fastest."""
+    """The setting of activation checkpointing if a row does not state it; None: the fastest."""
     layers: bool = False
-    """Its checkpoints are of whole layers: it cannot recompute attention alone."""
+    """Whether it checkpoints only full layers, and cannot recompute attention alone."""
     over_cp: bool = False
-    """Shards go over the ranks of cp, too."""
+    """Whether parameters are also sharded over the ranks of cp."""
     hidden: bool = False
-    """Rows travel to experts and back while others compute."""
+    """Whether the token exchange of experts overlaps with computation."""
     allocator: bool = False
-    """Memory that is printed is what torch's allocator took, without the device's context."""
+    """Whether printed memory is that of torch's allocator, without the device's context."""
 
 
 STACKS = (
@@ -125,16 +126,16 @@ SAID: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"(?i)overlap\w*[- _](moe|ep|a2a|all-?to-?all|expert)|(moe|ep|a2a|all-?to-?all|expert)[- _](parallel[- _])?(comm\w*[- _])?overlap",
      {"hidden": True}),
 )  # fmt: skip
-"""What a row itself says of what its software does."""
+"""Facts that a row itself states about its software."""
 
 
 def text_of(row: dict[str, str]) -> str:
-    """What a row says of its software."""
+    """Return a row's text about its software."""
     return " ".join(row.get(key) or "" for key in ("source", "table_or_file", "note", "precision"))
 
 
 def stack_of(row: dict[str, str], known: frozenset[str] | None = None) -> Stack:
-    """The stack of a row: the first whose words it has, of those that are `known` by name (None: all)."""
+    """Return the stack of a row: the first whose words it contains, of those that are `known` by name (None: all)."""
     text = text_of(row)
     found = next((s for s in STACKS if (known is None or s.name in known) and re.search(s.words, text)), DEFAULT)
     for words, change in SAID:

@@ -1,14 +1,14 @@
-"""plait's sliced step over hand-written tensor parallelism: `parallelize_module` with a plan for Llama, and DTensors.
+"""Compares plait's sliced step with hand-written tensor parallelism: `parallelize_module` with a plan for Llama, and DTensors.
 
-Measured as in overhead.py: all variants live in the same forked processes and take steps in turn, ratios are of the
-same round, medians and quartiles. gloo, one thread each. What one step of a rank sends is counted alike for all, DTensor's
-own collectives too (`sent.py`).
+The method is that of overhead.py: all variants run in the same forked processes and take steps in turn. Ratios are of the same
+round, with medians and quartiles. It uses gloo, with one thread each. The bytes that a rank sends in one step are counted in
+the same way for all variants, including DTensor's own collectives (`sent.py`).
 
     plait tp=2            Engine.batches() and Engine.step under that plan
     plait tp=2, no sp     the same with sequence_parallel=false
     hand-written          q k v gate up and head by columns, o down by rows, embedding by rows, loss_parallel
-    hand-written sp       the same with norms and residuals on stretches of the sequence, as in torch's tutorial: the embedding
-                          is summed to stretches, and so are gradients of norms once
+    hand-written sp       the same with norms and residuals on sequence shards, as in torch's tutorial: the embedding
+                          is reduce-scattered to sequence shards, and gradients of norms are reduced once
 """
 
 import argparse
@@ -42,7 +42,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.make import make_model
+from plait.model.build_model import make_model
 
 sys.path.insert(0, str(Path(overhead.EXAMPLES / "llama")))
 PLANS = {"plait": "tp=2", "plait, no sp": "tp=2 sequence_parallel=false"}
@@ -83,13 +83,13 @@ def by_hand(job: Job, place: Place, sequence: bool) -> overhead.Take:
         plan["model.norm"] = SequenceParallel()
         plan["model.layers.0"] = PrepareModuleInput(
             input_layouts=(stretch,), desired_input_layouts=(stretch,), use_local_output=True
-        )  # the model's code between asks the embedding for the length of the whole
+        )  # the model's code between them reads the full length from the embedding
     for i in range(len(model.model.layers)):
         own = {f"self_attn.{n}_proj": columns() for n in "qkv"} | {"mlp.gate_proj": columns(), "mlp.up_proj": columns()}
         own |= {"self_attn.o_proj": rows(), "mlp.down_proj": rows()}
         if sequence:
             own |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
-        given = stretch if sequence else Replicate()  # entered once for all columns that read it
+        given = stretch if sequence else Replicate()  # gathered once for all columns that read it
         own["self_attn"] = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": given}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )
@@ -109,9 +109,9 @@ def by_hand(job: Job, place: Place, sequence: bool) -> overhead.Take:
 
 
 def clip(parameters: Iterable[nn.Parameter], largest: float) -> None:
-    """By the norm of sliced and of whole parameters together, which torch's own function does not mix."""
+    """Clip by the norm of sliced and unsliced parameters together, which torch's own function cannot combine."""
     mine = [p for p in parameters if p.grad is not None]
-    for p in mine:  # of a norm on stretches: summed once here, not by every operator that reads it
+    for p in mine:  # of a norm on sequence shards: reduced once here, not by every operator that reads it
         if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(placements=[Replicate()])
     sliced, whole = [p for p in mine if isinstance(p, DTensor)], [p for p in mine if not isinstance(p, DTensor)]
@@ -173,7 +173,7 @@ def main() -> int:
     torch.set_num_threads(1)
     job = llama(asked.batch, asked.length, asked.hidden)
     gate = memoryview(mmap.mmap(-1, 64)).cast("q")
-    result = fork.run(lambda place: measure(place, job, asked.rounds, gate), 2)[0]
+    result = fork.run_ranks(lambda place: measure(place, job, asked.rounds, gate), 2)[0]
     words = f"4 × {asked.hidden}, length {asked.length}"
     print(json.dumps(result) if asked.json else show(job, result, words))
     return 0

@@ -1,13 +1,13 @@
-"""A clock for training over links that are not there: what ranks compute is measured, what they send is charged by a model.
+"""A clock for training over simulated links: computation is measured, and a model computes the time of messages.
 
-Ranks train for real, in processes, and a `Trace` writes down what each did in a step: seconds of its training thread's
-processor time between two messages, every collective with its bytes when it begins, and where it is waited for. `replay` then
-plays what all ranks wrote on links of any speed and latency, and with any rank slower than it was: a clock for each rank, and
-for its link. A collective starts when all of its ranks have begun it and their links are free; whoever waits for it goes on
-when it has ended; what is computed meanwhile costs nothing. So results do not depend on what else the machine does, except that
-a busy machine computes more slowly: every step has a yardstick, a fixed piece of work, and its seconds are counted in that.
+Ranks train in real processes, and a `Trace` records the events of each step: the processor time of the training thread between two
+messages, the start of each collective with its bytes, and the wait for it. `replay` then simulates these records on links of any
+speed and latency, and with any slowdown of a rank, with a clock for each rank and its link. A collective starts when all of its
+ranks have started it and their links are free. A rank that waits for it continues when it has ended; computation meanwhile costs no
+time. Results therefore do not depend on other load of the machine, except that a busy machine computes more slowly. For this reason
+every step has a yardstick, a fixed piece of work, and the step's seconds are measured in units of the yardstick.
 
-Charged are rings, as gloo and NCCL have them for large messages:
+The model has rings, as gloo and NCCL use for large messages:
 
     all-reduce    2 (n − 1) / n of the bytes, 2 (n − 1) hops
     all-gather    (n − 1) times a rank's own bytes, n − 1 hops
@@ -34,24 +34,24 @@ COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-"""What is written down. A rank that sends by other means in a step is not measured right: `Trace` cannot see it."""
+"""The recorded collectives. `Trace` does not see other communication, so a rank that uses it in a step is measured wrongly."""
 WINDOW = 15
-"""Steps over which the yardstick is taken."""
+"""The number of steps over which the yardstick is measured."""
 
 
 class Wire(NamedTuple):
-    """A link: bytes a second each way, and seconds of a hop."""
+    """A link: bytes per second in each direction, and seconds of a hop."""
 
     rate: float
     latency: float
 
     def seconds(self, kind: str, size: float, ranks: int) -> float:
-        """Of a collective, a rank giving so many bytes."""
+        """Return the seconds of a collective to which each rank gives `size` bytes."""
         return self.passed(kind, size, ranks) / self.rate + self.hops(kind, ranks) * self.latency
 
     @staticmethod
     def passed(kind: str, size: float, ranks: int) -> float:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         n = ranks
         parts = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter_tensor": (n - 1) / n, "all_to_all_single": (n - 1) / n,
                  "all_gather": n - 1, "all_gather_into_tensor": n - 1, "broadcast": 1, "barrier": 0}  # fmt: skip
@@ -59,12 +59,12 @@ class Wire(NamedTuple):
 
     @staticmethod
     def hops(kind: str, ranks: int) -> int:
-        """One after the other."""
+        """Return the number of sequential hops."""
         return (2 if kind in ("all_reduce", "barrier") else 1) * (ranks - 1)
 
 
 def own_size(kind: str, args: tuple[Any, ...]) -> int:
-    """Bytes that a rank gives to a collective, from its arguments."""
+    """Return the bytes that a rank gives to a collective, from its arguments."""
     if kind == "barrier":
         return 0
     given = (
@@ -76,7 +76,7 @@ def own_size(kind: str, args: tuple[Any, ...]) -> int:
 
 
 class _Waited:
-    """A work of which it is written down when it is waited for."""
+    """A work handle whose wait is recorded."""
 
     def __init__(self, work: Any, trace: "Trace", key: int):
         self.work, self.trace, self.key = work, trace, key
@@ -93,10 +93,10 @@ class _Waited:
 
 @dataclass
 class Trace:
-    """What this rank does. Nothing is written while it is off."""
+    """Records the events of this rank, but only between begin and end."""
 
     steps: list[list[Any]] = field(default_factory=list)
-    """Of each step its events: seconds computing, [begin, number, collective, bytes, group], [wait, number]."""
+    """The events of each step: seconds computing, [begin, number, collective, bytes, group], [wait, number]."""
     yardsticks: list[float] = field(default_factory=list)
     on: bool = False
     _since: float = 0.0
@@ -115,25 +115,25 @@ class Trace:
             setattr(dist, name, real)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.yardsticks.append(self._yardstick())
         self.steps.append([])
         self.on, self._since = True, thread_time()
 
     def end(self) -> None:
-        """It ends."""
+        """End the step."""
         self.mark()
         self.on = False
 
     def mark(self) -> None:
-        """What was computed since the last event is written down."""
+        """Record the computation since the last event."""
         if self.on:
             now = thread_time()
             self.steps[-1].append(now - self._since)
             self._since = now
 
     def event(self, *what: Any) -> None:
-        """Something else than computing; whatever processor time it took is not counted."""
+        """Record an event other than computation; its own processor time does not count."""
         if self.on:
             self.steps[-1].append(list(what))
             self._since = thread_time()
@@ -163,7 +163,7 @@ class Trace:
         return called
 
     def save(self, path: Path) -> None:
-        """As a file that `Recorded.load` reads."""
+        """Write a file that `Recorded.load` reads."""
         path.write_text(json.dumps({"steps": self.steps, "yardsticks": self.yardsticks}))
 
 
@@ -172,17 +172,17 @@ class Recorded:
     """The traces of all ranks of a run."""
 
     steps: list[list[list[Any]]]
-    """By rank and step."""
+    """The events by rank and step."""
     yardsticks: list[list[float]]
 
     @staticmethod
     def load(paths: Sequence[Path]) -> "Recorded":
-        """Of the files of all ranks, in order."""
+        """Load the files of all ranks, in order."""
         found = [json.loads(path.read_text()) for path in paths]
         return Recorded([f["steps"] for f in found], [f["yardsticks"] for f in found])
 
     def in_yardsticks(self, unit: float) -> "Recorded":
-        """With computing as it would take on a machine whose yardstick takes `unit` seconds."""
+        """Return the traces, scaled to a machine whose yardstick takes `unit` seconds."""
         steps = []
         for own, sticks in zip(self.steps, self.yardsticks):
             rows = []
@@ -193,7 +193,7 @@ class Recorded:
         return Recorded(steps, self.yardsticks)
 
     def repeated(self, steps: int) -> "Recorded":
-        """The same steps again and again, until there are so many."""
+        """Return the same steps, repeated until the number is reached."""
         found = []
         for own in self.steps:
             most = 1 + max((e[1] for row in own for e in row if isinstance(e, list)), default=0)
@@ -206,26 +206,26 @@ class Recorded:
 
     @property
     def computing(self) -> float:
-        """Seconds that a rank computes in a step: the median over the steps, of the slowest rank."""
+        """Return the computing seconds of a step: the median over the steps, of the slowest rank."""
         return max(statistics.median(sum(e for e in row if isinstance(e, float)) for row in own) for own in self.steps)
 
 
 @dataclass(frozen=True)
 class Played:
-    """A run on a clock of links that are modelled."""
+    """A run on a clock of modeled links."""
 
     ends: list[float]
-    """Seconds from the beginning to the end of each step, on the rank that is last."""
+    """Seconds from the start to the end of each step, on the last rank."""
     sent: float
-    """Bytes that a rank sent in a step, in the mean."""
+    """The mean bytes that a rank sent in a step."""
 
     def at(self, step: int) -> float:
-        """When so many steps were done."""
+        """Return the time at which this number of steps was complete."""
         return self.ends[step - 1] if step else 0.0
 
 
 def replay(run: Recorded, wire: Wire, slower: Sequence[float]) -> Played:
-    """Play a run over links of this kind; rank r computes `slower[r]` times as long as it did."""
+    """Replay a run over links of this kind; rank r computes `slower[r]` times as long as recorded."""
     ranks = range(len(run.steps))
     events = [[e for row in own for e in [*row, None]] for own in run.steps]
     clocks, free, at = [0.0] * len(events), [0.0] * len(events), [0] * len(events)
@@ -237,7 +237,7 @@ def replay(run: Recorded, wire: Wire, slower: Sequence[float]) -> Played:
     sent = 0.0
 
     def take(r: int) -> bool:
-        """Rank r's next event, if it can happen yet."""
+        """Process rank r's next event, if that is possible yet."""
         nonlocal sent
         event = events[r][at[r]]
         if event is None:

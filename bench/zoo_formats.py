@@ -1,4 +1,4 @@
-"""Small random jobs of unlike kinds, for `bench/false_alarms.py`: sizes, activations, optimizers and losses are drawn from a seed."""
+"""Small random jobs of many kinds, for `bench/false_alarms.py`: sizes, activations, optimizers and losses are drawn from a seed."""
 
 import random
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of which each token takes the best `k`. x: [rows, length, width]."""
+    """A mixture of experts in which each token is sent to the best `k`. x: [rows, length, width]."""
 
     def __init__(self, width: int, experts: int, k: int):
         super().__init__()
@@ -170,7 +170,7 @@ class Doubled(nn.Module):
 
 
 class Graph(nn.Module):
-    """Sums over the neighbours of a ring. x: [rows, nodes, columns]."""
+    """Sums over the adjacent nodes of a ring. x: [rows, nodes, columns]."""
 
     def __init__(self, columns: int, width: int, depth: int, act: nn.Module):
         super().__init__()
@@ -211,7 +211,7 @@ class Scaled(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Mixes positions and columns in turn. x: [rows, length, columns]."""
+    """Mixes positions and columns alternately. x: [rows, length, columns]."""
 
     def __init__(self, length: int, columns: int, depth: int, act: nn.Module):
         super().__init__()
@@ -241,7 +241,7 @@ def images(width: int, depth: int, act: nn.Module, norm: Callable[[int], nn.Modu
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps by the sign of a mean."""
+    """Updates by the sign of a mean."""
 
     def __init__(self, params: Any, lr: float = 1e-3):
         super().__init__(params, {"lr": lr})
@@ -414,13 +414,13 @@ def mixer(r: random.Random) -> Job:
 
 
 def halved_words(r: random.Random) -> Job:
-    """A transformer that is wholly in bf16."""
+    """A transformer with all parameters in bf16."""
     job = transformer(r)
     make = job.model
     return Job(**{**job.__dict__, "model": lambda: make().bfloat16()})
 
 
 FITTED = {f.__name__: f for f in (chain, dense, pictures, transformer, mixture, recurrent, adapters, halved)}
-"""The kinds that the limit was chosen on."""
+"""The kinds on which the limit was chosen."""
 FRESH = {f.__name__: f for f in (doubled, graph, scaled, mixer, halved_words)}
-"""The kinds that its rate of false alarms is stated on, with unseen seeds of the others."""
+"""The kinds for which its rate of false alarms is stated, together with new seeds of the others."""

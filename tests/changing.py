@@ -1,4 +1,4 @@
-"""A small job whose every part can be changed from the command line, for tests of resuming."""
+"""A small job for tests of resuming. The command line can change each of its parts."""
 
 import random
 
@@ -24,7 +24,7 @@ class Data:
 
 
 class Both(torch.optim.Optimizer):
-    """Two optimizers under one, with a layout of its own in `state_dict`."""
+    """Combines two optimizers, and saves them in a `state_dict` with its own layout."""
 
     def __init__(self, params, lr: float):
         params = list(params)
@@ -48,7 +48,7 @@ class Both(torch.optim.Optimizer):
 
 
 class Outside(torch.optim.SGD):
-    """Keeps its momentum in a list of its own."""
+    """Keeps its momentum in a list, outside of `state`."""
 
     def __init__(self, params, lr: float):
         super().__init__(params, lr=lr)
@@ -63,7 +63,7 @@ class Outside(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Has a schedule of its own, and counts its steps in an attribute."""
+    """Has its own schedule, and counts its steps in an attribute."""
 
     def __init__(self, params, lr: float):
         super().__init__(params, lr=lr, momentum=0.9)
@@ -77,7 +77,7 @@ class Counting(torch.optim.SGD):
 
 
 class Objects(torch.optim.SGD):
-    """Keeps a list of tensors in the state."""
+    """Keeps a list of tensors in `state`."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,4 +1,4 @@
-"""What the tests of companions have one do."""
+"""The job of a companion process in the tests of companions."""
 
 from collections.abc import Callable
 

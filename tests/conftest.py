@@ -1,4 +1,5 @@
-"""Tests fork workers from this process, so it keeps to one thread; so do they, since threads of small tensors only wait."""
+"""Configure torch for the test process. Tests fork workers from it, so it uses one thread. The workers use one too: threads only slow small
+tensors."""
 
 import os
 import sys
@@ -12,14 +13,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# Autograd decides at the first backward pass which devices get threads, and a process with such threads cannot fork. A torch
-# with CUDA counts devices from the first fake tensor on, also where there is none: so the first pass is now.
+# Autograd starts its device threads at the first backward pass, and a process with such threads cannot fork. A torch build with
+# CUDA counts devices as soon as the first fake tensor exists, even without a device. So the first backward pass runs here.
 torch.ones(1, requires_grad=True).backward()
 
 COSTS = Path(__file__).with_name("costs.txt")
-"""Tests that take long, and how many seconds of processor time each was measured to take. CONTRIBUTING.md has the command."""
+"""The measured processor seconds of each slow test. CONTRIBUTING.md has the command that writes this file."""
 SLOW, PROVE = 2.5, 8.0
-"""Seconds from which on a test is `slow`, and from which on it belongs to the long lists, as if it were marked so in the code."""
+"""The seconds from which a test gets the mark `slow`, and the mark `prove`, in addition to the marks in the code."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +50,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     before = sum(os.times()[:4])
     yield
     if file := item.config.getoption("--costs"):
-        with open(file, "a") as lines:  # ranks that were forked are counted, because they have ended
+        with open(file, "a") as lines:  # includes forked ranks: they have exited
             lines.write(f"{sum(os.times()[:4]) - before:.1f} {item.nodeid}\n")
 
 

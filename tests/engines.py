@@ -1,7 +1,7 @@
-"""Launchers of others, as Debian packages them, unpacked into `.engines` and not installed: Open MPI, MPICH, Slurm.
+"""Unpack Debian's packages of other launchers (Open MPI, MPICH, Slurm) into `.engines`, without installing them.
 
-Nothing of the system is changed; package lists of their own are fetched too. Where they cannot be had (no apt-get, no network), the
-test that wants them is skipped, and says why.
+The system stays unchanged; the package lists are separate too. Without apt-get or a network, a test that needs a launcher is skipped
+with the reason.
 """
 
 import fcntl
@@ -19,11 +19,11 @@ PATIENCE = 120
 
 
 class Missing(Exception):
-    """Why they cannot be had."""
+    """The packages are unavailable; the message has the reason."""
 
 
 def engine(name: str) -> Path:
-    """The folder in which the packages of `PACKAGES[name]` lie as in /; the test is skipped where they cannot be had."""
+    """Return the folder into which `PACKAGES[name]` is unpacked, laid out as in `/`. Without the packages, the test is skipped."""
     try:
         return _unpacked(name)
     except Missing as why:
@@ -35,7 +35,7 @@ def _unpacked(name: str) -> Path:
     if missing := [tool for tool in ("apt-get", "dpkg") if shutil.which(tool) is None]:
         raise Missing(f"there is no {missing[0]} here")
     CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / ".lock", "w") as lock:  # two lanes of make test
+    with open(CACHE / ".lock", "w") as lock:  # two lanes of `make test` may run at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         root, ready = CACHE / name, CACHE / f".{name}-ready"
         if not ready.exists():
@@ -48,7 +48,7 @@ def _unpacked(name: str) -> Path:
 
 
 def _fetched(name: str) -> list[Path]:
-    """The packages and what they need beside what is installed."""
+    """Return the packages and their dependencies that are not installed."""
     lists, archives = CACHE / "lists", CACHE / f"{name}-archives"
     shutil.rmtree(archives, ignore_errors=True)
     for folder in (lists, archives):
@@ -86,6 +86,6 @@ def _run(*words: str) -> None:
 
 
 def libraries(root: Path, *more: str) -> str:
-    """For LD_LIBRARY_PATH."""
+    """Return the value for LD_LIBRARY_PATH."""
     folders = [folder for base in ("usr/lib", "lib") for folder in sorted(root.glob(f"{base}/*-linux-*"))]
     return os.pathsep.join(map(str, [*folders, *(folder / name for folder in folders for name in more)]))

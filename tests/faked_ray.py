@@ -1,4 +1,4 @@
-"""A double of Ray Train: what of its documented interface `plait.ray` uses, with forked workers, their variables set and gloo begun."""
+"""A double of Ray Train with the documented interface that `plait.ray` uses. It forks the workers, sets their variables and starts gloo."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait.config.errors import PlaitError
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.launch.supervise import Listener
+from plait.launch.supervisor import Listener
 
 
 class WorkersFailed(Exception):
@@ -28,7 +28,7 @@ class WorkersFailed(Exception):
 
 
 class Checkpoint:
-    """A folder."""
+    """A checkpoint: a folder."""
 
     def __init__(self, path: str):
         self.path = path
@@ -40,7 +40,7 @@ class Checkpoint:
 
 @dataclass
 class Trainer:
-    """As `TorchTrainer`: forks the workers, and forks them again when one is lost."""
+    """A double of `TorchTrainer`. It forks the workers, and forks them again after a worker failure."""
 
     work: Callable[[dict[str, Any]], None]
     train_loop_config: dict[str, Any]
@@ -57,7 +57,7 @@ class Trainer:
         self.record.mkdir(parents=True, exist_ok=True)
         while True:
             try:
-                fork.run(self.worker, self.scaling_config.num_workers, Listener(text=shown))
+                fork.run_ranks(self.worker, self.scaling_config.num_workers, Listener(on_text=shown))
                 break
             except PlaitError as error:
                 self.attempts.append({0: error})
@@ -81,18 +81,18 @@ class Trainer:
         self.work(self.train_loop_config)
 
     def report(self, metrics: dict[str, Any], checkpoint: Checkpoint | None = None) -> None:
-        dist.barrier()  # as Ray's: every worker calls it as often
+        dist.barrier()  # as in Ray, each worker must call it equally often
         if checkpoint is not None:
             shutil.copytree(checkpoint.path, self.record / f"checkpoint_{metrics['step']:06d}")
 
 
 def shown(rank: int, text: bytes) -> None:
-    """As Ray shows what its workers print."""
+    """Print a worker's output in Ray's format."""
     sys.stdout.write(text.decode())
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put it where `import ray` looks."""
+    """Register the double as the module `ray`."""
     ray, train, torch = ModuleType("ray"), ModuleType("ray.train"), ModuleType("ray.train.torch")
     begun: list[object] = []
     ray.is_initialized = lambda: bool(begun)

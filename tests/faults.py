@@ -1,8 +1,8 @@
-"""The table of faults that a proof must see, catch and name, in the order of a training step: sums, parts, passes, messages, optimizer, data.
+"""The table of faults that a proof must detect and name, in the order of a training step: sums, parts, passes, messages, optimizer, data.
 
-`ALL` has 137 rows (`faulty.py`), each a change of torch alone, which knows no name of plait's. Positions in a message of gradients
-are those of the parameters of `jobs_faulty.Net`, last parameter first. The last section was written after the causes were: how well
-they hold elsewhere.
+`ALL` has 137 rows (`faulty.py`). Each row changes torch alone and uses no name of plait's. Positions in a message of gradients are those
+of the parameters of `jobs_faulty.Net`, last parameter first. The last section was written after the causes. It measures how well they
+apply to new faults.
 """
 
 from collections.abc import Callable
@@ -46,27 +46,27 @@ BLOCK = tuple((f"blocks.{i}",) for i in range(3))
 
 
 def add(name: str, job: Callable[[], Any], plan: str, truth: Truth, patch: Patch, *also: str) -> None:
-    """A row."""
+    """Add a row to the table."""
     ALL.append(Fault(name, job, plan, patch, truth, also))
 
 
 def flat(t: Tensor, tag: int) -> bool:
-    """The gradients of `Net` in one message."""
+    """Whether a message has all gradients of `Net`."""
     return t.dim() == 1 and t.numel() > 141
 
 
 def shared(t: Tensor, tag: int) -> bool:
-    """Gradients of what slices of `Text` have alike."""
+    """Whether a message has the gradients that slices of `Text` share."""
     return t.dim() == 1 and t.numel() > 60
 
 
 def of(*sizes: int, tags: range = range(1 << 30)) -> Callable[[Tensor, int], bool]:
-    """Tensors of so many elements, in messages with these tags."""
+    """Return a filter for tensors with these element counts, in messages with these tags."""
     return lambda t, tag: t.numel() in sizes and tag in tags
 
 
 def hidden(t: Tensor, tag: int) -> bool:
-    """Activations."""
+    """Whether a message has activations."""
     return t.dim() == 3
 
 
@@ -75,7 +75,7 @@ def floating(t: Tensor, tag: int) -> bool:
 
 
 def copies(ranks: list[int]) -> bool:
-    """Groups of ranks with the same slices, under dp=2 tp=2."""
+    """Whether a group has ranks with the same slices, under dp=2 tp=2."""
     return ranks in ([0, 2], [1, 3])
 
 
@@ -83,11 +83,11 @@ def pairs(ranks: list[int]) -> bool:
     return len(ranks) == 2
 
 
-# — sums of gradients over copies —
+# — sums of gradients over replicas —
 
 
 def summed(name: str, of: str, change: Change, step: int = 1, only: int | None = None) -> None:
-    """In the sum over copies of one parameter's gradient, or of all."""
+    """Add a fault in the sum over replicas of one parameter's gradient, or of all gradients."""
     truth = Truth("reduction", (of,) if of else FIRST, axis="dp", rank=only, step=step)
     add(name, jobs.net, DP, truth, Results("all_reduce", flat, step=step, only=only).changed(part(*SPANS[of], change)))
 
@@ -147,7 +147,7 @@ add("the tied weight's gradient is not summed over stages", jobs.text, PP, Truth
 add("the tied weight's gradient is doubled from step 3 on", jobs.text, PP, Truth("reduction", EMBED, axis="pp", step=3),
     Results("all_reduce", of(137), step=3).changed(part(0, 136, times(2))))  # fmt: skip
 
-# — parts of gradients and of weights, in messages —
+# — shards of gradients and of weights, in messages —
 
 SCATTERED, GATHERED = range(16385, 32768), range(16384)
 
@@ -158,7 +158,7 @@ def scattered(name: str, size: int, parameter: str, change: Change, only: int | 
 
 
 def gathered(name: str, size: int, unit: str, change: Change, only: int | None = 0, step: int = 1) -> None:
-    """Each part comes twice in a step."""
+    """Add a fault in a gathered shard. Each shard is gathered twice in a step."""
     truth = Truth("gather", (*FIRST, f"{unit}.weight"), (unit,), "fsdp", only, step=step)
     add(name, jobs.net, FSDP, truth, Results("irecv", of(size, tags=GATHERED), each=2, step=step, only=only).changed(change))
 
@@ -193,14 +193,14 @@ add("FSDP2's gathered weight is scaled on one rank", jobs.net, FSDP, Truth("gath
 
 
 def backwards(name: str, plan: str, factor: Callable[[int, int], float], truth: Truth) -> None:
-    """`factor(number of the micro-batch, rank)` on what a backward pass starts from."""
+    """Add a fault that scales the gradient at the start of a backward pass by `factor(number of the micro-batch, rank)`."""
     each = int(plan.rpartition("=")[2])
     around = lambda n, real, self, *args, **kwargs: real(self * factor(n % each, rank()), *args, **kwargs)  # noqa: E731
     add(name, jobs.net, plan, truth, counted(Tensor, "backward", around))
 
 
 def leaves(loss: Tensor) -> list[Tensor]:
-    """The parameters that a loss was made of."""
+    """Return the parameters in the graph of a loss."""
     found, todo, seen = [], [loss.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -214,7 +214,7 @@ def leaves(loss: Tensor) -> list[Tensor]:
 
 
 def overwritten(name: str, which: Callable[[int, Tensor], bool], truth: Truth) -> None:
-    """Gradients are forgotten before a backward pass: `which(number of the pass, parameter)`."""
+    """Add a fault that drops gradients before a backward pass if `which(number of the pass, parameter)`."""
 
     def around(n: int, real: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
         for p in leaves(self):
@@ -241,7 +241,7 @@ overwritten("one rank's first micro-batch is overwritten", lambda n, p: n % 3 ==
 
 
 class _Backward(torch.autograd.Function):
-    """Changes the gradient."""
+    """The identity in forward; it changes the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -254,7 +254,7 @@ class _Backward(torch.autograd.Function):
 
 
 def linear(only: int, change: Callable[[Tensor], Tensor]) -> Patch:
-    """The result of the linear map of 9 to 7."""
+    """Add a fault in the output of the linear map from 9 to 7 features."""
 
     def around(real: Any, x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
         out = real(x, weight, bias)
@@ -285,7 +285,7 @@ add("the loss is a sum on one rank", jobs.net, DP, Truth("loss", FIRST, rank=1),
 
 
 def shares(name: str, number: int, change: Change, kind: str, unit: tuple[str, ...], step: int = 1, only: int | None = None) -> None:
-    """In the all-reduce of what slices computed: the `number`th of the 14 of a step."""
+    """Add a fault in the all-reduce with index `number` of the 14 that sum partial results in a step."""
     where = Results("all_reduce", hidden, 14, number, step, only)
     add(name, jobs.text, PLAIN, Truth(kind, EMBED, unit, "tp", step=step), where.changed(change))
 
@@ -312,30 +312,30 @@ add("a vocabulary's largest is a rank's own", jobs.untied, TP, Truth("loss", EMB
 add("a vocabulary's sum is a rank's own", jobs.untied, TP, Truth("loss", EMBED, axis="tp"),
     Results("all_reduce", lambda t, tag: t.dim() == 2 and t.shape[0] == 2).changed(keep), "backward")  # fmt: skip
 
-# — stretches of the sequence, stages, experts —
+# — sequence shards, stages, experts —
 
 
 def ring(name: str, number: int, change: Change, only: int, kind: str, unit: tuple[str, ...]) -> None:
-    """In what comes round: 3 turns forward and 6 back in a step of three blocks."""
+    """Add a fault in a message of the ring. In a step of three blocks, 3 messages are sent forward and 6 backward."""
     where = Results("batch_isend_irecv", lambda t, tag: True, 9, number, only=only)
     add(name, jobs.text, CP, Truth(kind, EMBED, unit, "cp", only), where.changed(change))
 
 
 def heads(name: str, number: int, change: Change, only: int, kind: str, unit: tuple[str, ...]) -> None:
-    """In what stretches and heads are exchanged by: 12 forward, 12 back in a step."""
+    """Add a fault in a message that exchanges sequence shards and heads. A step sends 12 forward and 12 backward."""
     where = Results("all_to_all_single", floating, 24, number, only=only)
     add(name, jobs.text, "cp=2 cp_method=ulysses", Truth(kind, EMBED, unit, "cp"), where.changed(change))
 
 
 def stage(name: str, kind: str, micro: int, change: Change, step: int = 1) -> None:
-    """In a message between stages."""
+    """Add a fault in a message between stages."""
     forward = kind == "message"
     where = Results("irecv", lambda t, tag: tag >= 32768 and t.dim() == (3 if forward else 1), 3, micro, step)
     add(name, jobs.untied, PP, Truth(kind, EMBED, axis="pp", rank=int(forward), micro=micro, step=step), where.changed(change))
 
 
 def routed(name: str, number: int, change: Change, only: int, truth: Truth, *also: str) -> None:
-    """In what travels to experts and back: 4 forward, 4 back in a step."""
+    """Add a fault in a message to experts or back. A step sends 4 forward and 4 backward."""
     add(name, jobs.mixture, "ep=2", truth, Results("all_to_all_single", floating, 8, number, only=only).changed(change), *also)
 
 
@@ -386,7 +386,7 @@ def _own_statistics(real: Any, group: dist.ProcessGroup, found: Tensor, mine: Te
 
 
 def _own_masks(real: Any, self: Any, x: Tensor) -> Tensor:
-    """The same mask for every sample, on every rank."""
+    """Draw the same mask for each sample, on each rank."""
     if not self.training or self.p == 0.0 or type(x) is not Tensor:
         return real(self, x)
     numbers = (torch.arange(x[0].numel(), dtype=x.dtype) * 12.9898).sin() * 43758.5453
@@ -447,7 +447,7 @@ def _rate(factor: float, key: str, since: int) -> Any:
 
 
 def _set(key: str, value: float, *shape: int) -> Any:
-    """In the optimizer's state of the parameters of this shape, after each step."""
+    """Set a value in the optimizer's state of the parameters with this shape, after each step."""
 
     def around(step: Any, made: Any, n: int) -> None:
         step()
@@ -497,7 +497,7 @@ optimizer("weights are rounded to fp32", FIRST, _rounded)
 
 
 def collated(name: str, only: int | None, samples: Callable[[Any], Any] = list, batch: Callable[[Any], Any] = lambda pair: pair) -> None:
-    """`samples` of what is put into a batch, `batch` of the pair that comes of it."""
+    """Add a fault in the data: `samples` changes them before they are collated, `batch` changes the (inputs, targets) pair afterwards."""
 
     def around(real: Any, given: list[Any], *args: Any, **kwargs: Any) -> Any:
         mine = only in (None, rank())
@@ -519,11 +519,11 @@ add("noise in the samples is a rank's own", jobs.augmented, DP, Truth("data", FI
     torch, "randn", lambda real, *a, **k: real(*a, **k) * (1 + 0.1 * rank()) if a == (6,) else real(*a, **k)
 ))  # fmt: skip
 
-# — written after the causes were —
+# — written after the causes —
 
 
 def _without_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first that is met is multiplied with as if it were a constant."""
+    """Treat the weight of the first call as a constant, on rank 1."""
     met: list[int] = []
 
     def around(real: Any, x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:

@@ -1,8 +1,8 @@
-"""The mechanism of faults that a proof must see: in the ranks of a split run, something of torch does otherwise.
+"""How the test suite injects faults that a proof must detect: in the ranks of a split run, a torch function behaves differently.
 
-A fault is a row of a table (`faults.py`): a job, a plan, a patch, and what is true of it. A patch replaces functions before ranks
-are forked, as a `sitecustomize` would. Those made here act where a process group of several ranks exists, so one device trains as
-ever. (What kills, stops or slows a rank is a strike of `plait.chaos.strike`.)
+A fault is a row of a table (`faults.py`): a job, a plan, a patch, and the truth about it. A patch replaces functions before ranks
+are forked, as a `sitecustomize` would. The patches made here act only in a process group of several ranks, so training on one device is
+unchanged. (Faults that kill, stop or slow a rank are strikes of `plait.chaos.strike`.)
 """
 
 import itertools
@@ -26,12 +26,12 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Truth:
-    """What is wrong: the kind of cause, and where. What is left out is not asked for."""
+    """The truth about a fault: the kind of its cause, and its place. Fields without a value are not checked."""
 
     kind: str
-    """data, forward, backward, message, gather, reduction, accumulation, loss, clip, optimizer, random, recompute, buffers."""
+    """The kind of cause: data, forward, backward, message, gather, reduction, accumulation, loss, clip, optimizer, random, recompute or buffers."""
     names: tuple[str, ...] = ()
-    """The parameter (or buffer) first wrong, in the model's order: the beginnings of names, any of them."""
+    """Prefixes of the name of the first wrong parameter or buffer, in the model's order. Any of them is correct."""
     unit: tuple[str, ...] = ()
     axis: str = ""
     rank: int | None = None
@@ -41,7 +41,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of a table."""
+    """A row of the table."""
 
     name: str
     job: Callable[[], plait.Job]
@@ -49,22 +49,22 @@ class Fault:
     patch: Patch
     truth: Truth
     also: tuple[str, ...] = ()
-    """Kinds of cause that are as right: what happens is the same."""
+    """Other kinds of cause that are also correct, because their effect is the same."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """How much of a fault a verdict has right."""
+    """The score of a verdict on a fault."""
 
     caught: bool
     parameter: bool = False
     cause: bool = False
     wrong: str = "missed"
-    """What of the cause is not right."""
+    """The part of the cause that is wrong."""
 
 
 def tried(fault: Fault) -> Judgement:
-    """Verify the fault's job under its plan, with the fault."""
+    """Verify the fault's job under its plan, with the fault injected."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         fault.patch(monkeypatch)
         return judged(fault, verify(fault.job(), Plan.parse(fault.plan)))
@@ -97,7 +97,7 @@ def _of(units: tuple[str, ...], where: Any) -> bool:
 
 
 def sees(job: plait.Job, plan: str, probe: str, name: str = "", *codes: str) -> None:
-    """Verify says that they differ, in this probe, and names this parameter, and one of these codes if the cause is asked for."""
+    """Assert that the verdict is a mismatch in this probe and names this parameter. With `codes`, the code must be one of them."""
     verdict = verify(job, Plan.parse(plan), quiet=not codes)
     assert verdict.exit_code == DIFFERENT
     assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
@@ -109,7 +109,7 @@ def sees(job: plait.Job, plan: str, probe: str, name: str = "", *codes: str) -> 
 
 
 def split() -> bool:
-    """Whether this process is one of several."""
+    """Whether this process is one rank of several."""
     return c10d.is_initialized() and c10d.get_world_size() > 1
 
 
@@ -118,13 +118,13 @@ def rank() -> int:
 
 
 def wrapping(holder: Any, name: str, around: Callable[..., Any]) -> Patch:
-    """`around(real, *args, **kwargs)` is called instead, in the ranks of a split run."""
+    """Return a patch that calls `around(real, *args, **kwargs)` instead of the function, in the ranks of a split run."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real, inside = getattr(holder, name), [False]
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if inside[0] or not split():  # torch calls a function again by its name where modes look on
+            if inside[0] or not split():  # under a torch-function mode, torch calls a function again by its name
                 return real(*args, **kwargs)
             inside[0] = True
             try:
@@ -138,7 +138,7 @@ def wrapping(holder: Any, name: str, around: Callable[..., Any]) -> Patch:
 
 
 def counted(holder: Any, name: str, around: Callable[..., Any]) -> Patch:
-    """`around(number of the call, real, *args, **kwargs)` is called instead."""
+    """Return a patch that calls `around(number of the call, real, *args, **kwargs)` instead of the function."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = itertools.count()
@@ -148,12 +148,12 @@ def counted(holder: Any, name: str, around: Callable[..., Any]) -> Patch:
 
 
 def optimizer_step(around: Callable[[Any, Any, int], Any], kind: Any = torch.optim.AdamW) -> Patch:
-    """`around(real, optimizer, number)` for each step of each optimizer: number 0 is its first."""
+    """Call `around(real, optimizer, number)` for each step of each optimizer; the first step has number 0."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = kind.step
 
-        def step(self: Any, closure: Any = None) -> Any:  # whoever asks for its signature finds a closure
+        def step(self: Any, closure: Any = None) -> Any:  # code that inspects the signature must find a closure
             if not split():
                 return real(self, closure)
             n = self.__dict__.setdefault("_number", 0)
@@ -166,12 +166,12 @@ def optimizer_step(around: Callable[[Any, Any, int], Any], kind: Any = torch.opt
 
 
 def of_shape(optimizer: Any, *shape: int) -> list[Any]:
-    """The parameters of an optimizer that have this shape."""
+    """Return the optimizer's parameters with this shape."""
     return [p for group in optimizer.param_groups for p in group["params"] if tuple(p.shape) == shape]
 
 
 class Then:
-    """A work of a collective, and what happens when it is waited for."""
+    """The work handle of a collective, with a function to call after the wait."""
 
     def __init__(self, work: Any, after: Callable[[], None]):
         self.work, self.after, self.done = work, after, False
@@ -188,30 +188,30 @@ class Then:
 
 
 Change = Callable[[Tensor, Tensor, list[Tensor]], Any]
-"""(the result, what this rank gave, the results before it) -> changed in place."""
+"""A function of (result, this rank's input, earlier results) that changes the result in place."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Which results of a function that sends something are changed: of those that count, the `number`-th of `each` in a step."""
+    """Which results of a communication function are changed: of each `each` matching results in a step, the one with index `number`."""
 
     call: str
     """all_reduce, irecv, all_to_all_single or batch_isend_irecv."""
     counts: Callable[[Tensor, int], bool]
-    """(tensor, tag)."""
+    """A filter by (tensor, tag)."""
     each: int = 1
     number: int | None = None
     step: int = 1
-    """From which on."""
+    """The first step in which results are changed."""
     only: int | None = None
-    """The rank; None: all."""
+    """The rank whose results are changed; None: all ranks."""
     among: Callable[[list[int]], bool] = lambda ranks: True
-    """The ranks of the group."""
+    """A filter for the ranks of the group."""
     given: bool = False
-    """What this rank gives is changed, before it is sent."""
+    """Change this rank's input before it is sent."""
 
     def changed(self, change: Change) -> Patch:
-        """The patch that changes them."""
+        """Return the patch that changes these results."""
 
         def patch(monkeypatch: pytest.MonkeyPatch) -> None:
             numbers, earlier = itertools.count(), list[Tensor]()
@@ -258,7 +258,7 @@ def _batch(real: Any, ops: list[Any], after: Any) -> Any:
 
 
 def keep(t: Tensor, given: Tensor, earlier: list[Tensor]) -> None:
-    """What this rank gave, as if nothing had been sent."""
+    """Replace the result with this rank's input, as if no message had been sent."""
     t.copy_(given)
 
 
@@ -271,7 +271,7 @@ def flip(t: Tensor, *_: Any) -> None:
 
 
 def halves(t: Tensor, *_: Any) -> None:
-    """Its halves change places."""
+    """Swap the two halves."""
     t.copy_(torch.cat(t.chunk(2)[::-1]))
 
 
@@ -287,7 +287,7 @@ MILLIONTH = times(1 + 1e-6)
 
 
 def instead(number: int) -> Change:
-    """An earlier result, the last being −1, as far as it goes; nothing while there is none."""
+    """Replace the result with an earlier one (−1: the previous), up to its size. Do nothing until one exists."""
 
     def change(t: Tensor, given: Tensor, earlier: list[Tensor]) -> None:
         if len(earlier) >= -number:
@@ -298,5 +298,5 @@ def instead(number: int) -> Change:
 
 
 def part(first: int, end: int | None, change: Change) -> Change:
-    """The change of some rows alone."""
+    """Apply the change to some rows alone."""
     return lambda t, given, earlier: change(t[first:end], given[first:end], [e[first:end] for e in earlier])

@@ -1,4 +1,4 @@
-"""The job of the tests of hostile ranks: rank 1 misbehaves in its third training step, or the data does."""
+"""A job for tests of misbehaving ranks: rank 1 misbehaves in its third training step, or the data is bad."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def chained(n: int) -> Exception:
 
 
 def strike(fault: str) -> None:
-    """What rank 1 does."""
+    """Let rank 1 misbehave."""
     if fault == "long":
         raise ValueError("x" * 50_000_000)
     if fault == "lines":
@@ -60,7 +60,7 @@ def strike(fault: str) -> None:
 
 
 def speak(fault: str) -> None:
-    """What rank 1 prints and lives on."""
+    """Print on rank 1, and continue."""
     if fault == "prints lines":
         sys.stdout.write("a line of some length, and its end\n" * 600_000)
     if fault == "prints a line":
@@ -105,7 +105,7 @@ class Model(nn.Module):
 
 
 def wrong(fault: str) -> nn.Module:
-    """A model that fails inside a library."""
+    """Return a model that fails inside a library."""
     width = 7 if fault == "width" else 6
     return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 1))
 

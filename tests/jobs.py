@@ -1,4 +1,4 @@
-"""Unlike small jobs for the tests. Each is ordinary PyTorch; none knows how it will be split."""
+"""Small, different jobs for the tests. Each is ordinary PyTorch, independent of how a plan splits it."""
 
 import dataclasses
 import random
@@ -12,7 +12,7 @@ import plait
 
 
 class Numbers:
-    """`n` samples drawn once: x [features], y from a fixed rule."""
+    """`n` samples drawn once: x [features], and y from a fixed rule."""
 
     def __init__(self, n: int = 64, features: int = 6, classes: int = 0, augment: bool = False):
         g = torch.Generator().manual_seed(7)
@@ -30,7 +30,7 @@ class Numbers:
 
 
 class Tokens:
-    """Sequences with a ragged number of real tokens; padding targets are −100."""
+    """Sequences with different numbers of real tokens; padding targets are −100."""
 
     def __init__(self, n: int = 48, length: int = 9, vocabulary: int = 17):
         g = torch.Generator().manual_seed(3)
@@ -47,7 +47,7 @@ class Tokens:
 
 
 class Stream:
-    """An iterable data set with state."""
+    """An iterable data set with a state."""
 
     def __init__(self, n: int = 40):
         self.items, self.at = Numbers(n, augment=True), 0
@@ -97,7 +97,7 @@ def batch_norm() -> plait.Job:
 
 
 class LanguageModel(nn.Module):
-    """LSTM with dropout between its layers; embedding and head tied."""
+    """An LSTM with dropout between its layers; embedding and head are tied."""
 
     def __init__(self, vocabulary: int = 17, width: int = 12):
         super().__init__()
@@ -119,7 +119,7 @@ def ragged() -> plait.Job:
 
 
 class Attention(nn.Module):
-    """Encoder with dropout in attention, in a layout with the batch in dim 1, and a frozen embedding."""
+    """An encoder with dropout in attention, the batch in dim 1, and a frozen embedding."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ def attention() -> plait.Job:
 
 
 class Branches(nn.Module):
-    """A parameter used only for some inputs, one never used, and a layer skipped at random."""
+    """One parameter is used for some inputs only, one is never used, and a layer is skipped at random."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ def branches() -> plait.Job:
 
 
 class Vae(nn.Module):
-    """Draws its latent with randn_like; takes a dict, returns a dict."""
+    """Draws its latent with randn_like; takes a dict and returns a dict."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ def stream() -> plait.Job:
 
 
 def groups() -> plait.Job:
-    """Weight decay on matrices only, a learning-rate multiplier on the last layer, RMSprop."""
+    """Weight decay on matrices only, a learning-rate multiplier on the last layer, and RMSprop."""
 
     def optimizer(params):
         matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
@@ -216,7 +216,7 @@ class Out:
 
 
 class Odd(nn.Module):
-    """A counter buffer, a cache filled in the first forward, an explicit float32 norm, frozen batch norm, a dataclass out."""
+    """A counter buffer, a cache filled in the first forward, an explicit float32 norm, a frozen batch norm and a dataclass as output."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ class Noisy(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Activation checkpointing by the model itself, with dropout inside; one block draws by a direct call."""
+    """The model uses activation checkpointing itself, with dropout inside; one block draws in a direct call."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Jobs with a sample that cannot be read, in several ways."""
+"""Jobs with a sample that cannot be read, for different reasons."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def row(i: int) -> tuple[Tensor, Tensor]:
 
 
 class Rows:
-    """Sample 77 does what `kind` says: `key` and `stop` raise, `once` raises the first time only, `none` is nothing."""
+    """Sample 77 fails by `kind`: `key` and `stop` raise, `once` raises the first time only, `none` returns None."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -39,7 +39,7 @@ class Rows:
 
 
 class Put(Rows):
-    """Its `collate` cannot take one sample."""
+    """Its `collate` rejects one sample."""
 
     def collate(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         x, y = (torch.stack(each) for each in zip(*samples))

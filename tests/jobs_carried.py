@@ -1,4 +1,4 @@
-"""Jobs whose models keep values from call to call, draw in ways of their own, or fail in one place only: `job(kind)`."""
+"""Jobs whose models keep values between calls, draw random numbers in unusual ways, or fail in one place only: `job(kind)`."""
 
 from collections import deque
 from typing import Any
@@ -13,7 +13,7 @@ import plait
 
 
 class Two(nn.Module):
-    """Two layers with something between them."""
+    """Two layers with a module between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Two(nn.Module):
 
 
 class Anneals(Two):
-    """A temperature that falls with the calls; random numbers have no part in it."""
+    """A temperature that falls with each call, independent of random numbers."""
 
     def between(self, h: Tensor) -> Tensor:
         self.passes += 1
@@ -37,7 +37,7 @@ class Anneals(Two):
 
 
 class WarmsUp(Two):
-    """Another branch from call 40 on."""
+    """Takes a different branch from call 40 on."""
 
     def between(self, h: Tensor) -> Tensor:
         self.rate += 0.025
@@ -64,7 +64,7 @@ class Nested(Two):
 
 
 class Observes(Two):
-    """Counts, and keeps what it saw: no output depends on it."""
+    """Counts and stores its inputs; no output depends on them."""
 
     def between(self, h: Tensor) -> Tensor:
         self.passes, self.seen = self.passes + 1, h.detach()
@@ -84,7 +84,7 @@ class OwnNoise(Two):
 
 
 class HostMask(Two):
-    """Dropout in one place, and numpy's mask in another."""
+    """Dropout in one place, and a mask by numpy in another."""
 
     def between(self, h: Tensor) -> Tensor:
         return F.dropout(h, 0.1) * torch.from_numpy(np.random.rand(*h.shape) > 0.2).to(h)
@@ -132,7 +132,7 @@ def job(kind: str = "plain") -> plait.Job:
 
 
 class Found(Points):
-    """Every sample has one object, and a few have six."""
+    """Each sample has one object, and a few have six."""
 
     def __init__(self) -> None:
         super().__init__(4000)
@@ -142,7 +142,7 @@ class Found(Points):
 
 
 def by_objects() -> plait.Job:
-    """A detector's loss: over the number of objects in the batch."""
+    """A detector's loss: the sum divided by the number of objects in the batch."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(out, y, reduction="sum") / y.sum().clamp(min=1)
@@ -151,7 +151,7 @@ def by_objects() -> plait.Job:
 
 
 def by_masked_tokens() -> plait.Job:
-    """A mean over labels that are there: all have seven, and a few two."""
+    """A mean over the labels that are present. Each sample has seven, and a few have two."""
 
     class Labels(Found):
         def __getitem__(self, i: int) -> Any:
@@ -164,7 +164,7 @@ def by_masked_tokens() -> plait.Job:
 
 
 def in_the_model() -> plait.Job:
-    """The model divides by how many of its inputs are rare."""
+    """The model divides by the number of its rare inputs."""
 
     class Rare(Two):
         def between(self, h: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def in_the_model() -> plait.Job:
 
 
 def limited(kind: str = "norm", limit: float = 100.0) -> plait.Job:
-    """A hook limits a gradient inside of the model: by the norm of all samples, or element by element."""
+    """A hook limits a gradient inside of the model, by the norm over all samples or by element."""
 
     def short(g: Tensor) -> Tensor:
         return g * (limit / g.norm().clamp(min=limit)) if kind == "norm" else g.clamp(-limit, limit)

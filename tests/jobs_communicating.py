@@ -1,4 +1,4 @@
-"""Jobs whose code asks torch.distributed for ranks, or communicates itself."""
+"""Jobs whose code queries torch.distributed for ranks, or communicates itself."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import plait
 
 
 class Net(nn.Module):
-    """A small network, `between` its two layers."""
+    """A small network with `between` between its two layers."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh):
         super().__init__()
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def centred(h: Tensor) -> Tensor:
-    """Takes the mean of all ranks away, if there are any."""
+    """Subtract the mean over all ranks, if there are several."""
     if dist.is_available() and dist.is_initialized():
         mean = h.detach().mean(0)
         dist.all_reduce(mean)
@@ -36,24 +36,24 @@ def centred(h: Tensor) -> Tensor:
 
 
 def scaled(h: Tensor) -> Tensor:
-    """By functions that were imported by their names."""
+    """Use functions that were imported by name."""
     return h.tanh() * (get_world_size() if is_initialized() else 1)
 
 
 def summed(h: Tensor) -> Tensor:
-    """Asks for nothing, and sums."""
+    """All-reduce without checking for a process group."""
     total = h.detach().sum()
     dist.all_reduce(total)
     return h.tanh() + 0 * total
 
 
 def mean_of_ranks(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss as it makes up for the mean that DistributedDataParallel takes."""
+    """A loss that compensates for DistributedDataParallel's mean over ranks."""
     return F.mse_loss(outputs, targets) * (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 class Summing(torch.optim.SGD):
-    """Sums gradients itself where there are ranks."""
+    """All-reduces gradients itself if a process group exists."""
 
     def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"] if dist.is_initialized()):
@@ -62,7 +62,7 @@ class Summing(torch.optim.SGD):
 
 
 class Scattering(torch.optim.SGD):
-    """Scatters and waits as optimizers with a sharded state do; knows no single device."""
+    """Reduce-scatters and waits, as optimizers with sharded states do. It does not support a single device."""
 
     def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -72,7 +72,7 @@ class Scattering(torch.optim.SGD):
 
 
 def chosen(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of several ranks where there are some."""
+    """Return the optimizer for several ranks if a process group exists."""
     return (Scattering if dist.is_initialized() else torch.optim.SGD)(parameters, lr=0.1)
 
 
@@ -81,7 +81,7 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def zero(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's own sharded optimizer, whose import is deprecated code."""
+    """Return torch's own sharded optimizer, whose import is deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -90,7 +90,7 @@ def zero(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def wrapped() -> nn.Module:
-    """As a script does it where there are ranks."""
+    """Wrap the model in DistributedDataParallel if a process group exists, as scripts do."""
     return nn.parallel.DistributedDataParallel(Net()) if dist.is_initialized() else Net()
 
 
@@ -102,7 +102,7 @@ RIGHT: dict[str, Callable[[], plait.Job]] = {
     "chosen": lambda: make(Net, optimizer=chosen),
     "wrapped": lambda: make(wrapped, optimizer=_sgd),
 }
-"""They train as on one device."""
+"""These jobs train as on one device."""
 REFUSED: dict[str, Callable[[], plait.Job]] = {
     "all_reduce": lambda: make(lambda: Net(summed), optimizer=_sgd),
     "functional": lambda: make(lambda: Net(differentiable.all_reduce), optimizer=_sgd),
@@ -110,4 +110,4 @@ REFUSED: dict[str, Callable[[], plait.Job]] = {
     "zero": lambda: make(Net, optimizer=zero),
     "replicated": lambda: make(lambda: nn.parallel.DistributedDataParallel(Net()), optimizer=_sgd),
 }
-"""They cannot train on one device."""
+"""These jobs cannot train on one device."""

@@ -1,4 +1,4 @@
-"""Small unlike models for compressed sums, with either optimizer, and losses whose samples weigh the same or not."""
+"""Small, different models for compressed all-reduces, with either optimizer, and losses whose samples have equal or different weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ import plait
 
 
 class Words(nn.Module):
-    """An embedding that is also the head, and a vector and a number among its parameters."""
+    """An embedding that is also the head; a vector and a scalar are among the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Words(nn.Module):
 
 
 class Pictures(nn.Module):
-    """A convolution, whose weight is a matrix with three dims in its columns, and dropout."""
+    """A convolution with dropout. As a matrix, its weight has three dims in its columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Pictures(nn.Module):
 
 
 class Courses(nn.Module):
-    """A layer that only some samples use, so that some ranks have no gradient of it, and one that none uses."""
+    """A layer that only some samples use, so that some ranks have no gradient of it, and a layer that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ MODELS = {"words": Words, "pictures": Pictures, "courses": Courses}
 
 
 def counts(y: Tensor) -> Tensor:
-    """What a sample weighs: 1 or 2."""
+    """The weight of a sample: 1 or 2."""
     return 1 + (y > 0).long()
 
 

@@ -1,4 +1,4 @@
-"""Models with a sequence that ranks can share, and some whose units look at positions in ways that cannot be cut."""
+"""Models whose sequence ranks can shard, and models with units that prevent it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +21,12 @@ WIDTH = 8
 
 
 def bert() -> plait.Job:
-    """Looks both ways; a mask over padding; learned positions and dropout."""
+    """Bidirectional attention with a padding mask, learned positions and dropout."""
     return jobs_pipeline.bert(layers=2, attention="sdpa")
 
 
 class Packed(Rows):
-    """Several documents in a row: positions begin again, a mask keeps them apart."""
+    """Several documents in a row: positions restart at each, and a mask separates them."""
 
     def __getitem__(self, i: int) -> tuple[dict[str, Tensor], Tensor]:
         ids, targets = self.rows[i, :-1], self.rows[i, 1:].clone()
@@ -44,7 +44,7 @@ def packed() -> plait.Job:
 
 
 def padded() -> plait.Job:
-    """A decoder with a padding mask, whose mask the model makes from both."""
+    """A decoder with a padding mask. The model combines it with the causal mask."""
 
     class Padded(Rows):
         def __getitem__(self, i: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -56,7 +56,7 @@ def padded() -> plait.Job:
 
 
 class Encoder(nn.Module):
-    """torch's own layers, in one of their layouts, with a mask of both kinds or none."""
+    """torch's own encoder layers, batch-first or not, with both kinds of mask or none."""
 
     def __init__(self, batch_first: bool, causal: bool, padding: bool):
         super().__init__()
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head; `between` is done to the hidden states after the blocks."""
+    """Blocks between an embedding and a head; `between` is applied to the hidden states after the blocks."""
 
     def __init__(self, block: Callable[[], nn.Module], between: str = "", blocks: int = 2):
         super().__init__()
@@ -118,7 +118,7 @@ class Model(nn.Module):
             h = h + 0.5 * first
             h *= 2.0
         if self.between == "ignored":
-            self.head(h[:, 1])  # gathered, and no part of the loss
+            self.head(h[:, 1])  # gathered, and not used by the loss
         if self.between in ("first", "ignored"):
             return self.head(h[:, 0])
         if self.between == "mean":
@@ -134,7 +134,7 @@ def tokens(block: Callable[[], nn.Module], between: str = "") -> Callable[[], pl
 
 
 class ByHand(Attention):
-    """Attention written out."""
+    """Attention written as matrix products and a softmax."""
 
     def attend(self, h: Tensor) -> Tensor:
         q, k, v = self.split(h)
@@ -143,7 +143,7 @@ class ByHand(Attention):
 
 
 class Turned(nn.Module):
-    """Something with channels first."""
+    """Runs a module on channels-first hidden states."""
 
     def __init__(self, *inner: nn.Module) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Turned(nn.Module):
 
 
 class Routed(nn.Module):
-    """A list of experts, each for some of the tokens."""
+    """A list of experts; each gets some of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Routed(nn.Module):
 
 
 class Counts(Attention):
-    """Makes its own positions."""
+    """Computes its own positions."""
 
     def split(self, h: Tensor) -> list[Tensor]:
         q, k, v = super().split(h)
@@ -181,7 +181,7 @@ class Scaled(nn.Module):
 
 
 class Again(Attention):
-    """Computes its attention again in backward, without the rest of it."""
+    """Recomputes only its attention in backward."""
 
     def forward(self, h: Tensor) -> Tensor:
         h = h + self.out(checkpoint(self.attend, h, use_reentrant=False).transpose(1, 2).flatten(2))
@@ -189,7 +189,7 @@ class Again(Attention):
 
 
 class Weights(nn.Module):
-    """torch's attention, asked for its weights."""
+    """torch's attention, with `need_weights=True`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Weights(nn.Module):
 
 
 class Biased(nn.Module):
-    """A mask of learned numbers, which the model makes once for all blocks."""
+    """A mask of learned values, which the model computes once for all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,12 +235,12 @@ def unbalanced() -> plait.Job:
 
 
 def balanced(**given: Any) -> plait.Job:
-    """The same with it: a mean over all tokens, of the logits of routers that hooks collect."""
+    """The same model with the balance loss: a mean over all tokens of the router logits that hooks collect."""
     return replace(mixtral(**given), loss=balance)
 
 
 class Noted(Attention):
-    """Leaves something of its rows behind."""
+    """Stores a value computed from its rows."""
 
     def forward(self, h: Tensor) -> Tensor:
         h = super().forward(h)

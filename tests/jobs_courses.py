@@ -1,4 +1,4 @@
-"""Models whose forward pass takes another course from step to step: other sizes of input, parts left out at random."""
+"""Models whose forward pass varies from step to step, by input sizes or by parts that are skipped at random."""
 
 import dataclasses
 import random
@@ -18,11 +18,11 @@ import plait
 WORDS = 31
 
 
-# — sizes that vary —
+# — varying sizes —
 
 
 class Ragged:
-    """Sequences of unlike length, padded to the longest of the micro-batch."""
+    """Sequences of different lengths, padded to the longest of the micro-batch."""
 
     def __init__(self, n: int = 48) -> None:
         g = torch.Generator().manual_seed(3)
@@ -46,7 +46,7 @@ def pad(rows: Any, value: int) -> Tensor:
 
 
 class Causal(nn.Module):
-    """Attention that looks back only: padding behind a sequence changes nothing in it."""
+    """Causal attention: padding after a sequence does not affect its results."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Causal(nn.Module):
 
 
 class Padded(nn.Module):
-    """The first block's output is used again at the end; positions are the root's own."""
+    """The first block's output is used again at the end; the position table is a parameter of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def padded() -> plait.Job:
 
 
 class Pictures(Ragged):
-    """Images of unlike sizes, padded to the largest, with a mask of what is image."""
+    """Images of different sizes, padded to the largest, with a mask of the real pixels."""
 
     def __init__(self, n: int = 48) -> None:
         g = torch.Generator().manual_seed(5)
@@ -107,7 +107,7 @@ class Conv(nn.Module):
 
 
 class Sizes(nn.Module):
-    """Convolutions with a skip over all of them, and a mean over what is image."""
+    """Convolutions with one skip connection over all of them, and a mean over the real pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Sizes(nn.Module):
 
 
 class Graphs(Ragged):
-    """Graphs of unlike sizes, packed into one: nodes, edges, and to which graph a node belongs."""
+    """Graphs of different sizes, packed into one: nodes, edges, and the graph of each node."""
 
     def __init__(self, n: int = 48) -> None:
         g = torch.Generator().manual_seed(6)
@@ -169,7 +169,7 @@ class Graph(nn.Module):
 
 
 class Masked(Ragged):
-    """For models of the library: words, and a mask of the real ones."""
+    """Data for models of the Hugging Face library: words, and a mask of the real ones."""
 
     def collate(self, samples: list[Any]) -> tuple[Any, Tensor]:
         x, y = super().collate(samples)
@@ -187,7 +187,7 @@ def llama_padded() -> plait.Job:
 
 
 class Caching(Masked):
-    """Inputs that ask for the cache."""
+    """Inputs that enable the cache."""
 
     def collate(self, samples: list[Any]) -> tuple[Any, Tensor]:
         x, y = super().collate(samples)
@@ -218,11 +218,11 @@ VARYING = {
 }  # fmt: skip
 
 
-# — parts left out at random —
+# — parts skipped at random —
 
 
 class NumpyDrop(Chain):
-    """The root leaves blocks out by numpy's generator; a block draws from Python's and numpy's for itself."""
+    """The root skips blocks by numpy's generator; a block draws from Python's and numpy's generators itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -233,7 +233,7 @@ class NumpyDrop(Chain):
 
 
 class Moody(Block):
-    """A block that draws numbers for itself, and as many as it likes."""
+    """A block that draws a varying count of random numbers itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -249,7 +249,7 @@ class MoodyDrop(NumpyDrop):
 
 
 class TorchDrop(Chain):
-    """As many libraries do it: by a number of torch's generator, looked at."""
+    """Skips by reading a value of torch's generator, as many libraries do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.first(x), 0.1, self.training)
@@ -279,7 +279,7 @@ RANDOM = {
 }  # fmt: skip
 
 
-# — objects that carry tensors —
+# — objects with tensors inside —
 
 
 class Bag(dict):
@@ -289,7 +289,7 @@ class Bag(dict):
 
 
 class Note:
-    """An object in an object."""
+    """An object inside an object."""
 
     def __init__(self, seen: Tensor, depth: int) -> None:
         self.seen, self.depth = seen, depth
@@ -335,7 +335,7 @@ class Changes(nn.Module):
 
 
 class Changed(nn.Module):
-    """Blocks change the state that they are given and return it; the root looks at it by its old name."""
+    """Blocks change the input state and return it; the root reads it through its old name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Changed(nn.Module):
 
 
 class Aside(Changes):
-    """Changes the state and returns something else beside it."""
+    """Changes the state and returns a second value with it."""
 
     def forward(self, state: Any) -> Any:
         return super().forward(state), state.h.sum(-1)
@@ -371,7 +371,7 @@ class Asides(Changed):
 
 
 class Silent(Changes):
-    """Changes the state and returns nothing."""
+    """Changes the state and returns None."""
 
     def forward(self, state: Any) -> None:
         super().forward(state)
@@ -393,13 +393,13 @@ OBJECTS = {
     "objects": jobs_unlike.ALL["objects"], "bags": lambda: make(Bags), "changed": lambda: make(Changed),
 }  # fmt: skip
 UNFOLLOWED = {
-    "asides": (lambda: make(Asides), "changes what it is given"), "silents": (lambda: make(Silents), "besides what it returns"),
+    "asides": (lambda: make(Asides), "changes its input in place"), "silents": (lambda: make(Silents), "outside of its output"),
 }  # fmt: skip
-"""Name -> (job, words of the refusal)."""
+"""Name -> (job, words of the error)."""
 
 
 class Leaving(nn.Module):
-    """A block that leaves a number of what it computes beside what it returns: in a list that it is given, or on itself."""
+    """A block that also stores a value it computed, in a list passed to it or in an attribute."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class Leaving(nn.Module):
 
 
 class Leaves(nn.Module):
-    """Its output holds what its blocks leave, or something made of that."""
+    """Returns the values that its blocks store, or a value computed from them."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -450,9 +450,9 @@ UNREAD = {
     "list": lambda: left("list"), "attribute": lambda: left("attribute"), "output": lambda: left("output"),
     "last_of_list": lambda: left("list", lambda out: out["kept"][3]),
 }  # fmt: skip
-"""Units leave values in objects, and the loss depends on none that another stage has."""
+"""Units store values in objects, and the loss depends on no value of another stage."""
 READ = {
     "list": lambda: left("list", lambda out: out["kept"][0]), "whole": lambda: left("attribute", lambda out: out["whole"]),
     "output": lambda: left("output", lambda out: out["kept"][1]),
 }  # fmt: skip
-"""The same, and it does."""
+"""The same units; here the loss depends on a value of another stage."""

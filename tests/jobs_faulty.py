@@ -1,4 +1,4 @@
-"""Jobs that faults are tried on: small, deterministic, and with names that tell where something is."""
+"""Jobs for fault injection: small and deterministic, with names that identify a place."""
 
 import jobs_moe
 import torch
@@ -12,7 +12,7 @@ WIDTH = 8
 
 
 class Net(nn.Module):
-    """Three linear maps. Sizes differ, so that each parameter is known by its shape."""
+    """Three linear maps. Sizes differ, so that each parameter is identified by its shape."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Text(nn.Module):
-    """Embedding, three blocks, a norm, and a head that is tied to the embedding or not."""
+    """An embedding, three blocks, a norm, and a head that is tied to the embedding or not."""
 
     def __init__(self, tied: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Text(nn.Module):
 
 
 class Whole(Tokens):
-    """Every token counts."""
+    """Each token has a weight."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         return self.x[i], self.x[i].roll(-1)
@@ -114,7 +114,7 @@ def mixture() -> plait.Job:
 
 
 def weighted() -> plait.Job:
-    """A ragged number of tokens counts."""
+    """The number of tokens with a weight differs between samples."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

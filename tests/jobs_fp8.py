@@ -1,4 +1,4 @@
-"""A GPT whose linear layers fit fp8, with one before its blocks and one after them."""
+"""A GPT whose linear layers are suited to fp8, with one more linear layer before its blocks and one after them."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Jobs that hang, or take long, on rank 1 in one of many places: `how` says where."""
+"""Jobs that hang, or run for long, on rank 1; `how` names the place."""
 
 import itertools
 import os
@@ -16,22 +16,22 @@ from torch.distributed import distributed_c10d as dist
 import plait
 
 WAYS = ("loop", "sleep", "lock", "queue", "child", "socket", "pipe", "compiled", "join", "product")
-"""Of never coming back from a forward pass."""
+"""The ways in which a forward pass never returns."""
 
 
 def chosen(how: str, *ways: str) -> bool:
-    """Whether this is rank 1, and `how` one of these ways."""
+    """Whether this is rank 1, and `how` is one of these ways."""
     return how in ways and dist.is_initialized() and dist.get_rank() == 1
 
 
 def began() -> None:
-    """Leave the time at which the hang begins in the folder of the run."""
+    """Write the time at which the hang starts to the folder of the run."""
     with open("began", "w") as file:
         file.write(str(time.monotonic()))
 
 
 def hang(way: str) -> None:
-    """Never come back."""
+    """Never return."""
     began()
     if way == "loop":
         while True:
@@ -49,7 +49,7 @@ def hang(way: str) -> None:
             server.accept()
     if way == "pipe":
         os.read(os.pipe()[0], 1)
-    if way == "compiled":  # one call that keeps the interpreter's lock
+    if way == "compiled":  # one call that keeps the GIL
         sum(itertools.repeat(0, 10**12))
     if way == "join":
         other = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
@@ -144,7 +144,7 @@ def job(how: str = "", seconds: float = 1000.0, batch: int = 8) -> plait.Job:
         return (outputs - targets).square().mean()
 
     def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        if chosen(how, "metrics") and len(outputs) > 2:  # not when they are tried
+        if chosen(how, "metrics") and len(outputs) > 2:  # not when plait tries the metrics
             hang("sleep")
         return {"error": (outputs - targets).abs()}
 

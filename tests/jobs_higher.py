@@ -1,4 +1,4 @@
-"""Models with operators of higher order, scripted modules, functions of torch.func, and operators of their own."""
+"""Models with higher-order operators, scripted modules, functions of torch.func, and custom operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """What every kind is wrapped in: maps before and after, dropout, and a residual."""
+    """The block around each kind: maps before and after, dropout, and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Scan(Block):
 
 
 class Parallel(Block):
-    """A running sum."""
+    """A cumulative sum."""
 
     def inner(self, x: Tensor) -> Tensor:
         return associative_scan(torch.add, x, dim=1, combine_mode="generic")
 
 
 class Mapped(Block):
-    """torch.func: a row's function, and its derivative."""
+    """torch.func: a function of one row, and its derivative."""
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.func.vmap(torch.sin)(x) + torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
@@ -97,7 +97,7 @@ class Custom(Block):
 
 @torch.library.custom_op("plait_tests::thrice", mutates_args=())
 def thrice(x: Tensor) -> Tensor:
-    """It tells nothing of its shapes."""
+    """An operator without a rule for its shapes."""
     return x * 3
 
 

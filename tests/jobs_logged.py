@@ -1,4 +1,4 @@
-"""A job that logs: in its model's units, between them, in its loss; with a weight that differs from sample to sample."""
+"""A job that calls `plait.log` in its model's units, between them and in its loss. Sample weights differ."""
 
 import sys
 from pathlib import Path
@@ -68,7 +68,7 @@ def counted(targets: Tensor) -> Tensor:
 
 
 class Plain(Net):
-    """Logs in its loss only, where weights are known."""
+    """Logs in its loss only, where the weights are known."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)

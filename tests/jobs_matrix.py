@@ -1,4 +1,4 @@
-"""The jobs of docs/matrix.md: one for each thing that models do, by the name that the document gives it."""
+"""The jobs of docs/matrix.md: one per model feature, by the name in that document."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ import plait
 
 
 class Sometimes(Chain):
-    """A block with a term of its own for large inputs: batches without one do not use its parameters."""
+    """A block with an extra term for large inputs: batches without any do not use its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Sometimes(Chain):
 
 
 class Auxiliary(Chain):
-    """Returns a loss of its hidden features, one number for each sample, beside its output."""
+    """Returns its output and a loss of its hidden features, one value for each sample."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, auxiliary = self.first(x), 0.0
@@ -50,7 +50,7 @@ def auxiliary() -> plait.Job:
 
 
 class Noted(jobs_uncut.Attribute):
-    """The same, left behind by each block in an attribute, for the loss inside the model to find."""
+    """The same loss; each block stores it in an attribute, and the loss inside the model reads it."""
 
 
 def mlp() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Models with formats of their own, and with gradients that are rounding alone."""
+"""Models with their own number formats, and with gradients that are only rounding errors."""
 
 import torch
 from jobs import Numbers, make
@@ -34,7 +34,7 @@ class HalfSequences(Sequences):
 
 
 class Keys(nn.Module):
-    """Attention whose keys have a bias: its gradient is truly zero. x: [rows, length, 8]."""
+    """Attention whose keys have a bias: its exact gradient is zero. x: [rows, length, 8]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Reader(nn.Module):
 
 
 class Concatenated(nn.Module):
-    """Each block reads what all before it returned. x: [rows, 6]."""
+    """Each block reads the outputs of all earlier blocks. x: [rows, 6]."""
 
     def __init__(self, blocks: int = 5) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the Hugging Face library's, and plain ones as people write them."""
+"""Mixtures of experts: the Hugging Face library's, and plain ones as users write them."""
 
 import random
 from typing import Any
@@ -37,7 +37,7 @@ def qwen3(**given: Any) -> plait.Job:
 
 
 def gpt_oss() -> plait.Job:
-    """As the library makes it: one kernel for all experts, which has no float64, behind a forward that is given by another name."""
+    """The library's model: one kernel for all experts, which has no float64, behind a forward that is passed under a different name."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -48,7 +48,7 @@ def gpt_oss() -> plait.Job:
 
 
 def balanced(outputs: Any, targets: Tensor) -> Tensor:
-    """With the library's balance loss, as its models add it to their own."""
+    """A model with the library's balance loss, added to its own loss."""
     return next_token(outputs, targets) + 0.05 * outputs.aux_loss
 
 
@@ -81,11 +81,11 @@ NOISES: dict[str, Any] = {
     "python": lambda gate, x: gate(x) * random.uniform(0.5, 2.0),
     "gumbel_softmax": lambda gate, x: F.gumbel_softmax(gate(x), tau=0.5).log(),
 }
-"""What a router may draw before it chooses experts: (gate, tokens) -> scores."""
+"""Noise that a router may draw before it chooses experts: (gate, tokens) -> scores."""
 
 
 class Mixture(nn.Module):
-    """A router, a list of experts, one for all, and the residual; experts that no token chose are not called. `noise`: of `NOISES`."""
+    """A router, a list of experts, one shared expert, and the residual. Experts without tokens are not called. `noise`: of `NOISES`."""
 
     def __init__(
         self, width: int, experts: int, capacity: float | None = None, always: bool = False, noise: str | None = None
@@ -113,7 +113,7 @@ class Mixture(nn.Module):
 
 
 class Bank(nn.Module):
-    """Stacked experts. No shape depends on which are chosen: all compute all rows, and what was not chosen counts nothing."""
+    """Stacked experts. No shape depends on the choice: each expert computes all rows, and the weights of unchosen rows are zero."""
 
     def __init__(self, experts: int, width: int):
         super().__init__()
@@ -176,13 +176,13 @@ def plain_loss(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def balance_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Each layer's balance, exact over the global batch."""
+    """The balance loss of each layer, exact over the global batch."""
     found = [len(p[0]) * (plait.global_mean(p) * plait.global_mean(c)).sum() for p, c in outputs[1]]
     return plain_loss(outputs, targets) + 0.05 * torch.stack(found).sum()
 
 
 def local_balance(outputs: Any, targets: Tensor) -> Tensor:
-    """The same as one writes it for one device: of a rank's own share."""
+    """The same loss as one writes it for one device: over a rank's local batch."""
     found = [len(p[0]) * (p.mean(0) * c.mean(0)).sum() for p, c in outputs[1]]
     return plain_loss(outputs, targets) + 0.05 * torch.stack(found).sum()
 

@@ -1,4 +1,4 @@
-"""Batch norms of other kinds than torch's plain ones: SyncBatchNorm as scripts leave it, and subclasses with a forward of their own."""
+"""Batch norms other than torch's plain ones: SyncBatchNorm as scripts leave it, and subclasses with their own forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import plait
 
 
 class Images:
-    """Small images, and whether they are bright."""
+    """Small images, labeled bright or not."""
 
     def __len__(self) -> int:
         return 30
@@ -23,17 +23,17 @@ class Images:
 
 
 class Activated(nn.BatchNorm2d):
-    """A batch norm with an activation in it, which calls the norm of its class."""
+    """A batch norm with a fused activation, which calls the norm of its base class."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(super().forward(input))
 
 
 class Written(nn.BatchNorm2d):
-    """The same, written out as libraries of vision models do."""
+    """The same with the norm written out, as libraries of vision models do."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training:  # a count in eval mode would be of a rank's own batches
+        if self.training:  # in eval mode, a count would be over the rank's local batches
             self.num_batches_tracked.add_(1)
         statistics = self.running_mean, self.running_var
         x = F.batch_norm(input, *statistics, self.weight, self.bias, self.training, 0.2, self.eps)
@@ -41,14 +41,14 @@ class Written(nn.BatchNorm2d):
 
 
 class Renormed(nn.SyncBatchNorm):
-    """A subclass of the norm that communicates by itself."""
+    """A subclass of the norm that communicates itself."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 0.5 * input + super().forward(input)
 
 
 class Mixed(nn.Module):
-    """Norms of two and of one spatial dims, and of none."""
+    """Norms over two spatial dims, over one, and over none."""
 
     def __init__(self, kind: Callable[..., nn.Module], **given: Any):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small jobs in odd shapes: random numbers of every kind in blocks, and code between units."""
+"""Small unusual jobs: random numbers of each kind in blocks, and code between units."""
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ def job(model, kind, loss=None, opt=None, **k):
 
 
 class Seq(nn.Module):
-    """embedding, blocks, head over tokens"""
+    """An embedding, blocks, and a head over tokens."""
 
     def __init__(self, block, n=2):
         super().__init__()
@@ -80,7 +80,7 @@ def blk(f):
 
 
 def row(table, name, model, kind="seq", loss=None, **k):
-    """Put a job into a table of jobs by name."""
+    """Add a job to a table of jobs by name."""
     table[name] = lambda: job(model, kind, loss, **k)
 
 
@@ -135,7 +135,7 @@ rand_block(
 
 
 class Between(nn.Module):
-    """`f` is code of the model's own between its units."""
+    """Runs `f` between its units."""
 
     def __init__(self, f):
         super().__init__()

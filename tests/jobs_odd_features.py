@@ -1,4 +1,4 @@
-"""Small models in odd shapes: features, routing, functions with a backward of their own, norms, losses and recurrences."""
+"""Small unusual models: features, routing, functions with their own backward, norms, losses and recurrences."""
 
 from functools import partial
 
@@ -104,7 +104,7 @@ m("hard_routing", Hard)
 
 
 class Cap(nn.Module):
-    """batch-prioritised: capacity over all tokens of the batch"""
+    """Batch-prioritized routing: the capacity is over all tokens of the batch."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ m("backward_normalizes", blk(FnB.apply))
 
 
 class CondDepth(nn.Module):
-    """depth by epoch counter attribute set outside; layerdrop by torch.rand"""
+    """Depth set by an epoch counter from outside; layer drop by torch.rand."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models in odd shapes: state, ties and sequences."""
+"""Small unusual models: state, ties and sequences."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ m = partial(row, J)
 
 
 class Teacher(nn.Module):
-    """BYOL: EMA teacher updated in forward; loss inside"""
+    """BYOL: an EMA teacher is updated in forward; the loss is inside."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ m("moco_queue", Queue, "vec")
 
 
 class Feedback(nn.Module):
-    """state of last batch used in the next"""
+    """The state of the last batch is used in the next one."""
 
     def __init__(self):
         super().__init__()

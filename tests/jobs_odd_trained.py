@@ -1,4 +1,4 @@
-"""Small jobs in odd shapes: optimizers and hooks on them, parametrizations, and hooks on modules and tensors."""
+"""Small unusual jobs: optimizers and hooks on them, parametrizations, and hooks on modules and tensors."""
 
 import torch
 from jobs_odd import Seq, W, blk, job
@@ -35,7 +35,7 @@ opt("lr_tensor", lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)))
 
 
 def on_steps(name, make, change, after=False):
-    """An optimizer of which a hook changes each parameter, or its gradient, before or after a step."""
+    """Return an optimizer with a hook that changes each parameter, or its gradient, before or after a step."""
 
     def hook(optimizer, *_):
         with torch.no_grad():
@@ -66,7 +66,7 @@ on_steps("post_hook_maxnorm", lambda p: torch.optim.SGD(p, lr=1e-1), rows_of_one
 
 
 class SAM(torch.optim.Optimizer):
-    """gradient centralization per tensor"""
+    """Centralizes the gradient of each tensor."""
 
     def __init__(self, p, lr):
         super().__init__(p, {"lr": lr})
@@ -103,7 +103,7 @@ opt("lion", lambda p: Lion(p))
 
 
 class Trust(torch.optim.Optimizer):
-    """global norm over all parameters in step"""
+    """Uses the global norm over all parameters in its step."""
 
     def __init__(self, p, lr=1e-2):
         super().__init__(p, {"lr": lr})

@@ -1,4 +1,4 @@
-"""A job with an order and a token budget of its own, which the command line can change."""
+"""A job with its own order and token budget, which the command line can change."""
 
 import dataclasses
 
@@ -25,6 +25,6 @@ ORDERS["grouped"] = plait.orders.length_grouped(lengths(), 4, mega=3)
 
 
 def job(order: str = "grouped", tokens: int = 60, padded: bool = True, steps: int = 14) -> plait.Job:
-    """`tokens`: 0 is no budget."""
+    """`tokens`: 0 disables the budget."""
     budget = plait.TokenBudget(tokens, lengths, padded) if tokens else None
     return dataclasses.replace(tagger(), order=ORDERS[order], token_budget=budget, steps=steps)

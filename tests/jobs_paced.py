@@ -1,4 +1,4 @@
-"""A job whose samples take rank 1 three times as long as the others: float64, dropout, augmentation."""
+"""A job whose samples are three times slower on rank 1 than on other ranks: float64, dropout, augmentation."""
 
 import time
 
@@ -12,7 +12,7 @@ import plait
 
 
 class Paced(nn.Module):
-    """Sleeps for every sample. Rank 1's are slow from its first forward pass on, or from a later one."""
+    """Sleeps for each sample. Rank 1 is slow from its first forward pass on, or from a later one."""
 
     def __init__(self, pause: float, slow: float, since: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Jobs over packed rows: models of Hugging Face, which keep documents apart by their positions, and one with a mask of its own."""
+"""Jobs over packed rows: models of Hugging Face, which separate documents by their positions, and a model with its own mask."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ WORDS, TOKENS = 32, 12
 
 
 class Documents:
-    """Documents of 2 to 9 tokens, as a tokenised data set of Hugging Face gives them; the first two of one are a prompt."""
+    """Documents of 2 to 9 tokens, like a tokenized data set of Hugging Face. The first two tokens of one are a prompt."""
 
     def __init__(self, n: int = 60):
         g = torch.Generator().manual_seed(11)
@@ -28,7 +28,7 @@ class Documents:
 
 
 class Own(nn.Module):
-    """A decoder with rotated places left out: a learned position, and a mask from `plait.document_mask`."""
+    """A decoder without rotary embeddings: a learned position table, and a mask from `plait.document_mask`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Jobs with dynamic padding: `collate` pads to the longest sample that it is given, as fine-tuning does by default."""
+"""Jobs with dynamic padding: `collate` pads to the longest sample in its input, the default in fine-tuning."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ WORDS, WIDTH = 17, 8
 
 
 class Sentences:
-    """Sequences of 3 to 14 tokens; 0 is padding, and the target of a padded place is −100."""
+    """Sequences of 3 to 14 tokens; 0 is padding, and the target of a padded position is −100."""
 
     def __init__(self, n: int = 48, side: str = "right", multiple: int = 1):
         g = torch.Generator().manual_seed(5)
@@ -38,7 +38,7 @@ class Sentences:
 
 
 class Pairs(Sentences):
-    """Two sequences, each padded to a length of its own: the longest of one is not the longest of the other."""
+    """Two sequences, each padded to its own length: the longest sample of one is not the longest of the other."""
 
     def __getitem__(self, i: int) -> dict[str, list[int]]:
         other = self.rows[(7 * i + 3) % len(self.rows)].tolist()
@@ -46,7 +46,7 @@ class Pairs(Sentences):
 
 
 class Streamed:
-    """The same as an iterable."""
+    """The same data as an iterable."""
 
     def __init__(self) -> None:
         self.rows = Sentences()
@@ -57,7 +57,7 @@ class Streamed:
 
 
 class Tagger(nn.Module):
-    """Attention over the tokens that are no padding, and dropout. ids, mask: [batch, length]; out: [batch, length, words]."""
+    """Attention over the tokens that are not padding, and dropout. ids, mask: [batch, length]; out: [batch, length, words]."""
 
     def __init__(self, dropout: float = 0.2, blocks: int = 2, masked: bool = True):
         super().__init__()
@@ -86,7 +86,7 @@ class Attending(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A mean over all places, padded ones too: what is padded changes the result."""
+    """A mean over all positions, including padding: padding changes the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,5 +116,5 @@ def pooled() -> plait.Job:
 
 
 def each(out: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Of each sample: the size of its outputs, of all places."""
+    """The size of each sample's output, over all positions."""
     return {"size": out.double().square().flatten(1).mean(1)}

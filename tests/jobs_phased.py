@@ -1,4 +1,4 @@
-"""Jobs with several losses and optimizers: adversarial training, an autoencoder with a critic, an actor with one."""
+"""Jobs with several losses and optimizers: adversarial training, an autoencoder with a critic, an actor with a critic."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ NOISE, WIDE = 4, 6
 
 
 def layers(*sizes: int, drop: float = 0.0) -> nn.Sequential:
-    """Linear layers with tanh between them, whose second derivative is not zero."""
+    """Linear layers with tanh between them, so that the second derivative is not zero."""
     made: list[nn.Module] = []
     for before, after in pairwise(sizes):
         made += [nn.Linear(before, after), nn.Tanh(), *([nn.Dropout(drop)] if drop else [])]
@@ -22,7 +22,7 @@ def layers(*sizes: int, drop: float = 0.0) -> nn.Sequential:
 
 
 def samples(columns: int) -> TensorDataset:
-    """Numbers, and a number to each."""
+    """Random vectors, each with a scalar."""
     draw = torch.Generator().manual_seed(5)
     return TensorDataset(torch.randn(64, columns, generator=draw), torch.randn(64, generator=draw))
 
@@ -32,7 +32,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def penalised(model: nn.ModuleDict, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of real and made samples, and how steep the critic is between them."""
+    """The critic's scores of real and generated samples, and its slope between them."""
     with torch.no_grad():
         made = model["generator"](torch.randn(len(real), NOISE, dtype=real.dtype))
     share = torch.rand(len(real), 1, dtype=real.dtype)
@@ -42,12 +42,12 @@ def penalised(model: nn.ModuleDict, real: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def generated(model: nn.ModuleDict, real: Tensor) -> Tensor:
-    """Scores of made samples."""
+    """The critic's scores of generated samples."""
     return model["critic"](model["generator"](torch.randn(len(real), NOISE, dtype=real.dtype)))
 
 
 def wgan_gp(drop: float = 0.0) -> Job:
-    """Gulrajani et al. 2017: a critic with a gradient penalty, and a generator now and then."""
+    """Gulrajani et al. 2017: a critic with a gradient penalty, and a generator that is due in some steps."""
     return Job(
         model=lambda: nn.ModuleDict({"generator": layers(NOISE, 8, WIDE), "critic": layers(WIDE, 8, 8, 1, drop=drop)}),
         data=lambda: samples(WIDE),
@@ -74,7 +74,7 @@ def wgan_gp(drop: float = 0.0) -> Job:
 
 
 def resumed() -> Job:
-    """In float64, with dropout, unlike optimizers, and a generator in every third step: what a checkpoint has to keep."""
+    """A job with all states that a checkpoint must keep: float64, dropout, different optimizers, and a generator due in each third step."""
     job = wgan_gp(0.2)
     critic, generator = job.phases or ()
     slow = replace(generator, every=3, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=5e-3))
@@ -88,7 +88,7 @@ def resumed() -> Job:
 
 
 def coded(model: nn.ModuleDict, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is made of samples again, and the mean and log variance that they are coded as."""
+    """The reconstructed samples, and the mean and log variance of their codes."""
     mean, log_variance = model["encoder"](x).chunk(2, -1)
     code = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
     return x, model["decoder"](code), mean, log_variance
@@ -99,7 +99,7 @@ def features(critic: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def vae_gan() -> Job:
-    """Larsen et al. 2016: an encoder, a decoder and a critic in whose features samples are compared."""
+    """Larsen et al. 2016: an encoder, a decoder, and a critic in whose features samples are compared."""
 
     def encode(model: nn.ModuleDict, x: Tensor) -> tuple[Tensor, ...]:
         _, made, mean, log_variance = coded(model, x)
@@ -153,7 +153,7 @@ class ActorCritic(nn.Module):
 
 
 class Recorded(torch.utils.data.Dataset[tuple[Tensor, dict[str, Tensor]]]):
-    """States, what was done in them, and what came of it."""
+    """States with the action taken in each, and its return."""
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(6)

@@ -1,4 +1,4 @@
-"""Models that a pipeline must cut as they are: small ones of the Hugging Face library, and what is hard to cut."""
+"""Models that a pipeline must split unchanged: small ones of the Hugging Face library, and models that are hard to split."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ LENGTH, WORDS = 8, 31
 
 
 class Samples:
-    """A few samples drawn once: `inputs` and `target` are made from a generator by the sample's number."""
+    """A few samples, drawn once. A generator seeded with the sample's number makes `inputs` and `target`."""
 
     def __init__(self, inputs: Callable[[torch.Generator], dict[str, Tensor]], classes: int = 4, n: int = 24):
         g = torch.Generator().manual_seed(11)
@@ -77,7 +77,7 @@ def mixtral() -> plait.Job:
 
 
 class Masked(Samples):
-    """Words, a mask of the real ones, and the same words to be restored."""
+    """Words, a mask of the real ones, and the same words to restore."""
 
     def __init__(self) -> None:
         super().__init__(lambda g: {"input_ids": words(g), "length": torch.randint(3, LENGTH + 1, (), generator=g)})
@@ -104,7 +104,7 @@ def bert(layers: int = 3, attention: str = "eager") -> plait.Job:
 
 
 class Pairs(Samples):
-    """A sequence in, another out."""
+    """Pairs of an input and an output sequence."""
 
     def __init__(self) -> None:
         super().__init__(lambda g: {"input_ids": words(g), "decoder_input_ids": words(g, 5)})
@@ -197,7 +197,7 @@ def _clip_model() -> Any:
 
 
 def clip() -> plait.Job:
-    """The contrastive loss looks at the whole batch: what no split into micro-batches can keep."""
+    """The contrastive loss depends on the full batch, so no split into micro-batches is exact."""
 
     def loss(out: Any, _: Tensor) -> Tensor:
         mine = torch.arange(len(out.logits_per_text), device=out.logits_per_text.device)
@@ -213,11 +213,11 @@ def clip_pairs() -> plait.Job:
     )
 
 
-# — hand-made —
+# — written by hand —
 
 
 class RootGPT(nn.Module):
-    """A position parameter of the root's own; embedding and head tied; dropout between units."""
+    """A position parameter of the root itself; embedding and head are tied; dropout between units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Deep(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTMs between which states travel."""
+    """LSTMs that pass states to each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Recurrent(nn.Module):
 
 
 class Router(nn.Module):
-    """Returns which expert to take (integers), whom to leave out (booleans), and a number that balances."""
+    """Returns an expert's index (integers), a mask of the rows that it changes (booleans), the probabilities, and the balance loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class Experts(nn.Module):
 
 
 class Moe(nn.Module):
-    """A router's choices are used by this block's experts and by the next one's; its balance is returned beside."""
+    """This block's experts and the next block's use a router's choices; its balance loss is returned too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Stage(nn.Module):
 
 
 class Everywhere(nn.Module):
-    """The batch's input, a mask made of it, and a buffer reach every stage."""
+    """The batch's input, a mask made of it, and a buffer are used in all stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def everywhere() -> plait.Job:
 
 
 class SharedNorm(nn.Module):
-    """One norm called after every block: its weights live on every stage."""
+    """One norm called after each block: each stage has its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,11 +399,11 @@ LISTED = {
     "deep": lambda: make(Deep), "unet": jobs_unlike.ALL["unet"], "unet_example": jobs_real.unet, "root_gpt": tokens(RootGPT),
     "recurrent": tokens(Recurrent), **HUGGING,
 }  # fmt: skip
-"""What is promised."""
+"""Models that a pipeline must support."""
 HARD = {
     "moe": moe, "everywhere": everywhere, "shared_norm": lambda: make(SharedNorm),
     "llama_tied": lambda: jobs_real.llama(tied=True), "gpt": jobs_real.gpt,
     "chunked": chunked(Headed), "chunked_tied": chunked(HeadedTied),
     "frozen_chain": lambda: make(jobs_unlike.FrozenMiddle), "clipped": lambda: replace(make(Deep), clip=0.01),
 }  # fmt: skip
-"""What else is hard to cut."""
+"""Other models that are hard to split."""

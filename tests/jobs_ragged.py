@@ -1,4 +1,4 @@
-"""Jobs whose model or `collate` cannot take a batch without samples, which a rank of a short batch has: each trains on one device."""
+"""Jobs whose model or `collate` rejects a batch without samples, which a rank may get of a short batch. Each trains on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import plait
 
 
 class Texts:
-    """Sequences of unlike lengths, the longest first in a batch, and their lengths."""
+    """Sequences of different lengths, the longest first in a batch, and their lengths."""
 
     def __len__(self) -> int:
         return 40
@@ -28,7 +28,7 @@ class Texts:
 
 
 class Packed(nn.Module):
-    """`pack_padded_sequence` refuses an empty batch."""
+    """`pack_padded_sequence` rejects an empty batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Packed(nn.Module):
 
 
 class Clouds(Texts):
-    """Points of all samples in one row, and where each sample ends: dim 0 is not the batch's."""
+    """The points of all samples in one row, and the end of each sample: dim 0 is not the batch's."""
 
     def collate(self, samples: list[Any]) -> Any:
         rows, labels = zip(*samples)
@@ -62,7 +62,7 @@ class Pooled(nn.Module):
 
 
 class Images(Texts):
-    """A list of tensors of unlike shapes, as detectors take it, and a list of targets."""
+    """A list of tensors of different shapes, as detectors take it, and a list of targets."""
 
     def collate(self, samples: list[Any]) -> Any:
         rows, labels = zip(*samples)
@@ -79,7 +79,7 @@ class Detector(nn.Module):
 
 
 class Instance(nn.Module):
-    """Instance norms take no empty batch; a counter of forward passes has every rank run."""
+    """Instance norms reject an empty batch. Because of a counter of forward passes, each rank must run."""
 
     passes: Tensor
 
@@ -97,7 +97,7 @@ class Instance(nn.Module):
 
 
 class Called(nn.Module):
-    """A batch norm that is called as a function: named as not exact, and proved no further."""
+    """A batch norm that is called as a function: named as not exact, and not proved further."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Called(nn.Module):
 
 
 class Cooled(nn.Module):
-    """A temperature that falls with the calls, which a plain attribute counts."""
+    """A temperature that falls with each call; a plain attribute counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()

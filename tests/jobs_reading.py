@@ -1,4 +1,4 @@
-"""Blocks whose code reads numbers from tensors and computes by them. In the data one sample of sixteen has a large number."""
+"""Blocks whose code reads values of tensors and branches on them. In the data, one sample of sixteen has a large value."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class Rows:
 
 
 class Block(nn.Module):
-    """Attention and a pair of layers. `before` and `between` are what kinds of it do with numbers."""
+    """Attention and a pair of layers. The kinds of blocks define `before` and `between`, which may read values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Block(nn.Module):
 
 
 class Between(Block):
-    """A mean over features, where a number is large."""
+    """Subtracts a mean over features if a value is large."""
 
     def between(self, x: Tensor, h: Tensor) -> Tensor:
         return h - h.mean(-1, keepdim=True) if x.abs().max() > LARGE else h
 
 
 class Early(Between):
-    """The same, decided before."""
+    """The same; the decision is made before the layer."""
 
     def before(self, x: Tensor) -> Tensor:
         self.large = x.abs().max().item() > LARGE
@@ -63,14 +63,14 @@ class Early(Between):
 
 
 class Positions(Block):
-    """A mean over positions, where a number is large."""
+    """Subtracts a mean over positions if a value is large."""
 
     def before(self, x: Tensor) -> Tensor:
         return x - x.mean(1, keepdim=True) if (x.abs() > LARGE).any() else x
 
 
 class Scaled(Block):
-    """A number as Python has it, which matters when it is large."""
+    """A Python float from a tensor, which has an effect if it is large."""
 
     def before(self, x: Tensor) -> Tensor:
         return x / max(1.0, x.abs().max().item() / LARGE)
@@ -84,7 +84,7 @@ class Rare(Block):
 
 
 class Listed(Block):
-    """Positions by their numbers, as a list: the same layer for each of them."""
+    """Reads positions as a Python list; the same layer is applied to each."""
 
     def before(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
@@ -93,7 +93,7 @@ class Listed(Block):
 
 
 class Checked(Block):
-    """What is read is only looked at."""
+    """The value is only checked."""
 
     def before(self, x: Tensor) -> Tensor:
         if not torch.isfinite(x).all():

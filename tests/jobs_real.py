@@ -1,4 +1,4 @@
-"""Models that people train, small: the examples' own, and the Hugging Face library's."""
+"""Small versions of models that users train: the examples' own, and the Hugging Face library's."""
 
 import importlib.util
 from dataclasses import replace
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def example(name: str, **arguments: Any) -> plait.Job:
-    """The job of an example, with other arguments."""
+    """The job of an example, with different arguments."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / name / "job.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,7 +24,7 @@ def example(name: str, **arguments: Any) -> plait.Job:
 
 
 class Rows:
-    """Random token rows under the name a Hugging Face model wants, with targets one later."""
+    """Random token rows under the input name of a Hugging Face model; targets are shifted by one."""
 
     def __init__(self, n: int = 40, length: int = 8, vocabulary: int = 31):
         self.rows = torch.randint(0, vocabulary, (n, length + 1), generator=torch.Generator().manual_seed(5))

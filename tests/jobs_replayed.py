@@ -1,4 +1,4 @@
-"""The job of the replay's tests: residual blocks with dropout, augmented samples, and on request one thing that spoils a step."""
+"""The job for tests of replay: residual blocks with dropout, augmented samples, and optionally one fault that spoils a step."""
 
 import torch
 from torch import Tensor, nn
@@ -7,11 +7,12 @@ from torch.nn import functional as F
 import plait
 
 ODD = 42
-"""The sample in which something is wrong. The third step is the first to have it."""
+"""The bad sample. The third step is the first that has it."""
 
 
 class Signals:
-    """48 samples of 6 numbers with noise. One is spoiled: its inputs are NaN, its targets or inputs far too large; or larger, for a bad module."""
+    """48 samples of 6 values with noise. One is bad: its inputs are NaN, or its targets or inputs far too large. For a bad module it is
+    only larger."""
 
     def __init__(self, double: bool, spoiled: str):
         g = torch.Generator().manual_seed(5)
@@ -33,7 +34,7 @@ class Signals:
 
 
 class Block(nn.Module):
-    """A residual block. A bad one returns NaN, or something far too large, for large inputs."""
+    """A residual block. A bad one returns NaN, or a far too large value, for large inputs."""
 
     def __init__(self, bad: str = ""):
         super().__init__()

@@ -12,7 +12,7 @@ import plait
 
 
 class Gain(nn.Module):
-    """A gain without dims, one of one element, and parameters that are no gradients' business."""
+    """A gain without dims, one of one element, and parameters without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Gain(nn.Module):
 
 
 def gpt() -> plait.Job:
-    """Blocks with attention, with a gain at the end of each one's MLP."""
+    """Blocks with attention, and a gain after each block's MLP."""
     inner = lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH), Gain())  # noqa: E731
     return make(lambda: Model(lambda: Attention(inner())), Tokens, language_loss, weight=lambda t: (t != -100).sum())
 

@@ -1,4 +1,4 @@
-"""Small jobs of unlike models, of which a dry run is held against a measured step: a transformer, an LSTM, convolutions."""
+"""Small, different jobs whose dry run is compared with a measured step: a transformer, an LSTM, convolutions."""
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tied head, a table of positions of the model's own."""
+    """A transformer with a tied head and its own position table."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Jobs whose model or loss carries something from step to step outside of parameters and persistent buffers."""
+"""Jobs whose model or loss keeps a state between steps, outside of parameters and persistent buffers."""
 
 import collections
 import random
@@ -17,14 +17,14 @@ import plait
 
 @dataclass
 class Meter:
-    """A mean so far, in an object of its own class."""
+    """A running mean, in an object of its own class."""
 
     total: float = 0.0
     count: int = 0
 
 
 class Scaled(nn.Module):
-    """Two layers, whose output is scaled by what `carried` gives."""
+    """Two layers; a value of `carried` scales the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Scaled(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A hidden state that goes on from batch to batch, and an activation that every step makes anew."""
+    """A hidden state that continues from batch to batch, and an activation that each step recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Running(Scaled):
 
 
 class Collecting(Scaled):
-    """Its first forward registers a hook that collects what a layer returns, and remembers that it has; and that it was run at all."""
+    """Its first forward registers a hook that collects a layer's outputs. It records the registration, and the first run."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not getattr(self, "collects", False):
@@ -82,7 +82,7 @@ class Collecting(Scaled):
 
 
 class Lazily(Scaled):
-    """Its first forward makes a function, and remembers that it has; it counts its calls too."""
+    """Its first forward creates a function and records that it did; it also counts its calls."""
 
     calls, ready = 0, False
 
@@ -117,7 +117,7 @@ class Drawing(Scaled):
 
 
 class Extra(Scaled):
-    """Its count is in a closure; `get_extra_state` alone shows it."""
+    """Its count is in a closure; only `get_extra_state` returns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Growing(Scaled):
 
 
 class OfSamples(Scaled):
-    """A persistent buffer that each rank makes from its own samples."""
+    """A persistent buffer that each rank computes from its own samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Array(Scaled):
 
 
 class Cached(Scaled):
-    """A table that is made when it is missing, alike on all ranks."""
+    """A table that is created if it is missing, and equal on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Cached(Scaled):
 
 
 class Scratch(Scaled):
-    """Values of this batch, which every step makes anew."""
+    """Values of this batch, which each step recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Scratch(Scaled):
 
 
 class Handle:
-    """An object that nothing can read from a file."""
+    """An object that cannot be restored from a file."""
 
     __slots__ = ("steps",)
 
@@ -249,7 +249,7 @@ class OpaqueExtra(Scaled):
 
 
 class RunningLoss:
-    """A loss over its own moving average."""
+    """A loss relative to its own moving average."""
 
     def __init__(self) -> None:
         self.mean: float | None = None
@@ -305,7 +305,7 @@ LOSSES = {"runningloss": RunningLoss, "centeredloss": CenteredLoss}
 
 
 def job(kind: str = "recurrent", steps: int = 10, every: int = 0, pause: float = 0.0) -> plait.Job:
-    """`every`: steps between evaluations, which change what is carried as steps do. `pause`: seconds that a batch takes to read."""
+    """`every`: steps between evaluations, which change the kept state as steps do. `pause`: seconds to read a batch."""
     metrics = plait.Evaluate(
         Rows, lambda outputs, targets: {"error": (outputs - targets).pow(2).mean(1)}, every=every or steps
     )

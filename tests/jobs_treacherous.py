@@ -1,7 +1,7 @@
-"""Jobs whose training a split changes, as people really write them, and ordinary ones: `plait train jobs_treacherous.py:NAME`.
+"""Jobs whose training result changes under a split, as users really write them, and ordinary ones: `plait train jobs_treacherous.py:NAME`.
 
-Each is right on one device. `LOSSES`, `MODELS` and `DATA` are treacherous, by what makes them so; `ORDINARY` are not.
-Which of them differ under a plan is decided by training them, not by these names.
+Each is correct on one device. `LOSSES`, `MODELS` and `DATA` are grouped by the part that makes them treacherous; `ORDINARY` jobs are not.
+Training decides which of them differ under a plan; their names do not.
 """
 
 import math
@@ -24,7 +24,7 @@ EXIT = 0.45
 
 
 class Points:
-    """Vectors with a class: 56 of them, so that an epoch's last batch is short."""
+    """56 vectors with a class, so that an epoch's last batch is short."""
 
     def __init__(self, length: int = 56):
         generator = torch.Generator().manual_seed(0)
@@ -39,21 +39,21 @@ class Points:
 
 
 class Values(Points):
-    """The same with a number to predict."""
+    """The same with a value to predict."""
 
     def __getitem__(self, i: int) -> Any:
         return self.x[i], self.x[i, :2].sin()
 
 
 class Masks(Points):
-    """The same with a mask to predict, of another density in every sample."""
+    """The same with a mask to predict, whose density differs between samples."""
 
     def __getitem__(self, i: int) -> Any:
         return self.x[i], (torch.arange(8) < i % 7).float()
 
 
 class Tokens(Points):
-    """Rows of 8 tokens with the next one to predict, of which only some count."""
+    """Rows of 8 tokens with the next one to predict; only some have a weight."""
 
     def __getitem__(self, i: int) -> Any:
         row = (torch.arange(9) * (i + 1) + i) % 11
@@ -63,7 +63,7 @@ class Tokens(Points):
 
 
 class Sentences(Points):
-    """Rows of 2 to 8 tokens, padded to the longest of those that come together."""
+    """Rows of 2 to 8 tokens, padded to the longest of their batch."""
 
     def __getitem__(self, i: int) -> Any:
         return 1 + (torch.arange(2 + (5 * i) % 7) * (i + 1)) % 10, self.y[i]
@@ -287,7 +287,7 @@ LOSSES = (
 
 
 class Written(nn.Module):
-    """A model with a forward function of its own between two layers."""
+    """A model with a custom forward function between two layers."""
 
     def __init__(self, between: Callable[["Written", Tensor], Tensor]):
         super().__init__()
@@ -304,7 +304,7 @@ def between(function: Callable[[Written, Tensor], Tensor]) -> plait.Job:
 
 
 class Read(nn.Module):
-    """Embeds tokens and makes one vector of them."""
+    """Embeds tokens and reduces them to one vector."""
 
     def __init__(self, pool: Callable[["Read", Tensor, Tensor], Tensor], dropout: float = 0.0):
         super().__init__()
@@ -387,7 +387,7 @@ def attention_over_samples() -> plait.Job:
         def __init__(self) -> None:
             super().__init__()
             self.embed, self.last = nn.Embedding(11, 12), nn.Linear(12, 11)
-            self.layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0)  # batch_first was forgotten
+            self.layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0)  # missing: batch_first
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.layer(self.embed(x)))

@@ -1,4 +1,4 @@
-"""Models with several sequences: encoders and decoders, and those whose sequence no size in the input tells."""
+"""Models with several sequences: encoders and decoders, and models whose sequence length is no size of the input."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 def bart(length: int = 5) -> plait.Job:
-    """A padded encoder, a causal decoder, and attention from one to the other."""
+    """A padded encoder, a causal decoder, and cross-attention."""
     from transformers import BartConfig, BartForConditionalGeneration
 
     config = BartConfig(
@@ -28,7 +28,7 @@ def bart(length: int = 5) -> plait.Job:
 
 
 class Padded(Samples):
-    """A sequence in, of which some positions do not count, and another out."""
+    """An input sequence with some masked positions, and an output sequence."""
 
     def __init__(self, length: int):
         super().__init__(
@@ -45,7 +45,7 @@ class Padded(Samples):
 
 
 class Attention(nn.Module):
-    """Of `h` over `to`, which may be longer or shorter."""
+    """Attention of `h` over `to`, which may be longer or shorter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """`aligned`: position i sees positions up to i of what it reads."""
+    """`aligned`: position i sees the positions up to i of the other sequence."""
 
     def __init__(self, aligned: bool):
         super().__init__()
@@ -87,7 +87,7 @@ class Decoder(Encoder):
 
 
 class Translator(nn.Module):
-    """Written by hand: both sequences embedded with the same weights, which are the head's too."""
+    """Written by hand: one embedding for both sequences, tied to the head."""
 
     def __init__(self, aligned: bool = False, drop: float = 0.1):
         super().__init__()
@@ -107,7 +107,7 @@ class Translator(nn.Module):
 
 
 class Transformer(nn.Module):
-    """torch's own, with its masks."""
+    """torch's own transformer, with its masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
 
 
 class Added(nn.Module):
-    """Two sequences of one length, each with its own blocks, added up."""
+    """The sum of two sequences of one length, each with its own blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Added(nn.Module):
 
 
 class Latents(nn.Module):
-    """A few learned queries, the same on every rank, which look at the sequence, and it at them."""
+    """A few learned queries, equal on all ranks. They attend to the sequence, and the sequence to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Latents(nn.Module):
 
 
 class Same(Pairs):
-    """Of one length."""
+    """Pairs of sequences of one length."""
 
     def __getitem__(self, i: int) -> tuple[dict[str, Tensor], Tensor]:
         row, _ = self.rows[i]

@@ -1,4 +1,4 @@
-"""Models that no cut into stages can keep whole: each must be refused, with the unit, the value and the reason."""
+"""Models that no split into stages can preserve: each must be rejected, with the unit, the value and the reason."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Job = Any
 
 
 class Noting(Block):
-    """Keeps a number for later in an attribute of its own, as blocks with a balance loss do."""
+    """Stores a value for later in an attribute, as blocks with a balance loss do."""
 
     aux: Any = 0.0
 
@@ -22,7 +22,7 @@ class Noting(Block):
 
 
 class Attribute(Chain):
-    """The root sums up what its blocks noted."""
+    """The root adds up the values that its blocks stored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attribute(Chain):
 
 
 class Reading(Noting):
-    """Reads what another block noted."""
+    """Reads a value that another block stored."""
 
     def __init__(self, other: list[Noting]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class HookInside(Chain):
 
 
 class Replaces(Chain):
-    """A running mean of the root's own, replaced in every pass by what only a late stage knows."""
+    """A running mean of the root, replaced in each pass by a value that only a late stage has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Replaces(Chain):
 
 
 class Writes(Replaces):
-    """The same, in place."""
+    """The same; the mean is written in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -98,7 +98,7 @@ class Writes(Replaces):
 
 
 class Looks(Chain):
-    """Its course depends on a value."""
+    """Its control flow depends on a value."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -130,7 +130,7 @@ class Counting(nn.Module):
 
 
 class Numbers(nn.Module):
-    """Units return how many samples there are, as a number."""
+    """Units return the number of samples as a Python number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Numbers(nn.Module):
 
 
 class Detached(Chain):
-    """Gradients end in the middle: what comes before is in no gradient's way."""
+    """The gradient ends in the middle: earlier layers get none."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.first(x)).detach()
@@ -161,7 +161,7 @@ class Narrow(Block):
 
 
 class Floats(Chain):
-    """What crosses a cut has another format than the weights."""
+    """A value between two stages has a different format than the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Fan(nn.Module):
 
 
 class Fans(nn.Module):
-    """Many tensors cross a cut."""
+    """Many tensors go between two stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Fans(nn.Module):
 
 
 class OnlyTraining(Chain):
-    """A head that only training has."""
+    """A head that only training uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,15 +217,15 @@ def _of(model: Any) -> Any:
 
 
 REFUSED = {
-    "attribute": (_of(Attribute), "unit blocks.0 hands on a value besides what it returns"),
-    "peeks": (_of(Peeks), "unit blocks.0 hands on a value besides what it returns"),
-    "hook_inside": (_of(HookInside), "unit blocks.0 hands on a value besides what it returns"),
+    "attribute": (_of(Attribute), "unit blocks.0 passes a value outside of its output"),
+    "peeks": (_of(Peeks), "unit blocks.0 passes a value outside of its output"),
+    "hook_inside": (_of(HookInside), "unit blocks.0 passes a value outside of its output"),
     "replaces": (_of(Replaces), "the buffer mean"),
     "writes": (_of(Writes), "the buffer mean"),
     "looks": (_of(Looks), "__bool__"),
     "numpy": (_of(Numpy), "numpy"),
     "numbers": (_of(Numbers), "depend on the batch"),
 }
-"""Name -> (job, words of the message)."""
+"""Name -> (job, words of the error)."""
 CUT = {"detached": _of(Detached), "floats": _of(Floats), "fans": _of(Fans)}
-"""Alike, and yet cut: each has found a fault."""
+"""Similar models that a pipeline can split. Each of them once revealed a bug."""

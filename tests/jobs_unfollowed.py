@@ -1,4 +1,4 @@
-"""Models whose forward pass fake tensors cannot follow: nested tensors, sparse ones, memory that is looked at, operators without fakes."""
+"""Models whose forward pass fake tensors cannot follow: nested or sparse tensors, code that reads memory, operators without a fake rule."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +14,7 @@ WIDTH = 16
 
 
 class Body(nn.Module):
-    """Three layers with dropout. `look` makes something of the first layer's output, x: [batch, width]."""
+    """Three layers with dropout. `look` is applied to the first layer's output, x: [batch, width]."""
 
     def __init__(self, look: Callable[["Body", Tensor], Tensor]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Body(nn.Module):
 
 
 def rows(h: Tensor) -> list[Tensor]:
-    """Of each sample as many numbers as its values say: [2 to 4, 16]."""
+    """A nested tensor; each sample's values define its number of rows: [2 to 4, 16]."""
     return [row[: 2 + int(row[0] > 0) + int(row[1] > 0), None].expand(-1, WIDTH) for row in h]
 
 
@@ -78,7 +78,7 @@ def sparse(body: Body, h: Tensor) -> Tensor:
 
 @cache
 def operator() -> Callable[[Tensor], Tensor]:
-    """An operator that has no rule for fake tensors."""
+    """An operator without a rule for fake tensors."""
 
     @torch.library.custom_op("plait_tests::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Jobs that sharding and recomputation find hard: what models do with their own units, parameters and outputs."""
+"""Jobs that are hard for sharding and recomputation: uses of units, parameters and outputs in real models."""
 
 import dataclasses
 import random
@@ -14,7 +14,7 @@ import plait
 
 
 class Block(nn.Module):
-    """A residual block of width `w`; its dropout is a direct call in its own forward."""
+    """A residual block of width `w`; its forward calls dropout directly."""
 
     def __init__(self, w: int = 8, p: float = 0.2):
         super().__init__()
@@ -53,7 +53,7 @@ class FrozenMiddle(Chain):
 
 
 class FrozenFirst(nn.Module):
-    """A frozen embedding first, then a frozen block: backward never comes back to either."""
+    """A frozen embedding, then a frozen block: backward reaches neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class FrozenFirst(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Dims that no number of ranks divides; some smaller than the ranks."""
+    """Dims that no number of ranks divides; some are smaller than the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Uneven(nn.Module):
 
 
 class Scalars(Chain):
-    """Parameters without dims: the root's own, and one in each block, frozen in one of them; one is never used."""
+    """Parameters without dims: one in the root, and one in each block, of which one is frozen; one is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Scalars(Chain):
 
 
 class Unused(Chain):
-    """A parameter of a block, a whole block and an output head that the loss never sees."""
+    """The loss does not use a parameter of a block, an entire block, and an output head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Unused(Chain):
 
 
 class LayerDrop(Chain):
-    """Each block is left out at random, by Python's generator."""
+    """Each block is skipped at random, by Python's generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -123,7 +123,7 @@ class LayerDrop(Chain):
 
 
 class DropInside(Chain):
-    """A block that decides inside whether its half runs."""
+    """A block that decides in its forward whether its second half runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class TiedAcross(Chain):
 
 
 class Twice(Chain):
-    """A block that is called three times, and one whole module that stands in two places."""
+    """A block that is called three times, and one module that is registered in two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Split(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Units return views and their inputs, the model changes them in place."""
+    """Units return views and their inputs; the model changes them in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Doubling(nn.Module):
 
 
 class WritesInput(nn.Module):
-    """Units that change what they are given."""
+    """Units that change their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class WritesInput(nn.Module):
 
 
 class Counted(Chain):
-    """Blocks that keep a count and a table of their own, outside of any buffer, and compute with them."""
+    """Blocks compute with a count and a table of their own, outside of any buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Counted(Chain):
 
 
 class State:
-    """Something a unit hands on that no library has heard of."""
+    """An output class that no library supports."""
 
     def __init__(self, h: Tensor):
         self.h = h
@@ -274,7 +274,7 @@ class Carrier(nn.Module):
 
 
 class Objects(nn.Module):
-    """Units whose outputs are objects that nobody can look into."""
+    """Units whose outputs are opaque objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Objects(nn.Module):
 
 
 class Aside(nn.Module):
-    """Returns what a small unit computed, which the loss does not look at."""
+    """Returns an output of a small unit that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def aside() -> plait.Job:
 
 
 class Through(nn.Module):
-    """Takes and gives what `kind` says; hands part of its input on untouched."""
+    """Takes and returns the structure that `kind` names; passes part of its input on unchanged."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -320,7 +320,7 @@ class Through(nn.Module):
 
 
 class Structures(nn.Module):
-    """Dicts, dataclasses, tuples with None and numbers between units; keyword arguments."""
+    """Dicts, dataclasses, tuples with None and Python numbers between units; keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class Structures(nn.Module):
 
 
 class NonContiguous(Chain):
-    """Parameters whose strides are not the usual ones."""
+    """Parameters with unusual strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class NormInside(nn.Module):
 
 
 class OwnCheckpoint(Chain):
-    """The model itself recomputes a stretch of several units."""
+    """The model itself recomputes a segment of several units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class OwnCheckpoint(Chain):
 
 
 class KeptInEval(Chain):
-    """A block that the job keeps in eval mode, though it is trained."""
+    """The job keeps a block in eval mode, but trains it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ class KeptInEval(Chain):
 
 
 class Spectral(nn.Module):
-    """Buffers that every forward changes: power iteration, a running mean, a counter; reassigned and in place."""
+    """Buffers that each forward changes (power iteration, a running mean, a counter), reassigned and in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ class Spectral(nn.Module):
 
 
 class Teacher(Chain):
-    """A unit that runs without gradients, then with them; another that only ever runs without."""
+    """A unit that runs without gradients, then with them; another only ever runs without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class Teacher(Chain):
 
 
 class Forces(nn.Module):
-    """Derivatives of its own output inside its forward, as in models of molecules."""
+    """Derivatives of its own output inside its forward, as in molecular models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ class Hooked(Chain):
 
 
 class Doubled(Chain):
-    """A hook changes what a block returns."""
+    """A hook changes a block's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,7 +499,7 @@ class UNet(nn.Module):
 
 
 def sliced_groups() -> plait.Job:
-    """Groups by position in the list of parameters, each with a learning rate of its own."""
+    """Groups by position in the list of parameters, each with its own learning rate."""
 
     def optimizer(params: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(

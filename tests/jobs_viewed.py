@@ -1,4 +1,4 @@
-"""Models and losses that depend on how tensors lie in memory: `view`, contiguous inputs, channels-last pictures, batches with the time first."""
+"""Models and losses that depend on memory layout: `view`, contiguous inputs, channels-last images, time-first batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ WIDTH, WORDS, LENGTH = 16, 19, 12
 
 
 class Texts:
-    """Rows of words; the targets are the words that follow."""
+    """Rows of words; the targets are the next words."""
 
     def __init__(self, dtype: torch.dtype = torch.int64):
         self.rows = torch.randint(0, WORDS, (48, LENGTH + 1), generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -26,7 +26,7 @@ class Texts:
 
 
 class WithTargets(Texts):
-    """The model is given the targets too, in a dict."""
+    """The model's input is a dict that includes the targets."""
 
     def __getitem__(self, i: int) -> tuple[Any, Tensor]:
         ids, targets = super().__getitem__(i)
@@ -34,7 +34,7 @@ class WithTargets(Texts):
 
 
 class TimeFirst(Texts):
-    """Texts of unlike lengths, padded and collated as [length, samples]."""
+    """Texts of different lengths, padded and collated as [length, samples]."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         length = 6 + i % 7
@@ -49,7 +49,7 @@ class TimeFirst(Texts):
 
 
 class Pictures:
-    """Pictures, collated in channels-last format."""
+    """Images, collated in channels-last format."""
 
     def __init__(self) -> None:
         self.pictures = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -66,7 +66,7 @@ class Pictures:
 
 
 class Block(nn.Module):
-    """Attention and a linear layer that see their input by `view`."""
+    """Attention and a linear layer that reshape their input by `view`."""
 
     def __init__(self, causal: bool = True):
         super().__init__()
@@ -97,7 +97,7 @@ class Language(nn.Module):
 
 
 class Flat(nn.Module):
-    """Embeds all words of a batch as one row, and insists on 32-bit words without gaps."""
+    """Embeds all words of a batch as one row; requires contiguous 32-bit words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Flat(nn.Module):
 
 
 class Patches(nn.Module):
-    """Patches of channels-last pictures and a class token."""
+    """Patches of channels-last images and a class token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Patches(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Reads batches with the time first."""
+    """Reads time-first batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Recurrent(nn.Module):
 
 
 class Filter(nn.Module):
-    """A convolution that is handed [samples, length, width] and returns it, with the width outermost in memory."""
+    """A convolution that takes [samples, length, width] and returns it with the width outermost in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Filter(nn.Module):
 
 
 class Filters(nn.Module):
-    """Units that hand on tensors that are transposed in memory, and depend on it; so does the code between them."""
+    """Units that return tensors transposed in memory and require this layout; so does the code between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Filters(nn.Module):
 
 
 class Stages(nn.Module):
-    """Convolutions that hand on channels-last pictures and insist on them."""
+    """Convolutions that return channels-last images and require them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Stages(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Of channels-last pictures alone."""
+    """A convolution that accepts channels-last images only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[...,
 
 
 def job(kind: str = "loss_in_forward") -> plait.Job:
-    """One of `KINDS`."""
+    """Return one of `KINDS`."""
     model, data, loss = KINDS[kind]
     weight = (lambda targets: (targets != -100).sum()) if kind == "time_first" else None
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731

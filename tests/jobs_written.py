@@ -1,4 +1,4 @@
-"""Models whose positions meet in code that is written out: attention as products and a softmax, recurrences, convolutions."""
+"""Models whose positions interact in written-out code: attention as products and a softmax, recurrences, convolutions."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ import plait
 
 
 class Einsum(Attention):
-    """Products by einsum, a triangle of the length that it sees, dropout on the scores."""
+    """Products by einsum, a causal triangle of the input's length, dropout on the scores."""
 
     def attend(self, h: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(self.norm(h)).chunk(3, -1))
@@ -27,7 +27,7 @@ class Einsum(Attention):
 
 
 class Buffered(nn.Module):
-    """The attention of a small GPT as it is often written: a module of its own, with a triangle in a buffer."""
+    """The attention of a small GPT as it is often written: a separate module, with a triangle in a buffer."""
 
     def __init__(self, heads: int = 2, keys: int = 2):
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Relative(nn.Module):
-    """A bias that is learned for every distance (T5), made in the block; one head."""
+    """A learned bias for each distance (T5), computed in the block; one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Relative(nn.Module):
 
 
 class Sloped(nn.Module):
-    """A bias that falls with the distance (ALiBi), added by the product itself; heads in the batch; no flash."""
+    """A bias that falls with the distance (ALiBi), added by the product itself; heads in the batch dim; no flash attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Recurrent(nn.Module):
 
 
 class Scan(nn.Module):
-    """A state-space layer in plain Python: a short convolution, then a state that goes from position to position."""
+    """A state-space layer in plain Python: a short convolution, then a state that is passed from position to position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class Own(nn.Module):
-    """A torch.autograd.Function of its own where positions meet."""
+    """A torch.autograd.Function of its own in which positions interact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def block(mixer: Callable[[], nn.Module]) -> Callable[[], plait.Job]:
 
 
 def conv_net() -> plait.Job:
-    """Nothing but convolutions over positions: nothing is spared."""
+    """Only convolutions over positions: context parallelism saves no memory."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -231,7 +231,7 @@ OWN: dict[str, Callable[[], plait.Job]] = {
 
 
 def library(kind: str, head: str = "ForCausalLM", **fields: Any) -> Callable[[], plait.Job]:
-    """A model of the Hugging Face library with its attention written out, that says something of every token."""
+    """A model of the Hugging Face library with written-out attention and an output for each token."""
 
     def job() -> plait.Job:
         import transformers

@@ -1,4 +1,4 @@
-"""Jobs that are wrong in one way each, as people write them: `plait train jobs_wrong.py:NAME`."""
+"""Jobs with one typical mistake each: `plait train jobs_wrong.py:NAME`."""
 
 from typing import Any
 

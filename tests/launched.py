@@ -1,4 +1,4 @@
-"""Start `plait` in a forked child of the warm test process: the whole command line, without importing torch again."""
+"""Start `plait` in a forked child of the warm test process: the full command line, without another import of torch."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ TEST_JOB = str(Path(__file__).parent / "training.py")
 
 
 RUNNING: "list[Command]" = []
-"""Commands whose exit codes nobody has asked for."""
+"""Commands whose exit codes were not read yet."""
 
 
 class Command:
-    """A running command in a session of its own; `output` is what it printed so far."""
+    """A running command in its own process session; `output` is the text that it has printed."""
 
     def __init__(
         self, *argv: str, folder: Path, environment: dict[str, str] | None = None, host: Callable[[], None] | None = None
@@ -34,7 +34,7 @@ class Command:
             code = 99
             try:
                 os.setsid()
-                for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # as in a process that has just begun
+                for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # as in a new process
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.close(reading)
@@ -57,7 +57,7 @@ class Command:
                 os._exit(code)
         RUNNING.append(self)
         os.close(writing)
-        os.read(reading, 1)  # until it no longer has the handlers of this process
+        os.read(reading, 1)  # until the child has no handlers of this process
         os.close(reading)
 
     @property
@@ -65,7 +65,7 @@ class Command:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait(self, timeout: float = 60.0) -> int:
-        """The exit code."""
+        """Return the exit code."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -83,16 +83,16 @@ class Command:
             time.sleep(0.01)
 
     def workers(self) -> list[int]:
-        """Processes forked by the command, in the order of their ranks."""
+        """Return the processes that the command forked, in the order of their ranks."""
         return sorted(int(p) for p in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())
 
     def kill(self) -> None:
-        """kill -9 of everything the command started."""
+        """Send SIGKILL to all processes of the command."""
         os.killpg(self.pid, signal.SIGKILL)
 
 
 def end_all() -> None:
-    """End the commands that a test has left running: one that failed would train on beside all others."""
+    """End the commands that a test left running. After a failed test, one would otherwise train while the next tests run."""
     while RUNNING:
         command = RUNNING.pop()
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ def end_all() -> None:
 
 
 def rows(folder: Path) -> list[dict]:
-    """Rows of the latest run's metrics that are steps."""
+    """Return the rows of the latest run's metrics that are steps."""
     path = folder / "runs" / "latest" / "metrics.jsonl"
     if not path.exists():
         return []
@@ -116,7 +116,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def free_port() -> int:
-    """One on which nobody listens."""
+    """Return a port without a listener."""
     with socket.socket() as asking:
         asking.bind(("127.0.0.1", 0))
         return int(asking.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A job whose numbers stop being finite where it is told to: `at` names the place, `sample` whose fault it is (-1: anyone's)."""
+"""A job whose values stop being finite: `at` names the place, `sample` the cause (-1: any sample)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import plait
 
 
 class Numbers:
-    """Each sample's input carries its own number in the last feature, so that a model can tell which samples it sees."""
+    """Each sample's input has the sample's number in the last feature, so that a model can identify its samples."""
 
     def __init__(self, at: str, sample: int, n: int = 24):
         self.at, self.sample, self.n = at, sample, n
@@ -39,7 +39,7 @@ class _Back(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Passes the sample's number on. At `at` its forward or its backward goes wrong for one sample."""
+    """Passes the sample's number on. If `at` is this block, its forward or backward is not finite for one sample."""
 
     def __init__(self, at: str, name: str, sample: int):
         super().__init__()
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 class Poison(torch.optim.AdamW):
-    """Its n-th update leaves infinity in the last parameter."""
+    """Its n-th update writes infinity to the last parameter."""
 
     def __init__(self, params: Any, lr: float, at: int):
         super().__init__(params, lr=lr)

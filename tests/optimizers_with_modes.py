@@ -1,4 +1,4 @@
-"""Optimizers as people write them that have a train and an eval mode, and some that wrap them."""
+"""Optimizers with a train and an eval mode, as users write them, and some that wrap them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class PolyakSGD(torch.optim.Optimizer):
-    """SGD with momentum. In eval mode the parameters are the mean of all weights so far: tensors are exchanged, nothing is copied."""
+    """SGD with momentum. In eval mode the parameters are the mean of all weights so far: tensors are swapped, not copied."""
 
     def __init__(self, params: Any, lr: float = 0.05):
         super().__init__(params, {"lr": lr, "momentum": 0.9})
@@ -42,8 +42,8 @@ class PolyakSGD(torch.optim.Optimizer):
 
 
 class Interpolated(torch.optim.Optimizer):
-    """Wraps SGD, and is never initialized as an optimizer itself: gradients are computed at y = beta x + (1 - beta) z, the wrapped one moves z,
-    and x is the mean of z."""
+    """Wraps SGD, and never calls the constructor of Optimizer. Gradients are computed at y = beta x + (1 - beta) z; the wrapped optimizer
+    moves z, and x is the mean of z."""
 
     def __init__(self, base: torch.optim.Optimizer, beta: float = 0.8):
         self.base, self.beta = base, beta
@@ -98,7 +98,7 @@ class Interpolated(torch.optim.Optimizer):
 
 
 class Warmed(torch.optim.Optimizer):
-    """Has no modes, and wraps an optimizer that has. Its first steps are smaller."""
+    """Has no modes, and wraps an optimizer with modes. Its first steps are smaller."""
 
     def __init__(self, inner: torch.optim.Optimizer):
         self.chain = {"inner": [inner]}
@@ -120,7 +120,7 @@ class Warmed(torch.optim.Optimizer):
 
 
 class Normalized(PolyakSGD):
-    """In eval mode each tensor is the mean with the norm of the weights: a part of a tensor has another norm."""
+    """In eval mode each tensor is the mean, rescaled to the norm of the weights. A shard of a tensor has a different norm."""
 
     def _exchange(self, training: bool) -> None:
         changes = self.training != training
@@ -128,13 +128,13 @@ class Normalized(PolyakSGD):
         if changes and not training:
             for p in (p for group in self.param_groups for p in group["params"] if self.state.get(p)):
                 p.data = p.data * (self.state[p]["mean"].norm() / (p.data.norm() + 1e-12))
-        elif changes:  # the mean was scaled: begin it again from the weights
+        elif changes:  # the mean was scaled: restart it from the weights
             for p in (p for group in self.param_groups for p in group["params"] if self.state.get(p)):
                 self.state[p]["mean"] = p.data.clone()
 
 
 class Scaled(PolyakSGD):
-    """As `Normalized`, with the mean kept as it is."""
+    """As `Normalized`, with the mean stored unscaled."""
 
     def eval(self) -> None:
         if self.training:

@@ -1,4 +1,4 @@
-"""Optimizers as people write them, which look at whole tensors or stack them; and some that couple all parameters."""
+"""Optimizers as users write them that need full tensors or stack them; some of them couple all parameters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,7 +38,7 @@ class Base(torch.optim.Optimizer):
 
 
 class StackedMuon(torch.optim.Optimizer):
-    """A group for each shape; momentum and orthogonalization of all matrices of a shape together, kept with the first."""
+    """A group for each shape. Matrices of one shape share momentum and orthogonalization, stored with the first."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.02, momentum: float = 0.9):
         params = list(params)
@@ -77,7 +77,7 @@ class Foreach(torch.optim.Optimizer):
 
 
 class Factored(Base):
-    """Keeps a row and a column of squares of each matrix."""
+    """Keeps second moments per row and per column of each matrix."""
 
     def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         g = p.grad
@@ -110,7 +110,7 @@ class Preconditioned(Base):
 
 
 class Centralized(Base):
-    """Takes the mean of each matrix's gradient away, and clips it by the tensor's own norm."""
+    """Subtracts the mean of each matrix's gradient, and clips it by the tensor's own norm."""
 
     def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         g = p.grad - p.grad.mean() if p.dim() > 1 else p.grad
@@ -118,7 +118,7 @@ class Centralized(Base):
 
 
 class LayerAdam(Base):
-    """One second moment for each tensor, as NovoGrad and Adam-mini have it."""
+    """One second moment for each tensor, as in NovoGrad and Adam-mini."""
 
     def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         state["v"] = 0.9 * state.get("v", 0.0) + 0.1 * p.grad.square().mean()
@@ -127,7 +127,7 @@ class LayerAdam(Base):
 
 
 class Drawing(Base):
-    """Projects the gradient of a matrix on directions that it draws in each step: no trial can tell that it keeps to one tensor."""
+    """Projects a matrix's gradient on directions that it draws in each step. No trial can show that each update uses only its own tensor."""
 
     whole_tensors = True
 
@@ -141,7 +141,7 @@ class Drawing(Base):
 
 
 class Coupled(torch.optim.Optimizer):
-    """As D-Adaptation and Prodigy: a rate that is found from all parameters together."""
+    """As D-Adaptation and Prodigy: a rate estimated from all parameters together."""
 
     def __init__(self, params: Any, lr: float = 1.0):
         super().__init__(params, {"lr": lr, "d": 1e-3})
@@ -175,4 +175,4 @@ OWNED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "layer_adam": LayerAdam,
     "drawing": Drawing,
 }
-"""Each tensor is updated by itself, and needs to be whole."""
+"""Optimizers that update each tensor separately, and need it unsharded."""

@@ -1,4 +1,4 @@
-"""What is asked of a port: the loop by hand runs, the job trains on two ranks and equals one device."""
+"""Tests that each port must pass: the loop by hand runs, the job trains on two ranks and equals one device."""
 
 import runpy
 from pathlib import Path
@@ -14,7 +14,7 @@ PORTS = Path(__file__).parents[1] / "examples" / "ports"
 
 
 def by_hand(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the script, which prints a line of each step."""
+    """Run the script, which prints a line for each step."""
     runpy.run_path(str(PORTS / name / "before.py"), run_name="__main__")
     assert "step 20 " in capsys.readouterr().out
 
@@ -28,6 +28,6 @@ def trained(name: str, folder: Path) -> None:
 
 
 def equal(name: str, plan: str) -> None:
-    """The proof, in float64."""
+    """Prove the job in float64."""
     verdict = verify(load_job(str(PORTS / name / "job.py")), Plan.parse(plan), seconds=0.0)
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause)

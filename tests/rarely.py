@@ -1,6 +1,6 @@
 """Which cases of a long list run when: a cross-section in `make test`, more of them in CI, all in `make prove`.
 
-A test or a case without a mark runs everywhere. One with the mark `slow` takes seconds, and CI runs it (`make slow`). One with the mark
+A test or a case without a mark runs always. One with the mark `slow` takes seconds, and runs in CI (`make slow`). One with the mark
 `prove` belongs to a long list.
 """
 
@@ -13,22 +13,22 @@ PARAM = type(pytest.param())
 
 
 def rarely(*cases: Any) -> list[Any]:
-    """Parameters of `pytest.mark.parametrize` that only `make prove` runs."""
+    """Return parameters of `pytest.mark.parametrize` that only `make prove` runs."""
     return [_marked(case, pytest.mark.prove) for case in cases]
 
 
 def every(n: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases, of which only `make prove` runs others than each `n`-th."""
+    """Return the cases; only each `n`-th runs without `make prove`."""
     return [case if k % n == 0 else rarely(case)[0] for k, case in enumerate(cases)]
 
 
 def seldom(n: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases, of which each `n`-th is slow; only `make prove` runs the others."""
+    """Return the cases; each `n`-th is slow, and only `make prove` runs the others."""
     return [_marked(case, pytest.mark.slow if k % n == 0 else pytest.mark.prove) for k, case in enumerate(cases)]
 
 
 def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases, of which `make test` runs each `n`-th; the others are slow. Those of `make prove` stay there."""
+    """Return the cases; `make test` runs each `n`-th, and the others are slow. Cases with the mark `prove` keep it."""
     found, k = list[Any](), 0
     for case in cases:
         if isinstance(case, PARAM) and any(mark.name == "prove" for mark in case.marks):
@@ -40,7 +40,7 @@ def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def crossed(n: int, names: Iterable[str], plans: Sequence[str]) -> list[tuple[str, str]]:
-    """Each `n`-th pair along the diagonals of names × plans: every plan meets unlike names, and every name unlike plans."""
+    """Return each `n`-th pair along the diagonals of names × plans: each plan is tried with different names, and each name with different plans."""
     return [(name, plan) for i, name in enumerate(names) for k, plan in enumerate(plans) if (i + k) % n == 0]
 
 

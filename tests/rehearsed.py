@@ -1,4 +1,4 @@
-"""What torch learns of a model's operations on fake tensors, learned once: in the process that workers are forked from."""
+"""Run models on fake tensors once in the process that forks the workers, which fills torch's caches for all of them."""
 
 from contextlib import suppress
 
@@ -6,14 +6,14 @@ import torch
 
 from plait.config.job import Job
 from plait.data.batch import is_map
-from plait.model.sketch import sketch
+from plait.model.sketch import sketch_model
 from plait.proof import reference
 
 
 def rehearse(job: Job) -> None:
-    """Run the job's model on fake tensors. What is wrong with it, the test will see."""
+    """Run the job's model on fake tensors. Errors are ignored: the test itself will report them."""
     with suppress(Exception):
         data = job.data()
         samples = [data[0] if is_map(data) else next(iter(data))]
-        inputs = lambda n: reference._ready(reference._collate(data, samples * n), torch.float64, "cpu")[0]  # noqa: E731
-        sketch(reference.make_model(job, torch.float64, "cpu"), inputs, reference.call)
+        inputs = lambda n: reference._to_device(reference._collate_samples(data, samples * n), torch.float64, "cpu")[0]  # noqa: E731
+        sketch_model(reference.make_reference_model(job, torch.float64, "cpu"), inputs, reference.call_model)

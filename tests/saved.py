@@ -1,14 +1,14 @@
-"""Look into checkpoints: every byte checked, every tensor whole."""
+"""Inspect checkpoints: each byte checked, each tensor gathered."""
 
 from pathlib import Path
 
 import torch
 from launched import TEST_JOB, Command, rows
 
+from plait.checkpoint.checkpoint_reader import read_checkpoint_tensors
 from plait.checkpoint.manifest import Manifest, read_manifest
-from plait.checkpoint.reading import tensors
 
-__all__ = ["manifest", "tensors", "whole_and_killed"]
+__all__ = ["manifest", "read_checkpoint_tensors", "whole_and_killed"]
 
 
 def manifest(path: Path) -> Manifest:
@@ -16,8 +16,8 @@ def manifest(path: Path) -> Manifest:
 
 
 def whole_and_killed(folder: Path, plan: str, told: str, *options: str) -> list[dict[str, torch.Tensor]]:
-    """The last checkpoint of a run that saves every four of 24 steps, and of one that was killed on the way and resumed. Both
-    say `told`."""
+    """Return the last checkpoint of each of two runs that save every four of 24 steps. The second was killed on the way and resumed. Both
+    print `told`."""
     argv = (
         "train",
         TEST_JOB,
@@ -42,5 +42,5 @@ def whole_and_killed(folder: Path, plan: str, told: str, *options: str) -> list[
             command = Command(*argv, "--resume", folder=run)
         assert command.wait() == 0, command.output
         assert told in command.output
-        ends.append(tensors(run / "runs/latest/checkpoints/step-000024"))
+        ends.append(read_checkpoint_tensors(run / "runs/latest/checkpoints/step-000024"))
     return ends

@@ -1,6 +1,7 @@
-"""A cluster of two machines under Slurm, of Debian's packages, on this one: network namespaces with a cable between them, a slurmd in each.
+"""A Slurm cluster of two nodes on this machine, from Debian's packages: network namespaces joined by a virtual cable, with a slurmd in
+each.
 
-Everything lies in one temporary folder. Each daemon is in a process namespace of its own, so that what it started ends with it.
+All files are in one temporary folder. Each daemon has its own process namespace, so that its children end with it.
 """
 
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from engines import engine, libraries
 
-from plait.chaos.hosts import Hosts, two_hosts
+from plait.chaos.hosts import Hosts, make_two_hosts
 from plait.launch.child import die_with_parent
 
 NODES = ("n1", "n2")
@@ -57,11 +58,11 @@ PartitionName=high Nodes=ALL MaxTime=10 State=UP PriorityTier=2 PreemptMode=OFF
 """
 THERE = ["unshare", "--mount", "--uts"]
 SETTLED = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && '
-"""Before a command: the machine's name, and names of both."""
+"""A shell prefix of each command: sets the node's hostname, and the names of both nodes."""
 
 
 class Cluster:
-    """Starts Slurm; `run` types a command on the first machine, which users know as `login`."""
+    """Starts Slurm; `run` executes a command on the first node, the login node of users."""
 
     def __init__(self, hosts: Hosts, folder: Path):
         self.hosts, self.folder, self.root = hosts, folder, engine("slurm")
@@ -85,7 +86,7 @@ class Cluster:
         }  # fmt: skip
 
     def start(self) -> None:
-        """Returns when both machines wait for work."""
+        """Start the daemons, and return when both nodes are idle."""
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
@@ -115,13 +116,13 @@ class Cluster:
         return {"preexec_fn": enter, "env": self.environment, "cwd": self.folder}
 
     def begin(self, *words: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
-        """A command on the first machine."""
+        """Start a command on the first node."""
         settings = self._on(0) | {"cwd": folder, "env": self.environment | environment}
         wrapped = [*THERE, "sh", "-c", SETTLED + 'exec "$@"', str(self.folder / "hosts"), "login", *words]
         return subprocess.Popen(wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **settings)
 
     def run(self, *words: str, folder: Path, timeout: float = 120, **environment: str) -> tuple[int, str]:
-        """The exit code of a command on the first machine, and what it printed."""
+        """Return the exit code and the output of a command on the first node."""
         running = self.begin(*words, folder=folder, **environment)
         try:
             output, _ = running.communicate(timeout=timeout)
@@ -141,14 +142,14 @@ class Cluster:
             time.sleep(0.1)
 
     def logs(self) -> str:
-        """Ends of the daemons' logs."""
+        """Return the last lines of the daemons' logs."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(
             f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-12:]) for log in logs
         )
 
     def stop(self) -> None:
-        """End the daemons, and with their namespaces all that they started."""
+        """End the daemons. All processes in their namespaces end with them."""
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
@@ -156,16 +157,16 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """A cluster for the tests of a file."""
+    """Yield a cluster for the tests of a file."""
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("a cluster on one machine wants namespaces, and these want root")
     engine("slurm")
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(two_hosts())
+            hosts = stack.enter_context(make_two_hosts())
         except OSError:
             pytest.skip("this kernel gives no network namespaces")
-        folder = Path(tempfile.mkdtemp(prefix="plait-slurm-", dir="/tmp"))  # a socket's path is short
+        folder = Path(tempfile.mkdtemp(prefix="plait-slurm-", dir="/tmp"))  # the path of a socket must be short
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         cluster = Cluster(hosts, folder)
         stack.callback(cluster.stop)

@@ -1,4 +1,4 @@
-"""What was written for a scheduler, read back as that scheduler reads it."""
+"""Read back the files written for a scheduler, with that scheduler's rules."""
 
 import json
 import os
@@ -25,12 +25,12 @@ KNOWN = {"$comment", "type", "properties", "required", "additionalProperties", "
 
 
 def asked(**more: Any) -> Submission:
-    """A job on two machines of two devices."""
-    return Submission(**{"job": "job.py", "plan": Plan.parse("dp=2 tp=2"), "nodes": 2, "each": 2, "name": "job"} | more)
+    """A job on two nodes with two devices each."""
+    return Submission(**{"job": "job.py", "plan": Plan.parse("dp=2 tp=2"), "nodes": 2, "per_node": 2, "name": "job"} | more)
 
 
 def faults(value: Any, kind: str) -> list[str]:
-    """What a schema of `tests/schemas` has against a document."""
+    """Return the violations of a schema of `tests/schemas` in a document."""
     return _faults(value, json.loads((SCHEMAS / f"{kind}.json").read_text()), kind)
 
 
@@ -57,7 +57,7 @@ def _faults(value: Any, schema: dict[str, Any], at: str) -> list[str]:
 
 
 def sbatch(script: str) -> dict[str, str | None]:
-    """The options of a script as sbatch reads them: of a line, words with quotes and backslashes, up to a #."""
+    """Return the options of a script as sbatch reads them: words of a line with quotes and backslashes, up to a #."""
     found: dict[str, str | None] = {}
     for row in script.splitlines():
         if row and not row.startswith("#"):
@@ -70,7 +70,7 @@ def sbatch(script: str) -> dict[str, str | None]:
 
 
 def _arguments(row: str) -> list[str]:
-    """After `get_argument` of sbatch's source: a backslash alone does not keep a space."""
+    """Split like `get_argument` in sbatch's source: a backslash alone does not escape a space."""
     words: list[str] = []
     while row := row.lstrip():
         word, quote, escaped, at = "", "", False, 0
@@ -97,7 +97,7 @@ def _arguments(row: str) -> list[str]:
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
-    """As Kubernetes reads a word of a command: $(NAME) is a variable where there is such a one, $$ is $."""
+    """Expand as Kubernetes does for a word of a command: $(NAME) is a variable if it is defined, $$ is $."""
 
     def read(match: re.Match[str]) -> str:
         return "$" if match.group() == "$$" else variables.get(match.group()[2:-1], match.group())
@@ -106,7 +106,7 @@ def expanded(word: str, variables: dict[str, str]) -> str:
 
 
 class Programs:
-    """A folder for PATH, with programs that write down which words they were given."""
+    """A folder for PATH, with programs that record their arguments."""
 
     def __init__(self, folder: Path, *names: str):
         self.path, self.said = folder / "programs", folder / "said"
@@ -115,16 +115,16 @@ class Programs:
             self.add(name, '#!/bin/bash\nprintf \'%s\\0\' "$#" "${0##*/}" "$@" > "$SAID/$BASHPID"\n')
 
     def add(self, name: str, text: str) -> None:
-        """One with this text."""
+        """Add a program with this text."""
         (self.path / name).write_text(text)
         (self.path / name).chmod(0o755)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Where they are found first."""
+        """Return an environment in which these programs come first on PATH."""
         return os.environ | {"PATH": f"{self.path}:{os.environ['PATH']}", "SAID": str(self.said)} | more
 
     def run(self, script: str, shell: str = "bash", **more: str) -> list[list[str]]:
-        """The words of each program that a script starts."""
+        """Return the arguments of each program that a script starts."""
         shutil.rmtree(self.said, ignore_errors=True)
         self.said.mkdir()
         words = [shell, "-c", script]

@@ -1,7 +1,7 @@
-"""What trackers have of a run, read back with their own readers: `python tests/tracked.py RUN` prints it as JSON.
+"""Read the metrics of a run back with each tracker's own reader: `python tests/tracked.py RUN` prints them as JSON.
 
-Tracker -> name -> [[step, value], …], in the order in which it was given. A process of its own, since the packages warn, start
-threads and take seconds to import.
+Tracker -> name -> [[step, value], …], in the order of logging. It is a separate process, since the packages warn, start threads and take
+seconds to import.
 """
 
 import json
@@ -17,7 +17,7 @@ Told = dict[str, list[list[float]]]
 
 
 def read_back(run: Path, environment: dict[str, str]) -> dict[str, Told]:
-    """What all four have."""
+    """Return the metrics of all four trackers."""
     words = [sys.executable, __file__, str(run.resolve())]
     quiet = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
     done = subprocess.run(
@@ -54,7 +54,7 @@ def wandb(run: Path) -> Told:
 
 
 def records(data: bytes, offset: int) -> Iterator[bytes]:
-    """Of a log of LevelDB's form: blocks of 32 KiB with records, or with the first, middle and last parts of one."""
+    """Yield the records of a log in LevelDB's format: blocks of 32 KiB with full records, or with the first, middle and last parts of one."""
     whole, at = b"", 0
     while at + 7 <= len(data):
         left = 32768 - (at + offset) % 32768

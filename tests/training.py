@@ -1,4 +1,4 @@
-"""The job of the launching tests: float64, dropout, augmentation, and faults on request."""
+"""The job of the launching tests: float64, dropout, augmentation, and optional faults."""
 
 import time
 import warnings
@@ -15,7 +15,7 @@ from plait.chaos.strike import ACTS, Strike, Striker
 
 
 class Faulty(nn.Module):
-    """Strikes rank 1 (`plait.chaos.strike`) in the model's `at`-th training forward; `times` limits how often in one directory."""
+    """Strikes rank 1 (`plait.chaos.strike`) in the model's `at`-th training forward; `times` limits the number of strikes per directory."""
 
     def __init__(self, fault: str, at: int, pause: float, times: int):
         super().__init__()
@@ -29,7 +29,7 @@ class Faulty(nn.Module):
             self.calls += 1
             time.sleep(self.pause)
             if dist.is_initialized() and dist.get_rank() == 1:
-                self.striker.begins(self.calls, "forward")
+                self.striker.begin_phase(self.calls, "forward")
         return self.body(x)
 
 

@@ -1,4 +1,4 @@
-"""A job that waits for a minute at a place of the caller's choice, and says in a file that it does."""
+"""A job that waits for a minute at a chosen place, and writes a file when it does."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 import plait
 
 WAITS = Path("waits").read_text() if Path("waits").exists() else ""
-"""Where: a file of the working directory says it, so that the module's own import can be the place."""
+"""The place. It is read from a file of the working directory, so that the module's import can also be the place."""
 
 
 def wait(place: str, seconds: float = 60.0) -> None:

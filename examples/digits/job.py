@@ -1,17 +1,17 @@
-"""Handwritten digits: a small convolutional network with batch normalisation, trained on real images.
+"""Handwritten digits: a small convolutional network with batch normalization, trained on real images.
 
     plait train examples/digits/job.py --nproc 2
     plait verify examples/digits/job.py --plan "dp=2"
 
-A complete job in one file: data set, augmentation, model, learning-rate schedule and evaluation, with nothing
-in it about devices or processes. Two things a data-parallel run often gets quietly wrong are here on purpose:
+A complete job in one file: data set, augmentation, model, learning-rate schedule and evaluation. It has no code
+for devices or processes. It contains two common sources of silent errors in data-parallel runs on purpose:
 
-* `BatchNorm2d` takes its statistics from the batch, so on two devices they have to come from both halves;
-* the augmentation draws from torch's global generator, so each image has to get the same shift whichever
-  process loads it (plait seeds the generator for every seed, epoch and sample).
+* `BatchNorm2d` computes its statistics from the batch, so on two devices they must include both halves;
+* the augmentation draws from torch's global generator, so each image must get the same shift in every
+  process (plait seeds the generator for every seed, epoch and sample).
 
-The 1797 images are 8 by 8 pixels and lie next to this file (`DATA.md` says where they are from); every fifth
-is held out for testing. Any argument of `job` can be set from the command line, as in `--job.width 8`.
+The 1797 images have 8 by 8 pixels and are next to this file (`DATA.md` names their source); every fifth
+is a test image. Any argument of `job` can be set from the command line, as in `--job.width 8`.
 """
 
 from math import cos, pi

@@ -3,8 +3,8 @@
     plait train  examples/llama/job.py --nproc 2
     plait sketch examples/llama/job.py --job.size 70b
 
-The model is the one of the `transformers` package (pip install plait[transformers]), unchanged; nothing is downloaded.
-A token is a byte, whatever the vocabulary. The sketch of the largest size needs no memory for its weights.
+The model is that of the `transformers` package (pip install plait[transformers]), unchanged; nothing is downloaded.
+A token is a byte, for every vocabulary size. The sketch of the largest size needs no memory for its weights.
 """
 
 import os
@@ -42,7 +42,7 @@ def corpus() -> Tensor:
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
     files = list[Path]()
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in skip]  # the others are not looked into
+        inside[:] = [name for name in inside if name not in skip]  # other folders are skipped
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
     return torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in files)), dtype=torch.uint8)

@@ -65,7 +65,7 @@ def corpus() -> Tensor:
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
     files = list[Path]()
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in skip]  # the others are not looked into
+        inside[:] = [name for name in inside if name not in skip]  # other folders are skipped
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
     text = bytearray(b"\n".join(p.read_bytes() for p in files))

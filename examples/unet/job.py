@@ -1,9 +1,9 @@
-"""A small U-Net that takes the noise out of handwritten digits: skip connections from the way down to the way up.
+"""A small U-Net that removes noise from handwritten digits, with skip connections from the encoder to the decoder.
 
     plait train  examples/unet/job.py --nproc 2
     plait sketch examples/unet/job.py
 
-The images are those of examples/digits. Nothing here is about devices or processes.
+The images are those of examples/digits. The job has no code for devices or processes.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def double(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """x: [batch, 1, 8, 8]. Every level down halves the image and doubles the channels; the way up does the reverse."""
+    """x: [batch, 1, 8, 8]. Every level down halves the image and doubles the channels; every level up does the reverse."""
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()

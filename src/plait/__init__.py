@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from plait.engine.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile
     from plait.engine.engine import Engine
     from plait.engine.generate import Generate
-    from plait.engine.logged import log
     from plait.engine.step import Step
+    from plait.engine.step_log import log
     from plait.integrations.adapters.keras import from_keras
     from plait.integrations.adapters.lightning import from_lightning
     from plait.integrations.adapters.loop import from_loop
@@ -109,7 +109,7 @@ _HOME = {
     "global_mean": "plait.losses.global_batch",
     "layerwise_rates": "plait.model.parameter_groups",
     "linear_cross_entropy": "plait.losses.linear_cross_entropy",
-    "log": "plait.engine.logged",
+    "log": "plait.engine.step_log",
     "named": "plait.model.parameter_groups",
     "new_modules": "plait.model.pretrained",
     "packed": "plait.data.packing",

@@ -1,4 +1,4 @@
-"""`plait.ray.train("job.py", plan="dp=8")` and `python -m plait.ray job.py --plan dp=8`: the public name of `plait/integrations/ray.py`."""
+"""Public module of `plait/integrations/ray.py`: `plait.ray.train("job.py", plan="dp=8")` and `python -m plait.ray job.py --plan dp=8`."""
 
 import sys
 

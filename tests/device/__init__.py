@@ -1,1 +1,1 @@
-"""Test doubles that keep the rules of NCCL and CUDA, and the tests that train over them."""
+"""Test doubles with the rules of NCCL and CUDA, and the tests that train with them."""

@@ -1,8 +1,8 @@
-"""torch's attention kernels for CUDA, on the pretended device: what they take and give, computed plainly.
+"""torch's attention kernels for CUDA, on the simulated device: their inputs and outputs, computed by plain operators.
 
-Each has the signature, the results and the rules of the real one: which formats and widths, what has to be contiguous, how long a
-log-sum-exp is, that a causal flash attention is of as many queries as keys. What breaks a rule is an error; the real kernel might
-compute nonsense. `LENIENT` lets flash attention take float64 too, to prove what is around it exactly.
+Each has the signature, the results and the rules of the real one: number formats and widths, contiguity, the length of a log-sum-exp,
+equally many queries and keys in causal flash attention. A violation is an error; the real kernel might return wrong values.
+With `MODE["lenient"]`, flash attention accepts float64 too, to prove the surrounding code exactly.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend
 CALLS = Counter[str]()
 SIXTEEN = (torch.float16, torch.bfloat16)
 MODE = {"lenient": False, "cudnn": False}
-"""float64 in flash attention; a device where cuDNN comes first."""
+"""`lenient`: allow float64 in flash attention. `cudnn`: a device that prefers cuDNN."""
 KEPT: list[Any] = []
 
 
 class Broken(RuntimeError):
-    """A rule of a kernel."""
+    """A kernel's rule is violated."""
 
 
 def rule(holds: bool, what: str) -> None:
@@ -45,7 +45,7 @@ def repeated(t: Tensor, q: Tensor) -> Tensor:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exps); a query that sees nothing has zeros and 0."""
+    """Return (output, log-sum-exps); a query with all keys masked has zeros and 0."""
     lse = s.logsumexp(-1)
     blind = lse == -torch.inf
     lse = lse.masked_fill(blind, 0.0)
@@ -56,7 +56,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor
 def gradients(
     grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, s: Tensor, scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Of queries, keys, values and scores, from output and log-sum-exps that may be over more keys than these."""
+    """Return the gradients of queries, keys, values and scores. Output and log-sum-exps may include more keys than these."""
     q, k, v = qkv
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     g, p = grad.to(s.dtype), (s - lse.to(s.dtype).unsqueeze(-1)).exp()
@@ -200,7 +200,7 @@ def choice(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> int:  # fmt: skip
-    """As on sm_90, by torch's constraints: cuDNN's kernel, flash attention, the memory-efficient one, or torch's operators."""
+    """The choice on sm_90, by torch's constraints: cuDNN's kernel, flash attention, the memory-efficient one, or torch's operators."""
     flat = q.dtype in SIXTEEN or (MODE["lenient"] and q.dtype is torch.float64)
     heads = q.shape[1] == k.shape[1]
     if flat and MODE["cudnn"] and (heads or enable_gqa) and all(t.shape[-1] % 8 == 0 for t in (q, v)):
@@ -222,7 +222,7 @@ KERNELS = {
 
 
 def install() -> None:
-    """On the pretended device, once."""
+    """Register the kernels on the simulated device, once."""
     if KEPT:
         return
     KEPT.append(torch.library.Library("aten", "IMPL"))

@@ -1,6 +1,6 @@
-"""What the ranks of a test have asked of their communicators: each writes it into memory that all of them see.
+"""The operations that a test's ranks have queued on their communicators. Each rank writes them to memory that all ranks can read.
 
-A rank that finds a fault tells with it what the others were doing. Memory is shared by forks, so a board is made before them.
+A rank that finds a fault reports with it the operations of the other ranks. Forks share the memory, so a board is made before them.
 """
 
 import mmap
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 SLOT = 1 << 14
 SHOWN = 6
-"""Operations of a stream that are told."""
+"""The number of operations per stream in a report."""
 
 
 class Board:
@@ -29,12 +29,12 @@ class Board:
         return self.memory[rank * SLOT + 4 : rank * SLOT + 4 + size].decode(errors="replace")
 
     def told(self, ranks: Iterable[int]) -> str:
-        """What each of these ranks has asked for."""
+        """Report the queued operations of these ranks."""
         return "\n".join(f"rank {rank}: {self.read(rank) or 'has asked for nothing yet'}" for rank in ranks)
 
 
 class Asked:
-    """What this rank has asked for: by stream, in order; and what its host is doing."""
+    """This rank's queued operations, by stream and in order, and the current activity of its host."""
 
     def __init__(self, board: Board, rank: int):
         self.board, self.rank, self.host = board, rank, "computes"
@@ -48,7 +48,7 @@ class Asked:
             self._write()
 
     def over(self, stream: str) -> None:
-        """The first of a stream has come to its end."""
+        """The first operation of a stream has ended."""
         with self.lock:
             self.last[stream] = self.streams[stream].popleft()
             self._write()

@@ -1,21 +1,22 @@
-"""A process group that keeps NCCL's rules, carried by gloo. Tensors of the CPU stand for those of a device.
+"""A process group with NCCL's rules, which sends by gloo. CPU tensors stand for those of a device.
 
     with nccl.instead_of_gloo():            # ranks that are forked here connect by it
         verify(job, Plan.parse("pp=2"))
 
 The rules, as `torch.distributed` has them on NCCL:
 
-  - A communicator is made at its first use, which holds the host until all its ranks have come. A group has one; a pair of ranks that
-    sends messages outside of a batch has one of its own. With `bound` (a `device_id` given to the group) all is the group's.
-  - What a rank asks of a communicator runs in that order, one after another: collectives, batches, messages of both directions.
+  - A communicator is made at its first use, which blocks the host until all its ranks have joined. A group has one. A pair of ranks
+    that sends messages outside of a batch has its own. With `bound` (a `device_id` given to the group) all use the group's.
+  - A communicator runs a rank's operations one after another, in the order in which they are queued: collectives, batches, and
+    messages of both directions.
   - Ranks of a collective agree in kind, sizes, number format and root. Both ends of a message agree in size and format. Tags are
-    ignored: where only they differ, NCCL would deliver the wrong tensor, and here it is an error.
-  - A send is over when its receive runs: nothing is buffered.
-  - Tensors are contiguous, and of a format that NCCL knows.
-  - Results are there once somebody has waited: until then tensors that are received into hold nonsense, and those that are sent must
-    stay as they are.
+    ignored: if only they differ, NCCL would deliver the wrong tensor, which is an error here.
+  - A send ends when its receive runs: no message is buffered.
+  - Tensors are contiguous, and of a format that NCCL supports.
+  - Results are available only after a wait. Until then, tensors to receive into have invalid values, and tensors to send must stay
+    unchanged.
 
-What is broken is a `Fault`, with what every rank of the group has asked for. A rank waits at most `patience` seconds for another.
+A violation is a `Fault`, with the queued operations of each rank of the group. A rank waits at most `patience` seconds for another.
 """
 
 import json
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from device.board import Asked, Board
 from plait.launch import place
-from plait.tensors.collectives import DIRECT
+from plait.tensors.collectives import DIRECT_DEVICES
 
 NAME = "nccl_rules"
 KNOWN = (
@@ -44,12 +45,12 @@ KNOWN = (
 )  # fmt: skip
 CONNECT = timedelta(seconds=60)
 SPARE = torch.device("privateuseone")
-"""A kind of device that nobody has: the kernels that torch has for it go to the backend that a group names for it."""
+"""A device type that does not exist. torch dispatches its kernels for this type to the backend that a group registers for it."""
 GROUP, PAIR = "all ranks", "messages between"
 
 
 class Fault(RuntimeError):
-    """What NCCL would not do, or would wait for without end."""
+    """An operation that NCCL would reject, or that would hang."""
 
 
 def itself(t: Tensor) -> Tensor:
@@ -64,25 +65,25 @@ class Rules:
     bound: bool = False
     board: Board = field(default_factory=Board)
     host: Callable[[Tensor], Tensor] = itself
-    """A tensor of the host in the memory of one of the device."""
+    """Returns a host tensor with the memory of a device tensor."""
     streams: Any = None
-    """Where streams are watched: `ask(communicator, reads, writes)` gives what has a `wait()`, for the current stream."""
+    """If streams are checked: `ask(communicator, reads, writes)` returns an event with a `wait()`, for the current stream."""
 
 
 RULES = Rules()
 
 
 def bound() -> bool:
-    """Whether all messages run on the communicator of their group: it is said here, or plait gave the group a device."""
+    """Whether all messages run on the communicator of their group: set in the rules, or plait gave the group a device."""
     return RULES.bound or (dist.is_initialized() and getattr(dist.group.WORLD, "bound_device_id", None) is not None)
 
 
 GROUPS: dict[Any, "Group"] = {}
-"""Of this process, by their gloo."""
+"""The groups of this process, by their gloo group."""
 
 
 class Work(dist.Work):
-    """Something that was asked for."""
+    """A queued operation."""
 
     def __init__(
         self, group: "Group", what: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), peer: int | None = None
@@ -97,7 +98,7 @@ class Work(dist.Work):
             nonsense(t)
 
     def wait(self, *timeout: object) -> bool:
-        """Holds the host, where NCCL's holds the stream: what is asked for afterwards starts afterwards on both."""
+        """Block the host, instead of the stream as NCCL does: operations queued afterwards start afterwards in both cases."""
         if not self.over.is_set():
             self.group.asked.does(f"waits for {self.what}")
             self.over.wait()
@@ -127,7 +128,7 @@ class Work(dist.Work):
 
 
 def checked(t: Tensor) -> Tensor:
-    """A tensor that NCCL takes, flat, apart from its history. It shares its memory."""
+    """Return a flat view of a tensor that NCCL accepts, detached from autograd. It shares the memory."""
     if t.layout is not torch.strided:
         raise Fault("Tensors must be CUDA and dense")
     if t.dtype not in KNOWN:
@@ -142,7 +143,7 @@ def raw(t: Tensor) -> Tensor:
 
 
 def nonsense(t: Tensor) -> None:
-    """What is read before its time shall be seen."""
+    """Overwrite a tensor with invalid values, so that a read before its wait is detected."""
     if t.dtype.is_floating_point:
         t.fill_(float("nan"))
     else:
@@ -150,13 +151,13 @@ def nonsense(t: Tensor) -> None:
 
 
 def form(tensors: Sequence[Tensor]) -> str:
-    """Sizes and format."""
+    """Return the sizes and the number format."""
     sizes = " and ".join(str(t.numel()) for t in tensors)
     return f"{sizes} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else "nothing"
 
 
 class Stream:
-    """What runs in the order in which it is asked for."""
+    """Runs operations in the order in which they are queued."""
 
     def __init__(self, asked: Asked, name: str):
         self.asked, self.name, self.fault = asked, name, ""
@@ -185,7 +186,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Message:
-    """One end of a message between two ranks. `at`: its work, and the place of the tensor among what that reads or writes."""
+    """One end of a message between two ranks. `at`: the index of the tensor among those that `work` reads or writes."""
 
     kind: str
     peer: int
@@ -212,7 +213,7 @@ class Group:
         self.sums = dist.ProcessGroup(dist.PrefixStore("sums", store), rank, size)
         self.sums._register_backend(SPARE, dist.ProcessGroup.BackendType.CUSTOM, self.carrier)
         self.ranks = list(range(size))
-        """Their numbers in the world."""
+        """Their ranks in the world."""
         self.streams: dict[object, Stream] = {}
         self.batch: tuple[Work, list[tuple[str, Tensor, int, int]]] | None = None
         self.patience = timedelta(seconds=RULES.patience)
@@ -222,7 +223,7 @@ class Group:
         return Fault(f"{what}\nwhat the ranks of this group have asked for:\n{told}")
 
     def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank of the group says. All come to it."""
+        """Exchange a dict between all ranks of the group. Each of them must call it."""
         rows = [torch.empty(2048, dtype=torch.uint8) for _ in range(self.size)]
         options = dist.distributed_c10d.AllgatherOptions()
         options.timeout = self.patience
@@ -232,7 +233,7 @@ class Group:
     # — streams —
 
     def stream(self, peer: int | None, what: str) -> Stream:
-        """The one of the group, or of the pair with another rank. At its first use both sides, or all ranks, come."""
+        """Return the stream of the group, or of the pair with another rank. At its first use both ranks, or all ranks, must call it."""
         key = None if peer is None or bound() else peer
         if key not in self.streams:
             ranks = self.ranks if key is None else sorted((self.ranks[self.rank], self.ranks[key]))
@@ -256,7 +257,7 @@ class Group:
     def collective(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[Work], None], **alike: Any
     ) -> Any:
-        """Ask for a collective. `alike`: what all ranks have in common; `sends` and `takes` are compared rank with rank."""
+        """Queue a collective. `alike`: values that must be equal on all ranks; `sends` and `takes` are compared for each pair of ranks."""
         pairwise = {key: alike.pop(key) for key in ("sends", "takes") if key in alike}
         what = f"{name} of {form(reads or writes)}" + "".join(f", {k} {v}" for k, v in alike.items() if v is not None)
         work = keep(Work(self, what, reads, writes))
@@ -286,7 +287,7 @@ class Group:
                     raise self.fault(f"in {row['what']}, rank {self.ranks[a]} sends rank {self.ranks[b]} {why}")
 
     def reduce(self, t: Tensor, op: Any) -> Tensor:
-        """The sum, or what `op` says, on every rank."""
+        """Reduce to all ranks, by a sum or by `op`."""
         if "float8" in str(t.dtype):
             raise Fault(f"NCCL does not reduce {t.dtype}")
         wide = t.to(torch.uint8) if t.dtype is torch.bool else t.clone()
@@ -296,7 +297,7 @@ class Group:
         return wide.to(t.dtype)
 
     def spread(self, t: Tensor, root: int) -> None:
-        """Overwrite with that of one rank."""
+        """Broadcast from one rank."""
         options = dist.distributed_c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         if t.numel():
@@ -332,7 +333,7 @@ class Group:
         return work.boxed()
 
     def together(self, messages: list[tuple[str, Tensor, int, int]]) -> Work:
-        """A batch: all its messages at once, on the communicator of the group."""
+        """Run a batch: all its messages at once, on the communicator of the group."""
         parts = {kind: [t for k, t, *_ in messages if k == kind] for kind in ("send", "recv")}
         what = f"batch of ({'; '.join(self._said(*m) for m in messages)})"
         work, at, found = keep(Work(self, what, parts["send"], parts["recv"])), {"send": 0, "recv": 0}, []
@@ -346,7 +347,7 @@ class Group:
         return f"{kind} of {form([t])} {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]} (tag {tag})"
 
     def _pass(self, messages: list[Message], directed: bool) -> None:
-        """Both ends tell what they are at, and compare; then the numbers travel. `directed`: each direction apart."""
+        """Exchange and compare the two descriptions of each message, then send the data. `directed`: each direction has its own channel."""
         lanes = [self._lane(m) if directed else 2 for m in messages]
         works = []
         for m, lane in zip(messages, lanes):
@@ -399,7 +400,7 @@ def unpacked(row: Tensor) -> dict[str, Any]:
 
 
 KEPT: list[Work] = []
-"""Torch holds a work by its C++ half alone, which cannot be waited for when the other is gone."""
+"""torch keeps only the C++ half of a work, which cannot be waited for after the Python half is freed."""
 
 
 def keep(work: Work) -> Work:
@@ -408,7 +409,7 @@ def keep(work: Work) -> Work:
 
 
 def plain(op: str) -> Callable[..., Any]:
-    """Torch's own kernel, to be given a group that has a backend for `SPARE`."""
+    """Return torch's own kernel, which dispatches to the group's backend for `SPARE`."""
     keys = torch.DispatchKeySet(torch.DispatchKey.PrivateUse1)
     return lambda *args: getattr(torch.ops.c10d, op).default.redispatch(keys, *args)
 
@@ -418,27 +419,27 @@ def instead_of_gloo(
     patience: float = 60.0, bound: bool = False, backend: str = NAME, host: Callable[[Tensor], Tensor] | None = None,
     streams: Any = None,
 ) -> Iterator[None]:
-    """Processes that are forked here and connect do it by this group, and take the branches that are for devices. With `host`, tensors
-    of "cuda" are those of the device, and `backend` says which backend has those of the CPU."""
+    """Processes that are forked here connect by this group, and take the code paths for devices. With `host`, tensors of "cuda" are those
+    of the device, and `backend` names the backend for CPU tensors."""
     from device import nccl_kernels
 
     nccl_kernels.register("CPU" if host is None else "CUDA")
     before = dict(vars(RULES))
     vars(RULES).update(vars(Rules(patience, bound, host=host or itself, streams=streams)))
-    token = DIRECT.set(())
+    token = DIRECT_DEVICES.set(())
     try:
         with (
-            mock.patch.object(place, "_backend", lambda device: backend),
+            mock.patch.object(place, "_pick_backend", lambda device: backend),
             mock.patch.object(dist.ProcessGroupGloo, "perform_nocolor_split", lambda *_: None, create=True),
-        ):  # what ranks outside of a new group do, where groups are split from one that has a device
+        ):  # called by ranks outside of a new group if it is split from a group with a device
             yield
     finally:
-        DIRECT.reset(token)
+        DIRECT_DEVICES.reset(token)
         vars(RULES).update(before)
 
 
 def made(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Torch asks for the backend of a new group: the gloo that stands for its communicators."""
+    """Create the backend of a new group for torch: the gloo group that stands for its communicators."""
     from device import nccl_kernels
 
     group = Group(store, rank, size)

@@ -1,4 +1,4 @@
-"""Torch's collectives, for the groups of `nccl.py`: kernels of its operators, below where they are watched and recorded."""
+"""torch's collectives for the groups of `nccl.py`: kernels of its operators, below the modes that record them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ INSTALLED: list[torch.library.Library] = []
 
 
 def group_of(boxed: Any) -> Group | None:
-    """The group, if it is one of these."""
+    """Return the group if it is one of these."""
     found = dist.ProcessGroup.unbox(boxed)
     try:
         own = nccl.GROUPS.get(found._get_backend(torch.device(KEY["now"].lower())))
@@ -27,7 +27,7 @@ def group_of(boxed: Any) -> Group | None:
 
 
 def _parts(t: Tensor, sizes: list[int]) -> list[int]:
-    """Numbers in each part of a tensor that is cut along its first dim."""
+    """Return the element count of each shard of a tensor that is sharded along its first dim."""
     each = t.numel() // t.shape[0] if t.dim() and t.shape[0] else 1
     return [n * each for n in sizes]
 
@@ -69,7 +69,7 @@ def reduce_(group: Group, tensors: list[Tensor], _: Any, op: Any, root: int, *mo
 
 
 def allgather_(group: Group, outputs: list[list[Tensor]], inputs: list[Tensor], *more: Any) -> Any:
-    """Parts may be of unequal sizes: then NCCL broadcasts each."""
+    """For shards of unequal sizes, NCCL broadcasts each."""
     (into,), (mine,) = outputs, inputs
     if into[group.rank].numel() != mine.numel() or any(t.dtype != mine.dtype for t in into):
         raise Fault(f"all_gather of {nccl.form([mine])} into {nccl.form(into)}: not the size of rank {group.rank}'s part")
@@ -87,7 +87,7 @@ def _allgather_base_(group: Group, output: Tensor, mine: Tensor, *more: Any) -> 
 
 
 def reduce_scatter_(group: Group, outputs: list[Tensor], inputs: list[list[Tensor]], _: Any, op: Any, *more: Any) -> Any:
-    """Parts may be of unequal sizes: then NCCL reduces each to its rank."""
+    """For shards of unequal sizes, NCCL reduces each to its rank."""
     (parts,) = inputs
     if parts[group.rank].numel() != outputs[0].numel() or any(t.dtype != outputs[0].dtype for t in parts):
         raise Fault(f"reduce_scatter of {nccl.form(parts)} into {nccl.form(outputs)}: not this rank's part")
@@ -167,7 +167,7 @@ UNKNOWN = (
     "allreduce_coalesced_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_",
     "recv_any_source_", "monitored_barrier_",
 )  # fmt: skip
-"""What the double does not have yet, or NCCL does not."""
+"""Operators that the double does not implement, or that NCCL does not support."""
 
 
 def _kernel(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def _unknown(name: str) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Once in a process."""
+    """Register the kernels, once per process."""
     if INSTALLED:
         return
     library = torch.library.Library("c10d", "IMPL")
@@ -228,7 +228,7 @@ PLAIN: list[Callable[..., Any]] = []
 
 
 def register(key: str) -> None:
-    """Make the backend known to torch: before ranks are forked. `key`: of the tensors that the rules are for."""
+    """Register the backend in torch, before ranks are forked. `key`: the dispatch key of the tensors to which the rules apply."""
     KEY["now"] = key
     if PLAIN:
         return

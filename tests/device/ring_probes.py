@@ -1,4 +1,4 @@
-"""Ring attention by torch's kernels for CUDA, as they are doubled in `attention_kernels.py`: what comes of it, beside one device."""
+"""Ring attention by torch's kernels for CUDA, as doubled in `attention_kernels.py`: its results compared with one device."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ FORMATS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 
 def worst_of(case: str, dtype: torch.dtype, zigzag: bool) -> float:
-    """The largest difference from one device, in float64, to the largest number there."""
+    """Return the largest difference from one device, in float64, relative to the largest value there."""
     group = dist.group.WORLD
     tensors, how = given(case)
     upstream = torch.randn(
@@ -24,8 +24,8 @@ def worst_of(case: str, dtype: torch.dtype, zigzag: bool) -> float:
     )
     output = plain(*tensors[:3], how)
     whole = torch.autograd.grad(output, tensors, upstream)
-    cut = (Rows.zigzag if zigzag else Rows.even)(tensors[0].shape[2], group.size())
-    mine = lambda t: cut.take(t, 2, group.rank())  # noqa: E731
+    cut = (Rows.make_zigzag if zigzag else Rows.make_even)(tensors[0].shape[2], group.size())
+    mine = lambda t: cut.take_part(t, 2, group.rank())  # noqa: E731
     there = lambda t: t.to(dtype if t.is_floating_point() else t.dtype).to("cuda", non_blocking=True)  # noqa: E731
     local = [there(mine(t.detach()).clone()).requires_grad_() for t in tensors[:3]]
     mask, kept = (t if t is None or t.shape[-2] == 1 else mine(t) for t in (how["mask"], how["kept"]))
@@ -34,10 +34,10 @@ def worst_of(case: str, dtype: torch.dtype, zigzag: bool) -> float:
     scores = ring.Scores(
         1 / math.sqrt(tensors[0].shape[-1]), how["causal"], mask, kept if kept is None else there(kept), learned
     )
-    out = ring.attention(*local, scores, ring.Ring(group, cut))
+    out = ring.compute_ring_attention(*local, scores, ring.Ring(group, cut))
     out.backward(there(mine(upstream)))
     pairs = [(out, mine(output)), *((t.grad, mine(w)) for t, w in zip(local, whole))]
-    if learned:  # every rank has its rows of it, or a share of the one row
+    if learned:  # each rank has its rows of it, or a partial sum for the one row
         found = mask.grad.double()
         one = tensors[3].shape[-2] == 1
         if one:
@@ -47,7 +47,7 @@ def worst_of(case: str, dtype: torch.dtype, zigzag: bool) -> float:
 
 
 def kernels_used(dtype: str, lenient: bool = False, cudnn: bool = False) -> Any:
-    """Of each case, cut evenly and in a zigzag: the worst difference, and the kernels that were called."""
+    """For each case, with contiguous and zigzag shards: the worst difference, and the kernels that were called."""
     found = {}
     with mock.patch.dict(MODE, lenient=lenient, cudnn=cudnn):
         for case in CASES:

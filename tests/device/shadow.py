@@ -1,11 +1,12 @@
-"""A pretended CUDA: tensors on "cuda" whose memory is the host's (see shadow.cpp), in a torch without CUDA.
+"""A simulated CUDA: tensors on "cuda" whose memory is the host's (see shadow.cpp), in a torch without CUDA.
 
-    shadow.load(library, devices=4)      # in a fresh process, before anything imports torch
+    shadow.load(library, devices=4)      # in a fresh process, before torch is imported
 
-A process that was forked from one in which CUDA was used, or its runtime asked, cannot use it.
-A tensor of the host beside one of the device is an error, as on CUDA. Whatever makes the host wait for the device is counted, with the
-line of plait it comes from: a number that is read, a blocking copy, an operator whose result has a size that depends on its numbers.
-What a stream does with a tensor that another has not been waited for is an error too (clocks.h). It shows no overlap and no speed.
+If a process has used CUDA, or called its runtime, its forks cannot use it.
+An operator on both a host tensor and a device tensor is an error, as on CUDA. Each wait of the host for the device is counted, with the
+line of plait that causes it: a value that is read, a blocking copy, an operator whose output size depends on its values.
+If a stream uses a tensor without waiting for the stream that writes it, that is an error too (clocks.h). Overlap and speed are not
+simulated.
 """
 
 import ctypes
@@ -22,16 +23,16 @@ from typing import Any
 READS = {"aten::_local_scalar_dense": "a number is read"}
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
 KEPT: list[Any] = []
-"""What must not be collected: functions that C++ calls, and torch's registrations."""
+"""Objects that must not be garbage-collected: functions that C++ calls, and torch's registrations."""
 
 
 class Waits:
-    """What made the host wait, while it was counted: how, and the innermost line of plait."""
+    """The waits of the host while they were counted: the reason, and the innermost line of plait."""
 
     def __init__(self) -> None:
         self.found, self.counting = Counter[str](), False
         self.unpinned = Counter[str]()
-        """Copies that were to run beside the host, of memory that is not pinned: from there they cannot."""
+        """Asynchronous copies from memory that is not pinned. Such a copy cannot overlap with the host."""
 
     def note(self, what: str, waits: bool = True) -> None:
         if self.counting:
@@ -50,7 +51,7 @@ WAITS = Waits()
 
 
 def _line() -> str:
-    """Below the modes that look on, and outside of torch and of the doubles."""
+    """Return the line below torch's modes, and outside of torch and of the doubles."""
     doubles = ("device/shadow.py", "device/nccl.py", "device/nccl_kernels.py")
     frames = [f for f in traceback.extract_stack() if not f.filename.endswith(doubles)]
     own = [f for f in frames if "site-packages" not in f.filename and not f.name.startswith("__torch_")]
@@ -61,17 +62,17 @@ def _line() -> str:
 
 def _told(op: bytes, how: bytes, size: int) -> None:
     if how == b"non_blocking":
-        return  # queued behind what computes what is copied
+        return  # queued after the kernels that compute its source
     name = READS.get(op.decode(), op.decode().removeprefix("aten::"))
     WAITS.note(f"{name}{f' of {size} bytes' if how else ''}", waits=how != b"not pinned")
 
 
 HOST, COMMUNICATORS, LAST = 63, 32, 62
-"""Clocks: of the host, and of communicators from the first to the last; streams have those before."""
+"""The indices of clocks: of the host, and of the first and the last communicator. Streams have the lower indices."""
 
 
 class Stream:
-    """A stream, which knows what it has waited for."""
+    """A stream, with a record of the events it has waited for."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         import torch
@@ -100,7 +101,7 @@ class Stream:
 
 
 class Event:
-    """What a stream had done. Who waits for one that is not `blocking` spins."""
+    """The work of a stream up to a point. A host that waits for an event without `blocking` spins."""
 
     def __init__(self, *args: Any, blocking: bool = False, **kwargs: Any):
         self.number, self.blocking = -1, blocking
@@ -113,7 +114,7 @@ class Event:
             LENT[0].clocks_wait(LENT[0].clocks_current() if stream is None else stream.number, self.number)
 
     def query(self) -> bool:
-        """Whether it is known to be over: the host has waited for it, or for something later. It may be over in truth."""
+        """Whether the event is known to have ended: the host has waited for it, or for a later one. It may have ended earlier."""
         return self.number < 0 or bool(LENT[0].clocks_over(self.number))
 
     def elapsed_time(self, other: "Event") -> float:
@@ -128,7 +129,7 @@ class Event:
 
 
 class Communicators:
-    """Streams of communicators: what is asked for starts after what the current stream has done, and one that waits knows its end."""
+    """The streams of communicators. An operation starts after the current work of the current stream, and its end is an event."""
 
     def __init__(self) -> None:
         self.numbers: dict[object, int] = {}
@@ -159,7 +160,7 @@ def on(stream: Stream | None) -> Iterator[None]:
 
 
 def check_freed() -> None:
-    """An error where memory was given back to one stream while another used it."""
+    """Raise an error if memory was returned to one stream while another used it."""
     if told := LENT[0].clocks_freed().decode():
         raise RuntimeError(f"a race between streams: {told}")
 
@@ -168,13 +169,13 @@ COUNTS = (
     *(f"{what}_bytes.all.{when}" for when in ("current", "peak") for what in ("requested", "allocated", "reserved")),
     "num_alloc_retries", "num_ooms", "size", "beside",
 )  # fmt: skip
-"""What `blocks_read` gives, by the names of `torch.cuda.memory_stats`."""
+"""The values of `blocks_read`, by the names of `torch.cuda.memory_stats`."""
 NUMBERS = count(1)
 LENT: list[ctypes.CDLL] = []
 
 
 def load(library: Path, devices: int) -> None:
-    """Put the devices there. From here on this process, and its forks, see them."""
+    """Create the devices. From here on, this process and its forks have them."""
     lent = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     LENT.append(lent)
     lent.clocks_freed.restype = ctypes.c_char_p
@@ -185,7 +186,7 @@ def load(library: Path, devices: int) -> None:
     lent.clocks_watch(1)
     KEPT.append(TELL(_told))
     lent.shadow_tell(KEPT[-1])
-    for name in ("_dynamo", "_inductor", "distributed.fsdp"):  # as long as they see that this torch has no CUDA
+    for name in ("_dynamo", "_inductor", "distributed.fsdp"):  # as long as they see a torch without CUDA
         importlib.import_module(f"torch.{name}")
     _devices(lent, devices)
     _memory()
@@ -205,7 +206,7 @@ def _devices(lent: ctypes.CDLL, devices: int) -> None:
         state["init"] = state["asked"] = cuda._initialized = True
 
     def is_available() -> bool:
-        """Asks NVML, or the runtime, which starts the driver: it does not outlive a fork."""
+        """Calls NVML, or the runtime, which starts the driver: then CUDA is unusable after a fork."""
         state["asked"] |= os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1"
         return True
 
@@ -250,11 +251,11 @@ def _devices(lent: ctypes.CDLL, devices: int) -> None:
     for name, value in known.items():
         setattr(cuda, name, value)
     torch.version.cuda = "12.8"
-    torch.utils._triton.has_triton_package = lambda: False  # its kernels, where it is installed, do not run on the host's memory
+    torch.utils._triton.has_triton_package = lambda: False  # if installed, its kernels cannot run on host memory
 
 
 def _memory() -> None:
-    """The allocator's statistics (blocks.h); pinned memory."""
+    """The allocator's statistics (blocks.h), and pinned memory."""
     import torch
 
     lent = LENT[0]
@@ -298,7 +299,7 @@ def _memory() -> None:
 
 
 def _storages() -> None:
-    """What torch does to storages of a device in C++ that is not there: copies, and FSDP2's changes of their size."""
+    """The storage functions for devices that torch's C++ lacks here: copies, and FSDP2's resizing."""
     import sys
 
     import torch

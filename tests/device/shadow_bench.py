@@ -1,4 +1,4 @@
-"""A process that has one pretended device, on which it looks at what `bench/gpu.py` does; `test_shadow_bench.py` starts it.
+"""A process with one simulated device, on which it runs the parts of `bench/gpu.py`; `test_shadow_bench.py` starts it.
 
 python -m device.shadow_bench LIBRARY FOLDER PART/LOOK …      the row of each look in JSON, on a line of its output
 """
@@ -19,9 +19,9 @@ if __name__ == "__main__":
     import torch
 
     from device import attention_kernels
-    from plait.proof import own_batch
+    from plait.proof import full_batch
 
-    own_batch.SECONDS = 0.0
+    full_batch.DEFAULT_SECONDS = 0.0
     attention_kernels.install()
     torch.set_num_threads(1)
     setting = gpu_looks.Setting("cuda", Path(sys.argv[2]), 0.02)

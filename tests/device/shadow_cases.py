@@ -1,6 +1,6 @@
-"""Trains jobs under plans on pretended devices, over NCCL's rules: in the process of `shadow_runs.py`.
+"""Trains jobs under plans on simulated devices, with NCCL's rules, in the process of `shadow_runs.py`.
 
-Each rank tells its losses and norms, and what made its host wait in the last of its steps.
+Each rank returns its losses and norms, and the waits of its host in the last step.
 """
 
 import io
@@ -20,10 +20,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 import plait
 from device import attention_kernels, nccl, shadow, shadow_jobs
-from plait.cli import other_plans
+from plait.cli import fallback_plans
 from plait.cli import train as launcher
 from plait.cli.console import Console
-from plait.cli.request import Request
+from plait.cli.train_request import TrainRequest
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.config.plan import Plan
@@ -32,29 +32,29 @@ from plait.engine.engine import Engine
 from plait.engine.rank_start import RankOptions
 from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
-from plait.engine.train import train
+from plait.engine.train import train_rank
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
 from plait.parallel.fsdp.runtime import DeviceScatter
-from plait.planner import question
-from plait.planner.dryrun.memory_table import memory_table
-from plait.proof import own_batch, verify
+from plait.planner import plan_request
+from plait.planner.dryrun.memory_table import make_memory_table
+from plait.proof import full_batch, verify
 from plait.report import summary
 from plait.tensors import torch_private
 
 MESSAGES = {
-    "gathers": (DefaultAllGather, "__call__"), "parts": (DeviceScatter, "__call__"), "copies": (DeviceScatter, "sum_over_copies"),
+    "gathers": (DefaultAllGather, "__call__"), "parts": (DeviceScatter, "__call__"), "copies": (DeviceScatter, "sum_over_replicas"),
 }  # fmt: skip
-"""What FSDP2 calls to gather parameters, to sum gradients into parts, and to sum those over the copies of parts."""
+"""The calls by which FSDP2 gathers parameters, reduce-scatters gradients, and sums the shards over replicas."""
 
 
 def trained(
     name: str, plan: str, device: str, steps: int, cast: str | None = "float64", folder: str = "", resume: bool = False,
     on_nan: str = "stop", workers: int = 0, apart: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What each rank tells of a few steps, after those of a checkpoint in the folder where it resumes; it leaves one there. `apart`: so
-    far are gradients apart that all ranks of tp compute alike."""
+    """Return each rank's results of a few steps, optionally after resuming from a checkpoint in the folder; a new one is saved. `apart`:
+    the relative difference that is added between the equal gradients of tp ranks."""
     job = shadow_jobs.JOBS[name]()
 
     def run(place: Place) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def trained(
         )
         if resume:
             engine.resume()
-        specs = engine.rank_model.table.specs
+        specs = engine.rank_model.shard_plan.specs
         sliced = {n for n, spec in specs.items() if spec.expert or spec.is_split("tp")}
         alike = [p for n, p in engine.rank_model.params.items() if n not in sliced and engine.plan.tp > 1]
         for p in alike if apart else ():
             p.register_hook(lambda grad: grad * (1 + apart * place.rank))
         most = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         source, made = engine.batches(), list[Step]()
-        for _ in range(steps):  # as `plait train` does, nobody looks at a step's numbers before the next
+        for _ in range(steps):  # as in `plait train`, a step's values are not read before the next one
             with shadow.WAITS.counted() as waited:
                 made.append(engine.step(next(source)))
         unpinned, late = dict(shadow.WAITS.unpinned), not made[-1].known
@@ -80,7 +80,7 @@ def trained(
         with shadow.WAITS.counted() as judged:
             measured = list(engine.evaluate().values()) if job.evaluate is not None else []
         with shadow.WAITS.counted() as checked:
-            build.check_copies(engine.rank_model, steps)
+            build.check_replicas(engine.rank_model, steps)
         if folder:
             engine.save()
         course = [[step.skipped, step.loss_scale, step.trouble and step.trouble.what] for step in made]
@@ -97,11 +97,11 @@ def trained(
                 "streams": {kind: sorted(numbers) for kind, numbers in streams.items()}}  # fmt: skip
 
     with sending_on() as streams:
-        return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+        return fork.run_ranks(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 class Noting(plait.Callback):
-    """Adds a number to each step's metrics, ends the run after one of them, and counts the steps that are recorded by then."""
+    """Adds a value to each step's metrics, ends the run after one of them, and counts the steps that are recorded by then."""
 
     def __init__(self, ends: int, looks: bool, metrics: Path):
         self.ends, self.looks, self.metrics = ends, looks, metrics
@@ -118,9 +118,9 @@ class Noting(plait.Callback):
 
 
 def whole(run: str, plan: str, device: str, folder: str, ends: int = 0, looks: bool = False, **given: Any) -> list[dict[str, Any]]:
-    """What each rank of `plait train` returns, and the metrics that the run left behind."""
+    """Return the result of `plait train` on each rank, and the metrics in the run's folder."""
     place = RunDirectory(Path(folder))
-    for path in (place.path, place.checkpoints, place.events(0).parent):
+    for path in (place.path, place.checkpoints, place.get_events_path(0).parent):
         path.mkdir(parents=True, exist_ok=True)
     wanted, noting = Plan.parse(plan), [Noting(ends, looks, place.metrics)]
     place.metrics.touch()
@@ -128,15 +128,15 @@ def whole(run: str, plan: str, device: str, folder: str, ends: int = 0, looks: b
                           callbacks=lambda: noting, **{"save_every": 3, **given})  # fmt: skip
 
     def run_of(rank: Place) -> dict[str, Any]:
-        return {**train(options, place, rank), "recorded": noting[0].recorded}
+        return {**train_rank(options, place, rank), "recorded": noting[0].recorded}
 
-    results = fork.run(run_of, wanted.world, fork.Listener(lambda *_: None))
+    results = fork.run_ranks(run_of, wanted.world, fork.Listener(lambda *_: None))
     rows = [json.loads(line) for line in place.metrics.read_text().splitlines()]
     return [{"result": result, "metrics": rows} for result in results]
 
 
 def messages_of(module: FSDPModule) -> list[str]:
-    """How FSDP2 gathers and sums a module's parameters, and whether it gathers on streams of its own."""
+    """Return how FSDP2 gathers and sums a module's parameters, and whether it gathers on streams of its own."""
     held = torch_private._param_groups(module._get_fsdp_state())
     names = [(type(g._all_gather_comm).__name__, type(g._reduce_scatter_comm).__name__, g.unshard_async_op) for g in held]
     return [f"{gather}, {scatter}{', asynchronous' if other else ''}" for gather, scatter, other in names]
@@ -144,7 +144,7 @@ def messages_of(module: FSDPModule) -> list[str]:
 
 @contextmanager
 def sending_on() -> Iterator[dict[str, set[int]]]:
-    """The numbers of the streams from which FSDP2's messages are sent."""
+    """Record the numbers of the streams from which FSDP2 sends its messages."""
     found: dict[str, set[int]] = {kind: set() for kind in MESSAGES}
 
     def noting(kind: str, call: Any) -> Any:
@@ -162,23 +162,23 @@ def sending_on() -> Iterator[dict[str, set[int]]]:
 
 
 def proved(prove: str, plan: str) -> list[dict[str, Any]]:
-    """The verdict on a job of `shadow_jobs.JOBS`."""
+    """Return the verdict on a job of `shadow_jobs.JOBS`."""
     verdict = verify.verify(shadow_jobs.JOBS[prove](), Plan.parse(plan), steps=2, device="cuda")
     return [{"equal": verdict.equal, "cause": str(verdict), "messages": verdict.to_dict()["probes"]["C"]["detail"]}]
 
 
 def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3) -> list[dict[str, Any]]:
-    """What `plait train` says of a job, and what it leaves behind; `size`: bytes of each device."""
+    """Return the output of `plait train` for a job, and the files of its run; `size`: bytes of each device."""
     job, said = replace(shadow_jobs.JOBS[launch](), steps=steps), io.StringIO()
-    request = Request(launch, job, Plan.parse(plan), runs=Path(folder), device="cuda", check="none", save_every=10**6, max_restarts=0)
-    whole = Machine.named("h100x2")
+    request = TrainRequest(launch, job, Plan.parse(plan), runs=Path(folder), device="cuda", check="none", save_every=10**6, max_restarts=0)
+    whole = Machine.from_name("h100x2")
     machine = replace(whole, device=replace(whole.device, memory=size or whole.device.memory))
     for index in range(2):
         shadow.LENT[0].blocks_size(index, size or 1 << 36, 1 << 20)
     try:
-        context = 1 << 20 if size else question.CONTEXT
-        with mock.patch.object(other_plans, "read_machine", lambda text: machine), mock.patch.object(question, "CONTEXT", context):
-            code, error = launcher.launch(request, Console(out=said))[0], ""
+        context = 1 << 20 if size else plan_request.CONTEXT_BYTES
+        with mock.patch.object(fallback_plans, "read_machine", lambda text: machine), mock.patch.object(plan_request, "CONTEXT_BYTES", context):
+            code, error = launcher.launch_run(request, Console(out=said))[0], ""
     except PlaitError as failure:
         code, error = failure.exit_code, str(failure)
     finally:
@@ -187,20 +187,20 @@ def launched(launch: str, plan: str, folder: str, size: int = 0, steps: int = 3)
     run = RunDirectory(sorted(Path(folder).glob("*-*"))[-1])
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()] if run.metrics.exists() else []
     used = torch.cuda.is_initialized()
-    billed = lambda place: place.beat(-1, "build") or {"bill": memory_table(job, request.plan).categories}  # noqa: E731
-    bill = fork.run(billed, 1)[0]["bill"] if not error else {}
-    told = summary.text(summary.summary(run.path)) if rows else ""
-    return [{"code": code, "said": said.getvalue(), "error": error, "memory": run.memories(), "bill": bill, "report": told,
+    billed = lambda place: place.beat(-1, "build") or {"bill": make_memory_table(job, request.plan).categories}  # noqa: E731
+    bill = fork.run_ranks(billed, 1)[0]["bill"] if not error else {}
+    told = summary.format_run_summary(summary.summarize_run(run.path)) if rows else ""
+    return [{"code": code, "said": said.getvalue(), "error": error, "memory": run.read_memories(), "bill": bill, "report": told,
              "rows": [row for row in rows if "memory" in row], "used": used}]  # fmt: skip
 
 
 def spoiling(how: str) -> None:
-    """Something of CUDA before the fork."""
+    """Use CUDA, or call its runtime, before the fork."""
     torch.ones(2, device="cuda") if how == "used" else torch.cuda.is_available()
 
 
 def in_a_fork(spoil: str, case: dict[str, Any]) -> dict[str, Any]:
-    """What came of a case in a process in which something of CUDA was done before: this one shall remain as it is."""
+    """Return the result of a case in a forked process that first uses CUDA; this process stays unchanged."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -226,7 +226,7 @@ def came(case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def probed(probe: str, world: int) -> list[dict[str, Any]]:
-    """A function of `shadow_jobs.PROBES` on each of some ranks."""
+    """Run a function of `shadow_jobs.PROBES` on each rank."""
 
     def run(place: Place) -> dict[str, Any]:
         torch.cuda.set_device(place.rank)
@@ -236,16 +236,16 @@ def probed(probe: str, world: int) -> list[dict[str, Any]]:
         shadow.check_freed()
         return {"value": value, "waits": dict(waits), "unpinned": dict(shadow.WAITS.unpinned)}
 
-    return fork.run(run, world, fork.Listener(lambda *_: None))
+    return fork.run_ranks(run, world, fork.Listener(lambda *_: None))
 
 
 def nothing(*args: object) -> None:
-    """In place of a stream's waits, where they are left out to see whether that is found."""
+    """Replaces a stream's waits, to test whether their absence is detected."""
 
 
 def main() -> None:
-    groups.GROUP_BYTES = groups.TINY = 0
-    own_batch.SECONDS = 0.0
+    groups.GROUP_BYTES = groups.TINY_BYTES = 0
+    full_batch.DEFAULT_SECONDS = 0.0
     torch.set_num_threads(1)
     attention_kernels.install()
     for line in sys.stdin:
@@ -255,12 +255,12 @@ def main() -> None:
 
 
 def tried(case: dict[str, Any]) -> dict[str, Any]:
-    """What came of a case, or the error in it."""
+    """Return the result of a case, or its error."""
     deaf = (
         mock.patch.multiple(shadow.Stream, wait_stream=nothing, wait_event=nothing) if case.pop("deaf", False) else None
     )
     forgets = mock.patch.object(torch.Tensor, "record_stream", nothing) if case.pop("forgets", False) else None
-    cut_on_host = mock.patch.object(build, "WHOLE", 0.0) if case.pop("cut_on_host", False) else None
+    cut_on_host = mock.patch.object(build, "MAX_FULL_FRACTION", 0.0) if case.pop("cut_on_host", False) else None
     backend = case.pop("backend", f"cpu:gloo,cuda:{nccl.NAME}")
     try:
         with (

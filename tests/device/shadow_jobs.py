@@ -1,4 +1,4 @@
-"""What runs on pretended devices: jobs, and things that a device does not take or has to be waited for."""
+"""Jobs and probes for simulated devices: operations that a device rejects, and operations that must be waited for."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import plait
 from device import ring_probes, shadow
-from plait.data.loading import DeviceCopies
+from plait.data.loading import DevicePrefetcher
 from plait.engine.build import pick_device
 from plait.engine.engine import Engine
 from plait.launch import devices
@@ -24,7 +24,7 @@ from plait.tensors.transfers import HostCopy
 
 
 def reading() -> plait.Job:
-    """A loss that reads a number in every step."""
+    """A loss that reads a value in each step."""
     job = jobs.mlp()
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def evaluated() -> plait.Job:
 
 
 def spread() -> plait.Job:
-    """A model whose layers somebody has put on two devices."""
+    """A model with its layers on two devices."""
     job = jobs.mlp()
 
     def model() -> torch.nn.Module:
@@ -53,12 +53,12 @@ def spread() -> plait.Job:
 
 
 def fused(job: plait.Job) -> plait.Job:
-    """With an optimizer whose updates can be queued before their numbers are read, and clipping."""
+    """With an optimizer whose updates can be queued before their values are read, and clipping."""
     return replace(job, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True), clip=0.1)
 
 
 class Spoiled(jobs.Numbers):
-    """Two samples have no number."""
+    """Two samples are NaN."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         x, y = super().__getitem__(i)
@@ -66,24 +66,24 @@ class Spoiled(jobs.Numbers):
 
 
 def spoiled() -> plait.Job:
-    """With batch normalisation, which a step that is left out must not change."""
+    """With batch normalization, which a skipped step must not change."""
     return fused(replace(jobs.batch_norm(), data=lambda: Spoiled(), steps=12))
 
 
 def bursting() -> plait.Job:
-    """An evaluation after every step, also that whose numbers are not finite."""
+    """An evaluation after each step, including those with non-finite values."""
     evaluate = plait.Evaluate(lambda: jobs.Numbers(7), lambda out, y: {"error": (out - y).abs()}, every=1)
     return fused(replace(jobs.batch_norm(), data=lambda: Spoiled(), steps=12, evaluate=evaluate))
 
 
 def loud_norm() -> plait.Job:
-    """Whose scaled gradients are too large for 16 bits in its first steps, with statistics that such a step changes all the same."""
+    """Its scaled gradients overflow 16 bits in its first steps. Such a step still updates its running statistics."""
     job = jobs.batch_norm()
     return fused(replace(job, loss=lambda out, y: 30 * torch.nn.functional.mse_loss(out, y), steps=12))
 
 
 def logging() -> plait.Job:
-    """A loss that records a number."""
+    """A loss that logs a value."""
     job = jobs.mlp()
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
@@ -94,12 +94,12 @@ def logging() -> plait.Job:
 
 
 def averaged(job: plait.Job) -> plait.Job:
-    """With a moving average of the weights, and an optimizer whose updates can be queued before their numbers are read."""
+    """With a moving average of the weights, and an optimizer whose updates can be queued before their values are read."""
     return replace(fused(job), ema=plait.EMA(0.5))
 
 
 def loud() -> plait.Job:
-    """Whose scaled gradients are too large for 16 bits in its first steps."""
+    """Its scaled gradients overflow 16 bits in its first steps."""
     job = jobs.mlp()
     return fused(replace(job, loss=lambda out, y: 30 * torch.nn.functional.mse_loss(out, y), steps=12))
 
@@ -112,7 +112,7 @@ def padded() -> plait.Job:
 
 
 class Sided(torch.nn.Module):
-    """Hands on two tensors; who takes the second lets no gradient back to it."""
+    """Returns two tensors; a module that uses the second sends no gradient back to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Ungiven(torch.nn.Module):
 
 
 class Hoarding(torch.nn.Module):
-    """Keeps a MiB of each forward pass, which no dry run sees."""
+    """Keeps a MiB of each forward pass, which a dry run does not include."""
 
     def __init__(self, inner: torch.nn.Module):
         super().__init__()
@@ -153,7 +153,7 @@ def hoarding() -> plait.Job:
 
 
 def large() -> plait.Job:
-    """Parameters of 1 MiB, and Adam's two numbers for each."""
+    """Parameters of 1 MiB, and two values of Adam for each."""
     job = jobs.mlp()
     nn = torch.nn
     layers = lambda: nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 500), nn.Tanh(), nn.Linear(500, 1))  # noqa: E731
@@ -161,7 +161,7 @@ def large() -> plait.Job:
 
 
 class Looking(torch.nn.Module):
-    """Looks at numbers: it runs on none without."""
+    """Reads tensor values: it cannot run on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Looking(torch.nn.Module):
 
 
 def many() -> plait.Job:
-    """Sixteen layers of 16,512 numbers."""
+    """Sixteen layers of 16,512 values."""
     nn = torch.nn
     layers = lambda: nn.Sequential(nn.Linear(6, 128), *(m for _ in range(16) for m in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 1))  # noqa: E731
     return replace(jobs.mlp(), model=layers)
@@ -228,8 +228,8 @@ def beyond(rank: int) -> Any:
 
 
 def listed(rank: int) -> Any:
-    """A rank whose device the driver lists, and CUDA does not see."""
-    with mock.patch.object(devices, "cuda_names", lambda: ["pretended"] * 18):
+    """A rank whose device the driver lists, but CUDA does not."""
+    with mock.patch.object(devices, "list_cuda_devices", lambda: ["pretended"] * 18):
         pick_device("cuda", Place(17, 18, 17))
 
 
@@ -250,7 +250,7 @@ def pinned(rank: int) -> Any:
 
 
 def waits(rank: int) -> Any:
-    """One of each."""
+    """One wait of each kind."""
     t = torch.arange(4.0, device="cuda")
     t.sum().item()
     float(t[0])
@@ -275,7 +275,7 @@ def no_waits(rank: int) -> Any:
 
 
 def aside(rank: int) -> tuple[Any, Tensor]:
-    """A stream, and what is being computed there."""
+    """A stream, and a tensor that is being computed on it."""
     t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -284,7 +284,7 @@ def aside(rank: int) -> tuple[Any, Tensor]:
 
 
 def waited_for(rank: int) -> Any:
-    """In all ways there are."""
+    """All ways to wait correctly."""
     side, a = aside(rank)
     torch.cuda.current_stream().wait_stream(side)
     side, b = aside(rank)
@@ -306,7 +306,7 @@ def unwaited_stream(rank: int) -> Any:
 
 
 def unwaited_write(rank: int) -> Any:
-    """A stream reads what this one then overwrites."""
+    """A stream reads a tensor that this one then overwrites."""
     t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -352,21 +352,21 @@ def other_parts(rank: int) -> Any:
 
 
 def late(rank: int) -> Any:
-    """A row on its way to the host, looked at too early and then in time."""
+    """A row on its way to the host, read too early and then in time."""
     row = HostCopy(torch.arange(3.0, device="cuda"))
     early = row.row.isnan().tolist()
     return [early, row.read()]
 
 
 def given_up(rank: int) -> Any:
-    """After each step, whether all buffers are finite, and the average is that of the weights, for who keeps a state because another
-    rank is lost."""
+    """After each step, return whether all buffers are finite and the average is that of the weights, for a rank that saves its state
+    because another rank failed."""
     engine = Engine(averaged(spoiled()), "dp=1", device="cuda", place=Place(0, 1), on_nan="skip")
     found, average = list[bool](), list[Tensor]()
     weights = [w.detach().clone() for w in engine.rank_model.params.values()]
     for batch in engine.batches():
         engine.step(batch)
-        engine.put_back()
+        engine.undo_step()
         now = [w.detach().clone() for w in engine.rank_model.params.values()]
         if any(not torch.equal(a, b) for a, b in zip(now, weights)):
             average = [(a + w) / 2 for a, w in zip(average or now, now)]
@@ -378,7 +378,7 @@ def given_up(rank: int) -> Any:
 
 
 def freed_too_early(rank: int) -> Any:
-    """Memory of this stream, which another still reads."""
+    """Memory of this stream is freed while another stream still reads it."""
     t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -390,7 +390,7 @@ def freed_too_early(rank: int) -> Any:
 
 
 def freed_in_time(rank: int) -> Any:
-    """Recorded, or waited for."""
+    """The same memory with `record_stream`, or after a wait."""
     t, side, here = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.current_stream()
     u = torch.ones(4, device="cuda")
     side.wait_stream(here)
@@ -407,12 +407,12 @@ def freed_in_time(rank: int) -> Any:
 
 
 def copied_ahead(rank: int) -> Any:
-    """Copies of what the host holds as it was then, of any form; each may be taken once, and what nobody asked for is copied too."""
-    copies, a, wide = DeviceCopies(torch.device("cuda", rank)), torch.arange(4.0), torch.ones(1).expand(3)
+    """Copies of host tensors as of the call, in any structure. Each may be taken once; later, a tensor is copied again."""
+    copies, a, wide = DevicePrefetcher(torch.device("cuda", rank)), torch.arange(4.0), torch.ones(1).expand(3)
     pair = ({"a": a, "wide": wide}, a[:0])
-    copies.begin([pair])
+    copies.start_copies([pair])
     a.add_(1)
-    (first, empty), (again, _) = copies.take(pair), copies.take(pair)
+    (first, empty), (again, _) = copies.take_tree(pair), copies.take_tree(pair)
     apart = first["a"].data_ptr() != again["a"].data_ptr()
     return [
         str(first["a"].device),
@@ -424,18 +424,18 @@ def copied_ahead(rank: int) -> Any:
 
 
 def samples_let_go(rank: int) -> Any:
-    """A batch that is taken, used and dropped while the next is asked for."""
-    copies, a, b = DeviceCopies(torch.device("cuda", rank)), torch.arange(4.0), torch.ones(4)
-    copies.begin([a])
-    taken = copies.take(a)
+    """A batch that is taken, used and dropped while the next is requested."""
+    copies, a, b = DevicePrefetcher(torch.device("cuda", rank)), torch.arange(4.0), torch.ones(4)
+    copies.start_copies([a])
+    taken = copies.take_tree(a)
     found = taken * 2
     del taken
-    copies.begin([b])
+    copies.start_copies([b])
     return found.tolist()
 
 
 def counted(rank: int) -> Any:
-    """What the allocator says: with two tensors, after one is gone, after the peaks are reset, after its cache is emptied."""
+    """The allocator's statistics: with two tensors, after one is freed, after the peaks are reset, after its cache is emptied."""
     found = []
 
     def look() -> None:
@@ -459,7 +459,7 @@ def counted(rank: int) -> Any:
 
 
 def full(rank: int) -> Any:
-    """A device of 8 MiB, one of which somebody else has."""
+    """A device of 8 MiB, one of which another process uses."""
     shadow.LENT[0].blocks_size(torch.cuda.current_device(), 8 << 20, 1 << 20)
     kept = torch.empty(3 << 20, device="cuda", dtype=torch.uint8)
     torch.empty(3 << 20, device="cuda", dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""A process that has pretended devices, and runs what it is asked for; `test_shadow.py` starts it.
+"""A process with simulated devices, which runs cases; `test_shadow.py` starts it.
 
-    python -m device.shadow_runs LIBRARY      a case in JSON on each line of its input; what came of it, on a line of its output
+    python -m device.shadow_runs LIBRARY      a case in JSON on each line of its input; its result, on a line of its output
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Ring attention by torch's kernels for CUDA, on pretended devices: it is that of one device, and the kernels are used."""
+"""Ring attention by torch's kernels for CUDA, on simulated devices: it equals one device, and the kernels are used."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,11 +22,11 @@ def devices() -> Iterator[Devices]:
 
 
 def expected(how: str, case: str) -> list[str]:
-    """The kernels that compute a case."""
+    """Return the kernels that compute a case."""
     case = case.removesuffix(" zigzag")
     if case == "dropout" or how == "float64_by_operators":
         return []
-    if how == "float32":  # a width of 6 numbers is no multiple of 16 bytes
+    if how == "float32":  # a width of 6 values is no multiple of 16 bytes
         kernel = None if case == "narrow_values" else "efficient"
     elif case in MASKED or case == "narrow_values":
         kernel = None if how == "float64" or case == "narrow_values" else "efficient"
@@ -52,7 +52,7 @@ def forms(found: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ("flash", "efficient", "cudnn"))
 def test_the_doubles_give_what_torch_says_it_gives(kind: str) -> None:
-    """By the schemas and the meta registrations of the real operators."""
+    """Compared with the schemas and the meta registrations of the real operators."""
     name = f"_scaled_dot_product_{kind}_attention"
     q, k = (torch.randn(2, 4, n, 16, dtype=torch.bfloat16) for n in (40, 24))
     more = {"flash": (0.0, False), "efficient": (None, True, 0.0, False), "cudnn": (None, True, 0.0, False)}[kind]

@@ -1,4 +1,4 @@
-"""The double of NCCL finds what NCCL would wait for without end or mix up, and tells what every rank had asked for."""
+"""The double of NCCL finds operations that NCCL would mix up or wait for forever, and reports the queued operations of each rank."""
 
 import time
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from plait.parallel.data import batch_norm
 
 GATHER_WHOLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Under the names that the installed torch does not warn of."""
+"""The newer names, without torch's deprecation warning."""
 Ranks = Callable[[int, int], Any]
-"""What one rank of some does: (rank, world)."""
+"""The function of one rank: (rank, world)."""
 PATIENCE = 6.0
-"""Seconds after which a rank that waits for another is a fault: longer than ranks of a busy machine are apart."""
+"""Seconds after which a rank that waits for another is a fault, more than the usual delay between ranks of a busy machine."""
 
 
 def ran(work: Ranks, world: int = 2, **rules: Any) -> list[Any]:
-    """What each rank gives back, over the double."""
+    """Return the result of each rank, with the double."""
 
     def rank(place: Place) -> dict[str, Any]:
         place.connect(torch.device("cpu"))
         return {"value": work(place.rank, world)}
 
     with nccl.instead_of_gloo(**{"patience": 30.0, **rules}):
-        return [told["value"] for told in fork.run(rank, world)]
+        return [told["value"] for told in fork.run_ranks(rank, world)]
 
 
 def fault(work: Ranks, world: int = 2, **rules: Any) -> str:
-    """What the rank says that finds it."""
+    """Return the message of the rank that detects the fault."""
     with pytest.raises(PlaitError) as caught:
         ran(work, world, **rules)
     (told,) = [text for text in [caught.value.trace or ""] if "Fault: " in text] or [str(caught.value)]
@@ -47,22 +47,22 @@ def ones(n: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def both_queues(told: str, *words: str) -> None:
-    """A fault names the queue of each rank."""
+    """Assert that a fault names the queue of each rank."""
     rows = told.split("what the ranks of this group have asked for:")[1].split("\nrank ")
     assert len(rows) == 1 + len(words), told
     for row, word in zip(rows[1:], words):
         assert word in row, told
 
 
-# — what it carries —
+# — supported operations —
 
 
 def normalised(rank: int, world: int) -> list[list[float]]:
-    """Batch normalisation of this rank's three rows, and the gradient of them."""
+    """Batch normalization of this rank's three rows, and their gradient."""
     torch.manual_seed(5)
     layer, rows = torch.nn.Sequential(torch.nn.BatchNorm1d(4, dtype=torch.float64)), torch.randn(6, 4, dtype=torch.float64)
     if world > 1:
-        batch_norm.synchronise(layer, ["0"], dist.group.WORLD)
+        batch_norm.sync_batch_norms(layer, ["0"], dist.group.WORLD)
         rows = rows[3 * rank :][:3].clone()
     out = layer(rows.requires_grad_())
     (out**3).sum().backward()
@@ -82,7 +82,7 @@ def test_statistics_of_a_batch_are_gathered_into_one_tensor(monkeypatch: pytest.
 
 
 def collectives(rank: int, world: int) -> list[list[float]]:
-    """Each of them once, also with parts of unequal sizes."""
+    """Each collective once, also with shards of unequal sizes."""
     total, own = ones() * (rank + 1), ones(rank + 1) * rank
     dist.all_reduce(total)
     most = torch.tensor([rank, -rank])
@@ -158,7 +158,7 @@ def test_results_are_there_once_they_are_waited_for() -> None:
     assert ran(early) == [[True] * 5] * 2
 
 
-# — what it finds —
+# — detected faults —
 
 
 def test_collectives_in_another_order_on_one_rank() -> None:
@@ -212,7 +212,7 @@ def test_a_communicator_that_one_rank_does_not_come_to() -> None:
 
 @pytest.mark.parametrize("bound", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_both_ends_send_first(bound: bool) -> None:
-    """gloo, and NCCL for small messages, would let it pass."""
+    """gloo, and NCCL for small messages, would accept it."""
 
     def work(rank: int, world: int) -> None:
         works = [dist.isend(ones(), 1 - rank), dist.irecv(ones(), 1 - rank)]
@@ -225,7 +225,7 @@ def test_both_ends_send_first(bound: bool) -> None:
 
 
 def crossed(rank: int, world: int) -> None:
-    """Sent in one order, received in another: gloo, which looks at tags, would give each what it asks for."""
+    """Sent in one order, received in another. gloo compares tags and would deliver each message to the matching receive."""
     move = dist.isend if rank == 0 else dist.irecv
     for made in [move(ones(), 1 - rank, tag=tag) for tag in ((1, 2) if rank == 0 else (2, 1))]:
         made.wait()

@@ -1,5 +1,6 @@
-"""Training over NCCL's rules, along the branches that are for devices, gives the numbers of one device: every axis, pairs of them, every
-schedule of a pipeline, evaluation, checkpoints and proofs."""
+"""Training with NCCL's rules, along the code paths for devices, equals one device: each axis, pairs of them, each pipeline schedule,
+evaluation, checkpoints and proofs.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
-from plait.proof import own_batch, verify
-from plait.tensors.collectives import DIRECT
+from plait.proof import full_batch, verify
+from plait.tensors.collectives import DIRECT_DEVICES
 
 STEPS = 2
 
@@ -34,8 +35,8 @@ STEPS = 2
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of small models are groups of their own; a proof is of the logic alone."""
     monkeypatch.setattr(groups, "GROUP_BYTES", 0)
-    monkeypatch.setattr(groups, "TINY", 0)
-    monkeypatch.setattr(own_batch, "SECONDS", 0.0)
+    monkeypatch.setattr(groups, "TINY_BYTES", 0)
+    monkeypatch.setattr(full_batch, "DEFAULT_SECONDS", 0.0)
 
 
 def evaluated(job: plait.Job) -> plait.Job:
@@ -56,7 +57,7 @@ JOBS: dict[str, Callable[[], plait.Job]] = {
 
 
 def told(job: plait.Job, plan: str, folder: Path | str = "none", resume: bool = False, steps: int = STEPS) -> list[Any]:
-    """Of each rank: losses, norms, and what it measured after each step. With a folder, a checkpoint is left there."""
+    """For each rank: losses, norms, and the metrics after each step. With a folder, a checkpoint is saved there."""
 
     def run(place: Place) -> dict[str, Any]:
         engine = Engine(job, plan, place=place, directory=folder, cast=torch.float64, device="cpu")
@@ -70,12 +71,12 @@ def told(job: plait.Job, plan: str, folder: Path | str = "none", resume: bool = 
             engine.save()
         return {"numbers": found}
 
-    return [rank["numbers"] for rank in fork.run(run, Plan.parse(plan).world)]
+    return [rank["numbers"] for rank in fork.run_ranks(run, Plan.parse(plan).world)]
 
 
 @cache
 def alone(name: str) -> list[float]:
-    """What one device tells."""
+    """The same for one device."""
     return told(JOBS[name](), "dp=1")[0]
 
 
@@ -127,7 +128,7 @@ def test_several_axes_and_other_keys(name: str, plan: str) -> None:
 @pytest.mark.parametrize("ranks", (2, *rarely(3, 4)))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_schedule_of_a_pipeline(schedule: str, ranks: int, bound: bool) -> None:
-    """Also where one stream carries all messages of a rank."""
+    """Also if one stream has all messages of a rank."""
     same("deep", f"pp={ranks} microbatches=4 schedule={schedule}{TWICE.get(schedule, '')}", bound)
 
 
@@ -158,15 +159,15 @@ def test_a_proof_and_what_a_dry_run_says_is_sent(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ("fsdp=2", "pp=2 microbatches=2"))
 def test_the_messages_of_the_cpu_would_wait_for_ever(plan: str) -> None:
-    """The branches that are for gloo, where receives are posted ahead and both ends may send first."""
+    """The code paths for gloo, in which receives are posted ahead and both ends may send first."""
     job = JOBS["deep"]()
     with nccl.instead_of_gloo():
-        token = DIRECT.set(("cpu",))
+        token = DIRECT_DEVICES.set(("cpu",))
         try:
             with pytest.raises(PlaitError, match=r"Fault: ranks 0 and 1 both|Fault: rank . is to|Fault: messages are out of order"):
                 told(job, plan)
         finally:
-            DIRECT.reset(token)
+            DIRECT_DEVICES.reset(token)
 
 
 @pytest.fixture(autouse=True, scope="module")

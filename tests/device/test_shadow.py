@@ -1,5 +1,6 @@
-"""Steps on pretended devices, over NCCL's rules: no tensor is left on the host, no stream reads what another still writes, the numbers are
-those of the CPU, and what makes the host wait in a step is counted and bounded."""
+"""Steps on simulated devices, with NCCL's rules. No tensor is left on the host, and no stream reads a tensor that another still writes.
+The losses equal those of the CPU. The waits of the host in a step are counted and bounded.
+"""
 
 import hashlib
 import json
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def library() -> Path:
-    """shadow.cpp, compiled once for each source and torch."""
+    """Compile shadow.cpp, once for each source and torch."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -47,7 +48,7 @@ def library() -> Path:
 
 
 class Devices:
-    """A process that has pretended devices, and runs one case after another."""
+    """A process with simulated devices, which runs one case after another."""
 
     def __init__(self, made: Path):
         paths = [str(ROOT / "src"), str(HERE.parent)]
@@ -58,7 +59,7 @@ class Devices:
         )  # fmt: skip
 
     def ask(self, **case: Any) -> dict[str, Any]:
-        """What came of a case, within `PATIENCE` seconds."""
+        """Return the result of a case, within `PATIENCE` seconds."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(case).encode() + b"\n")
         self.process.stdin.flush()
@@ -72,7 +73,7 @@ class Devices:
         return json.loads(told)
 
     def ranks(self, **case: Any) -> list[dict[str, Any]]:
-        """What came of a case on each rank; the error that ended it fails the test."""
+        """Return the result of a case on each rank; an error in it fails the test."""
         found = self.ask(**case)
         assert "error" not in found, found["error"]
         return found["ranks"]
@@ -112,11 +113,11 @@ BUDGET = {
     ("deep", "dp=2 fsdp=2"): 1, ("deep", "dp=2 fsdp=2 zero_stage=2 microbatches=3"): 1,
     ("words", "pp=2 tp=2 microbatches=2 schedule=zb"): 1, ("experts", "fsdp=2 ep=2"): 17,
 }  # fmt: skip
-"""What may make the host of a rank wait in one step: for the row of the step, and where that is more, what is still to be mended, or
-not plait's: with `offload=all` FSDP2 waits when backward ends for each gradient on its way to the host.
-Updates of the fused jobs are queued before that row is read."""
+"""The allowed waits of a rank's host in one step: one for the row of the step. Larger values are waits that plait has yet to remove, or
+waits outside of plait: with `offload=all` FSDP2 waits when backward ends for each gradient on its way to the host. Updates of the fused
+jobs are queued before that row is read."""
 SILENT = ("data/", "engine/build.py", "parallel/data/batch_norm.py", "parallel/pipeline/", "parallel/expert/layers.py", "losses/")
-"""Files of which no line makes the host wait in a step."""
+"""Files without a line that makes the host wait in a step."""
 ONCE = ("parallel/offload.py",)
 """Files that make it wait once."""
 MASKS = "randomness/distributions.py"
@@ -164,7 +165,7 @@ def test_steps_in_the_formats_of_training(name: str, plan: str, devices: Devices
     ),
 )  # fmt: skip
 def test_steps_that_are_left_out_are_found_out_late(name: str, plan: str, devices: Devices) -> None:
-    """The host knows it when the passes of the next step are made: they are made again, as if it had known before."""
+    """The host detects it after the passes of the next step: these are repeated without it."""
     case = {"name": name, "plan": plan, "steps": 8}
     late, now = (devices.ranks(**case, device=kind, on_nan="skip") for kind in ("cuda", "cpu"))
     for mine, its in zip(late, now):
@@ -176,7 +177,7 @@ def test_steps_that_are_left_out_are_found_out_late(name: str, plan: str, device
 
 
 def near(mine: Any, its: Any) -> bool:
-    """Of JSON values; null is what is not finite."""
+    """Compare JSON values; null stands for a value that is not finite."""
     return mine == its or (mine is not None and its is not None and mine == pytest.approx(its, rel=1e-5))
 
 
@@ -194,7 +195,7 @@ def test_what_is_kept_when_a_rank_is_lost_is_without_the_step_that_was_left_out(
     ),
 )  # fmt: skip
 def test_a_run_on_devices_leaves_the_same_record(name: str, plan: str, given: dict[str, Any], devices: Devices, tmp_path: Path) -> None:
-    """With checkpoints, evaluations and callbacks, though metrics are written one step late."""
+    """With checkpoints, evaluations and callbacks, although metrics are written one step late."""
     told = []
     for kind in ("cuda", "cpu"):
         case = {"run": name, "plan": plan, "device": kind, "folder": str(tmp_path / kind), **given}
@@ -209,7 +210,7 @@ def test_a_run_on_devices_leaves_the_same_record(name: str, plan: str, given: di
         recorded = found["result"]["recorded"]
         assert all(n >= step - behind for step, n in enumerate(recorded, 1)), recorded
     assert late["result"]["ended"] == now["result"]["ended"] == ("it is enough" if given.get("ends") else "")
-    later = now["result"]["step"] < late["result"]["step"]  # the wish to end is read in the step that follows
+    later = now["result"]["step"] < late["result"]["step"]  # the request to stop is read in the next step
     assert later == bool(given.get("ends") and "fused" in name)
     for row in rows[0].keys() & rows[1].keys():
         mine, its = rows[0][row], rows[1][row]
@@ -220,7 +221,7 @@ def test_a_run_on_devices_leaves_the_same_record(name: str, plan: str, given: di
 
 
 def test_the_state_before_a_step_that_is_not_finite_is_saved(devices: Devices, tmp_path: Path) -> None:
-    """Also where what finds it is the evaluation after it, and not the next step."""
+    """Also if the evaluation after it detects the step, and not the next step."""
     told = []
     for kind in ("cuda", "cpu"):
         folder = tmp_path / kind
@@ -240,7 +241,7 @@ def test_the_state_before_a_step_that_is_not_finite_is_saved(devices: Devices, t
     ),
 )  # fmt: skip
 def test_a_loss_scale_on_the_device_goes_as_one_on_the_host(name: str, plan: str, devices: Devices) -> None:
-    """A step that overflows updates nothing, and its forward pass counts all the same."""
+    """A step that overflows updates no weights, but its forward pass counts."""
     late, now = (devices.ranks(name=name, plan=plan, device=kind, steps=8, cast=None) for kind in ("cuda", "cpu"))
     for mine, its in zip(late, now):
         assert mine["course"] == its["course"] and [scale for _, scale, _ in mine["course"]][-1] < 65536
@@ -268,7 +269,7 @@ def test_updates_are_fused_where_the_job_leaves_it_open(name: str, plan: str, de
 
 
 def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
-    """On a device its all-gather, streams and prefetch are FSDP2's own."""
+    """On a device, FSDP2's own all-gather, streams and prefetch are used."""
     found = devices.ranks(name="deep", plan="fsdp=2", device="cuda", steps=1)
     assert [rank["gathers"] for rank in found] == [["DefaultAllGather, DeviceScatter"]] * 2
 
@@ -286,7 +287,7 @@ def test_fsdp_gathers_ahead_by_its_own_messages(devices: Devices) -> None:
     ),
 )  # fmt: skip
 def test_a_model_that_a_device_has_no_room_for_is_cut_on_the_host(name: str, plan: str, cast: str | None, devices: Devices) -> None:
-    """Its numbers are those of a model that was cut on the device, to the last bit."""
+    """Its losses equal those of a model that was sharded on the device, to the last bit."""
     case = {"name": name, "plan": plan, "device": "cuda", "steps": 2, "cast": cast}
     here, there = (devices.ranks(**case, cut_on_host=on_host) for on_host in (False, True))
     for mine, its in zip(there, here):
@@ -295,7 +296,7 @@ def test_a_model_that_a_device_has_no_room_for_is_cut_on_the_host(name: str, pla
 
 @pytest.mark.parametrize("plan", ("tp=2", "pp=2 microbatches=2"))
 def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -> None:
-    """Half of it, and not the whole."""
+    """Half of the model, not all of it."""
     whole, parts = (
         [rank["most"] for rank in devices.ranks(name="many", plan=plan, device="cuda", steps=1, cast=None, cut_on_host=on_host)]
         for on_host in (False, True)
@@ -305,7 +306,7 @@ def test_what_a_device_holds_while_a_model_is_cut(plan: str, devices: Devices) -
 
 @pytest.mark.parametrize("plan", ("fsdp=2", "fsdp=2 activation_checkpointing=full", "fsdp=2 zero_stage=2 microbatches=3"))
 def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
-    """Also ahead of a unit's forward pass: never from the stream that computes, and nobody uses parameters before they are there."""
+    """Also ahead of a unit's forward pass: never from the stream that computes, and no parameter is used before it is gathered."""
     found = devices.ranks(name="deep", plan=plan, device="cuda", steps=2)
     for rank in found:
         assert rank["streams"]["gathers"] and 0 not in rank["streams"]["gathers"]
@@ -314,16 +315,16 @@ def test_fsdp_gathers_beside_what_computes(plan: str, devices: Devices) -> None:
 
 @pytest.mark.parametrize("plan", ("tp=2 sequence_parallel=false", *rarely("fsdp=2 tp=2", "tp=2", "pp=2 tp=2 microbatches=2")))
 def test_what_all_slices_hold_whole_stays_the_same(plan: str, devices: Devices) -> None:
-    """Though kernels of GPUs that add up in any order do not give all of them the same gradient to the last bit."""
+    """This holds although GPU kernels with a varying order of summation return slightly different gradients on the ranks."""
     found = devices.ranks(name="words", plan=plan, device="cuda", steps=3, apart=1e-6)
     wholes = [rank["wholes"] for rank in found]
-    for one, other in zip(wholes[::2], wholes[1::2]):  # ranks of tp are next to each other
+    for one, other in zip(wholes[::2], wholes[1::2]):  # ranks of tp are adjacent
         assert one and one == other
     assert found[-1]["numbers"] == pytest.approx(devices.on_cpu("words", steps=3), rel=1e-4)
 
 
 def test_copies_of_shards_are_summed_beside_the_next_shards(devices: Devices) -> None:
-    """On a stream of their own, which the optimizer waits for; the numbers are those of one device."""
+    """On a separate stream, which the optimizer waits for; the losses equal those of one device."""
     found = devices.ranks(name="deep fused", plan="dp=2 fsdp=2", device="cuda", steps=2)
     for rank in found:
         parts, copies = rank["streams"]["parts"], rank["streams"]["copies"]
@@ -366,7 +367,7 @@ def test_what_a_device_does_not_take(probe: str, words: str, devices: Devices) -
 
 def test_a_device_that_is_listed_and_not_there(devices: Devices) -> None:
     told = devices.ask(probe="listed", world=1)["error"]
-    assert "H003" in told and "process 17 of this machine wants device 17; 4 are visible" in told, told
+    assert "H003" in told and "process 17 of this machine needs device 17; 4 are visible" in told, told
     assert "the driver lists 18" in told and "--nproc 4" in told and "CUDA error" not in told.partition("Traceback")[0]
 
 
@@ -423,7 +424,7 @@ def test_samples_of_all_kinds_come_by_way_of_pinned_memory(
     "fault, words", (("forgets", "memory of stream"), ("deaf", "while aten::copy_ writes it on stream"))
 )
 def test_the_stream_that_copies_samples_is_waited_for(fault: str, words: str, devices: Devices) -> None:
-    """And its memory is not given back while the samples are in use."""
+    """Its memory is freed only after the last use of the samples."""
     assert devices.ranks(probe="samples_let_go", world=1)[0]["value"] == [0.0, 2.0, 4.0, 6.0]
     told = devices.ask(probe="samples_let_go", world=1, **{fault: True})
     assert words in told.get("error", "") and "a race between streams" in told["error"], told
@@ -437,10 +438,10 @@ def test_a_number_that_a_loss_reads_is_over_the_budget(devices: Devices) -> None
 
 @pytest.mark.parametrize(
     "spoil, words",
-    (("used", "this process has used CUDA"), ("asked", "something in this process has asked the CUDA runtime")),
+    (("used", "this process has used CUDA"), ("asked", "this process has called the CUDA runtime")),
 )
 def test_cuda_before_the_fork(spoil: str, words: str, devices: Devices) -> None:
-    """The launcher refuses; where nobody looks before the fork, ranks find that they have lost CUDA."""
+    """The launcher rejects it. Without the launcher's check, ranks find after the fork that CUDA is unusable."""
     told = devices.ask(prove="mlp", plan="dp=2", spoil=spoil)["error"]
     assert "H011" in told and words in told, told
     late = devices.ask(name="mlp", plan="dp=2", device="cuda", steps=1, spoil=spoil)["error"]
@@ -463,7 +464,7 @@ def test_the_allocator_counts(devices: Devices) -> None:
 
 @pytest.mark.parametrize("name, plan", (("words fused", "dp=1"), *rarely(("large", "fsdp=2"))))
 def test_memory_beside_its_bill(name: str, plan: str, devices: Devices, tmp_path: Path) -> None:
-    """A whole `plait train`, whose launcher never uses CUDA. The bill counts the optimizer's few numbers on the host with it."""
+    """A full `plait train`, whose launcher never uses CUDA. The memory table includes the optimizer's few values on the host."""
     (run,) = devices.ranks(launch=name, plan=plan, folder=str(tmp_path))
     assert run["code"] == 0 and not run["used"], run["error"]
     first, end = (run["memory"]["0"][when] for when in ("first", "end"))
@@ -539,6 +540,6 @@ def test_streams_that_wait(devices: Devices) -> None:
 
 
 def test_the_waits_of_sharded_parameters_are_needed(devices: Devices) -> None:
-    """FSDP2 gathers and sums on streams of its own; where they wait for nothing, it races."""
+    """FSDP2 gathers and reduces on its own streams; without their waits, they race."""
     told = devices.ask(name="deep", plan="fsdp=2", device="cuda", steps=2, deaf=True)
     assert "a race between streams" in told.get("error", ""), told

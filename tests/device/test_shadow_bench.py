@@ -1,4 +1,4 @@
-"""What `bench/gpu.py` does on a device, on a pretended one: launch order, proofs on one device, and two ranks that share it."""
+"""Parts of `bench/gpu.py` on a simulated device: launch order, proofs on one device, and two ranks that share it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The moving average of the weights is that of one device under every plan, and it is what is evaluated; faults of it are seen."""
+"""The moving average of the weights equals that of one device under each plan, and evaluation uses it; faults in it are detected."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.fake_model import sketched
-from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.question import software
+from plait.model.fake_model import sketch_fake_model
+from plait.planner.dryrun.memory_table import make_memory_table
+from plait.planner.plan_request import make_runtime_costs
 from plait.proof.verify import verify
-from plait.randomness.keyed import permutation
+from plait.randomness.keyed import make_permutation
 from plait.tensors.moving_average import MovingAverage
 
 EMA = plait.EMA(0.9, every=1, warmup=True)
@@ -78,7 +78,7 @@ def test_whole_tensors_and_experts_are_averaged_in_parts() -> None:
     assert verdict.equal, (verdict.cause, verdict.first_wrong)
 
 
-RIGHT = MovingAverage.stepped
+RIGHT = MovingAverage.update
 
 
 def _never(self: MovingAverage) -> None:
@@ -86,7 +86,7 @@ def _never(self: MovingAverage) -> None:
 
 
 def _late(self: MovingAverage) -> None:
-    """It averages the weights of before the step."""
+    """Averages the weights from before the step."""
     before = getattr(self, "before", None) or {n: w.detach().clone() for n, w in self.weights.items()}
     now, self.before = {n: w.detach().clone() for n, w in self.weights.items()}, None
     kept, self.weights = self.weights, before
@@ -96,19 +96,19 @@ def _late(self: MovingAverage) -> None:
 
 @pytest.mark.parametrize("fault", (_never, _late))
 def test_a_wrong_average_is_seen(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
-    monkeypatch.setattr(MovingAverage, "stepped", fault)
+    monkeypatch.setattr(MovingAverage, "update", fault)
     verdict = verify(averaged(), Plan.parse("dp=2"), seconds=0.0)
     assert not verdict.equal and verdict.code == "V009" and "average" in verdict.cause, verdict
 
 
 def test_an_evaluation_of_the_last_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "evaluated_weights", lambda rank_model: nullcontext())
+    monkeypatch.setattr(engine_module, "use_evaluated_weights", lambda rank_model: nullcontext())
     verdict = verify(averaged(), Plan.parse("dp=2"), seconds=0.0)
     assert verdict.code == "V020" and verdict.first_wrong is not None and verdict.first_wrong.code == "E"
 
 
 def trained(job: plait.Job, text: str, steps: int) -> dict[str, Any]:
-    """What rank 0 tells after some steps, and after an evaluation behind them."""
+    """Rank 0's results after some steps, and after an evaluation that follows them."""
 
     def rank(place: Place) -> dict[str, Any]:
         engine = Engine(job, text, place=place, device="cpu", on_nan="skip")
@@ -116,13 +116,13 @@ def trained(job: plait.Job, text: str, steps: int) -> dict[str, Any]:
             engine.step(batch)
         assert engine.rank_model.techniques.average is not None
         state = lambda: {n: [p.tensor.tolist(), engine.rank_model.techniques.average.tensors[n].tolist()]  # noqa: E731
-                         for n, p in engine.rank_model.parts().items() if engine.rank_model.techniques.average}  # fmt: skip
+                         for n, p in engine.rank_model.get_parts().items() if engine.rank_model.techniques.average}  # fmt: skip
         before = state()
         told = engine.evaluate()
         same = before == state()
         return {"told": told, "same": same, **engine.rank_model.techniques.average.state_dict(), "state": before}
 
-    return fork.run(rank, Plan.parse(text).world)[0]
+    return fork.run_ranks(rank, Plan.parse(text).world)[0]
 
 
 @pytest.mark.parametrize("text", ("fsdp=2 zero_stage=1", *rarely("dp=2 offload=optimizer", "pp=2")))
@@ -131,14 +131,14 @@ def test_an_evaluation_changes_nothing(text: str) -> None:
 
 
 class Spoiled(jobs.Numbers):
-    """A sample that is not finite comes in the second step."""
+    """A sample that is not finite is in the second step."""
 
     def __getitem__(self, i: int) -> Any:
         x, y = super().__getitem__(i)
         return (x * float("nan"), y) if i == BAD else (x, y)
 
 
-BAD = int(permutation(0, 0, 64)[15])
+BAD = int(make_permutation(0, 0, 64)[15])
 
 
 def test_a_step_that_is_left_out_does_not_count() -> None:
@@ -149,14 +149,14 @@ def test_a_step_that_is_left_out_does_not_count() -> None:
 def test_weights_of_16_bits_are_averaged_in_32() -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     average = MovingAverage(plait.EMA(0.999), {"w": weight}, {"w": weight})
-    average.stepped()
+    average.update()
     with torch.no_grad():
         weight.fill_(2.0)
     for _ in range(10):
-        average.stepped()
+        average.update()
     assert average.tensors["w"].dtype is torch.float32
     assert average.tensors["w"].tolist() == pytest.approx([2 - 0.999**10] * 3)
-    with average.in_place():
+    with average.use_average():
         assert weight.tolist() == average.tensors["w"].bfloat16().tolist()
     assert weight.tolist() == [2.0] * 3 and average.tensors["w"].tolist() == pytest.approx([2 - 0.999**10] * 3)
 
@@ -164,10 +164,10 @@ def test_weights_of_16_bits_are_averaged_in_32() -> None:
 @pytest.mark.slow
 def test_memory_is_billed() -> None:
     with_one, without = averaged(), dataclasses.replace(averaged(), ema=None)
-    tables = [memory_table(job, Plan.parse("fsdp=2")) for job in (with_one, without)]
+    tables = [make_memory_table(job, Plan.parse("fsdp=2")) for job in (with_one, without)]
     assert tables[0].categories["average"] > 0 and "average" not in tables[1].categories
     assert "of the weights (Job.ema)" in str(tables[0])
-    bills = [software(job, sketched(job)[1]).state for job in (with_one, without)]
+    bills = [make_runtime_costs(job, sketch_fake_model(job)[1]).state for job in (with_one, without)]
     assert bills[0] == bills[1] + 4
 
 

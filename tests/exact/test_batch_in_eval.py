@@ -1,4 +1,4 @@
-"""Modules that use the batch in eval mode: the evaluation is named as not exact, and no rank waits for another in it."""
+"""Modules that depend on the batch in eval mode: the evaluation is named as not exact, and no rank hangs in it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 
 class Softmax(nn.Module):
-    """Samples compete with each other, in eval mode only."""
+    """A softmax over the samples, in eval mode only."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training else x.softmax(0) * len(x)
@@ -53,7 +53,7 @@ class Ranked(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Attention and norms of each sample."""
+    """Attention and norms within each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def job(model: Callable[[], nn.Module], **fields: Any) -> plait.Job:
 
 
 def named(made: plait.Job, text: str) -> list[str]:
-    """What is named as not exact, after an evaluation in which ranks have unequal numbers of batches."""
+    """The modules named as not exact, after an evaluation in which ranks have different numbers of batches."""
 
     def rank(place: Any) -> dict[str, Any]:
         engine = Engine(made, text, place=place, device="cpu")
@@ -96,7 +96,7 @@ def named(made: plait.Job, text: str) -> list[str]:
         assert engine.evaluate().keys() == first.keys() == {"error"}
         return {"lines": [line for line in engine.inexact if "eval mode" in line]}
 
-    return fork.run(rank, Plan.parse(text).world)[0]["lines"]
+    return fork.run_ranks(rank, Plan.parse(text).world)[0]["lines"]
 
 
 @pytest.mark.parametrize("kind", ["no running statistics", *(pytest.param(k, marks=pytest.mark.slow) for k in [*COUPLED][1:])])

@@ -1,4 +1,4 @@
-"""`compile=true`: the same training under every axis, really compiled, and one compiled code for all blocks that are alike."""
+"""`compile=true`: the same training under each axis, compiled without fallback, and one compiled graph for all equal blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.proof.verify import verify
 
-pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 
 PLANS = [
     "tp=2", *rarely(
@@ -36,7 +36,7 @@ PLANS = [
 @pytest.mark.parametrize("job", [jobs_real.gpt, *rarely(jobs_real.llama)])
 @pytest.mark.parametrize("text", PLANS)
 def test_equal(job: Callable[[], Job], text: str) -> None:
-    """GPT has dropout layers, Llama draws inside its attention."""
+    """GPT has dropout layers; Llama draws inside its attention."""
     assert verify(job(), Plan.parse(f"{text} compile=true")).equal
 
 
@@ -51,13 +51,13 @@ def test_other_models_are_equal(job: Callable[[], Job], text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.messages
 def test_a_model_that_the_job_compiles_is_equal() -> None:
-    """Its batch statistics are gathered inside of its graph, by another operator than in a dry run: V012 accused it."""
+    """Its batch statistics are gathered inside its graph, by a different operator than in a dry run. V012 was a false alarm here."""
     job = jobs.make(lambda: torch.compile(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), backend="eager"))
     assert verify(job, Plan.parse("dp=2")).equal
 
 
 class Channels(nn.Module):
-    """Drops out what lies in memory in another order, which its mask does not."""
+    """Dropout on a tensor with permuted strides; its mask is contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ def test_dropout_of_what_is_not_contiguous() -> None:
         engine = Engine(job, plan, place=place)
         return {"losses": [engine.step(batch).loss for batch in engine.batches()]}
 
-    (plain,) = fork.run(lambda place: losses(place, "dp=1"), 1)
-    with torch.compiler.config.patch(force_disable_caches=True):  # its cache takes no notice of how an operator's result lies in memory
-        (compiled,) = fork.run(lambda place: losses(place, "compile=true"), 1)
+    (plain,) = fork.run_ranks(lambda place: losses(place, "dp=1"), 1)
+    with torch.compiler.config.patch(force_disable_caches=True):  # the cache ignores the strides of an operator's result
+        (compiled,) = fork.run_ranks(lambda place: losses(place, "compile=true"), 1)
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
@@ -87,7 +87,7 @@ def gpt(depth: int) -> Job:
 
 
 def graphs(text: str, job: Callable[[int], Job] = gpt, depths: tuple[int, ...] = (2, 4)) -> list[list[int]]:
-    """How many graphs a step makes on each rank, for models of these depths; nothing is generated of them."""
+    """The number of graphs that a step makes on each rank, for models of these depths; no code is generated."""
 
     def rank(place: Place) -> dict[str, Any]:
         import torch._dynamo.utils as dynamo
@@ -100,11 +100,11 @@ def graphs(text: str, job: Callable[[int], Job] = gpt, depths: tuple[int, ...] =
             dynamo.counters.clear()
             engine = Engine(job(depth), text, place=place)
             engine.step(next(iter(engine.batches())))
-            assert engine.rank_model.techniques.compiled is not None and engine.rank_model.techniques.compiled.news() == []
+            assert engine.rank_model.techniques.compiled is not None and engine.rank_model.techniques.compiled.report_failures() == []
             found.append(dynamo.counters["stats"]["unique_graphs"])
         return {"graphs": found}
 
-    return [told["graphs"] for told in fork.run(rank, Plan.parse(text).world)]
+    return [told["graphs"] for told in fork.run_ranks(rank, Plan.parse(text).world)]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def graphs(text: str, job: Callable[[int], Job] = gpt, depths: tuple[int, ...] =
     ],
 )
 def test_blocks_that_are_alike_share_their_graphs(text: str, each: int) -> None:
-    """So many graphs a model has, whatever its depth. (tp: two more on the rank that adds no bias.)"""
+    """The number of graphs does not depend on the depth. (tp: two more on the rank that adds no bias.)"""
     for found in graphs(text):
         assert found[0] == found[1] and each <= found[0] <= each + 2
 
 
 @pytest.mark.slow
 def test_an_uncut_block_between_cut_ones_runs_no_code_of_theirs() -> None:
-    """Which hooks a block's layers have is compared before another block's code is run."""
+    """The hooks of a block's layers are compared before a compiled graph of another block is used."""
 
     def rank(place: Place) -> dict[str, Any]:
         compile_ = torch.compile
@@ -138,7 +138,7 @@ def test_an_uncut_block_between_cut_ones_runs_no_code_of_theirs() -> None:
         engine.step(next(iter(engine.batches())))
         return {"seen": seen}
 
-    assert fork.run(rank, 1)[0]["seen"] == ["blocks.1.layer"]
+    assert fork.run_ranks(rank, 1)[0]["seen"] == ["blocks.1.layer"]
 
 
 class Inner(nn.Module):
@@ -176,7 +176,7 @@ def test_what_cannot_be_compiled_is_refused(job: Callable[[int], Job], text: str
 
 
 class Restless(Inner):
-    """Takes another course each time."""
+    """Its control flow changes in each call."""
 
     times = 0
 
@@ -186,7 +186,7 @@ class Restless(Inner):
 
 
 class Opaque(Inner):
-    """Runs where torch.compile does not look."""
+    """Runs where torch.compile is disabled."""
 
     def forward(self, x: Tensor) -> Tensor:
         return unseen(self, x)
@@ -207,15 +207,15 @@ def test_what_torch_gives_up_is_told(kind: type[nn.Module], told: str) -> None:
         lines = []
         for batch in engine.batches():
             engine.step(batch)
-            lines += engine.rank_model.techniques.compiled.news() if engine.rank_model.techniques.compiled is not None else []
+            lines += engine.rank_model.techniques.compiled.report_failures() if engine.rank_model.techniques.compiled is not None else []
         return {"lines": lines}
 
-    lines = fork.run(rank, 1)[0]["lines"]
+    lines = fork.run_ranks(rank, 1)[0]["lines"]
     assert len(lines) == 1 and told in lines[0]
 
 
 class Again(Inner):
-    """A block with a checkpoint of its own around a layer that draws."""
+    """A block with its own checkpoint around a layer that draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,5 +238,5 @@ def test_the_note_names_units_that_stay_uncompiled() -> None:
     from plait.parallel.compiled import CompiledUnits
 
     units = CompiledUnits([], {"blocks.0": "stays so", "blocks.1": "stays so", "head": "stays"})
-    assert units.notes() == ["compile: blocks.* stays so", "compile: head stays"]
-    assert units.news() == []
+    assert units.describe_skips() == ["compile: blocks.* stays so", "compile: head stays"]
+    assert units.report_failures() == []

@@ -1,4 +1,4 @@
-"""Complex parameters and buffers: complex128 in proofs, and compared in both parts."""
+"""Complex parameters and buffers: proofs use complex128 and compare both parts."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 import plait
 from plait.config.plan import Plan
-from plait.proof.probes import tensors
+from plait.proof.probes import compare_tensors
 from plait.proof.verify import verify
 
 
 class Waves:
-    """A wave, and the wave after a while."""
+    """A wave, and the same wave some time later."""
 
     def __len__(self) -> int:
         return 60
@@ -48,8 +48,8 @@ def job() -> plait.Job:
 def test_imaginary_parts_are_compared() -> None:
     right = {"w": torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)}
     wrong = {"w": torch.tensor([1 + 2j, 3 + 1j], dtype=torch.complex128)}
-    assert tensors("B", "buffers", right, right, ["w"], 0.0).equal
-    assert not tensors("B", "buffers", right, wrong, ["w"], 0.0).equal
+    assert compare_tensors("B", "buffers", right, right, ["w"], 0.0).equal
+    assert not compare_tensors("B", "buffers", right, wrong, ["w"], 0.0).equal
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Compressed sums of copies, in several processes, equal their algorithm in one: for each format, optimizer, loss and layout.
+"""Compressed all-reduces in several processes equal their algorithm in one process, for each format, optimizer, loss and layout.
 
-A cross-section of the list runs always; `prove` tries more.
+A cross-section of the list always runs; `prove` runs more.
 """
 
 from itertools import product
@@ -18,8 +18,8 @@ from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.proof.algorithms.find import algorithm_of
-from plait.proof.verdict import table
+from plait.proof.algorithms.registry import get_train_function
+from plait.proof.verdict import format_verdict
 from plait.proof.verify import verify
 
 KINDS = ("grad_compression=bf16", "grad_compression=int8", "grad_compression=powersgd compression_rank=1", "grad_compression=powersgd")
@@ -30,7 +30,7 @@ LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, Fals
 def test_equal_to_the_algorithm(
     model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
 ) -> None:
-    """A job that clips is clipped in every step, on the norm of the sums."""
+    """A job with clipping clips in each step, by the norm of the reduced gradient."""
     copies = 2 + (microbatches + ragged) % 2
     verdict = verify(
         jobs_compressed.job(model, optimizer, ragged, clip=1.0 if clipped else None),
@@ -40,7 +40,7 @@ def test_equal_to_the_algorithm(
     assert verdict.forced["clipped"] == clipped
     assert verdict.algorithm is not None and verdict.algorithm.distance > 1e-6
     assert verdict.inexact[0].startswith("gradients are summed as")
-    assert "EQUAL to the algorithm (one process) · " in table(verdict, model)
+    assert "EQUAL to the algorithm (one process) · " in format_verdict(verdict, model)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_other_jobs(name: str, text: str) -> None:
                             ("ragged", "dp=2 tp=2 grad_compression=bf16")])
 )  # fmt: skip
 def test_copies_of_parts(name: str, text: str) -> None:
-    """Beside stages, of which two share a weight whose gradient is summed over them before it is compressed; beside slices."""
+    """With stages, two of which share a weight: its gradient is summed over them before it is compressed. Also with tp."""
     verdict = verify(jobs.ALL[name](), Plan.parse(text))
     assert verdict.equal and verdict.algorithm is not None, verdict.cause
 
@@ -68,7 +68,7 @@ def test_copies_of_parts(name: str, text: str) -> None:
 @pytest.mark.messages
 @pytest.mark.parametrize("kind", every(2, KINDS[1:]))
 def test_a_dry_run_sends_the_same(kind: str) -> None:
-    """Also where it depends on the samples which parameters a rank uses."""
+    """The same if the samples determine which parameters a rank uses."""
     verdict = verify(jobs_compressed.job("courses"), Plan.parse(f"dp=2 {kind}"))
     assert verdict.equal, verdict.cause
 
@@ -77,17 +77,17 @@ def test_a_rank_as_large_as_the_matrices_is_dp() -> None:
     verdict = verify(jobs_compressed.job("words"), Plan.parse("dp=2 grad_compression=powersgd compression_rank=7"))
     assert verdict.equal and verdict.algorithm is not None
     assert verdict.algorithm.distance < 1e-13
-    assert "equal to dp here" in table(verdict, "words")
+    assert "equal to dp here" in format_verdict(verdict, "words")
     assert verdict.to_dict()["algorithm"]["equal_to_one_device"] is True
 
 
 def test_without_compression_there_is_no_algorithm_of_its_own() -> None:
-    assert algorithm_of(Plan.parse("dp=2")) is None
+    assert get_train_function(Plan.parse("dp=2")) is None
     assert verify(jobs_compressed.job("words"), Plan.parse("dp=2")).algorithm is None
 
 
 def test_batch_statistics_are_named() -> None:
-    """Copies share them in every forward pass; the algorithm in one process computes share by share."""
+    """Replicas share batch statistics in each forward pass; the algorithm in one process computes them per local batch."""
     verdict = verify(jobs.batch_norm(), Plan.parse("dp=2 grad_compression=int8"))
     assert verdict.code == "V010" and "batch statistics" in verdict.cause
 
@@ -113,7 +113,7 @@ def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
 
 
 def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
-    """A step that is not finite is skipped on all ranks, and is as if it had not been: its sums are not taken over."""
+    """A step that is not finite is skipped on all ranks, and leaves no trace: its sums do not enter the residuals."""
 
     def rank(place: Place) -> dict[str, Any]:
         engine = Engine(jobs_compressed.job("pictures"), "dp=2 grad_compression=int8", place=place, device="cpu", on_nan="skip")
@@ -121,13 +121,13 @@ def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
         found, held = [], kept()
         for step, batch in zip(range(4), engine.batches()):
             if step == 2 and place.rank == 1:
-                batch.micro[0].inputs[0, 0] = torch.nan
+                batch.micro_batches[0].inputs[0, 0] = torch.nan
             skipped, now = engine.step(batch).skipped, kept()
             found.append([skipped, all(torch.equal(t, held[n]) for n, t in now.items())])
             held = now
         return {"steps": found, "finite": all(bool(t.isfinite().all()) for t in held.values())}
 
     assert (
-        fork.run(rank, 2)
+        fork.run_ranks(rank, 2)
         == [{"steps": [[False, False], [False, False], [True, True], [False, False]], "finite": True}] * 2
     )

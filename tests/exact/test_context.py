@@ -1,4 +1,4 @@
-"""Context parallelism of unlike models equals one device in float64, or the model is refused with the unit and the reason."""
+"""Context parallelism of different models equals one device in float64, or the model is rejected with the unit and the reason."""
 
 import dataclasses
 from itertools import islice
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError
 from plait.config.job import Evaluate
 from plait.config.plan import Plan
-from plait.data.batch import first_samples
+from plait.data.batch import make_sketch_batch
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.make import call
-from plait.model.sketch import sketch
-from plait.parallel.context import attention, find
+from plait.model.build_model import run_model
+from plait.model.sketch import sketch_model
+from plait.parallel.context import attention, sequence_finder
 from plait.proof.verify import verify
 from plait.randomness import distributions
 from plait.tensors.rows import Rows
@@ -66,7 +66,7 @@ SPREAD = [(name, PLANS[4 * k % len(PLANS)]) for k, name in enumerate(JOBS)]
 
 def equal(name: str, text: str) -> None:
     plan = Plan.parse(text)
-    if name == "balanced":  # its loss is of one micro-batch
+    if name == "balanced":  # its loss is per micro-batch
         plan = dataclasses.replace(plan, microbatches=max(1, 2 * (plan.pp > 1)))
     try:
         verdict = verify(JOBS[name](), plan, steps=3)
@@ -77,7 +77,7 @@ def equal(name: str, text: str) -> None:
             )
             return
         if error.codes == ["P024"]:
-            assert name == "balanced" and plan.pp > 1, error  # routers' logits come from several stages
+            assert name == "balanced" and plan.pp > 1, error  # router logits come from several stages
             return
         if error.codes == ["P023"]:
             assert plan.stages_per_rank > 1, error  # few units
@@ -127,7 +127,7 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
 
 @pytest.mark.slow
 def test_attention_between_units_is_refused() -> None:
-    """A single block is no unit unless it is named one: nothing in the model is like it."""
+    """A single block is a unit only if it is named one, since the model has no similar module."""
     job = dataclasses.replace(
         jobs_context.OWN["plain"](), model=lambda: jobs_context.Model(jobs_context.Attention, blocks=1)
     )
@@ -138,7 +138,7 @@ def test_attention_between_units_is_refused() -> None:
 
 
 class Dropping(jobs_context.Model):
-    """Leaves out blocks by torch's generator, which dropout in the blocks before has used: as the library's M2M100 does."""
+    """Skips blocks by torch's generator, which dropout in earlier blocks has used, as the library's M2M100 does."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -152,11 +152,11 @@ class Dropping(jobs_context.Model):
 def test_blocks_that_are_left_out_at_random_do_not_depend_on_the_length(seed: int) -> None:
     job = jobs_context.OWN["plain"]()
     torch.manual_seed(seed)
-    model, inputs = Dropping(jobs_context.Attention, blocks=6), first_samples(job.data(), 2)[0]
-    found = find.find(
-        model, inputs, call, sketch(model, lambda n: first_samples(job.data(), n)[0], call, ("blocks.*",))
+    model, inputs = Dropping(jobs_context.Attention, blocks=6), make_sketch_batch(job.data(), 2)[0]
+    found = sequence_finder.find_sequences(
+        model, inputs, run_model, sketch_model(model, lambda n: make_sketch_batch(job.data(), n)[0], run_model, ("blocks.*",))
     )
-    assert sum(c.sees for c in found.calls) >= 1
+    assert sum(c.has_attention for c in found.calls) >= 1
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_heads_must_divide_for_ulysses() -> None:
 
 
 def exchanged(place: Place) -> dict[str, Any]:
-    """Three tensors for heads, at once and one by one, the gradients of each, and how many messages that took."""
+    """Three tensors in Ulysses exchange, together and one by one; the gradient of each, and the number of messages."""
     place.connect(torch.device("cpu"))
     group, sent, real = torch.distributed.group.WORLD, [0], torch.distributed.all_to_all_single
 
@@ -189,13 +189,13 @@ def exchanged(place: Place) -> dict[str, Any]:
         return real(*args, **given)
 
     torch.distributed.all_to_all_single = counted
-    way, found, counts = attention.Exchange(group, Rows.zigzag(6, 2)), [], []
+    way, found, counts = attention.HeadExchange(group, Rows.make_zigzag(6, 2)), [], []
     for widths in ((4, 4, 4), (4, 4, 2)):
         torch.manual_seed(place.rank)
         given = [torch.randn(3, 4, 3, width, dtype=torch.float64, requires_grad=True) for width in widths]
         for at_once in (True, False):
             sent[0] = 0
-            made = way.heads_of_all(given) if at_once else [way.heads(t) for t in given]
+            made = way.exchange_all(given) if at_once else [way.exchange_for_heads(t) for t in given]
             grads = torch.autograd.grad(sum((t**3).sum() for t in made), given)
             found.append([t.tolist() for t in (*made, *grads)])
             counts.append(sent[0])
@@ -203,12 +203,12 @@ def exchanged(place: Place) -> dict[str, Any]:
 
 
 def test_ulysses_sends_what_is_alike_in_one_message() -> None:
-    for rank in fork.run(exchanged, 2):
+    for rank in fork.run_ranks(exchanged, 2):
         assert rank == {"same": [True, True], "counts": [2, 6, 6, 6]}
 
 
 class Ragged(Tokens):
-    """Batches of unlike lengths: a sequence is longer in one step than in the next, and as long as the batch's longest."""
+    """Batches of different lengths: a sequence has a different length in each step, the longest of its batch."""
 
     def collate(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         longest = 5 + int(samples[0][0][0]) % 4
@@ -226,7 +226,7 @@ def test_lengths_that_change() -> None:
 
 @pytest.mark.parametrize("context", sampled(2, ("ring", "ulysses")))
 def test_evaluation(context: str) -> None:
-    """Metrics of the whole outputs, on every rank."""
+    """The metrics of the gathered outputs are equal on all ranks."""
 
     def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         right = (outputs.argmax(-1) == targets).double().mean(1)
@@ -240,7 +240,7 @@ def test_evaluation(context: str) -> None:
             with Engine(job, plan, device="cpu", place=place, cast=torch.float64) as engine:
                 return engine.evaluate()
 
-        return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+        return fork.run_ranks(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
     (one,) = evaluated("dp=1")
     for found in evaluated(f"cp=2 cp_method={context}"):
@@ -248,7 +248,7 @@ def test_evaluation(context: str) -> None:
 
 
 def test_attention_draws_by_step_where_the_sketch_saw_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose kernel draws inside: `cp` answers attention itself, and draws by seed, step and sample."""
+    """As on a GPU, whose kernel draws inside: `cp` computes attention itself, and draws by seed, step and sample."""
     monkeypatch.setattr(distributions, "REDRAWN", frozenset())
     job = dataclasses.replace(jobs_real.llama(), seed=11)
 
@@ -260,14 +260,14 @@ def test_attention_draws_by_step_where_the_sketch_saw_no_draw(monkeypatch: pytes
                 found.append(engine.rank_model.randomness.where.tolist())
         return found
 
-    for where in fork.run(rank, 2, fork.Listener(lambda *_: None)):
+    for where in fork.run_ranks(rank, 2, fork.Listener(lambda *_: None)):
         assert where == [[11, step, job.batch // 2, job.batch // 2] for step in range(2)]
 
 
 @pytest.mark.slow
 def test_a_wrong_mask_is_seen_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = attention.AttentionCall.rows
-    monkeypatch.setattr(attention.AttentionCall, "rows", lambda self, held: _rolled(rows(self, held)))
+    rows = attention.AttentionCall.take_local_mask
+    monkeypatch.setattr(attention.AttentionCall, "take_local_mask", lambda self, held: _rolled(rows(self, held)))
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["biased"](), Plan.parse("cp=2"), steps=1)
     assert caught.value.codes == ["P040"] and "differs" in caught.value.problems[0].why
@@ -283,20 +283,20 @@ def _rolled(mask: Tensor | None) -> Tensor | None:
     lambda x: x / torch.arange(1, x.shape[1] + 1).to(tensor=x)[:, None],
 ]))  # fmt: skip
 def test_a_tensor_that_takes_the_format_of_the_sequence_is_whole(f: Any) -> None:
-    """It was taken for this rank's rows of something as long as the sequence."""
+    """It was once mistaken for this rank's rows of a tensor as long as the sequence."""
     verdict = verify(jobs_odd.between(f), Plan.parse("cp=2"))
     assert verdict.equal, verdict
 
 
 def test_a_function_of_the_users_own_between_units_is_refused() -> None:
-    """It ran on a rank's rows without a gradient, and what comes before it was not trained, without a word."""
+    """It once ran on a rank's rows without a gradient, so the layers before it were silently not trained."""
     with pytest.raises(PlaitError, match="P040") as error:
         verify(jobs_odd.between(jobs_odd_features.Fn.apply), Plan.parse("cp=2"))
     assert "torch.autograd.Function" in str(error.value)
 
 
 class _Attending(nn.Module):
-    """torch's attention, whose weights are asked for and dropped out."""
+    """torch's attention, with dropout on the weights that it returns."""
 
     def __init__(self, added: bool) -> None:
         super().__init__()
@@ -314,6 +314,6 @@ class _Attending(nn.Module):
     ("cp=2 activation_checkpointing=full", False),
 ]))  # fmt: skip
 def test_attention_that_returns_its_weights_drops_out_the_same(plan: str, added: bool) -> None:
-    """torch's function draws them otherwise than F.dropout, which a rank's heads or rows had drawn with: trained otherwise, without a word."""
+    """torch's function draws its mask differently from F.dropout, which was used for a rank's heads or rows: the result changed silently."""
     verdict = verify(jobs_odd.job(lambda: _Attending(added), "seq"), Plan.parse(plan))
     assert verdict.equal and not verdict.inexact, verdict

@@ -1,4 +1,4 @@
-"""Attention that counts and turns its own positions, on stretches: every way to write it gives what one device gives."""
+"""Attention that counts and rotates its own positions, on sequence shards: each way to write it equals one device."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from plait.proof.verify import verify
 
 
 def angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x [batch, heads, length, width], to turn pairs by: cosines and sines [length, width / 2]."""
+    """The cosines and sines [length, width / 2] for the rotation of pairs in x [batch, heads, length, width]."""
     places = torch.arange(x.shape[2], dtype=x.dtype)[:, None]
     turned = places / 7 ** (torch.arange(0, x.shape[3], 2, dtype=x.dtype) / x.shape[3])
     return turned.cos(), turned.sin()
@@ -42,7 +42,7 @@ def rolled(x: Tensor) -> Tensor:
 
 
 class Turning(Attention):
-    """Turns queries and keys by positions that it counts."""
+    """Rotates queries and keys by positions that it counts."""
 
     def __init__(self, turn: Callable[[Tensor], Tensor], inner: nn.Module | None = None):
         super().__init__(inner)

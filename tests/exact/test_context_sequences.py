@@ -1,4 +1,4 @@
-"""Several sequences under context parallelism, and sequences that no size of the input tells: equal to one device."""
+"""Several sequences under context parallelism, and sequences whose length is no size of the input: equal to one device."""
 
 import jobs_twosided
 import pytest
@@ -27,7 +27,7 @@ def equal(name: str, text: str) -> None:
         verdict = verify(jobs_twosided.ALL[name](), plan, steps=3)
     except PlaitError as error:
         named = {"P041": plan.pp > 1, "P042": plan.cp * plan.tp > 2, "P023": plan.stages_per_rank > 1}
-        assert named.get(error.codes[0]), error  # code between stages needs it whole; few positions, heads or units
+        assert named.get(error.codes[0]), error  # code between stages gathers; few positions, heads or units
         return
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 

@@ -1,7 +1,7 @@
-"""Context parallelism of models whose positions meet in code that is written out: equal to one device in float64.
+"""Context parallelism of models whose positions interact in written-out code: equal to one device in float64.
 
-Attention as products and a softmax, with masks, biases and dropout of its own; recurrences, convolutions and transforms over
-positions. What must meet is gathered, no more, and what that costs is said.
+Attention as products and a softmax, with its own masks, biases and dropout; recurrences, convolutions and transforms over
+positions. Only the tensors that need it are gathered, and the cost is reported.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.parallel.context.opened_unit import All, Gathered, Some
 from plait.parallel.context.sequence_shard import SequenceShard
+from plait.parallel.context.unit_opening import FullLayout, GatherLog, TrialLayout
 from plait.proof.verdict import Verdict
 from plait.proof.verify import verify
-from plait.tensors.rows import AndAll, Rows
+from plait.tensors.rows import Rows, RowsPlusFull
 
 PLANS = (
     "cp=2",
@@ -53,7 +53,7 @@ def test_equal(name: str, text: str) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.filterwarnings("ignore:Initializing zero-element:UserWarning")  # a part of mobilebert is empty
+@pytest.mark.filterwarnings("ignore:Initializing zero-element:UserWarning")  # a shard of mobilebert is empty
 @pytest.mark.parametrize("name, text", crossed(4, jobs_written.ALL, PLANS))
 def test_every_model(name: str, text: str) -> None:
     try:
@@ -61,7 +61,7 @@ def test_every_model(name: str, text: str) -> None:
         named = "batch_norm" in name and "microbatches" in text and verdict.code == "V010"
         assert verdict.equal or named, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
     except PlaitError as error:
-        tp, split = {"P034", "P031"}, {"P042"}  # nothing that slices can hold; short sequences, few heads
+        tp, split = {"P034", "P031"}, {"P042"}  # no module that tp can slice; short sequences, few heads
         pp = {"P041"} if "pp" in text else set()  # code between units, which several stages run, gathers the sequence
         assert set(error.codes) <= (tp if "tp" in text else set()) | split | pp, error
 
@@ -70,7 +70,7 @@ def test_what_spares_nobody_any_work_is_refused() -> None:
     with pytest.raises(PlaitError) as caught:
         verify(jobs_written.conv_net(), Plan.parse("cp=2"))
     problem = caught.value.problems[0]
-    assert problem.code == "P040" and "spare no rank" in problem.what and "blocks.0" in problem.why, caught.value
+    assert problem.code == "P040" and "save no rank" in problem.what and "blocks.0" in problem.why, caught.value
 
 
 def numbers(*shape: int) -> Tensor:
@@ -118,33 +118,33 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_rows(name: str) -> None:
-    """On each rank's rows a function gives its rows of the result, and asks the others no more often than it must."""
+    """On each rank's rows, a function returns its rows of the result, with no more messages than necessary."""
     function, asked = FUNCTIONS[name]
-    expected, told = function(Q.clone(), K.clone()), Gathered()
+    expected, told = function(Q.clone(), K.clone()), GatherLog()
 
-    def run(held: All | Some) -> Tensor:
+    def run(held: FullLayout | TrialLayout) -> Tensor:
         found = function(*(SequenceShard.of(held.take(t.clone(), 2), 2, held, True) for t in (Q, K)))
         if isinstance(found, SequenceShard):
-            assert torch.allclose(found.local, found.mine(expected, found.cut), atol=1e-6), name
+            assert torch.allclose(found.local, found.take_rows(expected, found.shard_dim), atol=1e-6), name
             assert found.shape == expected.shape
         else:
             assert torch.allclose(found, expected, atol=1e-6)
         return found
 
-    run(All(AndAll.beside(Rows.zigzag(9, 2)), 2, told))
-    assert len(told.notes) == asked
+    run(FullLayout(RowsPlusFull.append_full(Rows.make_zigzag(9, 2)), 2, told))
+    assert len(told.tensors) == asked
     for rank in range(2):
         told.number = 0
-        run(Some(Rows.zigzag(9, 2), rank, told))
-        assert told.number == asked and told.worst < 1e-12
+        run(TrialLayout(Rows.make_zigzag(9, 2), rank, told))
+        assert told.number == asked and told.max_diff < 1e-12
 
 
 def test_a_rank_that_asks_for_something_else_is_seen() -> None:
-    told, cut = Gathered([Q]), Rows.even(9, 2)
-    Some(cut, 1, told).gather(cut.take(Q, 2, 1) + 1e-3, 2)
-    assert told.worst > 1e-4
-    with pytest.raises(RuntimeError, match="other rows"):
-        Some(cut, 1, told).gather(cut.take(Q, 2, 1), 2)
+    told, cut = GatherLog([Q]), Rows.make_even(9, 2)
+    TrialLayout(cut, 1, told).gather(cut.take_part(Q, 2, 1) + 1e-3, 2)
+    assert told.max_diff > 1e-4
+    with pytest.raises(RuntimeError, match="other tensors"):
+        TrialLayout(cut, 1, told).gather(cut.take_part(Q, 2, 1), 2)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -158,7 +158,7 @@ def test_a_gradient_that_is_lost_is_seen(inside: bool) -> None:
         def backward(ctx: Any, *grads: Any) -> Any:
             return grads[0].expand(Q.shape)
 
-    held = Some(Rows.even(9, 2), 0, Gathered([]))
+    held = TrialLayout(Rows.make_even(9, 2), 0, GatherLog([]))
     x = SequenceShard.of(held.take(Q.clone().requires_grad_(), 2), 2, held, inside)
-    with pytest.raises(TypeError, match="stretches, and its gradient is lost"):
+    with pytest.raises(TypeError, match="sharded over ranks, and its gradient is lost"):
         Own.apply(x).backward()

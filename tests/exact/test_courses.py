@@ -1,4 +1,4 @@
-"""Pipelines of models whose passes differ from step to step, and of units that return objects, equal one device."""
+"""Pipelines of models whose passes vary from step to step, and of units that return objects, equal one device."""
 
 import random
 from typing import Any
@@ -12,11 +12,17 @@ from torch import nn
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.model.fake_model import sketched
-from plait.model.make import call
+from plait.model.build_model import run_model
+from plait.model.fake_model import sketch_fake_model
 from plait.model.meter import OUTPUT
-from plait.model.sketch import sketch
-from plait.parallel.pipeline.partition import Forward, ForwardPath, ForwardPaths, check, cut
+from plait.model.sketch import sketch_model
+from plait.parallel.pipeline.partition import (
+    ForwardPath,
+    ForwardPaths,
+    ForwardRequest,
+    check_partition,
+    partition_stages,
+)
 from plait.proof.verify import verify
 
 PLANS = (
@@ -50,7 +56,7 @@ def test_a_unit_that_changes_an_object_it_is_given_is_not_run_again() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ("pp=2 fsdp=2 microbatches=2", "pp=2 tp=2 microbatches=2 schedule=zbv stages_per_rank=2"))
 def test_a_function_that_knows_the_model_and_not_its_copy_meets_no_shards(text: str) -> None:
-    """With tp, the copy also sums fake tensors, for which torch draws a number of its own."""
+    """With tp, the copy also adds fake tensors, for which torch draws a random number."""
     assert verify(JOBS["drop_inside"](), Plan.parse(text)).equal
 
 
@@ -73,45 +79,45 @@ def test_what_units_leave_in_objects_and_no_loss_reads_is_no_hindrance(name: str
 
 @pytest.mark.parametrize("name", jobs_courses.READ)
 def test_what_units_leave_in_objects_is_refused_where_the_loss_depends_on_it(name: str) -> None:
-    found = sketched(jobs_courses.READ[name]())[1]
+    found = sketch_fake_model(jobs_courses.READ[name]())[1]
     with pytest.raises(PlaitError, match="the loss depends on a tensor of it"):
-        check(found, cut(found, 2), False)
+        check_partition(found, partition_stages(found, 2), False)
 
 
 @pytest.mark.parametrize("name", jobs_courses.UNREAD)
 def test_what_the_loss_does_not_depend_on_is_unknown_on_other_stages(name: str) -> None:
-    found = sketched(jobs_courses.UNREAD[name]())[1]
-    made = cut(found, 2)
-    check(found, made, False)
-    assert ForwardPath(found.calls, made).aside
-    with pytest.raises(PlaitError, match="beside tp, cp or ep"):
-        check(found, made, False, True)
+    found = sketch_fake_model(jobs_courses.UNREAD[name]())[1]
+    made = partition_stages(found, 2)
+    check_partition(found, made, False)
+    assert ForwardPath(found.calls, made).side_effect_calls
+    with pytest.raises(PlaitError, match="under tp, cp or ep"):
+        check_partition(found, made, False, True)
 
 
 def test_a_cache_that_the_inputs_ask_for_is_no_hindrance() -> None:
     job = jobs_courses.llama_caching()
-    found = sketched(job)[1]
-    check(found, cut(found, 2), False)
+    found = sketch_fake_model(job)[1]
+    check_partition(found, partition_stages(found, 2), False)
     assert {call.aside for call in found.calls if "layers" in call.unit} == {(OUTPUT,)}
 
 
 def courses(model: nn.Module, *shape: int) -> ForwardPaths:
     inputs = lambda n: torch.ones(n, *shape, dtype=torch.long if len(shape) == 1 and shape[0] > 6 else None)  # noqa: E731
-    found = sketch(model, inputs, call)
-    made = ForwardPaths(model, found, cut(found, 2), call, inputs, torch.device("cpu"))
+    found = sketch_model(model, inputs, run_model)
+    made = ForwardPaths(model, found, partition_stages(found, 2), run_model, inputs, torch.device("cpu"))
     made.seed = 0
     return made
 
 
 def shapes(made: ForwardPaths, inputs: Any, **where: int) -> list[tuple[int, ...]]:
-    return [slot.shape(len(inputs)) for slot in made.of(Forward(inputs, len(inputs), **where)).slots(1)]
+    return [slot.shape_for(len(inputs)) for slot in made.find_path(ForwardRequest(inputs, len(inputs), **where)).crossing_slots(1)]
 
 
 def test_the_sketchs_own_sizes_need_no_run_and_others_one() -> None:
     made = courses(jobs_courses.Padded(), 9)
-    assert made.of(Forward(torch.ones(7, 9, dtype=torch.long), 7)) is made.first
+    assert made.find_path(ForwardRequest(torch.ones(7, 9, dtype=torch.long), 7)) is made.sketch_path
     other = torch.ones(3, 5, dtype=torch.long)
-    assert made.of(Forward(other, 3)) is made.of(Forward(other + 1, 3)) is not made.first
+    assert made.find_path(ForwardRequest(other, 3)) is made.find_path(ForwardRequest(other + 1, 3)) is not made.sketch_path
     assert shapes(made, other) == [(3, 5, 8), (3, 5, 8)]
     assert all(not p.requires_grad or p.grad is None for p in made.model.parameters())
 
@@ -120,7 +126,7 @@ def test_the_sketchs_own_sizes_need_no_run_and_others_one() -> None:
 def test_a_course_is_that_of_the_step_and_leaves_the_generators_alone() -> None:
     made = courses(jobs_courses.NumpyDrop(), 6)
     random.seed(5), np.random.seed(5)
-    found = {len(made.of(Forward(torch.ones(3, 6), 3, step=step)).calls) for step in range(8)}
+    found = {len(made.find_path(ForwardRequest(torch.ones(3, 6), 3, step=step)).calls) for step in range(8)}
     assert len(found) > 1
     after = random.random(), np.random.rand()
     random.seed(5), np.random.seed(5)
@@ -128,7 +134,7 @@ def test_a_course_is_that_of_the_step_and_leaves_the_generators_alone() -> None:
 
 
 class Turns(nn.Module):
-    """Long inputs go through its layers the other way round."""
+    """Applies its layers in reverse order to long inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +149,7 @@ class Turns(nn.Module):
 def test_another_order_of_calls_is_refused() -> None:
     made = courses(Turns(), 3, 4)
     assert shapes(made, torch.ones(2, 4, 4)) == [(2, 4, 4)]
-    with pytest.raises(PlaitError, match="is called after one of stage 1") as caught:
+    with pytest.raises(PlaitError, match="is called after a unit of stage 1") as caught:
         shapes(made, torch.ones(2, 6, 4))
     assert caught.value.problems[0].code == "P024"
 

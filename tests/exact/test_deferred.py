@@ -1,4 +1,4 @@
-"""Models that no rank holds: the weights of one device bit for bit, whatever the constructor does, in bounded memory."""
+"""Models that are larger than a rank's memory: the weights are those of one device bit for bit for any constructor, in bounded memory."""
 
 import copy
 import random
@@ -18,16 +18,16 @@ from plait.config.plan import Plan
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.model import deferred_init
-from plait.model.make import make_model
-from plait.parallel.fsdp.strategy import share
+from plait.model.build_model import make_model
+from plait.parallel.fsdp.strategy import make_shard_slicer
 from plait.proof.verify import verify
-from plait.tensors.collectives import digest
+from plait.tensors.collectives import digest_tensor
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_init, "WORTH", 0)
-    monkeypatch.setattr(deferred_init, "LARGE", 64)
+    monkeypatch.setattr(deferred_init, "DEFER_BYTES", 0)
+    monkeypatch.setattr(deferred_init, "LARGE_TENSOR_BYTES", 64)
 
 
 def drawn(init: Callable[..., Any], *arguments: Any) -> Callable[[], nn.Module]:
@@ -48,7 +48,7 @@ def tied() -> nn.Module:
 
 
 def drawn_again() -> nn.Module:
-    """The padding row is zeroed in values that are drawn over later, and again in the last ones."""
+    """The padding row is zeroed in values that are drawn again later, and again in the last ones."""
     model = nn.Embedding(20, 12, padding_idx=3)
     model.weight.data.normal_(0.0, 0.02)
     model.weight.data[3].zero_()
@@ -166,15 +166,15 @@ def same_bits(make: Callable[[], nn.Module], ranks: int = 3) -> None:
     whole = make_model(job)
     expected, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     for rank in range(ranks):
-        mine = share(Plan(fsdp=ranks), rank)
-        found = deferred_init.defer(lambda: make_model(job), mine, digest)
+        mine = make_shard_slicer(Plan(fsdp=ranks), rank)
+        found = deferred_init.build_deferred(lambda: make_model(job), mine, digest_tensor)
         assert found is not None
         assert [n for n, _ in found.model.named_parameters()] == list(expected)
         for name, parameter in found.model.named_parameters():
             assert parameter.requires_grad == expected[name].requires_grad
             if parameter.is_meta:
-                assert torch.equal(found.shares[name], mine(expected[name])), name
-                assert torch.equal(found.digests[name], digest(expected[name])), name
+                assert torch.equal(found.shards[name], mine(expected[name])), name
+                assert torch.equal(found.digests[name], digest_tensor(expected[name])), name
             else:
                 assert torch.equal(parameter, expected[name]), name
         assert all(torch.equal(b, buffers[n]) for n, b in found.model.named_buffers())
@@ -193,7 +193,7 @@ def test_hugging_face(name: str) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_cannot_be_followed_is_built_whole(name: str) -> None:
     job = jobs.make(WHOLE[name])
-    assert deferred_init.defer(lambda: make_model(job), share(Plan(fsdp=2), 0), digest) is None
+    assert deferred_init.build_deferred(lambda: make_model(job), make_shard_slicer(Plan(fsdp=2), 0), digest_tensor) is None
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_what_cannot_be_followed_is_built_whole(name: str) -> None:
     ),
 )
 def test_verified(name: str, text: str) -> None:
-    """`digits` shows its values nowhere; its running statistics must be right on every rank."""
+    """`digits` never reveals its values; its running statistics must be right on all ranks."""
     assert verify(jobs_real.ALL[name](), Plan.parse(text)).equal
 
 
@@ -219,7 +219,7 @@ def deep(width: int = 1024, depth: int = 18) -> nn.Module:
 
 @pytest.mark.parametrize("source", rarely("drawn", "copied"))
 def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_init, "LARGE", 1 << 16)
+    monkeypatch.setattr(deferred_init, "LARGE_TENSOR_BYTES", 1 << 16)
 
     def make() -> nn.Module:
         model = deep()
@@ -231,7 +231,7 @@ def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch)
 
     def peak(build: Callable[[], Any]) -> Callable[[Place], dict[str, float]]:
         def run(place: Place) -> dict[str, float]:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             before = _status("VmRSS")
             made = build()
             return {"peak": _status("VmHWM") - before, "made": float(made is not None)}
@@ -239,13 +239,20 @@ def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch)
         return run
 
     job = jobs.make(make)
-    (whole,) = fork.run(peak(lambda: make_model(job)), 1)
-    (part,) = fork.run(peak(lambda: deferred_init.defer(lambda: make_model(job), share(Plan(fsdp=8), 0), digest)), 1)
+    (whole,) = fork.run_ranks(peak(lambda: make_model(job)), 1)
+    (part,) = fork.run_ranks(
+        peak(
+            lambda: deferred_init.build_deferred(
+                lambda: make_model(job), make_shard_slicer(Plan(fsdp=8), 0), digest_tensor
+            )
+        ),
+        1,
+    )
     assert part["made"] and whole["peak"] > 290
-    assert part["peak"] < 304 / 8 + 80, part  # its share, and a few tensors under way
+    assert part["peak"] < 304 / 8 + 80, part  # the rank's share, and a few temporary tensors
 
 
 def _status(key: str) -> float:
-    """A figure of /proc/self/status in MiB."""
+    """Return a value of /proc/self/status in MiB."""
     line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(key))
     return int(line.split()[1]) / 1024

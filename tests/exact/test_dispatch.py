@@ -1,4 +1,4 @@
-"""Rows that travel to their experts: values and gradients are those of the whole layer, however uneven the loads."""
+"""Rows are sent to their experts: values and gradients are those of the full layer, for uneven loads too."""
 
 import copy
 
@@ -10,17 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from plait.launch.fork import run
+from plait.launch.fork import run_ranks
 from plait.losses.global_batch import BatchPeers
-from plait.model.experts import MoELayer, cut_stacked
-from plait.parallel.expert.find import find
-from plait.parallel.expert.layers import ExpertPlacement, ListedExperts, StackedExperts, travelling
+from plait.model.experts import MoELayer, shard_stacked
+from plait.parallel.expert.layers import ExpertPlacement, ListedExperts, StackedExperts, make_dispatch
+from plait.parallel.expert.mixture_finder import find_mixtures
 
 LOADS = {2: ([5, 3], [4, 0], [0, 1]), 3: ([2, 0, 5], [1, 1, 1])}
 
 
 class Bank(nn.Module):
-    """Experts stacked, with an interface of three tensors."""
+    """Stacked experts in three tensors."""
 
     def __init__(self, experts: int = 5, width: int = 6):
         super().__init__()
@@ -54,14 +54,14 @@ def made(kind: str) -> nn.Module:
 
 
 def split(kind: str, layer: nn.Module, ranks: int, rank: int, group: object) -> None:
-    """Leave a rank its experts only."""
+    """Leave only a rank's experts in the module."""
     way, sharers = ExpertPlacement(group, 5), BatchPeers()
     if kind == "stacked":
-        mixture = MoELayer("bank", 5, (), numbers=(("number", 0),))
-        bank = cut_stacked(layer.bank, mixture, mixture.mine(ranks, rank))
-        bank.forward = StackedExperts(bank, 5, travelling(way), sharers)
+        mixture = MoELayer("bank", 5, (), count_attributes=(("number", 0),))
+        bank = shard_stacked(layer.bank, mixture, mixture.get_rank_experts(ranks, rank))
+        bank.forward = StackedExperts(bank, 5, make_dispatch(way), sharers)
         return
-    layer.forward = ListedExperts(layer, list(layer.experts), way.mine, travelling(way), sharers)
+    layer.forward = ListedExperts(layer, list(layer.experts), way.mine, make_dispatch(way), sharers)
     layer.forward.width = 6
     for number, expert in enumerate(layer.experts):
         if number not in way.mine:
@@ -99,11 +99,11 @@ def test_a_layer_whose_experts_are_elsewhere(ranks: int, kind: str, again: bool)
         dist.barrier(group)
         return {}
 
-    run(target, ranks)
+    run_ranks(target, ranks)
 
 
 def same_gradients(kind: str, whole: nn.Module, part: nn.Module, mine: range) -> None:
-    """Of the experts of a rank: not a share of the sum, and none where one device has none."""
+    """The gradients of a rank's experts are complete, not partial sums, and None if one device has none."""
     if kind == "stacked":
         for a, b in zip(whole.bank.parameters(), part.bank.parameters()):
             torch.testing.assert_close(a.grad[mine.start : mine.stop], b.grad, rtol=1e-12, atol=1e-12)
@@ -124,7 +124,7 @@ def call(model: nn.Module, x: torch.Tensor) -> object:
 
 
 class Chain(nn.Module):
-    """A list of alike modules, each given what the one before returned; the last two only some of the rows."""
+    """A list of equal modules, each on the output of the one before; the last two get only some of the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Chain(nn.Module):
 
 
 class Together(nn.Module):
-    """Experts that normalise over their rows: what a token gets depends on the others."""
+    """Experts that normalize over their rows: a token's result depends on the other tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,18 +147,18 @@ class Together(nn.Module):
 
 
 def test_what_is_a_mixture_is_found_by_its_structure() -> None:
-    (bank,), _ = find(Layer(), given, call)
-    assert (bank.name, bank.experts, bank.numbers, bank.rows, bank.width) == ("bank", 5, (("number", 0),), 2.0, (6, 6))
-    (listed,), _ = find(jobs_moe.Mixture(6, 5), given, call)
+    (bank,), _ = find_mixtures(Layer(), given, call)
+    assert (bank.name, bank.experts, bank.count_attributes, bank.rows, bank.width) == ("bank", 5, (("number", 0),), 2.0, (6, 6))
+    (listed,), _ = find_mixtures(jobs_moe.Mixture(6, 5), given, call)
     assert (listed.experts, len(listed.modules), listed.rows, listed.coupled) == (5, 5, 2.0, False)
 
 
 def test_a_layer_that_drops_tokens_is_named() -> None:
-    (listed,), _ = find(jobs_moe.Mixture(6, 5, capacity=1.25), given, call)
+    (listed,), _ = find_mixtures(jobs_moe.Mixture(6, 5, capacity=1.25), given, call)
     assert listed.coupled
 
 
 @pytest.mark.parametrize("kind", (Chain, Together))
 def test_what_only_looks_like_a_mixture_stays_whole(kind: type[nn.Module]) -> None:
-    found, why = find(kind(), given, call)
+    found, why = find_mixtures(kind(), given, call)
     assert not found and len(why) == 1

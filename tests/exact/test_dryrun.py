@@ -1,6 +1,6 @@
-"""A dry run allocates what a run allocates: of every strategy and of unlike models, within a hundredth on every rank.
+"""A dry run allocates the same bytes as a run, for each strategy and for different models, within 1 % on each rank.
 
-The same meter counts both: tensors without numbers in one process, and real ones in the processes of a run.
+The same meter measures both: tensors without data in one process, and real tensors in the processes of a run.
 """
 
 from functools import partial
@@ -21,9 +21,9 @@ from plait import Job, Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.offload import on_host
+from plait.parallel.offload import is_on_host
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.dryrun.measure import measure, measure_evaluation
+from plait.planner.dryrun.measure import measure_evaluation, measure_step
 
 ERROR = 0.01
 MODELS = {
@@ -74,8 +74,8 @@ EVERY = {
 
 def measured(place: Place, job: Job, plan: Plan) -> dict[str, Any]:
     torch.set_num_threads(1)
-    engine, host = Engine(job, plan, place=place, device="cpu"), partial(on_host, plan)
-    peaks = [measure(engine, 1, on_host=host)]
+    engine, host = Engine(job, plan, place=place, device="cpu"), partial(is_on_host, plan)
+    peaks = [measure_step(engine, 1, on_host=host)]
     peaks += [measure_evaluation(engine, on_host=host)] if job.evaluate is not None else []
     peak = max(peaks, key=lambda peak: peak.total)
     return {"total": peak.total, "categories": peak.categories, "moment": peak.moment}
@@ -84,7 +84,7 @@ def measured(place: Place, job: Job, plan: Plan) -> dict[str, Any]:
 def compared(name: str, line: str) -> None:
     job, plan = MODELS[name](), Plan.parse(line)
     found = dry_run(job, plan)
-    run = fork.run(partial(measured, job=job, plan=plan), plan.world)
+    run = fork.run_ranks(partial(measured, job=job, plan=plan), plan.world)
     for kind in found.kinds:
         assert kind.peak.total == pytest.approx(run[kind.rank]["total"], rel=ERROR), (kind, run[kind.rank])
     most = max(range(plan.world), key=lambda rank: run[rank]["total"])

@@ -1,6 +1,6 @@
-"""A dry run tells of the messages that a step sends: those of every rank, by calls and bytes of each operator.
+"""A dry run lists the messages that a step sends: those of each rank, by calls and bytes of each operator.
 
-A step that nothing else watches says what is sent. What the meter of a dry run looks at must not send anything itself.
+They are compared with a step without any other measurement. The checks of a dry run's meter must send no messages themselves.
 """
 
 from functools import partial
@@ -32,12 +32,12 @@ def sent(place: Place, job: Job, plan: Plan) -> dict[str, tuple[int, int]]:
     engine.step(next(source))
     with traffic.watch():
         engine.step(next(source))
-    return traffic.totals()
+    return traffic.total_by_op()
 
 
 def compared(job: Job, plan: Plan) -> None:
     found = dry_run(job, plan)
-    run = fork.run(partial(sent, job=job, plan=plan), plan.world)
+    run = fork.run_ranks(partial(sent, job=job, plan=plan), plan.world)
     for kind in found.kinds:
         assert kind.operators == {op: tuple(told) for op, told in run[kind.rank].items()}
 

@@ -1,4 +1,4 @@
-"""Evaluation under every axis: forward passes are no larger than training's, and the mean is that of one device."""
+"""Evaluation under each axis: forward passes are no larger than in training, and the mean is that of one device."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ DEEP = (
 
 
 def watched(job: plait.Job, sizes: list[int]) -> plait.Job:
-    """The job with metrics that note how many samples come at once."""
+    """The job with metrics that record the number of samples per call."""
 
     def metrics(out: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         sizes.append(len(out))
@@ -34,7 +34,7 @@ def watched(job: plait.Job, sizes: list[int]) -> plait.Job:
 
 
 def told(job: plait.Job, plan: str) -> list[tuple[dict[str, float], int]]:
-    """Of each rank: the means after a step, and the most samples at once."""
+    """For each rank: the means after a step, and the largest number of samples per call."""
 
     def run(place: Place) -> tuple[dict[str, float], int]:
         with torch.random.fork_rng():
@@ -44,7 +44,7 @@ def told(job: plait.Job, plan: str) -> list[tuple[dict[str, float], int]]:
             sizes.clear()
             return engine.evaluate(), max(sizes, default=0)
 
-    return [tuple(row) for row in fork.run(run, Plan.parse(plan).world)]
+    return [tuple(row) for row in fork.run_ranks(run, Plan.parse(plan).world)]
 
 
 def compare(job: plait.Job, plan: str) -> None:

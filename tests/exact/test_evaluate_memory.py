@@ -1,4 +1,4 @@
-"""The memory of an evaluation is in a dry run and in the table made of it: logits that training never has, and what metrics make of them."""
+"""A dry run and its memory table include the memory of an evaluation: logits that training never has, and the metrics' tensors."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.dryrun.measure import measure, measure_evaluation
-from plait.planner.dryrun.memory_table import memory_table
+from plait.planner.dryrun.measure import measure_evaluation, measure_step
+from plait.planner.dryrun.memory_table import make_memory_table
 
 VOCABULARY, LENGTH = 3000, 8
 
@@ -57,13 +57,13 @@ def job() -> plait.Job:
 
 
 def measured(plan: str) -> tuple[int, int]:
-    """(a step's, an evaluation's) bytes at the fullest moment, of rank 0."""
+    """The peak bytes on rank 0: (of a step, of an evaluation)."""
 
     def run(place: Place) -> tuple[int, int]:
         engine = Engine(job(), plan, place=place)
-        return measure(engine).total, measure_evaluation(engine).total
+        return measure_step(engine).total, measure_evaluation(engine).total
 
-    return tuple(fork.run(run, Plan.parse(plan).world)[0])
+    return tuple(fork.run_ranks(run, Plan.parse(plan).world)[0])
 
 
 @pytest.mark.slow
@@ -73,10 +73,10 @@ def measured(plan: str) -> tuple[int, int]:
 def test_the_table_has_the_evaluation(plan: str) -> None:
     step, evaluation = measured(plan)
     assert evaluation > step
-    found = memory_table(job(), Plan.parse(plan))
+    found = make_memory_table(job(), Plan.parse(plan))
     assert found.moment == "evaluation"
     assert evaluation <= found.total <= 1.3 * evaluation
-    assert memory_table(dataclasses.replace(job(), evaluate=None), Plan.parse(plan)).total < evaluation
+    assert make_memory_table(dataclasses.replace(job(), evaluate=None), Plan.parse(plan)).total < evaluation
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Experts shared out over ranks equal one device in float64, with their balance loss, or say what cannot be exact."""
+"""Experts sharded over ranks equal one device in float64, with their balance loss, or the plan is rejected or named as not exact."""
 
 import dataclasses
 from pathlib import Path
@@ -51,7 +51,7 @@ PLANS = (
 )
 MORE = [(job, plan) for job in JOBS for plan in PLANS if (job, plan) not in TRIED]
 TOO_MANY = [("dense", plan) for plan in PLANS if "ep=4" in plan]
-"""It has three experts."""
+"""The job has three experts."""
 
 
 def equal(job: plait.Job, plan: str) -> None:
@@ -97,7 +97,7 @@ def test_experts_under_more_plans(name: str, plan: str) -> None:
     ),
 )
 def test_experts_of_a_stage(plan: str) -> None:
-    """Rows travel back once, in the same half of a backward, also on a rank that has none in a micro-batch."""
+    """Rows are sent back once, in the same half of a backward, including on a rank without rows in a micro-batch."""
     equal(JOBS["plain"](), plan)
 
 
@@ -110,7 +110,7 @@ def test_a_balance_loss_without_shared_experts(name: str, plan: str) -> None:
 
 
 def test_a_loss_that_compares_samples() -> None:
-    """Its rows are this rank's samples, its columns everybody's."""
+    """Its rows are this rank's samples, its columns the samples of all ranks."""
 
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (out @ plait.global_batch(out).T).logsumexp(1).mean() - (out * target).mean()
@@ -173,13 +173,13 @@ def test_what_cannot_be_shared_out_is_refused(job: Any, plan: str, code: str) ->
 
 def test_a_torch_that_knows_one_mesh_cannot_shard_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "fsdp_placement", object)
-    with pytest.raises(PlaitError, match="a mesh of their own") as caught:
+    with pytest.raises(PlaitError, match="a separate mesh") as caught:
         verify(dataclasses.replace(jobs_moe.gpt(), batch=24), Plan.parse("fsdp=4 ep=2"))
     assert caught.value.codes == ["H010"]
 
 
 def losses(job: plait.Job, plan: str, steps: int, folder: Path, resume: bool = False) -> list[float]:
-    """Of each step, on rank 0; a checkpoint is left behind."""
+    """The losses of each step, on rank 0; a checkpoint is saved."""
 
     def run(place: Place) -> dict[str, Any]:
         engine = Engine(job, plan, place=place, directory=folder, cast=torch.float64)
@@ -190,7 +190,7 @@ def losses(job: plait.Job, plan: str, steps: int, folder: Path, resume: bool = F
         engine.save()
         return {"losses": found, "measured": engine.evaluate()}
 
-    told = fork.run(run, Plan.parse(plan).world)
+    told = fork.run_ranks(run, Plan.parse(plan).world)
     assert all(other["measured"] == told[0]["measured"] for other in told)
     return [*told[0]["losses"], *told[0]["measured"].values()]
 
@@ -219,5 +219,5 @@ def test_experts_in_the_formats_of_training(precision: str, tmp_path: Path) -> N
         source = engine.batches()
         return {"losses": [engine.step(next(source)).loss for _ in range(3)]}
 
-    for told in fork.run(run, 2):
+    for told in fork.run_ranks(run, 2):
         assert all(0 < loss < 10 for loss in told["losses"])

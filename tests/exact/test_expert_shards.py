@@ -1,4 +1,4 @@
-"""Experts that the ranks of a larger `fsdp` share out and shard: equal to one device, as small as said."""
+"""Experts that the ranks of a larger `fsdp` distribute and shard: equal to one device, and as small as documented."""
 
 import dataclasses
 from dataclasses import asdict
@@ -17,10 +17,10 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.fsdp.runtime import Scatter, padded
-from plait.parallel.mesh import SAME_EXPERTS, Mesh, of_experts
+from plait.parallel.fsdp.runtime import ShardScatter, compute_padded_size
+from plait.parallel.mesh import SAME_EXPERTS, Mesh, to_expert_axes
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.dryrun.measure import measure
+from plait.planner.dryrun.measure import measure_step
 from plait.proof.verify import verify
 
 mixtral = jobs_moe.mixtral
@@ -34,7 +34,7 @@ def qwen3() -> plait.Job:
 
 
 class Scaled(jobs_moe.Expert):
-    """An expert with a parameter that cannot be cut."""
+    """An expert with a parameter that cannot be sharded."""
 
     def __init__(self, width: int):
         super().__init__(width)
@@ -55,7 +55,7 @@ def scaled() -> plait.Job:
 
 
 def frozen() -> plait.Job:
-    """The first layer's experts are not trained, nor one tensor of each of the second's."""
+    """The first layer's experts are frozen, and so is one tensor of each expert of the second layer."""
 
     def model() -> torch.nn.Module:
         made = jobs_moe.Gpt()
@@ -105,21 +105,21 @@ def test_experts_in_parts_under_more_plans(job: Any, plan: str) -> None:
 
 @pytest.mark.slow
 def test_a_batch_with_fewer_samples_than_ranks() -> None:
-    """Ranks without a sample serve the tokens of others: what their experts compute counts."""
+    """Ranks without a sample compute for the tokens of other ranks, and their experts' gradients count."""
     equal(dataclasses.replace(listed(), batch=9), "fsdp=8 ep=2")
 
 
 def test_who_holds_what() -> None:
-    """Ranks 0 2 4 6 have the first half; of them those of one `fsdp` group keep parts, the others the same parts."""
+    """Ranks 0 2 4 6 have the first half. Of these, one `fsdp` group stores its shards, and the others store the same shards."""
 
     def groups(place: Place) -> list[list[int]]:
         mesh = Mesh(Plan.parse("dp=2 fsdp=4 ep=2"), place.rank, place.connect(torch.device("cpu")))
         mesh.connect_all()
-        every = [mesh.group(*axes) for axes in (("ep",), SAME_EXPERTS, ("efsdp",), of_experts(mesh.plan.replica_axes))]
-        torch.distributed.barrier()  # nobody leaves while others still connect
+        every = [mesh.group(*axes) for axes in (("ep",), SAME_EXPERTS, ("efsdp",), to_expert_axes(mesh.plan.replica_axes))]
+        torch.distributed.barrier()  # no rank exits while others are still connecting
         return [torch.distributed.get_process_group_ranks(group) for group in every]
 
-    told = fork.run(groups, 8)
+    told = fork.run_ranks(groups, 8)
     assert told[0] == [[0, 1], [0, 2, 4, 6], [0, 2], [0, 4]]
     assert told[7] == [[6, 7], [1, 3, 5, 7], [5, 7], [3, 7]]
 
@@ -133,26 +133,26 @@ def test_how_many_ranks_share_an_expert(plan: str, ranks: int) -> None:
 
 
 def test_the_largest_part_of_what_is_empty_is_empty() -> None:
-    assert [padded(shape, 2) for shape in ((0,), (0, 3), (5, 0), (5, 3))] == [0, 0, 0, 9]
-    assert padded((3, 8), 4, 1) == 6
+    assert [compute_padded_size(shape, 2) for shape in ((0,), (0, 3), (5, 0), (5, 3))] == [0, 0, 0, 9]
+    assert compute_padded_size((3, 8), 4, 1) == 6
 
 
 def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
-    """Of each rank: elements of its experts' parameters, of the optimizer's state of them, and at the fullest moment."""
+    """For each rank: elements of its experts' parameters, elements of their optimizer state, and the peak."""
 
     def run(place: Place) -> dict[str, int]:
         engine = Engine(job, plan, place=place)
         engine.step(next(engine.batches()))
-        own = {n: p for n, p in engine.rank_model.params.items() if n in engine.rank_model.experts()}
+        own = {n: p for n, p in engine.rank_model.params.items() if n in engine.rank_model.list_expert_params()}
         state = [t for p in own.values() for t in engine.optimizer.state[p].values() if t.dim()]
         return {"own": sum(p.numel() for p in own.values()), "state": sum(t.numel() for t in state)}
 
-    return fork.run(run, Plan.parse(plan).world)
+    return fork.run_ranks(run, Plan.parse(plan).world)
 
 
 @pytest.mark.parametrize("zero", sampled(2, (1, 3)))
 def test_ranks_keep_parts(zero: int) -> None:
-    """Two ranks have one expert of a stack: it is cut inside."""
+    """Two ranks share one expert of a stack: its tensors are sharded."""
     job = dataclasses.replace(mixtral(), batch=16)
     whole = sum(prod(p.shape) for n, p in job.model().named_parameters() if "experts" in n)
     told = held(job, f"fsdp=8 ep=4 zero_stage={zero}")
@@ -160,7 +160,7 @@ def test_ranks_keep_parts(zero: int) -> None:
 
 
 class Turns(jobs_moe.Mixture):
-    """Sends tokens to its experts in turn, so that how many a rank gets does not depend on numbers."""
+    """Sends tokens to its experts in turn, so that each rank's count does not depend on the data."""
 
     def forward(self, x: torch.Tensor) -> Any:
         flat, count = x.reshape(-1, x.shape[-1]), len(self.experts)
@@ -189,10 +189,10 @@ def turns() -> plait.Job:
 )
 @pytest.mark.parametrize("total", (False, pytest.param(True, marks=pytest.mark.prove)))
 def test_a_dry_run_allocates_the_same(plan: str, total: bool) -> None:
-    """When real ranks let go of what they gathered depends on when messages arrive: the fullest moment is for quiet cores."""
+    """The time at which real ranks free gathered tensors depends on message arrival. The peak is comparable on idle cores only."""
     made = Plan.parse(plan)
     found = dry_run(turns(), made)
-    told = fork.run(lambda place: asdict(measure(Engine(turns(), made, place=place, device="cpu"), 1)), made.world)
+    told = fork.run_ranks(lambda place: asdict(measure_step(Engine(turns(), made, place=place, device="cpu"), 1)), made.world)
     for kind in found.kinds:
         peak = told[kind.rank]
         assert not total or kind.peak.total == pytest.approx(peak["total"], rel=0.01)
@@ -201,14 +201,14 @@ def test_a_dry_run_allocates_the_same(plan: str, total: bool) -> None:
 
 @pytest.mark.prove
 def test_a_dry_run_of_a_stage_that_looks_at_values_trains_it() -> None:
-    """It runs on real tensors, which receive zeros: that is a gradient, also to the stage in front."""
+    """It runs on real tensors. The gradients it receives are zeros, and so is the gradient that it sends to the previous stage."""
     found = dry_run(dataclasses.replace(five(), batch=16), Plan.parse("pp=2 fsdp=4 ep=2 microbatches=2"))
     assert {kind.at["pp"] for kind in found.kinds} == {0, 1}
     assert all(kind.peak.categories["optimizer"] > kind.peak.categories["parameters"] for kind in found.kinds)
 
 
 def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]:
-    """Of two steps, after those of the checkpoint that is there; one is left behind."""
+    """The losses of two steps, after those of an existing checkpoint; a new one is saved."""
 
     def run(place: Place) -> list[float]:
         engine = Engine(job, plan, place=place, directory=folder, cast=torch.float64)
@@ -219,7 +219,7 @@ def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]
         engine.save()
         return found
 
-    return fork.run(run, Plan.parse(plan).world)[0]
+    return fork.run_ranks(run, Plan.parse(plan).world)[0]
 
 
 @pytest.mark.prove
@@ -244,12 +244,12 @@ def test_training_in_bf16() -> None:
         source = engine.batches()
         return [engine.step(next(source)).loss for _ in range(3)]
 
-    assert all(0 < loss < 10 for told in fork.run(run, 4) for loss in told)
+    assert all(0 < loss < 10 for told in fork.run_ranks(run, 4) for loss in told)
 
 
 @pytest.mark.prove
 def test_sums_that_copies_forget_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of the same parts never add up."""
-    monkeypatch.setattr(Scatter, "of", lambda self, group: None if group.size() == 2 else self.copies)
+    """Replicas of the same shards never add up their gradients."""
+    monkeypatch.setattr(ShardScatter, "find_replicas", lambda self, group: None if group.size() == 2 else self.replicas)
     verdict = verify(dataclasses.replace(mixtral(), batch=24), Plan.parse("dp=2 fsdp=4 ep=2"))
     assert not verdict.equal and "experts" in verdict.parameter

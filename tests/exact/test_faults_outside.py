@@ -1,6 +1,6 @@
-"""Faults from outside (`faults.py`): caught, the parameter named, and the cause; clean runs are not accused.
+"""Faults outside of plait (`faults.py`): each is detected, its parameter and cause are named, and clean runs pass.
 
-A few of every kind in a normal run; the whole table, with what it must reach, in `make prove`.
+A normal run has a few of each kind; `make prove` has the full table with its thresholds.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ FEW = (
     "a rank skips its second update",
 )
 OTHER_PARAMETER: set[str] = set()
-"""Faults of which another parameter is named than the one that they were made in."""
+"""Faults whose verdict names a different parameter than the injected one."""
 OTHER_CAUSE = {
     "an all-to-all brings zeros", "an all-to-all of gradients brings zeros", "masks are alike on all ranks",
     "masks are alike in all samples",
 }  # fmt: skip
-"""Faults of which another cause is named than once was; why is not known."""
+"""Faults whose verdict names a different cause than before; the reason is unknown."""
 CLEAN: list[tuple[Callable[[], Any], str]] = [
     (jobs.net, "dp=2 microbatches=3"), (jobs.net, "dp=2 fsdp=2 microbatches=2"), (jobs.normal, "dp=2"), (jobs.dropping, "fsdp=2"),
     (jobs.text, "tp=2"), (jobs.text, "cp=2"), (jobs.text, "pp=2 microbatches=3 schedule=zb"), (jobs.text, "dp=2 tp=2"),
@@ -53,7 +53,7 @@ def test_the_whole_table(name: str) -> None:
 
 
 def test_what_is_named_otherwise_is_little() -> None:
-    """The thresholds that hold for faults that nobody wrote yet: 95 % of the parameters, 80 % of the causes. All are caught."""
+    """The thresholds for faults that were not used in development: 95 % of the parameters, 80 % of the causes. All are detected."""
     assert len(TABLE) >= 60 and {*TABLE} >= OTHER_PARAMETER | OTHER_CAUSE
     assert len(OTHER_PARAMETER) <= 0.05 * len(TABLE) and len(OTHER_CAUSE) <= 0.2 * len(TABLE)
 
@@ -63,18 +63,18 @@ def test_what_is_named_otherwise_is_little() -> None:
 def test_nothing_is_found_where_nothing_is_wrong(
     job: Callable[[], Any], plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a verdict would not ask: no unit, gradient, sum or update differs."""
+    """No unit, gradient, sum or update differs, including those that a verdict would not report."""
     from plait.proof import verify as module
-    from plait.proof.locate import beginning
-    from plait.proof.sides import Sides
+    from plait.proof.locate import locate_difference
+    from plait.proof.trace_pair import TracePair
 
-    judge, found = module.judge, []
+    judge, found = module.judge_traces, []
 
     def look(expected: Any, actual: Any, ranks: Any, given: Plan, dry: Any, folder: Any, **told: Any) -> Any:
-        sides = Sides.load(folder, ranks, expected.facts, given)
+        sides = TracePair.load(folder, ranks, expected.facts, given)
         assert {key[1] for key in sides.index} >= {"data", "in", "out", "back", "gave", "sum", "weight"}
-        found.append(beginning(sides))
+        found.append(locate_difference(sides))
         return judge(expected, actual, ranks, given, dry, folder, **told)
 
-    monkeypatch.setattr(module, "judge", look)
+    monkeypatch.setattr(module, "judge_traces", look)
     assert verify(job(), Plan.parse(plan)).equal and found == [None]

@@ -1,4 +1,4 @@
-"""Teachers that hooks of the optimizer average: refused where a rank has parts of the weights, and trials leave them alone."""
+"""Teachers that an optimizer's hooks average: rejected if a rank has shards of the weights, and unchanged by trials."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def model() -> nn.Module:
 
 
 def lerped(parameters: list[Tensor]) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """A hook after the step averages the parameters that the optimizer has."""
+    """A hook after the step averages the parameters of the optimizer."""
     teacher = TEACHER
     optimizer = torch.optim.Adam(parameters, lr=0.01)
 
@@ -63,7 +63,7 @@ def normed(parameters: list[Tensor]) -> tuple[torch.optim.Optimizer, list[Tensor
 
 
 def module(parameters: list[Tensor]) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """The hook reads the model itself, which the job's model function has left in a list."""
+    """The hook reads the model itself, which the job's model function stored in a list."""
     optimizer = torch.optim.SGD(parameters, lr=0.05)
 
     def average(*_: object) -> None:
@@ -94,12 +94,12 @@ def fresh(kind: Callable[[list[Tensor]], Any]) -> plait.Job:
 
 
 def plain(kind: Callable[[list[Tensor]], Any]) -> list[Tensor]:
-    """What a loop as anyone would write it leaves outside."""
+    """The results of a plain loop outside of plait."""
     job = fresh(kind)
     torch.manual_seed(job.seed)
     net, data = job.model(), job.data()
     optimizer, outside = kind(list(net.parameters()))
-    stream = reference.samples(job, data)
+    stream = reference.iterate_samples(job, data)
     for _ in range(STEPS):
         x, y = (torch.stack(rows) for rows in zip(*next(stream)[2]))
         job.loss(net(x), y).backward()
@@ -120,7 +120,7 @@ def trained(kind: Callable[[list[Tensor]], Any], text: str, folder: Any) -> list
             engine.step(batch)
         return {"outside": [t.tolist() for t in (NORMS, STEP, *TEACHER)]}
 
-    return fork.run(rank, Plan.parse(text).world)[0]["outside"]
+    return fork.run_ranks(rank, Plan.parse(text).world)[0]["outside"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "counted"])

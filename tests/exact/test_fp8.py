@@ -1,4 +1,4 @@
-"""fp8: linear layers are torchao's, under every plan a step is that of one device in fp8, and what cannot be is refused."""
+"""fp8: linear layers are torchao's, a step equals one device in fp8 under each plan, and unsupported plans are rejected."""
 
 import dataclasses
 import importlib.util
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rarely import rarely
 from torch import Tensor, nn
 
-from plait.config.conflicts import without_effect
+from plait.config.conflicts import find_ineffective_keys
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's
 
 
 def test_the_layers_that_compute_in_fp8() -> None:
-    """Neither the first nor the last, nor one whose weight is an embedding's, nor one that the units do not fit."""
+    """All linear layers except the first, the last, those tied to an embedding, and those whose sizes fp8 units do not support."""
     model = jobs_fp8.GPT()
     inner = tuple(f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "out", "up", "down"))
-    assert fp8.chosen(model) == inner
+    assert fp8.choose_layers(model) == inner
     model.blocks[0].up, model.blocks[1].out.weight = nn.Linear(32, 100), model.embed.weight
-    assert set(inner) - set(fp8.chosen(model)) == {"blocks.0.up", "blocks.1.out"}
+    assert set(inner) - set(fp8.choose_layers(model)) == {"blocks.0.up", "blocks.1.out"}
 
 
 def of_layers(place: Place, recipe: str) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def of_layers(place: Place, recipe: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", ("tensorwise", "rowwise"))
 def test_products_are_rounded_to_eight_bits_and_weights_are_not(recipe: str) -> None:
-    (found,) = fork.run(lambda place: of_layers(place, recipe), 1)
-    assert tuple(found["kinds"]) == fp8.chosen(jobs_fp8.GPT())
+    (found,) = fork.run_ranks(lambda place: of_layers(place, recipe), 1)
+    assert tuple(found["kinds"]) == fp8.choose_layers(jobs_fp8.GPT())
     assert 2**-7 < found["off"] < 2**-3, "further than bf16 rounds, as near as fp8 does"
     assert (
         found["dtype"] == "torch.bfloat16"
@@ -63,7 +63,7 @@ def test_products_are_rounded_to_eight_bits_and_weights_are_not(recipe: str) -> 
 
 @pytest.mark.parametrize("recipe", ("tensorwise", "rowwise"))
 def test_rows_that_fp8_units_do_not_fit_are_filled_up(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The units take sums over multiples of 16, and as many columns; backward sums over rows, of which there may be any number."""
+    """fp8 units sum over multiples of 16 and need a multiple of 16 columns. Backward sums over rows, of which any number is allowed."""
 
     def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, out_dtype: Any = None, **_: Any) -> Tensor:
         assert a.shape[1] % 16 == b.shape[1] % 16 == 0, f"{tuple(a.shape)} times {tuple(b.shape)}"
@@ -75,7 +75,7 @@ def test_rows_that_fp8_units_do_not_fit_are_filled_up(recipe: str, monkeypatch: 
     for emulated in (True, False):
         torch.manual_seed(0)
         model = jobs_fp8.GPT()
-        fp8.convert(model, fp8.chosen(model), recipe, emulated)
+        fp8.convert_layers(model, fp8.choose_layers(model), recipe, emulated)
         if not emulated:
             monkeypatch.setattr(torch, "_scaled_mm", scaled)
         with torch.autocast("cpu", torch.bfloat16):
@@ -87,7 +87,7 @@ def test_rows_that_fp8_units_do_not_fit_are_filled_up(recipe: str, monkeypatch: 
 
 def test_slices_that_fp8_units_do_not_fit_stay_in_bf16() -> None:
     model = jobs_fp8.GPT(width=48)
-    assert fp8.chosen(model, 3) == fp8.chosen(model) != () and "blocks.0.out" not in fp8.chosen(model, 2)
+    assert fp8.choose_layers(model, 3) == fp8.choose_layers(model) != () and "blocks.0.out" not in fp8.choose_layers(model, 2)
 
 
 def losses(place: Place, plan: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def losses(place: Place, plan: str) -> dict[str, Any]:
 
 
 def test_fp8_follows_fp32() -> None:
-    full, eight = (fork.run(lambda place, p=p: losses(place, p), 1)[0]["losses"] for p in ("dp=1", "precision=fp8"))
+    full, eight = (fork.run_ranks(lambda place, p=p: losses(place, p), 1)[0]["losses"] for p in ("dp=1", "precision=fp8"))
     assert all(abs(a - b) < 0.02 * a for a, b in zip(full, eight)) and full != eight
 
 
@@ -122,7 +122,7 @@ def test_a_step_in_fp8_is_that_of_one_device_in_fp8(plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.whole
 def test_one_rank_in_bf16_is_one_device_in_bf16() -> None:
-    """With as many threads: torch's norms sum up in other formats with more."""
+    """With the same number of threads: with more threads, torch's norms accumulate in different formats."""
     verdict = verify(jobs_fp8.gpt(), Plan.parse("precision=bf16"), steps=1, device="cpu")
     assert verdict.equal, str(verdict)
 
@@ -164,9 +164,9 @@ def test_a_model_without_a_layer_that_fits_is_refused() -> None:
         Engine(job, Plan.parse("precision=fp8"), place=Place(0, 1), device="cpu")
     assert refused.value.problems[0].code == "P030"
     with pytest.raises(PlaitError, match=r"multiples of 32 \(tp=2"):
-        fp8.layers_of(jobs_fp8.GPT(width=48), 2)
+        fp8.require_layers(jobs_fp8.GPT(width=48), 2)
 
 
 def test_a_recipe_without_fp8_has_no_effect() -> None:
-    (problem,) = without_effect(Plan.parse("precision=bf16 fp8_recipe=rowwise"))
+    (problem,) = find_ineffective_keys(Plan.parse("precision=bf16 fp8_recipe=rowwise"))
     assert problem.code == "P030" and "precision=fp8" in problem.what

@@ -1,4 +1,4 @@
-"""Texts generated in training are those of one device, text by text and token by token, under every plan."""
+"""Texts generated during training equal those of one device, text by text and token by token, under each plan."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.engine.generate import TokenSampling, chosen_token
+from plait.engine.generate import TokenSampling, choose_token
 from plait.launch import fork
 from plait.launch.place import Place
 
 PROMPTS = [[3], [1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2, 3]]
-"""Of unequal length, more than a forward pass of some plans has samples, and not a multiple of the ranks."""
+"""Prompts of different lengths. There are more than samples in some plans' forward passes, and not a multiple of the ranks."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 6},
     {"max_new_tokens": 6, "temperature": 0.8, "seed": 7},
@@ -49,7 +49,7 @@ class Rows:
 
 
 def gpt() -> plait.Job:
-    """Inputs and outputs are tensors, and positions a table."""
+    """Inputs and outputs are tensors; positions are a table."""
     job = jobs_real.example("stdlib_gpt", depth=2, width=16, heads=2, length=16, dropout=0.1, batch=12)
     return dataclasses.replace(job, data=Rows)
 
@@ -58,7 +58,7 @@ JOBS = {"gpt2": jobs_real.gpt2, "llama": jobs_real.llama, "gpt": gpt}
 
 
 def texts_of(job: plait.Job, plan: str, ways: tuple[dict[str, Any], ...] = WAYS) -> list[Any]:
-    """Of each rank: what it generates before the first step and after two, and the loss of a third."""
+    """For each rank: the texts before the first step and after two, and the loss of a third."""
 
     def run(place: Place) -> dict[str, Any]:
         with torch.random.fork_rng():
@@ -69,7 +69,7 @@ def texts_of(job: plait.Job, plan: str, ways: tuple[dict[str, Any], ...] = WAYS)
                 engine.step(next(source))
             return {"texts": [*found, engine.generate(PROMPTS, **ways[0])], "loss": engine.step(next(source)).loss}
 
-    return fork.run(run, Plan.parse(plan).world)
+    return fork.run_ranks(run, Plan.parse(plan).world)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_every_plan_writes_the_same(name: str, plan: str, alone: dict[str, dict[
 
 @pytest.mark.slow
 def test_experts_on_other_ranks() -> None:
-    """A rank whose texts have ended runs along: the others' experts are with it."""
+    """A rank whose texts are complete continues to run, because other ranks need its experts."""
     job, ways = jobs_moe.mixtral(), ({"max_new_tokens": 4, "stop": 5}, {"max_new_tokens": 3, "temperature": 1.0})
     (one,) = texts_of(job, "dp=1", ways)
     assert all(rank["texts"] == one["texts"] for rank in texts_of(job, "fsdp=2 ep=2", ways))
@@ -96,7 +96,7 @@ def test_experts_on_other_ranks() -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_text_is_as_if_it_were_alone(name: str) -> None:
-    """By hand: each prompt for itself, without padding, the likeliest token each time."""
+    """By hand: each prompt alone, without padding, the most likely token each time."""
     engine = Engine(JOBS[name](), "dp=1", place=Place(), cast=torch.float64)
     written = engine.generate(PROMPTS, max_new_tokens=5)
     engine.model.eval()
@@ -127,7 +127,7 @@ def test_a_text_ends_with_its_stop_token() -> None:
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.2, 0.05, 0.25]))
     draw = lambda **how: np.bincount(  # noqa: E731
-        [chosen_token(logits, TokenSampling(1, **how), i, 5) for i in range(4000)], minlength=4
+        [choose_token(logits, TokenSampling(1, **how), i, 5) for i in range(4000)], minlength=4
     )
     assert draw(temperature=1.0) / 4000 == pytest.approx([0.5, 0.2, 0.05, 0.25], abs=0.03)
     assert draw(temperature=0.5) / 4000 == pytest.approx(np.array([0.25, 0.04, 0.0025, 0.0625]) / 0.355, abs=0.03)
@@ -138,14 +138,14 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"prompts": []}, "there are no prompts"),
+        ({"prompts": []}, "the list of prompts is empty"),
         ({"prompts": [[1], []]}, "prompt 1 has no tokens"),
         ({"prompts": ["a b"]}, "not a list of token ids"),
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"prompts": [[1]], "temperature": -1.0}, "temperature is -1.0"),
         ({"prompts": [[1]], "top_k": 0}, "top_k is 0"),
         ({"prompts": [[1]], "length": 3}, "length=3 is too short"),
-        ({"prompts": [[1]], "inputs": lambda tokens: tokens[:1].expand(3, -1)}, "no logits of the next token"),
+        ({"prompts": [[1]], "inputs": lambda tokens: tokens[:1].expand(3, -1)}, "not logits of the next token"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
@@ -161,7 +161,7 @@ def test_ranks_must_continue_the_same() -> None:
         return {}
 
     with pytest.raises(PlaitError) as caught:
-        fork.run(run, 2)
+        fork.run_ranks(run, 2)
     assert caught.value.codes == ["U019"]
 
 

@@ -1,4 +1,4 @@
-"""Operators of higher order, compiled modules and custom operators: opaque, and the same training under every plan."""
+"""Higher-order operators, compiled modules and custom operators: opaque, and the same training under each plan."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from torch import nn
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.model.fake_model import sketched
-from plait.model.table import outline, table
+from plait.model.fake_model import sketch_fake_model
+from plait.model.sketch_table import format_sketch, outline_sketch
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.question import PlanRequest
+from plait.planner.plan_request import PlanRequest
 from plait.proof.verify import verify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # torch's own, while it compiles
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # a warning of torch while it compiles
 ]
 PLANS = ("dp=2", "fsdp=2", "pp=2 microbatches=2")
 QUICK = [("cond", "fsdp=2"), ("script", "dp=2")]
@@ -67,23 +67,23 @@ def test_what_would_have_to_look_inside_is_exact_or_refused_by_name(kind: str, p
 @pytest.mark.slow
 def test_a_sketch_says_what_it_does_not_count() -> None:
     for kind in OPAQUE:
-        _, sketch = sketched(jobs_higher.job(kind))
+        _, sketch = sketch_fake_model(jobs_higher.job(kind))
         assert not sketch.unmeasured and len(sketch.units) == 5 and not sketch.differentiates and not sketch.unkeyed
-        assert f"not counted: what {kind} computes, in 1, 2, 3" in table(outline(sketch, 1), "job.py")
+        assert f"not counted: operations of {kind}, in 1, 2, 3" in format_sketch(outline_sketch(sketch, 1), "job.py")
 
 
 @pytest.mark.slow
 def test_a_dry_run_and_a_plan_of_one_work() -> None:
     assert dry_run(jobs_higher.job("cond"), Plan.parse("fsdp=2")).fullest.peak.total > 0
-    found = PlanRequest.of(jobs_higher.job("script"), "job.py", _machine())
-    refused = found.refused()
-    assert "cannot be taken apart" in refused(Plan.parse("fsdp=2")) and not refused(Plan.parse("dp=2"))
+    found = PlanRequest.from_job(jobs_higher.job("script"), "job.py", _machine())
+    refused = found.make_refusal()
+    assert "cannot be sharded" in refused(Plan.parse("fsdp=2")) and not refused(Plan.parse("dp=2"))
 
 
 def _machine() -> Any:
     from plait.config.machine import Machine
 
-    return Machine.named("h100x2")
+    return Machine.from_name("h100x2")
 
 
 @pytest.mark.parametrize("plan", ("fsdp=2", "tp=2"))
@@ -94,7 +94,7 @@ def test_a_compiled_module_is_not_taken_apart(plan: str) -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer; or has one that nobody writes."""
+    """Counts its calls in a buffer, or has a buffer that is never written."""
 
     calls: torch.Tensor
 
@@ -127,14 +127,14 @@ def test_buffers_that_a_compiled_module_writes_are_named(whole: bool, part: Any)
 
 
 class Inside(jobs_higher.Block):
-    """Draws random numbers where no mode sees them."""
+    """Draws random numbers that no torch mode can intercept."""
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x * torch.rand_like(x), lambda x: x.clone() * torch.rand_like(x), (x,))
 
 
 def test_random_numbers_inside_are_named() -> None:
-    _, sketch = sketched(make(lambda: nn.Sequential(nn.Linear(6, 8), Inside(), nn.Linear(8, 1))))
+    _, sketch = sketch_fake_model(make(lambda: nn.Sequential(nn.Linear(6, 8), Inside(), nn.Linear(8, 1))))
     assert sketch.unkeyed == ("1",)
 
 
@@ -146,7 +146,7 @@ def test_plain_pytorch_is_blamed_only_when_it_fails(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the watcher has a defect")
 
-    monkeypatch.setattr("plait.proof.reference.sketch", fails)
+    monkeypatch.setattr("plait.proof.reference.sketch_model", fails)
     with pytest.raises(PlaitError, match="P072") as error:
         verify(jobs_higher.job("function"), Plan.parse("dp=1"))
     assert "in plain PyTorch works" in str(error.value)

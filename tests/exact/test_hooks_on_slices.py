@@ -1,4 +1,4 @@
-"""Under tp, code between columns and row that looks at a whole gradient in backward is not sliced; what acts on elements is."""
+"""Under tp, code between a column-parallel and a row-parallel layer is not sliced if its backward needs the full gradient. Elementwise code is."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from plait.proof.verify import verify
 
 
 class _Unit(torch.autograd.Function):
-    """The identity; its backward makes gradients of length one, or centers them."""
+    """The identity; its backward normalizes gradients to length one, or centers them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, center: bool) -> Tensor:
@@ -31,7 +31,7 @@ class _Unit(torch.autograd.Function):
 
 
 class _Signs(torch.autograd.Function):
-    """A straight-through estimator: acts on elements."""
+    """A straight-through estimator: elementwise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_what_looks_at_a_whole_gradient_is_not_sliced(name: str) -> None:
     with pytest.raises(PlaitError, match="P034") as error:
         verify(job(WHOLE[name]), Plan.parse("tp=2"))
     found = str(error.value)
-    assert "the gradient of what up returns is not that rank's part" in found or "depends on all features" in found
+    assert "the gradient at the output of up is not" in found or "depends on all features" in found
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_what_acts_on_elements_is_sliced_and_equal(name: str) -> None:
 
 
 class Block(nn.Module):
-    """Two layers, of which the second halves what goes back to the first."""
+    """Two layers; the second halves the gradient that the first receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 @pytest.mark.slow
 def test_a_hook_that_expects_gradients_of_all_inputs_bears_the_trials() -> None:
-    """A trial that asks for no gradient of the input gave it None, and the run ended with the hook's error (C005)."""
+    """A trial without a gradient of the input passed None to the hook, and the run ended with the hook's error (C005)."""
     blocks = lambda: nn.Sequential(nn.Linear(6, 8), Block(), nn.LayerNorm(8), Block(), nn.Linear(8, 2))  # noqa: E731
     verdict = verify(dataclasses.replace(job(torch.tanh), model=blocks), Plan.parse("tp=2"))
     assert verdict.equal and not verdict.inexact, verdict.to_dict()

@@ -1,6 +1,6 @@
-"""Bugs from the list of silent differences, each injected into the engine; verify must see every one and name it.
+"""Bugs from the list of silent differences, each injected into the engine; verify must detect and name each.
 
-Each is a monkeypatch made before the workers are forked. None of these changes a loss curve enough to notice.
+Each is a monkeypatch, applied before the workers are forked. None of them is visible in a loss curve.
 """
 
 from dataclasses import replace
@@ -23,23 +23,23 @@ from plait.randomness import keyed
 
 def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """1: each rank averages over its own tokens."""
-    real = passes.total_weight
+    real = passes.sum_batch_weight
     own = lambda training, batch, weights: real(training, batch, weights) * 0 + sum(weights) * training.plan.dp  # noqa: E731
-    monkeypatch.setattr(train_step, "total_weight", own)
+    monkeypatch.setattr(train_step, "sum_batch_weight", own)
     sees(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
 
 
 def test_micro_batches_of_unequal_size_averaged_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """2: accumulation divides by the number of micro-batches."""
-    monkeypatch.setattr(passes, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
-    monkeypatch.setattr(train_step, "total_weight", lambda training, batch, weights: 6.0)
+    monkeypatch.setattr(passes, "weigh_micro_batch", lambda weight, micro: 1.0 if micro.count else 0.0)
+    monkeypatch.setattr(train_step, "sum_batch_weight", lambda training, batch, weights: 6.0)
     sees(jobs.groups(), "dp=2 microbatches=3", "G", "0.weight", "V014")
 
 
 def test_sum_instead_of_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5: invisible to Adam, and to any loss curve."""
-    real = data.weigh
-    monkeypatch.setattr(passes, "weigh", lambda weight, micro: 2 * real(weight, micro))
+    """5: invisible to Adam, and in any loss curve."""
+    real = data.weigh_micro_batch
+    monkeypatch.setattr(passes, "weigh_micro_batch", lambda weight, micro: 2 * real(weight, micro))
     sees(jobs.groups(), "dp=2", "G", "0.weight", "V002")
 
 
@@ -50,8 +50,8 @@ def test_synchronised_in_the_wrong_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
-    """After the sum, give the chosen parameters this rank's own gradient back."""
-    ready, plain = BucketSums.ready, BucketSums.finish
+    """After the sum, restore this rank's own gradient of the chosen parameters."""
+    ready, plain = BucketSums.arm, BucketSums.finish
 
     def late(self: Any, step_row: Any) -> None:
         ready(self, step_row)
@@ -65,19 +65,19 @@ def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
             p.grad = gradient if which(p) else p.grad
         return step_row
 
-    monkeypatch.setattr(BucketSums, "ready", late)
+    monkeypatch.setattr(BucketSums, "arm", late)
     monkeypatch.setattr(BucketSums, "finish", finish)
 
 
 def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """15: a replicated parameter that nobody reduces."""
+    """15: a replicated parameter without a reduction."""
     _keep_own(monkeypatch, lambda p: p.shape == (1, 9))
     sees(jobs.groups(), "dp=2", "R", "2.weight", "V004")
 
 
 @pytest.mark.slow
 def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """19: the gradient of a shared weight enters twice."""
+    """19: the gradient of a shared weight is added twice."""
     real = BucketSums.finish
 
     def finish(self: Any) -> Any:
@@ -93,8 +93,8 @@ def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """21: every rank clips by a norm of its own, before the sum."""
-    real = BucketSums.ready
+    """21: each rank clips by its own norm, before the sum."""
+    real = BucketSums.arm
 
     def ready(self: Any, step_row: Any) -> None:
         real(self, step_row)
@@ -109,13 +109,13 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
         return plain(self)
 
     plain = BucketSums.finish
-    monkeypatch.setattr(BucketSums, "ready", ready)
+    monkeypatch.setattr(BucketSums, "arm", ready)
     monkeypatch.setattr(BucketSums, "finish", finish)
     sees(jobs.groups(), "dp=2", "G", "0.weight", "V019")
 
 
 def test_clipping_with_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """21: the gradients are right, the norm is a share's."""
+    """21: the gradients are right, but the norm is a local batch's."""
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads, *a: torch.linalg.vector_norm(grads[0]))
     real = engine.torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, m: (_plain_clip(ps, m), real)[0])
@@ -130,7 +130,7 @@ def _plain_clip(parameters: Any, largest: float) -> torch.Tensor:
 
 
 def test_schedule_stepped_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """27: the learning rate's clock runs twice as fast."""
+    """27: the learning-rate schedule advances twice as fast."""
 
     def set_rate(self: Any) -> None:
         training = self.training
@@ -143,12 +143,12 @@ def test_schedule_stepped_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """29: no sampler."""
-    monkeypatch.setattr(engine.Engine, "share", property(lambda self: data.BatchShare(0, self.plan.ranks, 1)))
+    monkeypatch.setattr(engine.Engine, "batch_share", property(lambda self: data.BatchShare(0, self.plan.ranks, 1)))
     sees(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
 def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """30: ranks overlap and leave samples out."""
+    """30: ranks overlap and miss samples."""
     real = sampling.epoch_order
     mine = lambda seed: seed + (dist.get_rank() if dist.is_initialized() else 0)  # noqa: E731
     monkeypatch.setattr(sampling, "epoch_order", lambda order, seed, epoch, n: real(order, mine(seed), epoch, n))
@@ -156,7 +156,7 @@ def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_order_not_reshuffled_in_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """31: set_epoch forgotten; the first epoch is right."""
+    """31: set_epoch is missing; the first epoch is right."""
     real = sampling.epoch_order
     monkeypatch.setattr(sampling, "epoch_order", lambda order, seed, epoch, n: real(order, seed, 0, n))
     sees(jobs.groups(), "dp=2", "D", "0.weight", "V006")
@@ -174,10 +174,10 @@ def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_same_dropout_mask_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """36: masks drawn from each rank's beginning."""
-    real = keyed.Randomness.at
+    """36: masks drawn from each rank's start."""
+    real = keyed.Randomness.forward_pass
     monkeypatch.setattr(passes.Passes, "forward", _forward_with_first_zero(passes.Passes.forward))
-    assert real is keyed.Randomness.at
+    assert real is keyed.Randomness.forward_pass
     sees(jobs.mlp(), "dp=2", "G", "0.weight", "V005")
 
 
@@ -187,12 +187,12 @@ def _forward_with_first_zero(real: Any) -> Any:
 
 def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics per rank."""
-    monkeypatch.setattr(batch_norm, "synchronise", lambda *_: None)
+    monkeypatch.setattr(batch_norm, "sync_batch_norms", lambda *_: None)
     sees(jobs.batch_norm(), "dp=2", "B", "0.weight", "V015")
 
 
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """43: weight decay moves what one device leaves alone."""
+    """43: weight decay moves a parameter that is constant on one device."""
 
     def finish(self: Any) -> Any:
         step_row = plain(self)
@@ -209,7 +209,7 @@ def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.messages
 def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C: traffic that a dry run does not have: something else in the ranks' processes sends it."""
+    """C: traffic that a dry run does not have, sent by another library in the ranks' processes."""
     real = BucketSums.finish
 
     def finish(self: Any) -> Any:
@@ -223,7 +223,7 @@ def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_loss_that_couples_samples() -> None:
-    """39: a contrastive loss sees only its own share; no plan can mend that, and the verdict says so."""
+    """39: a contrastive loss sees only its local batch. No plan can correct this, and the verdict reports it."""
 
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (out @ out.T).logsumexp(1).mean() - (out * target).mean()

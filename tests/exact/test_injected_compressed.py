@@ -1,4 +1,4 @@
-"""Bugs of compressed sums, each injected into the ranks: verify, which has an algorithm of its own, must see every one.
+"""Bugs of compressed all-reduces, each injected into the ranks; verify has its own implementation and must detect each.
 
 None of these stops a training, and error feedback hides most of them from a loss curve.
 """
@@ -23,7 +23,7 @@ from plait.proof.verify import verify
 
 
 def committed(change: Callable[[Compressor], None]) -> Patch:
-    """`change` is called after every step."""
+    """Call `change` after each step."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = Compressor.commit
@@ -50,17 +50,17 @@ def swapped(self: Compressor) -> None:
 
 
 def cold(self: Compressor) -> None:
-    self.factors = dict(self.first)
+    self.factors = dict(self.first_factors)
 
 
 def twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Compressor._ready
+    real = Compressor._add_residual
 
     def ready(self: Compressor, name: str, tensor: Tensor | None) -> Tensor:
         found = real(self, name, tensor)
         return found + self.residuals[name] if name in self.residuals else found
 
-    monkeypatch.setattr(Compressor, "_ready", ready)
+    monkeypatch.setattr(Compressor, "_add_residual", ready)
 
 
 def clipped_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,14 @@ def clipped_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank takes all others' whole numbers times its own scale."""
-    real = compressor.gathered
+    """A rank scales the integers of all others by its own scale."""
+    real = compressor.gather_tensors
 
     def gathered(tensors: Mapping[str, Tensor], group: Any) -> Any:
         for name, rows in real(tensors, group):
             yield name, [tensors[name]] * len(rows) if rows[0].dtype == torch.float64 else rows
 
-    monkeypatch.setattr(compressor, "gathered", gathered)
+    monkeypatch.setattr(compressor, "gather_tensors", gathered)
 
 
 def averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def averaged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank keeps what its gradient lacks of the sum, and not of what it sent itself."""
+    """A rank's residual is its gradient minus the sum, not minus its own message."""
     real = compressor.sum_int8
 
     def sum_int8(given: Mapping[str, Tensor], group: Any) -> Any:
@@ -109,19 +109,19 @@ def unorthogonal(monkeypatch: pytest.MonkeyPatch) -> None:
             thin.shape[1], dtype=torch.bool
         )
 
-    monkeypatch.setattr(compressor, "orthonormal", normed)
+    monkeypatch.setattr(compressor, "orthonormalize", normed)
 
 
 def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no rank used in a step is taken for sent."""
-    monkeypatch.setattr(Compressor, "forget", lambda self, names: None)
+    """Gradients that no rank used in a step are treated as sent."""
+    monkeypatch.setattr(Compressor, "discard", lambda self, names: None)
 
 
 def own_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank draws the first factor from a generator of its own."""
-    real = compressor.first_factor
+    """Each rank draws the first factor from its own generator."""
+    real = compressor.make_first_factor
     monkeypatch.setattr(
-        compressor, "first_factor", lambda name, like, seed, rank: real(name, like, seed + dist.get_rank(), rank)
+        compressor, "make_first_factor", lambda name, like, seed, rank: real(name, like, seed + dist.get_rank(), rank)
     )
 
 
@@ -156,6 +156,6 @@ def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
 
 
 def test_what_changes_nothing_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residuals that were swapped twice are back where they were."""
+    """Residuals that were swapped twice are unchanged."""
     committed(lambda self: (swapped(self), swapped(self), None)[2])(monkeypatch)
     assert verify(jobs_compressed.job("courses", clip=1.0), Plan.parse("dp=2 grad_compression=int8")).equal

@@ -1,4 +1,4 @@
-"""Bugs of slices, each injected before the workers are forked; verify sees every one, and names the right parameter."""
+"""Bugs of tensor parallelism, each injected before the workers are forked; verify detects each and names the right parameter."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ WIDTH, HEAD = 8, 4
 
 
 class Attention(nn.Module):
-    """Four heads of queries with a norm on each, two of keys and values."""
+    """Four query heads with a norm on each, two key and value heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, two attentions, a pair with dropout between, a head."""
+    """An embedding, two attentions, a pair of layers with dropout between, a head."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,77 +69,77 @@ def sees(given: Any, plan: str, probe: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_without_a_bug() -> None:
-    """Otherwise what follows would prove nothing."""
+    """Without a bug the jobs are equal; otherwise the other tests would prove nothing."""
     assert verify(job(0.2), Plan.parse("tp=4")).equal
 
 
 def with_gradient(monkeypatch: pytest.MonkeyPatch, collective: Any, adjoint: Any) -> None:
-    """A collective that has the gradient `adjoint`."""
-    real = collectives.linear
+    """A collective whose backward is `adjoint`."""
+    real = collectives.apply_linear
     monkeypatch.setattr(
-        collectives, "linear", lambda x, c, a, *where: real(x, c, adjoint if c is collective else a, *where)
+        collectives, "apply_linear", lambda x, c, a, *where: real(x, c, adjoint if c is collective else a, *where)
     )
 
 
 @pytest.mark.slow
 def test_the_gradient_of_what_enters_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is before a pair gets one rank's share. The last pair and the head are right, and all slices of them."""
-    with_gradient(monkeypatch, collectives._same, collectives._same)
+    """Layers before a pair get one rank's partial gradient. The last pair, the head, and all slices of them are right."""
+    with_gradient(monkeypatch, collectives._identity, collectives._identity)
     sees(job(), "tp=2", "G", "embed.weight")
 
 
 @pytest.mark.slow
 def test_the_gradient_of_what_enters_summed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with one sum for each column that is given the same tensor, when there is one before them all."""
+    """As with one sum for each column-parallel layer of the same input, plus one sum before all of them."""
 
     def twice(gradient: Tensor, group: Any) -> Tensor:
-        return collectives.summed(collectives.summed(gradient, group), group)
+        return collectives.all_reduce_copy(collectives.all_reduce_copy(gradient, group), group)
 
-    with_gradient(monkeypatch, collectives._same, twice)
+    with_gradient(monkeypatch, collectives._identity, twice)
     sees(job(), "tp=2", "G", "embed.weight")
 
 
 @pytest.mark.slow
 def test_a_sum_whose_gradient_is_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adjoint of an all-reduce to all ranks is none: Megatron's g is no all-reduce in backward."""
-    with_gradient(monkeypatch, collectives.summed, collectives.summed)
+    """The adjoint of an all-reduce to all ranks is the identity: Megatron's g is no all-reduce in backward."""
+    with_gradient(monkeypatch, collectives.all_reduce_copy, collectives.all_reduce_copy)
     sees(job(), "tp=2", "G", "")
 
 
 @pytest.mark.slow
 def test_a_rows_bias_added_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradient is right on each rank, but the forward pass adds it twice."""
-    monkeypatch.setattr(wiring, "silence", lambda row: None)
+    """Its gradient is right on each rank, but the forward pass adds the bias twice."""
+    monkeypatch.setattr(wiring, "silence_bias", lambda row: None)
     sees(job(), "tp=2", "G", "")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    """Gradients of parameters with this word in their name are not added up."""
-    real = GradientReducer._add_up
+    """Gradients of parameters with this word in their name are not summed."""
+    real = GradientReducer._reduce_gradients
 
     def add_up(self: Any, names: list[str], group: Any, means: Any = ()) -> None:
         real(self, [n for n in names if word not in n], group, means)
 
-    monkeypatch.setattr(GradientReducer, "_add_up", add_up)
+    monkeypatch.setattr(GradientReducer, "_reduce_gradients", add_up)
 
 
 @pytest.mark.slow
 def test_gradients_of_norms_on_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank has whole norms and its own heads."""
+    """Each rank has full norms and its own heads."""
     without(monkeypatch, "q_norm")
     sees(job(), "tp=2", "G", "q_norm.weight")
 
 
 @pytest.mark.slow
 def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four ranks hold the same head of keys, and each its own queries."""
+    """Two of four ranks have the same key head, and each its own query heads."""
     without(monkeypatch, ".k.")
     sees(job(), "tp=4", "G", ".k.")
 
 
 @pytest.mark.slow
 def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank drops what the other one should."""
+    """Each rank uses the other one's dropout mask."""
     monkeypatch.setattr(
         tensor, "SlicedDraws", lambda groups, rank, ranks: wiring.SlicedDraws(groups, (rank + 1) % ranks, ranks)
     )
@@ -148,28 +148,32 @@ def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_same_mask_for_every_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank draws the first slice's numbers."""
+    """Each rank draws the first slice's mask."""
     monkeypatch.setattr(tensor, "SlicedDraws", lambda groups, rank, ranks: wiring.SlicedDraws(groups, 0, ranks))
     sees(job(0.3), "tp=2", "G", "")
 
 
 @pytest.mark.slow
 def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank takes the row before."""
-    real = wiring._Embedding.forward
-    monkeypatch.setattr(wiring._Embedding, "forward", lambda self, x: real(self, (x + 1) % 17))
+    """Each lookup reads an adjacent row."""
+    real = wiring._ShardedEmbedding.forward
+    monkeypatch.setattr(wiring._ShardedEmbedding, "forward", lambda self, x: real(self, (x + 1) % 17))
     sees(job(), "tp=2", "G", "embed.weight")
 
 
 @pytest.mark.slow
 def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: norms and biases are on all ranks, and count once."""
-    real = ShardPlan.replicas
-    monkeypatch.setattr(ShardPlan, "replicas", lambda self, name, at: max(1, real(self, name, at) // 2))
+    real = ShardPlan.count_replicas
+    monkeypatch.setattr(ShardPlan, "count_replicas", lambda self, name, at: max(1, real(self, name, at) // 2))
     sees(job(), "tp=2", "U2", "")
 
 
 def test_the_norm_of_a_ranks_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """21: each rank clips by what it holds."""
-    monkeypatch.setattr(GradientReducer, "norm", lambda self: torch.nn.utils.get_total_norm(p.grad for p in self.own.values() if p.grad is not None))
+    """21: each rank clips by the norm of its own slices."""
+    monkeypatch.setattr(
+        GradientReducer,
+        "get_norm",
+        lambda self: torch.nn.utils.get_total_norm(p.grad for p in self.own.values() if p.grad is not None),
+    )
     sees(jobs.mlp(), "tp=2", "U2", "")

@@ -1,4 +1,4 @@
-"""What a job logs is the mean over the global batch, however it is split, and `plait verify` says when it is not."""
+"""Values that a job logs are means over the global batch under each split; otherwise `plait verify` reports a difference."""
 
 import dataclasses
 

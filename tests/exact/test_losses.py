@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A tiny one. It gives its logits in a dict; `capped` ones are not the head's own."""
+    """A tiny GPT. It returns its logits in a dict; `capped` logits are a function of the head's output."""
 
     def __init__(self, tied: bool, capped: bool = False) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_low_precision_proves_its_logic() -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 def test_compiled_equal() -> None:
     assert verify(gpt(True), Plan.parse("dp=2 compile=true")).equal
 

@@ -1,4 +1,4 @@
-"""Batch norms of other kinds than torch's plain ones: a SyncBatchNorm, and subclasses with a forward of their own."""
+"""Batch norms other than torch's plain ones: a SyncBatchNorm, and subclasses with their own forward."""
 
 import copy
 from typing import Any
@@ -12,8 +12,8 @@ from torch import nn
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.losses.global_batch import BatchPeers
-from plait.model.make import make_model, plain_model
-from plait.parallel.data.batch_norm import synchronise
+from plait.model.build_model import make_model, make_plain_model
+from plait.parallel.data.batch_norm import sync_batch_norms
 from plait.proof.verify import verify
 
 CASES = [
@@ -24,7 +24,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 @pytest.mark.parametrize("name, plan", CASES)
 def test_unlike_batch_norms_are_exact(name: str, plan: str) -> None:
     verdict = verify(jobs_norms.ALL[name](), Plan.parse(plan), steps=3)
@@ -33,7 +33,7 @@ def test_unlike_batch_norms_are_exact(name: str, plan: str) -> None:
 
 @pytest.mark.prove
 def test_layers_before_a_batch_norm_stay_whole_under_tp() -> None:
-    """Its statistics would have to be sliced too. Nothing else of this model can be."""
+    """Its statistics would have to be sliced too. No other layer of this model can be sliced."""
     with pytest.raises(PlaitError, match="running_mean should contain 3 elements not 6") as caught:
         verify(jobs_norms.ALL["made"](), Plan.parse("tp=2"), steps=3)
     assert caught.value.codes == ["P034"]
@@ -49,14 +49,14 @@ def group(tmp_path: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["converted", "cumulative", "own_sync", "activated", "written"])
 def test_a_norm_in_a_rank_computes_what_it_computes_alone(name: str, group: Any) -> None:
-    """Forward, gradients and statistics of plain PyTorch without a process group, in training and in evaluation."""
+    """Forward, gradients and statistics equal plain PyTorch without a process group, in training and in evaluation."""
     job = jobs_norms.ALL[name]()
     x = torch.randn(5, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = make_model(job).double()
     theirs = copy.deepcopy(ours)  # without messages, as in one process
     names = [n for n, m in ours.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    synchronise(ours, names, group, BatchPeers())
-    assert ours.state_dict().keys() == plain_model(job).state_dict().keys()
+    sync_batch_norms(ours, names, group, BatchPeers())
+    assert ours.state_dict().keys() == make_plain_model(job).state_dict().keys()
     for train in (True, True, False):
         outputs = [model.train(train)(x) for model in (ours, theirs)]
         torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-12)

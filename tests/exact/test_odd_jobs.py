@@ -1,4 +1,4 @@
-"""Small jobs in odd shapes, each under some plans: none trains differently without a word, and no right run is accused."""
+"""Small unusual jobs, each under some plans: none silently changes the training result, and no correct run is flagged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +26,12 @@ CASES = [(name, plan) for k, name in enumerate(JOBS) for plan in (PLANS[k % 5], 
 
 @pytest.mark.parametrize("name, plan", sampled(2, every(20, CASES)))
 def test_it_is_the_same_training_or_says_that_it_is_not(name: str, plan: str) -> None:
-    """Equal; or refused by name; or named as inexact, or by the job check, which `plait train` makes before the first step."""
+    """Equal; or rejected with a code; or named as inexact, by the plan or by the job check of `plait train` before the first step."""
     try:
         verdict = verify(JOBS[name](), Plan.parse(plan))
     except PlaitError as error:
         assert error.codes[0][0] in "PJ", error
         return
     if not verdict.equal:
-        named = verdict.code == "V010" or check.check(JOBS[name](), Plan.parse(plan)).problems
+        named = verdict.code == "V010" or check.check_job(JOBS[name](), Plan.parse(plan)).problems
         assert named, str(verdict)

@@ -1,4 +1,4 @@
-"""The job's code sees one device under every plan: torch.distributed is not there for it, and what it cannot do without is named."""
+"""The job's code sees one device under each plan: torch.distributed is unavailable to it. Code that needs it is named."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ def test_code_that_asks_for_ranks_takes_the_branch_of_one_device(name: str, plan
 
 @pytest.mark.parametrize("world", (1, pytest.param(2, marks=pytest.mark.slow)))
 def test_code_that_communicates_is_named_before_the_first_update(world: int) -> None:
-    """With its line and the fix, also on one device."""
+    """The error has its line and the fix, also on one device."""
 
     def run(place: Place) -> dict[str, str]:
         found = {}
@@ -40,7 +40,7 @@ def test_code_that_communicates_is_named_before_the_first_update(world: int) -> 
                 found[name] = str(error)
         return found
 
-    for told in fork.run(run, world):
+    for told in fork.run_ranks(run, world):
         assert set(told) == set(jobs_communicating.REFUSED)
         for name, text in told.items():
             assert "J044" in text and "plait sums gradients" in text, name
@@ -59,7 +59,7 @@ def test_a_wrapped_model_is_named_where_ranks_could_wrap_it() -> None:
     def _replicated() -> nn.Module:
         return nn.parallel.DistributedDataParallel(jobs_communicating.Net())
 
-    assert all("DistributedDataParallel" in told for told in fork.run(run, 2))
+    assert all("DistributedDataParallel" in told for told in fork.run_ranks(run, 2))
 
 
 def test_who_is_given_the_run_sees_its_ranks() -> None:
@@ -67,11 +67,11 @@ def test_who_is_given_the_run_sees_its_ranks() -> None:
         Engine(jobs_communicating.RIGHT["model"](), "dp=2", place=place)
         return [int(dist.is_initialized()), dist.get_world_size()]
 
-    assert fork.run(run, 2) == [[1, 2], [1, 2]]
+    assert fork.run_ranks(run, 2) == [[1, 2], [1, 2]]
 
 
 def test_looking_for_the_caller_keeps_no_tensor_alive() -> None:
-    """A frame that refers to itself keeps what its callers made, activations too, until the garbage collector comes by."""
+    """A frame that refers to itself keeps its callers' tensors alive, including activations, until the garbage collector runs."""
 
     def called() -> weakref.ref[Tensor]:
         made = torch.ones(3)
@@ -79,8 +79,8 @@ def test_looking_for_the_caller_keeps_no_tensor_alive() -> None:
         return weakref.ref(made)
 
     def run(place: Place) -> bool:
-        one_device.hide()
+        one_device.hide_process_group()
         gc.disable()
         return called()() is None
 
-    assert fork.run(run, 1) == [True]
+    assert fork.run_ranks(run, 1) == [True]

@@ -1,4 +1,4 @@
-"""Optimizers with a train and an eval mode: what is evaluated, averaged, exported and resumed is that of a plain loop."""
+"""Optimizers with a train and an eval mode: evaluation, averaging, export and resume equal a plain loop."""
 
 import dataclasses
 from pathlib import Path
@@ -9,12 +9,12 @@ import pytest
 import torch
 from optimizers_with_modes import KINDS, Normalized, PolyakSGD
 from rarely import sampled
-from saved import tensors
+from saved import read_checkpoint_tensors
 from torch import Tensor, nn
 
 import plait
-from plait.checkpoint.export import Wanted, export
-from plait.checkpoint.opening import open_weights
+from plait.checkpoint.export import ExportOptions, export_weights
+from plait.checkpoint.foreign_weights import open_weights
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine import engine as engine_module
@@ -42,13 +42,13 @@ def job(kind: str, **fields: Any) -> plait.Job:
 
 
 def plain(made: plait.Job) -> tuple[float, dict[str, Tensor]]:
-    """The metric and the weights in eval mode of a loop as anyone would write it."""
+    """The metric and the weights in eval mode, of a plain loop."""
     torch.manual_seed(made.seed)
     net, data = made.model(), made.data()
     optimizer = made.optimizer(list(net.parameters()))
     modes = optimizer.chain["inner"][0] if hasattr(optimizer, "chain") else optimizer
     modes.train()
-    stream = reference.samples(made, data)
+    stream = reference.iterate_samples(made, data)
     for _ in range(STEPS):
         x, y = (torch.stack(rows) for rows in zip(*next(stream)[2]))
         made.loss(net(x), y).backward()
@@ -60,7 +60,7 @@ def plain(made: plait.Job) -> tuple[float, dict[str, Tensor]]:
 
 
 def trained(made: plait.Job, text: str, folder: Path) -> dict[str, Any]:
-    """Train, evaluate, save, train on; and the same again from the checkpoint."""
+    """Train, evaluate, save, and continue; then the same again from the checkpoint."""
 
     def steps(engine: Engine, number: int) -> None:
         for batch, _ in zip(engine.batches(), range(number)):
@@ -68,7 +68,7 @@ def trained(made: plait.Job, text: str, folder: Path) -> dict[str, Any]:
 
     def rank(place: Place) -> dict[str, Any]:
         engine = Engine(made, text, place=place, device="cpu", directory=folder)
-        weights = lambda: {n: p.tensor.tolist() for n, p in engine.rank_model.parts().items()}  # noqa: E731
+        weights = lambda: {n: p.tensor.tolist() for n, p in engine.rank_model.get_parts().items()}  # noqa: E731
         steps(engine, STEPS)
         before = weights()
         metric = engine.evaluate()["error"]
@@ -81,7 +81,7 @@ def trained(made: plait.Job, text: str, folder: Path) -> dict[str, Any]:
         steps(engine, 2)
         return told | {"resumed": weights() == straight}
 
-    return fork.run(rank, Plan.parse(text).world)[0]
+    return fork.run_ranks(rank, Plan.parse(text).world)[0]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_a_run_is_the_plain_loop(kind: str, text: str, tmp_path: Path) -> None:
     assert told["metric"] == pytest.approx(metric, rel=1e-4)
     assert told["unchanged"] and told["again"] and told["resumed"], told
     path = tmp_path / f"a/step-{STEPS:06d}"
-    export(path, tmp_path / "out.safetensors", Wanted(10**9))
-    exported, trained_weights = open_weights(tmp_path / "out.safetensors"), tensors(path)
+    export_weights(path, tmp_path / "out.safetensors", ExportOptions(10**9))
+    exported, trained_weights = open_weights(tmp_path / "out.safetensors"), read_checkpoint_tensors(path)
     for name, expected in weights.items():
-        torch.testing.assert_close(exported.whole(name), expected, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(exported.read_full(name), expected, rtol=2e-4, atol=2e-5)
     assert any(not torch.allclose(trained_weights[f"model/{n}"], w, rtol=1e-3) for n, w in weights.items())
 
 
@@ -122,21 +122,21 @@ def test_the_average_is_of_the_weights_in_eval_mode(text: str) -> None:
 def test_an_evaluation_in_train_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr(engine_module, "evaluated_weights", lambda rank_model: nullcontext())
+    monkeypatch.setattr(engine_module, "use_evaluated_weights", lambda rank_model: nullcontext())
     verdict = verify(job("polyak"), Plan.parse("dp=2"), seconds=0.0)
     assert not verdict.equal, verdict
 
 
 def test_groups_have_no_weights_to_evaluate() -> None:
     with pytest.raises(PlaitError) as caught:
-        fork.run(lambda place: Engine(job("polyak"), "replica_groups=2 sync_every=2", place=place, device="cpu"), 2)
+        fork.run_ranks(lambda place: Engine(job("polyak"), "replica_groups=2 sync_every=2", place=place, device="cpu"), 2)
     assert caught.value.problems[0].code == "P066" and "PolyakSGD" in caught.value.problems[0].what
 
 
 def test_an_evaluation_that_changes_the_training_is_refused(tmp_path: Path) -> None:
     made = dataclasses.replace(job("polyak"), optimizer=Normalized)
     with pytest.raises(PlaitError) as caught:
-        fork.run(lambda place: Engine(made, "dp=1", place=place, device="cpu", directory=tmp_path).save(1), 1)
+        fork.run_ranks(lambda place: Engine(made, "dp=1", place=place, device="cpu", directory=tmp_path).save(1), 1)
     assert caught.value.problems[0].code == "K011" and "Normalized" in caught.value.problems[0].what
 
 
@@ -146,7 +146,7 @@ def test_combined_optimizers_change_mode_together() -> None:
     made = dataclasses.replace(
         job("polyak"), optimizer=lambda p: plait.CombinedOptimizer(inner, torch.optim.SGD(p[1:], lr=0.1))
     )
-    from plait.model.parameter_groups import optimizer_of
+    from plait.model.parameter_groups import build_optimizer
 
-    optimizer_of(made, dict(net.named_parameters()))
+    build_optimizer(made, dict(net.named_parameters()))
     assert inner.training

@@ -1,4 +1,4 @@
-"""A sum over ranks that is made later: what is done to it before is what would be done to the sum, and so are gradients."""
+"""A deferred sum over ranks: operations before it give the same result as operations on the sum, and so do gradients."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from test_regions import of
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from plait.launch.fork import run
+from plait.launch.fork import run_ranks
 from plait.model.slices import Slices
-from plait.parallel.tensor.sequence.runtime import LazyGather, PartialSum, SequenceParallelUnits, plain
+from plait.parallel.tensor.sequence.runtime import LazyGather, PartialSum, SequenceParallelUnits, make_plain
 
 SHAPE = 2, 5, 3
 CASES: dict[str, Any] = {
@@ -36,7 +36,7 @@ NOT_LINEAR: dict[str, Any] = {
 
 
 def ranked(body: Any) -> None:
-    """On two and on three ranks."""
+    """Run on two and on three ranks."""
 
     def target(place: Any) -> dict[str, Any]:
         group = place.connect(torch.device("cpu"))
@@ -45,27 +45,27 @@ def ranked(body: Any) -> None:
         return {}
 
     for ranks in (2, 3):
-        run(target, ranks)
+        run_ranks(target, ranks)
 
 
 def compared(group: Any, case: Any, stretched: bool) -> Any:
-    """What a case gives of a sum that is owed, after its rows and gradients were compared; its rows on this rank too."""
+    """Return a case's result on a deferred sum, after comparing its rows and gradients, and its rows on this rank."""
     handing = SequenceParallelUnits(nn.Module(), Slices(), group)
-    rows = handing.split(SHAPE[1])
+    rows = handing.split_rows(SHAPE[1])
     shares, others = ([of(k + r, *SHAPE, dtype=torch.float32) for r in range(group.size())] for k in (0, 50))
     a, weight = of(99, 5, 3, dtype=torch.float32).requires_grad_(), of(98, *SHAPE, dtype=torch.float32)
     whole, more = (sum(t, torch.zeros(SHAPE)).requires_grad_() for t in (shares, others))
     expected = case(whole.clone(), more.clone(), a)
     wanted = torch.autograd.grad((expected * weight).sum(), [whole, more, a], allow_unused=True)
     mine = [t[group.rank()].clone().requires_grad_() for t in (shares, others)]
-    found = case(*(PartialSum.of(t.clone(), handing) for t in mine), a)
+    found = case(*(PartialSum.from_local(t.clone(), handing) for t in mine), a)
     if stretched:
-        late = found.stretch(1, rows)
+        late = found.reduce_to_shard(1, rows)
         assert isinstance(late, LazyGather)
-        assert torch.equal(late.mine(), rows.take(expected, 1, group.rank()))
-        loss, again = (late.mine() * rows.take(weight, 1, group.rank())).sum(), found.whole()
+        assert torch.equal(late.get_local_rows(), rows.take_part(expected, 1, group.rank()))
+        loss, again = (late.get_local_rows() * rows.take_part(weight, 1, group.rank())).sum(), found.full_tensor()
     else:
-        again = plain(found)
+        again = make_plain(found)
         loss = (again * weight).sum()
     assert torch.equal(again, expected)
     got = torch.autograd.grad(loss, [*mine, a], allow_unused=True)
@@ -93,31 +93,31 @@ def test_what_is_not_is_done_to_the_sum(name: str) -> None:
 
 
 def test_it_is_summed_once() -> None:
-    """What was made whole stays whole, and what was made a stretch is gathered from there."""
+    """A sum that was gathered stays gathered. A sum that was reduced to a sequence shard is gathered from this shard."""
 
     def body(group: Any) -> None:
         made: list[str] = []
 
         class Heard(SequenceParallelUnits):
-            def left(self, x: Tensor, *how: Any) -> Tensor:
+            def leave_region(self, x: Tensor, *how: Any) -> Tensor:
                 made.append("scattered")
-                return super().left(x, *how)
+                return super().leave_region(x, *how)
 
-            def summed(self, x: Tensor) -> Tensor:
+            def sum_ranks(self, x: Tensor) -> Tensor:
                 made.append("summed")
-                return super().summed(x)
+                return super().sum_ranks(x)
 
-            def gathered(self, x: Tensor, *how: Any) -> Tensor:
+            def gather_full(self, x: Tensor, *how: Any) -> Tensor:
                 made.append("gathered")
-                return super().gathered(x, *how)
+                return super().gather_full(x, *how)
 
         handing = Heard(nn.Module(), Slices(), group)
-        rows, whole = handing.split(5), of(0, *SHAPE) * group.size()
-        x = PartialSum.of(of(0, *SHAPE), handing)
-        assert torch.equal(x.whole(), whole) and x.stretch(1, rows) is x.whole() and torch.equal(x + 1, whole + 1)
-        y = PartialSum.of(of(0, *SHAPE), handing)
+        rows, whole = handing.split_rows(5), of(0, *SHAPE) * group.size()
+        x = PartialSum.from_local(of(0, *SHAPE), handing)
+        assert torch.equal(x.full_tensor(), whole) and x.reduce_to_shard(1, rows) is x.full_tensor() and torch.equal(x + 1, whole + 1)
+        y = PartialSum.from_local(of(0, *SHAPE), handing)
         assert (
-            y.stretch(1, rows) is y.stretch(1, rows) and torch.equal(y.whole(), whole) and torch.equal(y + 1, whole + 1)
+            y.reduce_to_shard(1, rows) is y.reduce_to_shard(1, rows) and torch.equal(y.full_tensor(), whole) and torch.equal(y + 1, whole + 1)
         )
         assert made == ["summed", "scattered", "gathered"]
 

@@ -1,4 +1,4 @@
-"""Whether float64 computes the job's own model (`proof/own_numerics.py`): models that go by the number format are named, others are not."""
+"""Whether float64 computes the job's own model (`proof/float64_check.py`): models whose result depends on the number format are named."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.proof import own_numerics, reference
+from plait.proof import float64_check, reference
 from plait.proof.scenario import harden
 from plait.proof.verify import verify
 
@@ -28,7 +28,7 @@ class Pairs:
 
 
 class Net(nn.Module):
-    """Three layers, with something in the middle."""
+    """Three layers, with a module in the middle."""
 
     def __init__(self, middle: Callable[["Net", Tensor], Tensor], width: int = 16):
         super().__init__()
@@ -51,9 +51,9 @@ def job_of(
     )  # fmt: skip
 
 
-def found(job: plait.Job) -> own_numerics.Difference | None:
+def found(job: plait.Job) -> float64_check.ValueDifference | None:
     hard = harden(job, Plan.parse("dp=2"), 1)
-    return own_numerics.first_difference(reference.OneDevice.of(hard, hard.data(), torch.float64, "cpu"))
+    return float64_check.find_first_difference(reference.OneDevice.from_job(hard, hard.data(), torch.float64, "cpu"))
 
 
 def _branch(net: Net, h: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _backward_only(net: Net, h: Tensor) -> Tensor:
 def test_what_goes_by_the_format_is_found(middle: Callable[[Net, Tensor], Tensor]) -> None:
     difference = found(job_of(middle))
     assert difference is not None
-    assert difference.off > 10 * difference.limit
+    assert difference.relative > 10 * difference.limit
     assert difference.value.kind == ("gradient" if middle is _backward_only else "output")
     assert difference.value.unit == ("first.weight" if middle is _backward_only else "last")
 

@@ -1,4 +1,4 @@
-"""Optimizers of a user's own that look at whole tensors, or stack them, are exact under plans that split tensors or lists of them."""
+"""Users' optimizers that need full tensors, or stack them, are exact under plans that shard tensors or distribute lists of them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.model.sketch import Sketch
-from plait.parallel.fsdp.optimizer_check import OptimizerKind, kind_of
+from plait.parallel.fsdp.optimizer_check import OptimizerKind, inspect_optimizer
 from plait.proof.verify import verify
 
 PLANS = ("fsdp=2", "tp=2", "pp=2 microbatches=2", "fsdp=2 tp=2")
@@ -23,7 +23,7 @@ CASES = [(name, plan) for name in own_optimizers.OWNED for plan in PLANS]
 
 
 class Layers(nn.Module):
-    """Layers of which some have the same shape."""
+    """Layers; some of them have the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ def test_one_that_couples_all_parameters_is_refused_by_name(plan: str) -> None:
         Engine(jobs.make(Layers, optimizer=own_optimizers.Coupled), plan, place=place)
 
     with pytest.raises(PlaitError, match="P022") as error:
-        fork.run(run, 2)
+        fork.run_ranks(run, 2)
     assert "Coupled" in str(error.value) and "dp=2" in str(error.value)
 
 
 def test_what_an_optimizer_is_is_found_by_trying_it() -> None:
     shapes = [("a", (8, 6), torch.float32), ("b", (8, 6), torch.float32), ("c", (8,), torch.float32)]
-    kind = lambda made: kind_of(jobs.make(Layers, optimizer=made), Sketch(tuple(shapes)))  # noqa: E731
+    kind = lambda made: inspect_optimizer(jobs.make(Layers, optimizer=made), Sketch(tuple(shapes)))  # noqa: E731
     assert kind(own_optimizers.StackedMuon) == OptimizerKind(singly=True)
     assert kind(own_optimizers.Foreach) == OptimizerKind(singly=True)
     assert kind(own_optimizers.Drawing) == OptimizerKind(declared="Drawing")
@@ -80,10 +80,10 @@ def test_what_is_kept_of_stacked_tensors_goes_from_plan_to_plan(name: str, tmp_p
             engine.save()
             return losses
 
-        found += fork.run(run, Plan.parse(plan).world)[-1]
+        found += fork.run_ranks(run, Plan.parse(plan).world)[-1]
 
     def one(place: Any) -> list[float]:
         engine = Engine(job(name), "dp=1", place=place, cast=torch.float64, directory=tmp_path / "one")
         return [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(2 * len(plans)))]
 
-    assert found == pytest.approx(fork.run(one, 1)[0], rel=1e-9)
+    assert found == pytest.approx(fork.run_ranks(one, 1)[0], rel=1e-9)

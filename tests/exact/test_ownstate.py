@@ -1,4 +1,4 @@
-"""Models whose forward pass writes into their own weights or buffers: proved, named or refused, never silently another training."""
+"""Models whose forward writes into their own weights or buffers: proved, named or rejected, but never a silently different result."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,9 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
-from plait.model.make import call
-from plait.model.sketch import Sketch, sketch
-from plait.planner.question import PlanRequest
+from plait.model.build_model import run_model
+from plait.model.sketch import Sketch, sketch_model
+from plait.planner.plan_request import PlanRequest
 from plait.proof import reference
 from plait.proof.verify import verify
 
@@ -58,7 +58,7 @@ class Chain(nn.Module):
 
 
 class Running(nn.Module):
-    """Takes away the running mean of what it has seen, in place or by a new buffer."""
+    """Subtracts the running mean of its inputs, updated in place or as a new buffer."""
 
     def __init__(self, assigned: bool = False) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Running(nn.Module):
 
 
 class Clipped(nn.Module):
-    """An embedding that keeps its rows short, as it looks them up."""
+    """An embedding that clips the norm of the rows that it looks up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def job(*layers: Any) -> Job:
 
 def seen(made: Job) -> Sketch:
     model = made.model()
-    return sketch(model, lambda n: torch.stack([made.data()[i][0] for i in range(n)]), call)
+    return sketch_model(model, lambda n: torch.stack([made.data()[i][0] for i in range(n)]), run_model)
 
 
 FOLLOWS = {f"layers.0.teacher.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
@@ -114,20 +114,20 @@ FOLLOWS = {f"layers.0.teacher.{name}" for name in ("0.weight", "0.bias", "2.weig
 @pytest.mark.parametrize("assigned", (False, True))
 def test_weights_that_follow_others_are_seen(assigned: bool) -> None:
     found = seen(job(lambda: Follower(assigned)))
-    assert found.rewritten.keys() == FOLLOWS and not found.sampled and not found.counting
+    assert found.rewritten.keys() == FOLLOWS and not found.from_samples and not found.changed_buffers
     assert assigned or set(found.rewritten.values()) == {("layers.0",)}
 
 
 def test_what_is_made_of_samples_is_told_from_what_is_not() -> None:
-    assert seen(job(Counter)).counting == ("layers.0.calls",) and not seen(job(Counter)).sampled
+    assert seen(job(Counter)).changed_buffers == ("layers.0.calls",) and not seen(job(Counter)).from_samples
     for assigned in (False, True):
         found = seen(job(lambda: Running(assigned)))  # noqa: B023
-        assert found.counting == found.sampled == ("layers.0.mean",) and not found.rewritten
+        assert found.changed_buffers == found.from_samples == ("layers.0.mean",) and not found.rewritten
     found = seen(job(Clipped))
-    assert found.rewritten == {"layers.0.table.weight": ("layers.0.table",)} and found.sampled == (
+    assert found.rewritten == {"layers.0.table.weight": ("layers.0.table",)} and found.from_samples == (
         "layers.0.table.weight",
     )
-    assert not seen(jobs.batch_norm()).sampled
+    assert not seen(jobs.batch_norm()).from_samples
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_stage_keeps_what_its_unit_changes() -> None:
     "layers, plan, text",
     [
         ((Follower,), "dp=2 microbatches=2", "weight layers.0.teacher.0.weight changes in every forward pass"),
-        ((Running,), "dp=2", "buffer layers.0.mean is made from the samples"),
-        ((lambda: Running(True),), "fsdp=2", "buffer layers.0.mean is made from the samples"),
-        ((Running,), "dp=2 processes=one", "buffer layers.0.mean is made from the samples"),
+        ((Running,), "dp=2", "buffer layers.0.mean is computed from the samples"),
+        ((lambda: Running(True),), "fsdp=2", "buffer layers.0.mean is computed from the samples"),
+        ((Running,), "dp=2 processes=one", "buffer layers.0.mean is computed from the samples"),
     ],
 )
 def test_what_cannot_be_equal_is_named(layers: tuple[Any, ...], plan: str, text: str) -> None:
@@ -169,7 +169,7 @@ def test_what_cannot_be_equal_is_named(layers: tuple[Any, ...], plan: str, text:
     "layers, plan, code, why",
     [
         ((Follower,), "fsdp=2", "P031", "drops it"), ((Follower,), "dp=2 offload=optimizer", "P031", "on the host"),
-        ((Follower,), "dp=2 processes=one", "P031", "threads"), ((Clipped,), "dp=2", "P031", "different ones"),
+        ((Follower,), "dp=2 processes=one", "P031", "threads"), ((Clipped,), "dp=2", "P031", "different samples"),
         ((Clipped,), "fsdp=2", "P031", "drops it"),
     ],
 )  # fmt: skip
@@ -181,7 +181,7 @@ def test_what_would_be_lost_is_refused(layers: tuple[Any, ...], plan: str, code:
 
 
 def test_the_planner_does_not_choose_it() -> None:
-    why = PlanRequest.of(job(Follower), "job", Machine.named("h100x8")).refused()
+    why = PlanRequest.from_job(job(Follower), "job", Machine.from_name("h100x8")).make_refusal()
     assert "changes the weight" in why(Plan.parse("fsdp=2")) and not why(Plan.parse("dp=2"))
 
 
@@ -190,7 +190,7 @@ AROUND = nn.Linear(6, 6).requires_grad_(False)
 
 
 class Outside(nn.Module):
-    """Writes into tensors that are no part of it. x: [rows, 6]."""
+    """Writes into tensors outside of the model. x: [rows, 6]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ TALLY = torch.zeros(3)
 
 
 class Tallied(nn.Module):
-    """Writes what depends on samples, and on no weight, into a tensor that is no part of it. x: [rows, 6]."""
+    """Writes a value that depends on samples, and on no weight, into a tensor outside of the model. x: [rows, 6]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,23 +222,23 @@ class Tallied(nn.Module):
 @pytest.mark.parametrize("plan", ("tp=2", pytest.param("dp=2 processes=one", marks=pytest.mark.slow)))
 def test_building_a_rank_leaves_tensors_outside_of_the_model(plan: str) -> None:
     build = lambda place: (Engine(job(Tallied), plan, place=place), TALLY.tolist())[1]  # noqa: E731
-    assert all(found == [0.0] * 3 for found in fork.run(build, Plan.parse(plan).world))
+    assert all(found == [0.0] * 3 for found in fork.run_ranks(build, Plan.parse(plan).world))
 
 
 @pytest.mark.parametrize("layer", (Follower, lambda: Follower(True), Clipped, Counter, Running, Outside))
 def test_building_a_rank_leaves_the_initial_state(layer: Any) -> None:
-    """A trial on fake tensors really writes where an operator is given no fake one."""
+    """A trial on fake tensors writes real data if an operator's argument is not fake."""
     made = job(layer)
-    expected = reference.make_model(made, None, "cpu").state_dict()
+    expected = reference.make_reference_model(made, None, "cpu").state_dict()
     outside = [p.clone() for p in AROUND.parameters()]
     engine = Engine(made, "dp=1")
-    found = {name: part.tensor for name, part in engine.rank_model.parts().items()}
+    found = {name: part.tensor for name, part in engine.rank_model.get_parts().items()}
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     assert all(map(torch.equal, outside, AROUND.parameters()))
 
 
 class Appending(nn.Module):
-    """Adds to a list that it is given. x: [rows, 6]."""
+    """Appends to an input list. x: [rows, 6]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Appending(nn.Module):
 
 
 class Summing(Appending):
-    """Replaces an attribute of an object that it is given, and makes an entry in a dict there."""
+    """Replaces an attribute of an input object, and adds a key to a dict in it."""
 
     def forward(self, x: Tensor, bag: Any) -> Tensor:
         bag.total, bag.by[len(bag.by)] = bag.total + self.layer(x), x
@@ -258,7 +258,7 @@ class Summing(Appending):
 
 
 class Noting(Appending):
-    """Changes a dict that it is given by name, and a list in it; what it computes depends on both."""
+    """Changes a dict passed by keyword, and a list in it; its output depends on both."""
 
     def forward(self, x: Tensor, *, memo: dict[str, Any]) -> Tensor:
         memo["calls"] += 1

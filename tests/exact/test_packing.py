@@ -1,4 +1,4 @@
-"""Packed rows: their loss and gradients are those of the documents one by one, and every plan trains what one device trains."""
+"""Packed rows: their loss and gradients equal those of separate documents, and each plan trains like one device."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def summed(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor) -> Tens
 
 
 def alone(model: nn.Module, documents: Documents) -> Tensor:
-    """The loss of the documents one by one, each token predicted from those before it: no packing, nothing of plait's."""
+    """The loss of separate documents, each token predicted from those before it: no packing, and no code of plait."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(len(documents)):
         ids, labels = (torch.tensor(documents[i][name])[None] for name in ("input_ids", "labels"))
@@ -101,11 +101,11 @@ def test_counting_documents_has_an_end_and_is_said(monkeypatch: pytest.MonkeyPat
         def __getitem__(self, i: int) -> dict[str, list[int]]:
             return {"input_ids": [1, 2, 3]}
 
-    with pytest.raises(PlaitError, match="says that it has 1,000,000,000,000,000 documents") as caught:
+    with pytest.raises(PlaitError, match="has 1,000,000,000,000,000 documents") as caught:
         plait.packed(Endless(10**15), 8)
     assert caught.value.codes == ["J029"]
     assert len(plait.packed(Endless(10), 6)) == 5 and not capsys.readouterr().err
-    monkeypatch.setattr("plait.data.packing.PATIENCE", 0.0)
+    monkeypatch.setattr("plait.data.packing.NOTE_AFTER_S", 0.0)
     plait.packed(Endless(10), 6)
     assert capsys.readouterr().err.count("note  packed() reads 10 documents to count their tokens, 1 so far") == 1
 
@@ -150,7 +150,7 @@ def test_what_is_no_document_is_refused(data: Any, settings: dict[str, Any]) -> 
 
 
 def test_a_mask_that_lets_documents_see_each_other_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof above can fail: a causal mask alone gives another loss."""
+    """The comparison above can fail: a causal mask alone gives a different loss."""
     causal = lambda places: torch.ones(places.shape[-1], places.shape[-1], dtype=torch.bool).tril()[None, None]  # noqa: E731
     monkeypatch.setattr(plait, "document_mask", causal)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Dynamic padding: a part of a batch is padded as the whole batch is, so every plan trains what one device trains."""
+"""Dynamic padding: a local batch is padded like the full batch, so each plan trains like one device."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from rarely import sampled
 
 import plait
 from plait.config.plan import Plan
-from plait.data.padding import Padding
+from plait.data.padding import BatchPadder
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
@@ -41,7 +41,7 @@ def _square(out, labels):
 
 
 def skipped(name: str, text: str) -> bool:
-    """The pool has nothing to cut, and no blocks."""
+    """Whether the job is excluded: its pool has no layer that tp can slice, and no blocks."""
     return name == "pooled" and ("cp" in text or "pp" in text or "tp" in text)
 
 
@@ -71,12 +71,12 @@ def evaluated(plan: str, data: type) -> list[dict[str, float]]:
     def run(place: Place) -> dict[str, float]:
         return Engine(job, plan, place=place, cast=None).evaluate()
 
-    return fork.run(run, Plan.parse(plan).world)
+    return fork.run_ranks(run, Plan.parse(plan).world)
 
 
 @pytest.mark.parametrize("data", (Sentences, Streamed))
 def test_evaluation_pads_as_one_device_does(data: type) -> None:
-    """Attention sees the padding, so what a sample is padded to changes its metric."""
+    """Attention sees the padding, so the padded length of a sample changes its metric."""
     (expected,) = evaluated("dp=1", data)
     for means in evaluated("dp=2 microbatches=2", data):
         assert means == pytest.approx(expected, rel=1e-6)
@@ -84,7 +84,7 @@ def test_evaluation_pads_as_one_device_does(data: type) -> None:
 
 @pytest.mark.slow
 def test_each_part_padded_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dynamic padding would be without the rule."""
-    monkeypatch.setattr(Padding, "batch", lambda self, batch, fetch: batch)
+    """Dynamic padding per local batch, without plait's rule."""
+    monkeypatch.setattr(BatchPadder, "pad_batch", lambda self, batch, fetch: batch)
     assert verify(tagger(), Plan.parse("dp=2")).code == "V005"
     assert not verify(jobs_padded.pooled(), Plan.parse("dp=2")).equal

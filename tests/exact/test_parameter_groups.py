@@ -1,4 +1,4 @@
-"""Names of parameters are those of the whole model wherever a job's optimizer is made, and groups by them train the same everywhere."""
+"""Parameter names are those of the full model wherever a job's optimizer is created, and groups by name train equally everywhere."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +16,9 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.fake_model import sketched
-from plait.model.parameter_groups import optimizer_of
-from plait.planner.dryrun.optimizer_step import optimizer_state
+from plait.model.fake_model import sketch_fake_model
+from plait.model.parameter_groups import build_optimizer
+from plait.planner.dryrun.optimizer_step import measure_state_bytes
 from plait.proof.verify import verify
 
 
@@ -93,12 +93,12 @@ def test_names_are_those_of_the_whole_model(plan: str) -> None:
         Engine(jobs.make(Deep, optimizer=optimizer), plan, place=place, device="cpu")
         return {"told": told}
 
-    for found in fork.run(rank, Plan.parse(plan).world):
+    for found in fork.run_ranks(rank, Plan.parse(plan).world):
         assert found["told"] and all(names == NAMES for names in found["told"])
 
 
 def made(optimizer: Callable[[Any], Any]) -> Any:
-    return optimizer_of(jobs.make(Deep, optimizer=optimizer), dict(Deep().named_parameters()))
+    return build_optimizer(jobs.make(Deep, optimizer=optimizer), dict(Deep().named_parameters()))
 
 
 def test_the_first_choice_that_means_a_parameter_counts() -> None:
@@ -131,7 +131,7 @@ def test_names_are_known_inside_alone() -> None:
 
 
 def test_the_bill_of_what_depends_on_names() -> None:
-    """Layers of one shape keep one tensor each under Muon, and other matrices of that shape two under AdamW."""
+    """Layers of one shape have one state tensor each under Muon. Other matrices of that shape have two under AdamW."""
 
     def square() -> nn.Module:
         model = Deep()
@@ -140,7 +140,7 @@ def test_the_bill_of_what_depends_on_names() -> None:
 
     job = jobs.make(square, optimizer=muon)
     layers, others = 4 * 64, sum(p.numel() for p in square().parameters()) - 4 * 64
-    state = optimizer_state(job, sketched(job)[1])
+    state = measure_state_bytes(job, sketch_fake_model(job)[1])
     count = len(list(square().parameters())) - 4
     assert state == 4 * (layers + 2 * others) + 4 * count
 
@@ -155,15 +155,15 @@ def test_checkpoints_go_from_plan_to_plan(make: Any, tmp_path: Path) -> None:
             engine = Engine(job, plan, place=place, directory=tmp_path, cast=torch.float64, device="cpu")
             if number:
                 engine.resume()
-                assert not engine.checkpoints.changed
+                assert not engine.checkpoints.job_changes
             losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(2))]
             engine.save()
             return losses
 
-        found += fork.run(run, Plan.parse(plan).world)[0]
+        found += fork.run_ranks(run, Plan.parse(plan).world)[0]
 
     def one(place: Place) -> list[float]:
         engine = Engine(job, "dp=1", place=place, cast=torch.float64, directory=tmp_path / "one", device="cpu")
         return [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(2 * len(plans)))]
 
-    assert found == pytest.approx(fork.run(one, 1)[0], rel=1e-9)
+    assert found == pytest.approx(fork.run_ranks(one, 1)[0], rel=1e-9)

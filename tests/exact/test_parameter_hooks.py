@@ -1,4 +1,4 @@
-"""What a job puts on its parameters counts under every plan: hooks on gradients, attributes, subclasses."""
+"""Each plan preserves a job's settings on its parameters: hooks on gradients, attributes, subclasses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from plait.proof.verify import verify
 
 
 class Blocks(nn.Module):
-    """Two blocks that tp can cut, between an embedding and a head."""
+    """Two blocks that tp can slice, between an embedding and a head."""
 
     def __init__(self, change: Callable[["Blocks"], object] = lambda model: None) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Blocks(nn.Module):
 
     @property
     def wide(self) -> nn.Parameter:
-        """A weight that tp cuts."""
+        """A weight that tp slices."""
         return self.layers[0][1].weight
 
 
@@ -175,13 +175,13 @@ def _equal(job: Any, plan: str) -> None:
 
 
 class Scaled(nn.Parameter):
-    """A parameter that says how its layer scales it, and how it is trained."""
+    """A parameter with attributes for its layer's scale and for its training."""
 
     scale = 0.5
 
 
 class Marked(Blocks):
-    """Attributes that an optimizer and the forward pass go by, some set once the model is there."""
+    """Attributes that an optimizer and the forward pass read; some are set after the model is built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def by_marks(parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 class AtStep(torch.optim.SGD):
-    """Looks at attributes in its step."""
+    """Reads attributes in its step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

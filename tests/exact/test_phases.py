@@ -1,4 +1,4 @@
-"""Jobs with several losses and optimizers equal one device in float64 under every plan that takes them; and bugs are seen."""
+"""Jobs with several losses and optimizers equal one device in float64 under each plan that supports them; bugs are detected."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.engine.passes import Passes, Turns
+from plait.engine.passes import ActivePhase, Passes
 from plait.proof.verify import verify
 
 PLANS = ("dp=2", "fsdp=2", "tp=2", "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero_stage=1 microbatches=2", "fsdp=2 tp=2",
@@ -40,35 +40,35 @@ def test_what_cannot_be_meant_is_refused(text: str) -> None:
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, plan: str = "dp=2") -> str:
-    """The code of the verdict over the job with a bug."""
+    """The verdict's code for the job with a bug."""
     return verify(jobs_phased.wgan_gp(), Plan.parse(plan)).code
 
 
 @pytest.mark.parametrize("plan", ("dp=2", "fsdp=2"))
 def test_a_leaking_gradient_is_seen(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator's turn leads backward into the critic too, whose gradient its next turn adds to."""
-    monkeypatch.setattr(Turns, "backward_to", lambda self: None)
-    monkeypatch.setattr(Turns, "forget_others", lambda self: None)
+    """The generator's phase also propagates gradients into the critic, and the critic's next phase adds to them."""
+    monkeypatch.setattr(ActivePhase, "get_backward_inputs", lambda self: None)
+    monkeypatch.setattr(ActivePhase, "drop_other_gradients", lambda self: None)
     assert seen(monkeypatch, plan)
 
 
 def test_a_phase_in_the_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    due = Turns.of
-    monkeypatch.setattr(Turns, "of", lambda self, step: due(self, step + 1))
+    due = ActivePhase.iterate_phases
+    monkeypatch.setattr(ActivePhase, "iterate_phases", lambda self, step: due(self, step + 1))
     assert seen(monkeypatch)
 
 
 def test_an_optimizer_of_another_phase_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator's turn takes a step of all optimizers: the critic's momentum moves it without a gradient of its own."""
-    begin = Turns._begin
+    """The generator's phase steps all optimizers: the critic moves by its momentum without its own gradient."""
+    begin = ActivePhase._activate
 
-    def swapped(self: Turns, phase: plait.Phase | None) -> None:
+    def swapped(self: ActivePhase, phase: plait.Phase | None) -> None:
         begin(self, phase)
         if phase is not None:
             other = next(name for name in self.rank_model.optimizer.each if name != phase.name)  # type: ignore[attr-defined]
             self.rank_model.optimizer.turn = other  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Turns, "_begin", swapped)
+    monkeypatch.setattr(ActivePhase, "_activate", swapped)
     assert seen(monkeypatch)
 
 
@@ -88,7 +88,7 @@ def test_the_same_noise_in_every_phase_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_rank_trains_as_a_loop_by_hand() -> None:
-    """Requiring gradients by turns, two optimizers, no plait."""
+    """By hand: alternating requires_grad, two optimizers, no plait."""
     job = jobs_phased.actor_critic()
     torch.manual_seed(job.seed)
     model = jobs_phased.ActorCritic()
@@ -96,7 +96,7 @@ def test_one_rank_trains_as_a_loop_by_hand() -> None:
     critic = torch.optim.SGD(model.value.parameters(), lr=0.05, momentum=0.9)
     with Engine(job, "dp=1") as engine:
         for batch in engine.batches():
-            (micro,) = batch.micro
+            (micro,) = batch.micro_batches
             out = model(micro.inputs)
             advantage = (micro.targets["return"] - out[1]).detach()
             loss = -(out[0].gather(-1, micro.targets["action"][:, None]).squeeze(-1) * advantage).mean()

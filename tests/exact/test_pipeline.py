@@ -1,6 +1,6 @@
-"""Pipelines of unlike models equal one device in float64, or the model is refused with the unit, the value and the reason.
+"""Pipelines of different models equal one device in float64, or the model is rejected with the unit, the value and the reason.
 
-Each job is tried under a few of the plans, so that every plan meets many kinds of jobs; `prove` tries more.
+Each job is tried under a few of the plans, so that each plan is tried with many kinds of jobs; `prove` tries more.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ OTHERS = {**jobs.ALL, **jobs_unlike.ALL}
 UNCUT = {
     "branches": "P024", "batch_norm": "P024", "forces": "P024", "writes_input": "P024", "stream": "P023",
 }  # fmt: skip
-"""Refused: a look at the inputs' values beside random numbers, statistics in no unit, derivatives, writes into inputs, a single layer."""
+"""Rejected: branches on input values with random numbers, statistics in no unit, derivatives, writes into inputs, a single layer."""
 BY_MICRO_BATCH = ("norm_inside", "odd", "spectral")
 FEW = ("mlp", "ragged", "groups", "vae", "recomputed", "odd")
-"""With fewer unit calls than some plans have stages."""
+"""Jobs with fewer unit calls than some plans have stages."""
 
 
 def equal_or_named(job: Any, name: str, text: str) -> None:
-    """Equal; or refused by a code that the name has; or inexact by nature, and said so."""
+    """Equal; or rejected with one of the name's codes; or inexact by nature, and named as such."""
     try:
         verdict = verify(job(), Plan.parse(text))
     except PlaitError as error:
@@ -62,7 +62,7 @@ def equal_or_named(job: Any, name: str, text: str) -> None:
         assert verdict.inexact and verdict.code in ("", "V010")
         return
     if name == "counted" and text != "pp=2":
-        return  # it counts its own calls: another number of them is another model
+        return  # it counts its own calls: a different number of them is a different model
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_loss_over_the_batch_is_named() -> None:
-    """The contrastive loss of two towers: micro-batches are other batches."""
+    """The contrastive loss of two towers depends on the batch, and micro-batches are different batches."""
     verdict = verify(jobs_pipeline.clip(), Plan.parse("pp=2 microbatches=3"))
     assert not verdict.equal and verdict.code == "V013"
     assert verify(jobs_pipeline.clip(), Plan.parse("pp=2")).equal
@@ -121,8 +121,8 @@ def test_the_users_own_cuts(stages: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "stages, words",
     sampled(2, (
-        (("blocks.9",), "names no unit"), (("first",), "order"), (("blocks.1", "blocks.2"), "names 2 cuts"),
-        (("blocks.1.up",), "names no unit"),
+        (("blocks.9",), "contains an unknown unit"), (("first",), "order"), (("blocks.1", "blocks.2"), "names 2 units"),
+        (("blocks.1.up",), "contains an unknown unit"),
     )),
 )  # fmt: skip
 def test_wrong_cuts(stages: tuple[str, ...], words: str) -> None:
@@ -154,7 +154,7 @@ class Turned(nn.Linear):
 
 
 class PassedOn(nn.Module):
-    """A value whose rows are not together in memory: the next unit looks at it, and one after the next."""
+    """A value with noncontiguous rows: the next unit reads it, and so does a later one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class PassedOn(nn.Module):
 
 @pytest.mark.slow
 def test_gradients_of_a_value_that_passes_through_lie_as_it_does() -> None:
-    """Between two stages of one rank it is handed on as it lies. torch warns of a gradient that lies otherwise: an error here."""
+    """Between two stages of one rank the layout is preserved. torch warns of a gradient with a different layout, which is an error here."""
     plan = "pp=2 microbatches=2 schedule=zbv stages_per_rank=2"
     assert verify(jobs.make(PassedOn), Plan.parse(plan), 2).equal
 

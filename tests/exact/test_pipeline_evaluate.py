@@ -1,4 +1,4 @@
-"""Evaluation and 16-bit training in a pipeline: every sample counts once, whoever holds the last stage."""
+"""Evaluation and 16-bit training in a pipeline: each sample counts once, whichever rank has the last stage."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ PLANS = ("pp=2", "pp=2 schedule=zbv stages_per_rank=2 microbatches=2", "pp=2 fsd
 
 
 def told(job: plait.Job, plan: str, cast: torch.dtype | None = torch.float64, steps: int = 2) -> list[list[float]]:
-    """Of each rank: losses, norms and metrics of a few steps."""
+    """For each rank: losses, norms and metrics of a few steps."""
 
     def run(place: Place) -> list[float]:
         with torch.random.fork_rng():
@@ -32,7 +32,7 @@ def told(job: plait.Job, plan: str, cast: torch.dtype | None = torch.float64, st
                 found += [step.loss, step.norm, *engine.evaluate().values()]
         return found
 
-    return fork.run(run, Plan.parse(plan).world)
+    return fork.run_ranks(run, Plan.parse(plan).world)
 
 
 def watched(job: plait.Job, n: int) -> plait.Job:
@@ -53,7 +53,7 @@ def test_the_mean_is_that_of_one_device(plan: str, n: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", (*rarely("pp=2 microbatches=2"), "pp=2 fsdp=2 schedule=zbv stages_per_rank=2 zero_stage=2"))
 def test_outputs_cross_in_sixteen_bits(plan: str) -> None:
-    """Under autocast a linear layer gives 16 bits, and that is what the next stage waits for."""
+    """Under autocast a linear layer returns 16 bits, and the next stage expects them."""
     job = watched(jobs_pipeline.LISTED["deep"](), 5)
     (one,) = told(job, "precision=bf16", None)
     for rank in told(job, f"{plan} precision=bf16", None):
@@ -61,7 +61,7 @@ def test_outputs_cross_in_sixteen_bits(plan: str) -> None:
 
 
 def test_a_head_that_only_training_has() -> None:
-    """Evaluation calls other units than the sketch saw: refused by name, not a hang."""
+    """Evaluation calls other units than the sketch recorded: a named error, not a hang."""
     job: Any = watched(jobs.make(jobs_uncut.OnlyTraining), 5)
     with pytest.raises(PlaitError) as caught:
         told(job, "pp=2")

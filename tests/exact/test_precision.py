@@ -1,4 +1,4 @@
-"""Low precision: overflow is decided by all ranks together, masters stay fp32, bf16 follows fp32 closely."""
+"""Low precision: all ranks decide about an overflow together, master weights stay fp32, bf16 stays close to fp32."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def losses(place: Place, plan: str) -> dict[str, Any]:
 
 
 def overflowing(place: Place) -> dict[str, Any]:
-    """Rank 1 alone meets an infinity, in its third step, inside its own backward."""
+    """Only rank 1 gets an infinity, in its third step, inside its own backward."""
     engine = Engine(jobs.mlp(), Plan.parse("dp=2 precision=fp16"), place=place)
     rows = []
     for batch in engine.batches():
@@ -43,22 +43,22 @@ def overflowing(place: Place) -> dict[str, Any]:
 
 
 def test_overflow_on_one_rank_skips_on_all() -> None:
-    first, second = (r["rows"] for r in fork.run(overflowing, 2))
+    first, second = (r["rows"] for r in fork.run_ranks(overflowing, 2))
     assert first == second
     assert [row[0] for row in first] == [False, False, True, False, False, False]
     assert [row[1] for row in first] == [True, True, False, True, True, True]
     assert [row[2] for row in first] == [65536.0] * 2 + [32768.0] * 4
-    assert first[-1][3] == 64  # the clock is samples seen: it went on (five batches of 12, then the epoch's last 4)
+    assert first[-1][3] == 64  # samples: the schedule advanced (five batches of 12, then the last 4)
 
 
 def test_bf16_follows_fp32() -> None:
-    full = fork.run(lambda place: losses(place, "dp=2"), 2)[0]["rows"]
-    half = fork.run(lambda place: losses(place, "dp=2 precision=bf16"), 2)[0]["rows"]
+    full = fork.run_ranks(lambda place: losses(place, "dp=2"), 2)[0]["rows"]
+    half = fork.run_ranks(lambda place: losses(place, "dp=2 precision=bf16"), 2)[0]["rows"]
     assert all(abs(a[0] - b[0]) < 0.02 * abs(a[0]) for a, b in zip(full, half))
     assert any(a[0] != b[0] for a, b in zip(full, half))
 
 
 def test_fp16_trains() -> None:
-    rows = fork.run(lambda place: losses(place, "dp=2 precision=fp16 microbatches=2"), 2)[0]["rows"]
+    rows = fork.run_ranks(lambda place: losses(place, "dp=2 precision=fp16 microbatches=2"), 2)[0]["rows"]
     assert all(row[1] != row[2] for row in rows)  # a step is skipped, or it moves the weights
     assert not rows[-1][1]

@@ -1,4 +1,4 @@
-"""Jobs that start from given opening, and adapters beside frozen ones: as on one device, under every plan."""
+"""Jobs that start from given weights, with and without adapters on frozen ones: equal to one device, under each plan."""
 
 import dataclasses
 from pathlib import Path
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import plait
 from plait import Plan
-from plait.checkpoint import opening
+from plait.checkpoint import foreign_weights
 from plait.proof.verify import verify
 
 
 class Packed(nn.Module):
-    """A layer in 8 bits with a scale for each row, frozen, as parameters or as buffers, and a small one beside it."""
+    """A frozen 8-bit layer with a scale for each row, as parameters or as buffers, and a small trained layer in parallel."""
 
     def __init__(self, inputs: int, outputs: int, kind: str):
         super().__init__()
@@ -52,7 +52,7 @@ def test_packed_weights(kind: str, plan: str) -> None:
 
 
 def of_files(folder: Path) -> plait.Job:
-    """A job whose weights are in a file, and unlike those that its model draws."""
+    """A job whose weights are in a file, and differ from those that its model draws."""
     job = jobs.mlp()
     torch.manual_seed(99)
     save_file(
@@ -70,7 +70,7 @@ def test_weights_of_a_file(plan: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_read_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, forgotten = opening.Reader.read, []
+    read, forgotten = foreign_weights.CheckpointReader.read_part, []
 
     def careless(self: Any, name: str, part: Any) -> None:
         if name.endswith("weight") and not forgotten:
@@ -78,11 +78,11 @@ def test_weights_that_are_not_read_are_found(tmp_path: Path, monkeypatch: pytest
             return
         read(self, name, part)
 
-    monkeypatch.setattr(opening.Reader, "read", careless)
+    monkeypatch.setattr(foreign_weights.CheckpointReader, "read_part", careless)
     assert not verify(of_files(tmp_path), Plan.parse("dp=2"), steps=3).equal
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads what transformers has renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads an attribute that transformers renamed
 @pytest.mark.parametrize("lora", (False, True))
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt2"))
 @pytest.mark.parametrize("plan", rarely("dp=2", "fsdp=2 microbatches=2", "tp=2", "pp=2", "cp=2"))

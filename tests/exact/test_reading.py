@@ -1,4 +1,4 @@
-"""Code that reads numbers from tensors takes another way where a step has other numbers than the trial of a plan had."""
+"""Code that branches on tensor values takes a different branch if a step's values differ from those in a plan's trial."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from plait.engine.build import sketch_without_ranks
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.model.make import CPU
+from plait.model.build_model import CPU
 from plait.proof.verify import verify
 
 
@@ -24,7 +24,7 @@ class Wide(jobs_reading.Rows):
 
 
 def losses(kind: str, plan: str) -> list[float]:
-    """Of four steps in float64: in the first and in the third are samples with a large number."""
+    """The losses of four steps in float64. The first and the third have samples with a large value."""
     model = lambda: jobs_reading.Model(jobs_reading.KINDS[kind]).double()  # noqa: E731
     job = replace(jobs_reading.job(kind), model=model, data=Wide, steps=4)
 
@@ -32,7 +32,7 @@ def losses(kind: str, plan: str) -> list[float]:
         engine = Engine(job, plan, place=place, device="cpu")
         return {"losses": [float(engine.step(batch).loss) for batch in engine.batches()]}
 
-    return fork.run(rank, Plan.parse(plan).world)[-1]["losses"]
+    return fork.run_ranks(rank, Plan.parse(plan).world)[-1]["losses"]
 
 
 CASES = [(kind, plan) for kind in jobs_reading.KINDS for plan in ("tp=2", "cp=2", "cp=2 cp_method=ulysses")]
@@ -52,11 +52,11 @@ def test_proved(kind: str, plan: str) -> None:
 
 
 def test_what_is_between_layers_stays_whole() -> None:
-    """No number of the trial is large: its code is run as if one were."""
+    """The trial has no large value, but the code must run as if there were one."""
     for kind in ("between", "early", "rare"):
         slices = sketched(kind)
         assert not any("up" in name for group in slices.groups for name in group.columns)
-        assert any("if other numbers are read at jobs_reading.py:" in why for _, _, why in slices.whole), slices.whole
+        assert any("if other values are read at jobs_reading.py:" in why for _, _, why in slices.unsliced), slices.unsliced
     assert any("up" in name for group in sketched("checked").groups for name in group.columns)
 
 
@@ -67,7 +67,7 @@ def sketched(kind: str) -> Any:
 
 
 def test_units_that_read_numbers_of_some_positions_run_on_all() -> None:
-    for kind in ("positions", "scaled", "between"):  # the last also in the second block, where numbers of the trial are large
+    for kind in ("positions", "scaled", "between"):  # the last also in the second block, where the trial has large values
         slices = sketched(kind)
-        assert not slices.stretches and any("number" in why for _, why in slices.unstretched)
-    assert sketched("listed").stretches, "its numbers say which rows a layer is for: of a stretch they are the stretch's"
+        assert not slices.sequence_units and any("value" in why for _, why in slices.full_sequence_units)
+    assert sketched("listed").sequence_units, "its numbers say which rows a layer is for: of a stretch they are the stretch's"

@@ -1,6 +1,7 @@
-"""Replica groups, in several processes, equal k models in one: each technique, optimizer, loss and layout; and dp where they should.
+"""Replica groups in several processes equal k models in one process: each technique, optimizer, loss and layout. In special cases they
+equal dp.
 
-A cross-section of the list runs always; `prove` tries all of it.
+A cross-section of the list always runs; `prove` runs all of it.
 """
 
 from itertools import product
@@ -16,8 +17,8 @@ from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
-from plait.proof.algorithms import find
-from plait.proof.verdict import Verdict, table
+from plait.proof.algorithms import registry
+from plait.proof.verdict import Verdict, format_verdict
 from plait.proof.verify import verify
 
 KINDS = (
@@ -51,7 +52,7 @@ def test_equal_to_the_algorithm(
     assert verdict.equal, verdict.cause
     assert verdict.forced["clipped"] == clipped
     assert verdict.algorithm is not None and verdict.algorithm.distance > 1e-6
-    assert "EQUAL to the algorithm (one process) · " in table(verdict, model)
+    assert "EQUAL to the algorithm (one process) · " in format_verdict(verdict, model)
 
 
 INSIDE = (
@@ -85,7 +86,7 @@ def test_other_jobs(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "replica_groups=2",  # every step, an optimizer that is linear in the gradient, nothing clipped, samples weigh the same
+        "replica_groups=2",  # sync in each step, an optimizer that is linear in the gradient, no clipping, equal sample weights
         "replica_groups=3 dp=2",
         "replica_groups=2 outer_sync=diloco outer_lr=1 outer_momentum=0.0",
     ],
@@ -97,15 +98,15 @@ def test_what_should_be_dp_is(text: str) -> None:
 
 
 def test_steps_at_the_start_are_dp() -> None:
-    """With AdamW, clipping and samples that weigh differently, as long as every step is one of `warmup_sync_steps`."""
+    """With AdamW, clipping and different sample weights, as long as each step is one of `warmup_sync_steps`."""
     job = jobs_compressed.job("pictures", "adamw", True, clip=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        own = tuple(find.OwnTraining(o.wanted, o.train, o.named, o.strategies, o.by_share) for o in find.OWN)
-        patch.setattr(find, "OWN", own)
+        own = tuple(registry.ReferenceAlgorithm(o.is_enabled, o.train, o.describe, o.strategies, o.by_local_batch) for o in registry.ALGORITHMS)
+        patch.setattr(registry, "ALGORITHMS", own)
         verdict = verify(job, Plan.parse("replica_groups=2 dp=2 warmup_sync_steps=8 sync_every=5"))
     assert verdict.equal and verdict.algorithm is not None, verdict.cause
     assert verdict.algorithm.distance < 1e-12
-    assert "equal to dp here" in table(verdict, "pictures")
+    assert "equal to dp here" in format_verdict(verdict, "pictures")
 
 
 @pytest.mark.parametrize("optimizer, clip", [("adamw", None), ("sgd", 0.01)])
@@ -117,9 +118,9 @@ def test_what_should_not_be_dp_is_not(optimizer: str, clip: float | None) -> Non
 @pytest.mark.parametrize(
     "text, code, told",
     [
-        ("replica_groups=64", "P012", "never have a sample"),
+        ("replica_groups=64", "P012", "never get a sample"),
         ("replica_groups=2 processes=one", "P019", "at least one process"),
-        ("replica_groups=2 outer_sync=diloco sync_every=2 num_fragments=3", "P064", "after a step"),
+        ("replica_groups=2 outer_sync=diloco sync_every=2 num_fragments=3", "P064", "after each step"),
         ("replica_groups=2 outer_sync=diloco sync_every=2 fragment_delay=2", "P064", "sent again"),
         ("replica_groups=2 tp=2 grad_compression=int8", "P080", "shard of a tensor"),
         ("sync_every=4", "P030", "replica_groups"),

@@ -1,4 +1,4 @@
-"""A job's own order and its token budget, under every kind of plan: the very steps of one device."""
+"""A job's own order and its token budget, under each kind of plan: exactly the steps of one device."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def test_an_order_and_a_budget_are_equal(order: str, text: str) -> None:
     try:
         verdict = proved(text, order=order)
         assert verdict.equal and not verdict.inexact, verdict.to_dict()
-    except PlaitError as error:  # a part of a batch may have nothing but sentences of three words
+    except PlaitError as error:  # a local batch may have only sentences of three words
         assert text == "cp=2" and error.codes == ["P042"], error
 
 
@@ -45,19 +45,19 @@ def test_with_batches_of_its_own_size_and_messages() -> None:
 
 @pytest.mark.slow
 def test_a_budget_that_one_side_counts_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Sampling.size
+    plain = Sampling.step_size
 
     def wrong(self: Sampling, number: int, start: int) -> int:
         budget = self.budget and dataclasses.replace(self.budget, padded=False)
         return plain(dataclasses.replace(self, budget=budget), number, start)
 
-    monkeypatch.setattr(Sampling, "size", wrong)
+    monkeypatch.setattr(Sampling, "step_size", wrong)
     verdict = proved("dp=2", order="permutation")
     assert not verdict.equal and verdict.code == "V006", verdict.to_dict()
 
 
 def test_an_order_that_one_side_has_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Sampling.epoch
-    monkeypatch.setattr(Sampling, "epoch", lambda self, number: plain(self, number + 1))
+    plain = Sampling.epoch_indices
+    monkeypatch.setattr(Sampling, "epoch_indices", lambda self, number: plain(self, number + 1))
     verdict = proved("dp=2", tokens=0)
     assert not verdict.equal and verdict.code == "V006", verdict.to_dict()

@@ -1,4 +1,4 @@
-"""Parameters without dims, of one element, without elements, of ints and bools: EQUAL under every axis and pair of axes."""
+"""Parameters without dims, of one element, without elements, of ints and bools: EQUAL under each axis and pair of axes."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import torch
 from rarely import rarely
 
 from plait.config.plan import Plan
-from plait.proof.probes import moved, ratio, tensors
+from plait.proof.probes import compare_tensors, find_constant_ratio, measure_movement
 from plait.proof.verify import verify
 
 PLANS = (
@@ -38,7 +38,7 @@ def test_unusual_parameters_are_exact_under_every_axis(plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [*EXPERTS[:4], *rarely(*EXPERTS[4:])])
 def test_a_scalar_that_no_counted_sample_used_gets_no_gradient(plan: str) -> None:
-    """The last batch has one sample: a rank without samples runs it again, uncounted, and may use other experts."""
+    """The last batch has one sample. A rank without samples runs it again with weight zero, and may use other experts."""
     equal(verify(jobs_scalars.mixture(), Plan.parse(plan), steps=3))
 
 
@@ -53,15 +53,15 @@ def test_an_optimizer_of_whole_tensors_takes_scalars() -> None:
 def test_integers_and_bools_are_compared_exactly(value: torch.Tensor) -> None:
     other = value.logical_not() if value.dtype == torch.bool else value + 1
     names, empty = ["w"], {"w": torch.empty(0, 3)}
-    assert tensors("U", "weights", {"w": value}, {"w": value.clone()}, names, 1e12).equal
-    probe = tensors("U", "weights", {"w": value}, {"w": other}, names, 1e12)
+    assert compare_tensors("U", "weights", {"w": value}, {"w": value.clone()}, names, 1e12).equal
+    probe = compare_tensors("U", "weights", {"w": value}, {"w": other}, names, 1e12)
     assert probe.worst >= 1 and probe.name == "w"
-    assert moved({"w": value}, {"w": other}) == 0.0  # the tolerance of weights is that of what rounds
-    assert tensors("U", "weights", empty, empty, names, 0.0).equal and ratio(empty["w"], empty["w"]) is None
+    assert measure_movement({"w": value}, {"w": other}) == 0.0  # the tolerance of weights is that of rounding
+    assert compare_tensors("U", "weights", empty, empty, names, 0.0).equal and find_constant_ratio(empty["w"], empty["w"]) is None
 
 
 def test_imaginary_parts_are_compared() -> None:
     value = torch.tensor([1 + 2j, 3j], dtype=torch.complex128)
-    assert tensors("G", "gradients", {"w": value}, {"w": value.clone()}, ["w"], 0.0).equal
-    assert not tensors("G", "gradients", {"w": value}, {"w": value.real + 1.5j * value.imag}, ["w"], 0.0).equal
-    assert math.isclose(moved({"w": value}, {"w": value + 2j}), 2.0)
+    assert compare_tensors("G", "gradients", {"w": value}, {"w": value.clone()}, ["w"], 0.0).equal
+    assert not compare_tensors("G", "gradients", {"w": value}, {"w": value.real + 1.5j * value.imag}, ["w"], 0.0).equal
+    assert math.isclose(measure_movement({"w": value}, {"w": value + 2j}), 2.0)

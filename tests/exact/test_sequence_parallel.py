@@ -1,4 +1,4 @@
-"""Stretches between slices: which units run on them, that they equal one device, and bugs of them that verify must see."""
+"""Sequence shards between tensor-parallel layers: which units run on them, equality with one device, and bugs that verify must detect."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data import batch as data
-from plait.model.make import call
-from plait.model.sketch import sketch
+from plait.model.build_model import run_model
+from plait.model.sketch import sketch_model
 from plait.model.slices import Slices
-from plait.parallel.tensor import choose
+from plait.parallel.tensor import choose_slices
 from plait.parallel.tensor.sequence import runtime as partial_sum
-from plait.planner.dryrun.dry_run import first_step, known
+from plait.planner.dryrun.dry_run import sketch_weights, trace_first_step
 from plait.proof.verify import verify
-from plait.randomness.sub_block import HeldRows
+from plait.randomness.sub_block import LocalRowsRule
 from plait.tensors import collectives
 
 
 class Encoder(nn.Module):
-    """Three of torch's own layers; the sequence in front, or code between them that keeps, scales and writes."""
+    """Three of torch's own layers; the sequence is dim 0, or code between the layers keeps, scales and writes values."""
 
     def __init__(self, between: bool = False, conditioned: bool = False):
         super().__init__()
@@ -49,7 +49,7 @@ class Encoder(nn.Module):
 
 
 class Dropped(Encoder):
-    """Words are scaled, get their positions, and some of their values are dropped before the first layer."""
+    """Words are scaled, get positions, and pass a dropout before the first layer."""
 
     def __init__(self) -> None:
         super().__init__(between=True)
@@ -63,7 +63,7 @@ class Dropped(Encoder):
 
 
 class Mixing(nn.Module):
-    """Blocks that look at their neighbour outside of any region, or add a learned argument to stretches."""
+    """Blocks that read an adjacent position outside of any region, or add a learned argument to sequence shards."""
 
     def __init__(self, argument: bool):
         super().__init__()
@@ -90,7 +90,7 @@ class _Block(nn.Module):
 
 
 class Beside(nn.Module):
-    """Two regions side by side; one is added to the other in place, as Falcon's blocks do."""
+    """Two parallel regions; one is added to the other in place, as in Falcon's blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,11 +136,11 @@ PLANS = (
 
 
 def found(name: str, plan: str = "tp=2") -> Slices:
-    """The slices of a job's model."""
+    """Return the slices of a job's model."""
     job = JOBS[name]()
     model, samples = job.model(), job.data()
-    inputs = lambda n: data.first_samples(samples, n)[0]  # noqa: E731
-    return choose.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
+    inputs = lambda n: data.make_sketch_batch(samples, n)[0]  # noqa: E731
+    return choose_slices.find_plan_slices(sketch_model(model, inputs, run_model), model, inputs, run_model, job, Plan.parse(plan))
 
 
 @pytest.mark.parametrize("name, text", sampled(3, every(7, PLANS)))
@@ -159,11 +159,11 @@ def test_equal(name: str, text: str) -> None:
     }.items(),
 )
 def test_units_on_stretches(name: str, units: list[str]) -> None:
-    assert [one.unit for one in found(name).stretches] == units
+    assert [one.unit for one in found(name).sequence_units] == units
 
 
 class Patches(Encoder):
-    """Five positions in front, as many as the samples on which slices are looked for."""
+    """Five positions in front, equal to the number of samples in the search for slices."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[:, :5])
@@ -173,23 +173,23 @@ class Patches(Encoder):
 def test_the_sequence_in_front_is_not_taken_for_samples(model: Any) -> None:
     job = words(model)
     made, samples = job.model(), job.data()
-    inputs = lambda n: data.first_samples(samples, n)[0]  # noqa: E731
-    slices = choose.slices_of(sketch(made, inputs, call), made, inputs, call, job, Plan.parse("tp=2"))
-    assert [unit.dim for unit in slices.stretches] == [0] * 4
+    inputs = lambda n: data.make_sketch_batch(samples, n)[0]  # noqa: E731
+    slices = choose_slices.find_plan_slices(sketch_model(made, inputs, run_model), made, inputs, run_model, job, Plan.parse("tp=2"))
+    assert [unit.dim for unit in slices.sequence_units] == [0] * 4
 
 
 @pytest.mark.slow
 def test_a_block_that_is_one_module_sees_the_shape_of_the_whole() -> None:
-    assert [one.posing for one in found("gpt").stretches] == [True, True, True, False]
-    assert not any(one.posing for one in found("llama").stretches)
+    assert [one.sees_full_shape for one in found("gpt").sequence_units] == [True, True, True, False]
+    assert not any(one.sees_full_shape for one in found("llama").sequence_units)
 
 
-@pytest.mark.parametrize("name, why", (("mixing", "is given something else"), ("argument", "a learned argument")))
+@pytest.mark.parametrize("name, why", (("mixing", "is not that"), ("argument", "a trained argument")))
 def test_what_does_not_work_row_by_row_stays_whole(name: str, why: str) -> None:
     slices = found(name)
-    assert not slices.stretches
-    assert [unit for unit, _ in slices.unstretched] == ["blocks.0", "blocks.1"]
-    assert all(why in reason for _, reason in slices.unstretched), slices.unstretched
+    assert not slices.sequence_units
+    assert [unit for unit, _ in slices.full_sequence_units] == ["blocks.0", "blocks.1"]
+    assert all(why in reason for _, reason in slices.full_sequence_units), slices.full_sequence_units
 
 
 @pytest.mark.parametrize(
@@ -205,30 +205,30 @@ def test_what_does_not_work_row_by_row_stays_whole(name: str, why: str) -> None:
                 "t5",
                 "tp=2",
                 ["encoder.embed_tokens", "decoder.embed_tokens"],
-            ),  # their first blocks run whole
-            ("gpt", "pp=5 tp=2", []),  # the first stage has the embedding alone, and sends the sum
+            ),  # their first blocks run unsliced
+            ("gpt", "pp=5 tp=2", []),  # the first stage has only the embedding, and sends the sum
             ("bert", "tp=2", []),  # a norm follows in the same unit
         ),
     ),
 )
 def test_the_sum_of_an_embedding_is_that_of_stretches(name: str, plan: str, tables: list[str]) -> None:
-    sketch, _ = known(JOBS[name](), Plan.parse(plan))
-    assert list(sketch.slices.owed) == tables
+    sketch, _ = sketch_weights(JOBS[name](), Plan.parse(plan))
+    assert list(sketch.slices.deferred_sums) == tables
 
 
 @pytest.mark.parametrize("name", sampled(3, ("gpt", "gpt2", "llama")))
 def test_rows_go_from_the_last_unit_to_the_head_as_they_are(name: str) -> None:
-    """Also past code that takes all of them: a slice of everything, a view of the same shape.
+    """Also past code that takes all of them: a slice of all rows, a view of the same shape.
 
-    Each of three blocks has two regions, in which rows are gathered once and summed once, in forward and in backward; so
-    are those of the embedding's sum, and of what the head is given.
+    Each of three blocks has two regions. Each region gathers its rows once and reduces them once, in forward and in backward. So
+    do the sum of the embedding and the input of the head.
     """
-    for sent in first_step(JOBS[name](), Plan.parse("tp=2")):
+    for sent in trace_first_step(JOBS[name](), Plan.parse("tp=2")):
         assert sent.totals["send"][0] == sent.totals["recv_"][0] == 3 * 2 * 4 + 2 + 2
 
 
 def test_not_wanted() -> None:
-    assert not found("gpt", "tp=2 sequence_parallel=false").stretches
+    assert not found("gpt", "tp=2 sequence_parallel=false").sequence_units
 
 
 def sees(name: str) -> None:
@@ -238,56 +238,56 @@ def sees(name: str) -> None:
 
 @pytest.mark.slow
 def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms get one rank's share."""
-    whole = choose.slices_of
+    """Norms get one rank's partial gradient."""
+    whole = choose_slices.find_plan_slices
 
     def without(*args: Any, **given: Any) -> Slices:
         from dataclasses import replace
 
         made = whole(*args, **given)
-        return replace(made, stretches=tuple(replace(one, partial=()) for one in made.stretches))
+        return replace(made, sequence_units=tuple(replace(one, partial_gradients=()) for one in made.sequence_units))
 
-    monkeypatch.setattr(choose, "slices_of", without)
+    monkeypatch.setattr(choose_slices, "find_plan_slices", without)
     sees("gpt")
 
 
 @pytest.mark.slow
 def test_a_gradient_that_every_rank_has_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is before the first block gets it as often as there are ranks."""
-    monkeypatch.setattr(collectives, "gather", collectives.gather_partial)
+    """The layers before the first block get their gradient once per rank."""
+    monkeypatch.setattr(collectives, "gather_from_region", collectives.gather_partial)
     sees("between")
 
 
 @pytest.mark.slow
 def test_positions_added_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To its share of the embedding: the sum has them twice."""
-    plain = partial_sum._Once.forward
+    """Each rank adds the positions to its partial embedding, so the sum has them twice."""
+    plain = partial_sum._AddOnFirstRank.forward
     monkeypatch.setattr(
-        partial_sum._Once, "forward", staticmethod(lambda ctx, share, other, first: plain(ctx, share, other, True))
+        partial_sum._AddOnFirstRank, "forward", staticmethod(lambda ctx, share, other, first: plain(ctx, share, other, True))
     )
     sees("gpt")
 
 
 @pytest.mark.slow
 def test_positions_get_a_share_of_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is whole has its whole gradient on every rank."""
-    plain = partial_sum._Once.backward
+    """A replicated parameter has its full gradient on each rank."""
+    plain = partial_sum._AddOnFirstRank.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         share, other, _ = plain(ctx, grad)
         return share, other / 2, None
 
-    monkeypatch.setattr(partial_sum._Once, "backward", staticmethod(backward))
+    monkeypatch.setattr(partial_sum._AddOnFirstRank, "backward", staticmethod(backward))
     sees("gpt")
 
 
 @pytest.mark.slow
 def test_a_mask_of_the_first_rows_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = HeldRows.__call__
+    plain = LocalRowsRule.__call__
 
-    def first(self: HeldRows, place: str, dim: int, whole: int | None, local: int) -> Any:
+    def first(self: LocalRowsRule, place: str, dim: int, whole: int | None, local: int) -> Any:
         axis = plain(self, place, dim, whole, local)
         return None if axis is None else (axis[0], ((0, local),))
 
-    monkeypatch.setattr(HeldRows, "__call__", first)
+    monkeypatch.setattr(LocalRowsRule, "__call__", first)
     sees("gpt")

@@ -1,6 +1,6 @@
-"""Sharding, recomputation and offloading of unlike jobs equal one device in float64, or say what cannot be exact.
+"""Sharding, recomputation and offloading of different jobs equal one device in float64, or inexact ones are named.
 
-Each job is tried under a few of the plans, so that every plan meets many kinds of jobs; `prove` tries more.
+Each job is tried under a few of the plans, so that each plan is tried with many kinds of jobs; `prove` tries more.
 """
 
 import jobs
@@ -31,7 +31,7 @@ TELLING = (
     "frozen_first", "uneven", "scalars", "unused", "layer_drop", "tied_across", "in_place", "structures", "spectral", "teacher",
     "forces", "writes_input", "counted", "objects", "aside", "multihead",
 )  # fmt: skip
-"""Unlike jobs that are tried always: most of them have found a fault. The others are tried by `prove`."""
+"""Different jobs that always run: most of them once revealed a bug. `prove` runs the others."""
 BY_MICRO_BATCH = ("batch_norm", "norm_inside", "digits", "odd", "spectral")
 """Jobs with batch statistics, or with buffers that count forward passes."""
 
@@ -42,13 +42,13 @@ def equal_or_named(name: str, text: str) -> None:
         assert verdict.inexact and verdict.code in ("", "V010")
         return
     if name == "counted" and "microbatches" in text:
-        return  # it counts its own calls: another number of them is another model, and no buffer says so
+        return  # it counts its own calls: a different number of them is a different model, and no buffer shows it
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause)
     assert not verdict.inexact
 
 
 def spread(names: list[str], each: int) -> list[tuple[str, str]]:
-    """`each` plans for every job; the k-th job begins with the k-th plan, and goes on in steps of three."""
+    """`each` plans for each job; the k-th job starts with the k-th plan, and continues in steps of three."""
     return [(name, PLANS[(k + 3 * i) % len(PLANS)]) for k, name in enumerate(names) for i in range(each)]
 
 
@@ -94,7 +94,7 @@ def test_layouts_with_less_memory(name: str, layout: str, saving: str) -> None:
 
 
 class OneOrTwo(nn.Module):
-    """Code that asks whether it was given one tensor twice, as torch's own attention does."""
+    """Code that checks whether two arguments are the same tensor, as torch's own attention does."""
 
     def __init__(self) -> None:
         super().__init__()

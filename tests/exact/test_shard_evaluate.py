@@ -1,4 +1,4 @@
-"""Evaluation of a sharded model: shares of unequal length end without a hang, and the mean is that of one device."""
+"""Evaluation of a sharded model: local batches of different lengths cause no hang, and the mean is that of one device."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ class Few(jobs.Stream):
 
 
 def evaluated(data: Any, plan: str, ranks: int) -> list[dict[str, float]]:
-    """What each rank is told after a step, twice, with a step between."""
+    """Each rank's means after a step, twice, with a step between."""
     evaluate = plait.Evaluate(data, lambda out, y: {"error": (out - y).abs(), "sign": (out * y > 0).double()})
     job = dataclasses.replace(jobs.mlp(), evaluate=evaluate, batch=4)
 
@@ -35,7 +35,7 @@ def evaluated(data: Any, plan: str, ranks: int) -> list[dict[str, float]]:
                 found |= {f"{name} {k}": value for name, value in engine.evaluate().items()}
         return found
 
-    return fork.run(run, ranks)
+    return fork.run_ranks(run, ranks)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-"""Which optimizers can update parts of tensors: these are exact; so are those that look at whole tensors, which an owner
-updates; those that look at several tensors at once are refused by name."""
+"""Which optimizers can update sharded tensors exactly. Those that need full tensors are exact too: an owner rank updates these.
+Optimizers that combine several tensors are rejected by name.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +22,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.parallel.fsdp import optimizer_check
-from plait.parallel.fsdp.optimizer_check import ALONE, BY_ELEMENT, differs
+from plait.parallel.fsdp.optimizer_check import ELEMENTWISE_OPTIMIZERS, ONE_RANK, find_mismatch
 from plait.planner.dryrun.dry_run import dry_run
 from plait.proof.verify import verify
 
@@ -100,7 +101,7 @@ class Clipped(torch.optim.Optimizer):
 
 
 class Rarely(Clipped):
-    """Clips when the norm is beyond a limit, or from some step on."""
+    """Clips if the norm exceeds a limit, or from some step on."""
 
     def __init__(self, params: Any, least: float = 0.0, most: float = float("inf"), after: int = 0):
         super().__init__(params)
@@ -130,7 +131,7 @@ class Rowwise(torch.optim.Optimizer):
 
 
 def matrices(params: Any) -> torch.optim.Optimizer:
-    """Lamb for weights that are chosen by their size, which no small stand-in has."""
+    """Lamb for weights selected by their size, which a small stand-in does not have."""
     return Lamb([p for p in params if p.dim() == 2 and p.shape[0] > 200])
 
 
@@ -166,7 +167,7 @@ def mlp() -> nn.Module:
 
 
 def gpt(name: str) -> Any:
-    """With Muon matrices alone, as its paper has it, and the others by AdamW: two optimizers in one."""
+    """With Muon for matrices only, as in its paper, and AdamW for the others: two optimizers in one."""
     return dataclasses.replace(jobs_real.gpt(), optimizer=WHOLE[name] if name != "Muon" else both)
 
 
@@ -176,7 +177,7 @@ def both(params: Any) -> torch.optim.Optimizer:
 
 
 class Mixed(torch.optim.Optimizer):
-    """Newton-Schulz on the momentum of matrices; sign of the momentum for everything else."""
+    """Newton-Schulz on the momentum of matrices; the sign of the momentum for all others."""
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -194,7 +195,7 @@ class Mixed(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("name, plan", sampled(3, OWNED))
 def test_optimizers_of_whole_tensors_are_exact(name: str, plan: str) -> None:
-    """An owner updates each tensor whole."""
+    """An owner rank updates each full tensor."""
     verdict = verify(jobs.make(mlp, optimizer=WHOLE[name]), Plan.parse(plan))
     assert verdict.equal and not verdict.inexact, verdict.cause
 
@@ -207,7 +208,7 @@ def test_of_a_language_model_beside_other_axes(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(2, ("Adafactor", "Lamb")))
 def test_their_checkpoints_go_from_plan_to_plan(name: str, tmp_path: Path) -> None:
-    """Saved by owners under `fsdp`, resumed under `tp`, and under no split: losses go on as on one device."""
+    """Saved by owner ranks under `fsdp`, resumed under `tp`, and without sharding: the losses continue as on one device."""
     job = jobs.make(mlp, optimizer=WHOLE[name])
     plans = ("fsdp=2", "tp=2", "dp=1", "fsdp=3")
     found: list[float] = []
@@ -221,18 +222,18 @@ def test_their_checkpoints_go_from_plan_to_plan(name: str, tmp_path: Path) -> No
             engine.save()
             return losses
 
-        found += fork.run(run, Plan.parse(plan).world)[0]
+        found += fork.run_ranks(run, Plan.parse(plan).world)[0]
 
     def one(place: Any) -> list[float]:
         engine = Engine(job, "dp=1", place=place, cast=torch.float64, directory=tmp_path / "one")
         return [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(2 * len(plans)))]
 
-    assert found == pytest.approx(fork.run(one, 1)[0], rel=1e-9)
+    assert found == pytest.approx(fork.run_ranks(one, 1)[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("name, made, plan", REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 def test_optimizers_of_several_tensors_are_refused(name: str, made: Any, plan: str) -> None:
-    """By trying them, on parts and on whole tensors without the others."""
+    """They are found by trials, on shards and on full tensors without the others."""
     with pytest.raises(PlaitError, match="P022") as error:
         _build(jobs.make(mlp, optimizer=made), plan)
     assert name in str(error.value) and plan.split()[0] in str(error.value)
@@ -248,9 +249,9 @@ def test_what_a_plan_does_not_cut_is_not_refused(name: str, made: Any, plan: str
 def test_an_optimizer_that_chooses_by_size_is_tried_on_the_sizes_there_are() -> None:
     shapes = {"weight": (300, 6), "bias": (300,)}
     job = jobs.make(mlp, optimizer=matrices)
-    found = differs(job, shapes, {"weight": 0, "bias": 0})
+    found = find_mismatch(job, shapes, {"weight": 0, "bias": 0})
     assert found is not None and found.optimizer == "Lamb"
-    assert differs(job, shapes, {"bias": 0}) is None
+    assert find_mismatch(job, shapes, {"bias": 0}) is None
 
 
 def test_verify_and_a_dry_run_refuse_as_training_does() -> None:
@@ -267,11 +268,11 @@ def _build(job: Any, plan: str) -> list[dict[str, bool]]:
         return {}
 
     made: Callable[[Any], dict[str, bool]] = run
-    return fork.run(made, 2)
+    return fork.run_ranks(made, 2)
 
 
 class Blocks(torch.Tensor):
-    """Stands for numbers of 8 bits and their scales, as an optimizer of torchao keeps them."""
+    """Stands for 8-bit values and their scales, as an optimizer of torchao stores them."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scale"], None
@@ -300,13 +301,13 @@ SHAPES = {"weight": (7, 6), "bias": (7,), "scale": ()}
 HALVES = {"weight": 0, "bias": 0, "scale": 0}
 
 
-@pytest.mark.parametrize("kind", sorted(BY_ELEMENT, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("lots", (HALVES, dict.fromkeys(HALVES, ALONE)), ids=("halves", "alone"))
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE_OPTIMIZERS, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("lots", (HALVES, dict.fromkeys(HALVES, ONE_RANK)), ids=("halves", "alone"))
 def test_optimizers_that_need_no_trial_pass_it(kind: Any, lots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = jobs.make(mlp, optimizer=lambda p: kind([{"params": p[1:], "lr": 1e-3}, {"params": p[:1]}], lr=1e-2))
-    assert optimizer_check._by_element(lambda p: job.optimizer(p), [*SHAPES.values()], [*lots.values()])
-    monkeypatch.setattr(optimizer_check, "BY_ELEMENT", frozenset())
-    assert differs(job, SHAPES, lots) is None
+    assert optimizer_check._is_elementwise(lambda p: job.optimizer(p), [*SHAPES.values()], [*lots.values()])
+    monkeypatch.setattr(optimizer_check, "ELEMENTWISE_OPTIMIZERS", frozenset())
+    assert find_mismatch(job, SHAPES, lots) is None
 
 
 def clip(optimizer: Any, *_: Any) -> None:
@@ -353,16 +354,16 @@ def above_all(p: Any) -> Any:
 
 @pytest.mark.parametrize("made", (hooked, wrapped, by_size, tensor_by_size, preset, in_one, above_all))
 def test_what_is_added_to_an_optimizer_of_torch_is_tried(made: Callable[..., Any]) -> None:
-    assert differs(jobs.make(mlp, optimizer=made), SHAPES, HALVES) is not None
+    assert find_mismatch(jobs.make(mlp, optimizer=made), SHAPES, HALVES) is not None
 
 
 def test_hooks_of_all_optimizers_are_tried() -> None:
     handle = optimizer_check.register_optimizer_step_pre_hook(clip)
     try:
-        assert differs(jobs.make(mlp, optimizer=torch.optim.SGD), SHAPES, HALVES) is not None
+        assert find_mismatch(jobs.make(mlp, optimizer=torch.optim.SGD), SHAPES, HALVES) is not None
     finally:
         handle.remove()
-    assert differs(jobs.make(mlp, optimizer=torch.optim.SGD), SHAPES, HALVES) is None
+    assert find_mismatch(jobs.make(mlp, optimizer=torch.optim.SGD), SHAPES, HALVES) is None
 
 
 def test_a_class_of_torch_whose_step_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,11 +375,11 @@ def test_a_class_of_torch_whose_step_was_replaced_is_tried(monkeypatch: pytest.M
         own(self)
 
     monkeypatch.setattr(torch.optim.RMSprop, "step", step)
-    assert differs(jobs.make(mlp, optimizer=torch.optim.RMSprop), SHAPES, HALVES) is not None
+    assert find_mismatch(jobs.make(mlp, optimizer=torch.optim.RMSprop), SHAPES, HALVES) is not None
 
 
 def normalizing(before: bool, everywhere: bool) -> Callable[[Any], Any]:
-    """Adam with a hook, of its own or of all optimizers, that looks at whole tensors: at gradients before a step, or at weights after it."""
+    """Adam with a hook, its own or a global one, that reads full tensors: gradients before a step, or weights after it."""
 
     def gradients(optimizer: Any, *_: Any) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
@@ -405,7 +406,7 @@ def normalizing(before: bool, everywhere: bool) -> Callable[[Any], Any]:
 
 
 def hooks_of_all(before: bool) -> list[Any]:
-    """torch has no list of them: a handle knows its table."""
+    """Return the global hooks. torch has no list of them, but a handle refers to the table."""
     handle = (register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook)(lambda *_: None)
     found = list(handle.hooks_dict_ref().values())
     handle.remove()
@@ -418,10 +419,10 @@ def hooks_of_all(before: bool) -> list[Any]:
     ("fsdp=2 offload=optimizer", True, False),
 )))  # fmt: skip
 def test_a_hook_sees_the_gradients_of_the_step_and_what_it_writes_is_used(plan: str, before: bool, everywhere: bool) -> None:
-    """It ran before gradients were gathered, or copied to the host, and so changed nothing; or after weights had gone back."""
+    """It once ran before gradients were gathered, or copied to the host, so it had no effect; or after weights had been scattered."""
     made = jobs.make(mlp, optimizer=normalizing(before, everywhere))
     try:
         verdict = verify(made, Plan.parse(plan))
         assert verdict.equal and not verdict.inexact, verdict
-    except PlaitError as error:  # what needs whole tensors has them only where ranks can exchange parts
+    except PlaitError as error:  # full tensors are available only if ranks can exchange shards
         assert error.codes == ["P022"] and "offload" in plan, error

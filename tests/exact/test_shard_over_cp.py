@@ -1,4 +1,4 @@
-"""`shard_over_cp=true`: FSDP's shards are those of fsdp × cp ranks. The training equals one device's, and a rank keeps 1/(F·C) of the states."""
+"""`shard_over_cp=true`: FSDP shards over fsdp × cp ranks. The training equals one device's, and a rank stores 1/(F·C) of the states."""
 
 from dataclasses import replace
 from math import prod
@@ -16,9 +16,9 @@ from exact.test_context import _Attending
 from faulty import sees
 from rarely import rarely, sampled
 from run.test_resume_sharded import losses
-from saved import tensors
+from saved import read_checkpoint_tensors
 
-from plait.cli.plan_tables import parameters_shown
+from plait.cli.plan_tables import build_parameter_table
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -27,12 +27,12 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel import spec
+from plait.parallel.apply_order import make_shard_plan
 from plait.parallel.fsdp import strategy as fsdp
-from plait.parallel.fsdp.runtime import Scatter
+from plait.parallel.fsdp.runtime import ShardScatter
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.mesh import Mesh
-from plait.parallel.order import shard_plan
-from plait.planner.dryrun.dry_run import dry_run, known
+from plait.planner.dryrun.dry_run import dry_run, sketch_weights
 from plait.proof.verify import verify
 
 
@@ -112,21 +112,21 @@ def test_equal_in_every_case(name: str, words: str) -> None:
     equal(name, words)
 
 
-# — what a rank keeps —
+# — which states a rank stores —
 
 
 @pytest.mark.parametrize("words, ranks", [("cp=2", 2), ("cp=4", 4), ("fsdp=2 cp=2", 4), ("dp=2 fsdp=2 cp=2", 4), ("fsdp=2 cp=2 zero_stage=1", 4)])
 def test_a_rank_keeps_its_part_of_a_shard_of_fsdp_times_cp(words: str, ranks: int) -> None:
-    """What `fsdp` of so many ranks would have it keep, and each part is on as many ranks as there are replicas by dp."""
+    """It is the part for an `fsdp` of F·C ranks, and each part is on as many ranks as dp has replicas."""
     job, plan = jobs_real.gpt(), over_cp(words)
-    table, fully = (shard_plan(job, each, known(job, each)[0]) for each in (plan, Plan(fsdp=ranks)))
+    table, fully = (make_shard_plan(job, each, sketch_weights(job, each)[0]) for each in (plan, Plan(fsdp=ranks)))
     for rank in range(plan.devices):
-        at = Mesh(plan, rank).at
+        at = Mesh(plan, rank).coordinates
         number = at["fsdp"] * plan.cp + at["cp"]
-        assert table.bytes(at) == fully.bytes(Mesh(fully.plan, number).at)
+        assert table.count_bytes(at) == fully.count_bytes(Mesh(fully.plan, number).coordinates)
         for name, row in table.specs.items():
-            assert row.buffer or row.ranges(at) == fully.specs[name].ranges(Mesh(fully.plan, number).at)
-            assert row.buffer or table.replicas(name, at) == plan.dp
+            assert row.buffer or row.ranges(at) == fully.specs[name].ranges(Mesh(fully.plan, number).coordinates)
+            assert row.buffer or table.count_replicas(name, at) == plan.dp
 
 
 def test_the_dry_run_finds_a_share_of_the_states() -> None:
@@ -140,11 +140,11 @@ def test_the_dry_run_finds_a_share_of_the_states() -> None:
 
 
 def test_the_table_names_the_axes() -> None:
-    rows = parameters_shown(jobs_real.gpt(), over_cp("fsdp=2 cp=2")).rows
+    rows = build_parameter_table(jobs_real.gpt(), over_cp("fsdp=2 cp=2")).rows
     assert {row.split for row in rows} == {("dim 0 by fsdp × cp",)}
     assert {row.gradient for row in rows} == {("scatter over fsdp × cp",)}
     assert all(prod(row.on_ranks[0]) <= prod(row.shape) / 4 + prod(row.shape[1:]) for row in rows)
-    (row, *_) = parameters_shown(jobs_real.gpt(), over_cp("dp=2 cp=2")).rows
+    (row, *_) = build_parameter_table(jobs_real.gpt(), over_cp("dp=2 cp=2")).rows
     assert row.split == ("dim 0 by cp",) and row.gradient == ("scatter over cp", "sum over dp")
 
 
@@ -152,7 +152,7 @@ def test_the_table_names_the_axes() -> None:
 
 
 CHAIN = ("cp=2", "dp=2", "fsdp=2 cp=2 zero_stage=1", "tp=2", "dp=2 cp=2 microbatches=2", "fsdp=4", "cp=2 tp=2", "dp=1")
-"""Those with cp are sharded over it."""
+"""Plans; those with cp shard over it."""
 
 
 def words_of(plan: str) -> str:
@@ -168,7 +168,7 @@ def test_resumed_under_other_plans(name: str, plans: tuple[str, ...], tmp_path: 
 
 
 def saved_anew(plan: str, read: Path, written: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint that is written into a folder right after the one in another was read, or after one step if there is none."""
+    """A checkpoint written into a folder right after another one was read, or after one step if there is none."""
 
     def run(place: Place) -> dict[str, str]:
         with Engine(replace(attending(), steps=100), words_of(plan), place=place, directory=read, device="cpu") as engine:
@@ -178,11 +178,11 @@ def saved_anew(plan: str, read: Path, written: Path) -> dict[str, torch.Tensor]:
             return {"path": str(engine.save())}
 
     written.mkdir(exist_ok=True)
-    return tensors(Path(fork.run(run, over_cp(plan).world)[0]["path"]))
+    return read_checkpoint_tensors(Path(fork.run_ranks(run, over_cp(plan).world)[0]["path"]))
 
 
 def test_a_checkpoint_is_the_same_under_other_plans(tmp_path: Path) -> None:
-    """Bit for bit: written by shards over cp and read by others, and the reverse."""
+    """Bit for bit: written as shards over cp and read under other plans, and the reverse."""
     folders, found = [tmp_path / str(k) for k in range(5)], []
     for k, plan in enumerate(("fsdp=2 cp=2", "dp=1", "cp=3 zero_stage=1", "fsdp=2")):
         found.append(saved_anew(plan, folders[k], folders[k + 1]))
@@ -196,49 +196,49 @@ def test_a_checkpoint_is_the_same_under_other_plans(tmp_path: Path) -> None:
 
 
 def whole_sum_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Scatter.settle
+    real = ShardScatter.reduce_open
 
     def settle(self: Any) -> None:
-        opened = self.open
+        opened = self.open_sum
         real(self)
         if opened is not None:
             opened[1].div_(2)
 
-    monkeypatch.setattr(Scatter, "settle", settle)
+    monkeypatch.setattr(ShardScatter, "reduce_open", settle)
 
 
 def own_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank's own shard of the sequences adds to the gradient."""
-    real = Scatter.settle
+    """The gradient of a rank's own sequence shard is missing."""
+    real = ShardScatter.reduce_open
 
     def settle(self: Any) -> None:
-        if self.open is not None:
-            works, output, parts, copies = self.open
-            self.open = works, output, parts[1:], copies
+        if self.open_sum is not None:
+            works, output, parts, copies = self.open_sum
+            self.open_sum = works, output, parts[1:], copies
         real(self)
 
-    monkeypatch.setattr(Scatter, "settle", settle)
+    monkeypatch.setattr(ShardScatter, "reduce_open", settle)
 
 
 def replicas_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "Scatter", lambda copies: Scatter(None))
+    monkeypatch.setattr(fsdp, "ShardScatter", lambda copies: ShardScatter(None))
 
 
 def clipped_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = lambda self: torch.nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad.numel()])  # noqa: E731
-    monkeypatch.setattr(GradientReducer, "norm", norm)
+    monkeypatch.setattr(GradientReducer, "get_norm", norm)
 
 
 def counted_once_for_each_rank_of_cp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm takes ranks of cp for replicas, as they are without the key."""
-    real = spec.ShardPlan.replicas
-    monkeypatch.setattr(spec.ShardPlan, "replicas", lambda self, name, at: real(self, name, at) * self.plan.cp)
+    """The norm treats the ranks of cp as replicas, as they are without the key."""
+    real = spec.ShardPlan.count_replicas
+    monkeypatch.setattr(spec.ShardPlan, "count_replicas", lambda self, name, at: real(self, name, at) * self.plan.cp)
 
 
 def numbered_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has the shards of fsdp = 0, cp = 1 and fsdp = 1, cp = 0 on each other's ranks."""
-    real = spec.index_along
-    monkeypatch.setattr(spec, "index_along", lambda at, sizes: real(at, dict(reversed(sizes.items()))))
+    """The table swaps the ranks of two shards: fsdp = 0, cp = 1 and fsdp = 1, cp = 0."""
+    real = spec.compute_index
+    monkeypatch.setattr(spec, "compute_index", lambda at, sizes: real(at, dict(reversed(sizes.items()))))
 
 
 @pytest.mark.parametrize("fault, words, probe, codes", sampled(3, [
@@ -251,7 +251,7 @@ def test_a_fault_is_seen(fault: Any, words: str, probe: str, codes: tuple[str, .
     sees(attending(), str(over_cp(words)), probe, "", *codes)
 
 
-# — what is refused —
+# — rejected plans —
 
 
 @pytest.mark.parametrize("words, code", [

@@ -1,6 +1,6 @@
-"""The table of a plan (`parallel/spec.py`) says of every rank what the rank really has, and which sums its gradients really take.
+"""The table of a plan (`parallel/spec.py`) describes each rank's real parameters, and the real sums of its gradients.
 
-Every rank is built as a dry run builds it, with groups of ranks that are not there. One thing is not: sums of a GPU, which are patched.
+Each rank is built as in a dry run, with fake process groups. One case is patched: reductions on a GPU.
 """
 
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ from torch import nn
 import plait
 from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
-from plait.config.keys import OTHER_SAMPLES, WITHIN
+from plait.config.keys import DATA_AXES, INNER_AXES
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare
-from plait.engine.build import build
+from plait.engine.build import build_rank_model
 from plait.launch.place import Place
-from plait.model.make import BuiltModel, make
+from plait.model.build_model import BuiltModel, make_rank_model
 from plait.model.sketch import Sketch
-from plait.parallel import order, spec
+from plait.parallel import apply_order, spec
 from plait.parallel.data.buckets import BucketSums
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.rank_model import RankModel
-from plait.planner.dryrun.dry_run import CPU, RankKinds, known
-from plait.planner.dryrun.pretend import Pretending, process_group
+from plait.planner.dryrun.dry_run import CPU, RankKinds, sketch_weights
+from plait.planner.dryrun.fake_rank_mode import FakeRankMode, fake_process_group
 from plait.tensors.torch_private import FakeTensorMode
 
 Facts = dict[str, Any]
@@ -90,7 +90,7 @@ def outline(sketch: Sketch) -> tuple[Any, ...]:
 
 
 def real(rank_model: RankModel) -> Facts:
-    """What a rank has, and what its reducers sum."""
+    """Return a rank's real parameters, and the sums of its reducers."""
     shards = rank_model.techniques.shards
     outer, inner = rank_model.reducers.values(), [one.sums for one in rank_model.reducers.values()]
     in_buckets = {id(p): one.group for one in inner if isinstance(one, BucketSums) for b in one.buckets for p in b.parameters}
@@ -99,8 +99,8 @@ def real(rank_model: RankModel) -> Facts:
     def sums(name: str, parameter: nn.Parameter) -> list[Any]:
         found: list[Any] = []
         if shards is not None and name in sharded:
-            where = shards.where(name)
-            found = [("scatter", ranks_of(where.group), where.dim), ("sum", ranks_of(where.copies))]
+            where = shards.find_group(name)
+            found = [("scatter", ranks_of(where.group), where.dim), ("sum", ranks_of(where.replicas))]
         elif shards is not None and id(parameter) in scalars:
             found = [("sum", ranks_of(shards.same_slices))]
         elif id(parameter) in in_buckets:
@@ -110,8 +110,8 @@ def real(rank_model: RankModel) -> Facts:
         return [one for one in found if one[1] is not None]
 
     trained = {n: p for n, p in rank_model.params.items() if p.requires_grad}
-    scattered = {n: shards.where(n) for n in sharded} if shards is not None else {}
-    masters = rank_model.techniques.masters if rank_model.whole_sketch.whole_update else None
+    scattered = {n: shards.find_group(n) for n in sharded} if shards is not None else {}
+    masters = rank_model.techniques.masters if rank_model.global_sketch.needs_whole_tensors else None
     masters = {n: p for n, p in (masters or {}).items() if p is not rank_model.params.get(n)}
     return {
         "own": {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in rank_model.params.items()},
@@ -119,63 +119,64 @@ def real(rank_model: RankModel) -> Facts:
         "sums": {n: sums(n, p) for n, p in trained.items()},
         "owned": tuple({n for n, p in masters.items() if p.is_meta is kind} for kind in (False, True)),
         "sketch": outline(rank_model.sketch),
-        "groups": {axes: ranks_of(rank_model.mesh.group_or_none(*axes)) for axes in (WITHIN, OTHER_SAMPLES, rank_model.plan.replica_axes)},
+        "groups": {axes: ranks_of(rank_model.mesh.group_or_none(*axes)) for axes in (INNER_AXES, DATA_AXES, rank_model.plan.replica_axes)},
     }  # fmt: skip
 
 
 def told(table: spec.ShardPlan, rank: int, rank_model: RankModel) -> Facts:
-    """The same by the table."""
+    """Return the same from the table."""
     plan, mesh = table.plan, Mesh(table.plan, rank)
-    at, here = mesh.at, table.here(mesh.at)
+    at, here = mesh.coordinates, table.find_local_specs(mesh.coordinates)
     own = {n: s for n, s in here.items() if not s.buffer}
     among = lambda axes, only=(): r if len(r := mesh.ranks(*axes, only=only)) > 1 else None  # noqa: E731
-    shards = {n: (found[1], found[0].ranks, found[0].index(at)) for n, s in own.items() if (found := s.shard(at))}
+    shards = {n: (found[1], found[0].ranks, found[0].index(at)) for n, s in own.items() if (found := s.find_scatter(at))}
 
     def sums(one: spec.ParamSpec) -> list[Any]:
-        found, as_it_is = list[Any](), one.shard(at) is None  # what is not sharded is summed with its replicas in one message
-        for reduce in one.grad:
+        found, as_it_is = list[Any](), one.find_scatter(at) is None  # unsharded parameters are summed with their replicas in one message
+        for reduce in one.grad_reductions:
             if reduce.op == "scatter":
                 both = ("sum", among((*reduce.axes, *plan.replica_axes)))
                 found.append(both if as_it_is else ("scatter", among(reduce.axes), shards[one.name][0]))
-            elif not (as_it_is and one.grad[0].op == "scatter" and reduce is one.grad[1]):
-                found.append((reduce.op, among(reduce.axes, reduce.only(at))))
+            elif not (as_it_is and one.grad_reductions[0].op == "scatter" and reduce is one.grad_reductions[1]):
+                found.append((reduce.op, among(reduce.axes, reduce.find_set(at))))
         return [row for row in found if row[1] is not None]
 
     trained = {n: s for n, s in own.items() if s.trainable}
     return {
-        "own": {n: (spec.sizes(s.ranges(at)), s.dtype, s.trainable) for n, s in own.items()}, "shards": shards,
+        "own": {n: (spec.compute_shape(s.ranges(at)), s.dtype, s.trainable) for n, s in own.items()}, "shards": shards,
         "sums": {n: sums(s) for n, s in trained.items()},
-        "owned": (table.owned(at), table.owned_by_others(at)),
-        "sketch": outline(local_sketch(rank_model.job, plan, rank_model.whole_sketch, at)),
-        "groups": {axes: among(axes) for axes in (WITHIN, OTHER_SAMPLES, plan.replica_axes)},
+        "owned": (table.list_owned(at), table.list_owned_by_others(at)),
+        "sketch": outline(local_sketch(rank_model.job, plan, rank_model.global_sketch, at)),
+        "groups": {axes: among(axes) for axes in (INNER_AXES, DATA_AXES, plan.replica_axes)},
     }  # fmt: skip
 
 
 def local_sketch(job: Job, plan: Plan, sketch: Sketch, at: Any) -> Sketch:
-    """What a rank's sketch is when the strategies that distribute parameters are through."""
+    """Return a rank's sketch after the strategies that distribute parameters."""
     if plan.pp > 1:
-        sketch = StageLayout.of(plan, order.context.sketch_of(plan, sketch, plan.rank(at)), job.stages).part(at["pp"])
-    sketch = order.expert._without(sketch, plan) if plan.ep > 1 else sketch
-    return sketch.local(at["tp"]) if plan.tp > 1 else sketch
+        sketch = StageLayout.from_plan(plan, apply_order.context.localize_for_rank(plan, sketch, plan.rank(at)), job.stages)
+        sketch = sketch.make_local_sketch(at["pp"])
+    sketch = apply_order.expert._remove_experts(sketch, plan) if plan.ep > 1 else sketch
+    return sketch.make_local(at["tp"]) if plan.tp > 1 else sketch
 
 
 def ranks(name: str, plan: Plan, gpu: bool) -> Iterator[tuple[int, Facts, Facts]]:
-    """Each rank of a plan: what it has, and what the table says."""
+    """Yield each rank of a plan: its real parameters, and the table's description."""
     job = JOBS[name]()
-    sketch = known(job, plan)[0]
-    table = order.shard_plan(job, plan, sketch, not gpu)
-    kinds = RankKinds.of(table, sketch, job.batch)
+    sketch = sketch_weights(job, plan)[0]
+    table = apply_order.make_shard_plan(job, plan, sketch, not gpu)
+    kinds = RankKinds.from_table(table, sketch, job.batch)
 
     def local(rank: int) -> list[tuple[int, ...]]:
-        at = Mesh(plan, rank).at
-        return sorted(spec.sizes(s.ranges(at)) for s in table.here(at).values() if not s.buffer)
+        at = Mesh(plan, rank).coordinates
+        return sorted(spec.compute_shape(s.ranges(at)) for s in table.find_local_specs(at).values() if not s.buffer)
 
     for rank in range(plan.world):
-        model = make(job, CPU, None, None, None).model
-        directly = patch("plait.engine.build.directly", lambda device: not gpu)  # the one place where sums depend on the device
-        with directly, process_group(rank, plan.world), Pretending(FakeTensorMode(allow_non_fake_inputs=True), real=True):
-            rank_model = build(job, plan, Place(rank, plan.world), CPU, made=BuiltModel(model, model), sketch=sketch)
-            yield rank, real(rank_model) | {"kind": local(kinds.like(rank))}, told(table, rank, rank_model) | {"kind": local(rank)}
+        model = make_rank_model(job, CPU, None, None, None).model
+        directly = patch("plait.engine.build.is_direct_exchange", lambda device: not gpu)  # the only place where sums depend on the device
+        with directly, fake_process_group(rank, plan.world), FakeRankMode(FakeTensorMode(allow_non_fake_inputs=True), real=True):
+            rank_model = build_rank_model(job, plan, Place(rank, plan.world), CPU, made=BuiltModel(model, model), sketch=sketch)
+            yield rank, real(rank_model) | {"kind": local(kinds.get_first(rank))}, told(table, rank, rank_model) | {"kind": local(rank)}
 
 
 def check(name: str, words: str) -> None:
@@ -226,7 +227,7 @@ EVERY = [
 @pytest.mark.prove
 @pytest.mark.parametrize("name, plan", [one for one in EVERY if one not in QUICK])
 def test_ranks_of_more_plans_have_what_the_table_says(name: str, plan: str) -> None:
-    """What plait refuses for a model has a code; everything else is as the table says."""
+    """If plait rejects a plan for a model, the error has a code. All other plans match the table."""
     try:
         check(name, plan)
     except PlaitError as error:
@@ -242,16 +243,18 @@ KINDS = (
 @pytest.mark.parametrize("name, words", KINDS)
 def test_ranks_of_a_kind_have_the_same_rows_of_the_table_and_others_do_not(name: str, words: str) -> None:
     plan, job = Plan.parse(words), JOBS[name]()
-    sketch = known(job, plan)[0]
-    table = order.shard_plan(job, plan, sketch)
-    kinds = RankKinds.of(table, sketch, job.batch)
+    sketch = sketch_weights(job, plan)[0]
+    table = apply_order.make_shard_plan(job, plan, sketch)
+    kinds = RankKinds.from_table(table, sketch, job.batch)
 
     def rows(rank: int) -> Any:
         mesh = Mesh(plan, rank)
-        samples = BatchShare.of(plan, plan.share(rank)).parts(job.batch)
-        held = [(s.shape, spec.sizes(s.ranges(mesh.at)), spec.sizes(s.ranges(mesh.at, at_rest=False)), s.name in table.owned(mesh.at),
-                 [len(mesh.ranks(*one.axes, only=one.only(mesh.at))) for one in s.grad]) for s in table.here(mesh.at).values()]  # fmt: skip
-        return str((mesh.at["pp"], [n for _, n in samples], sorted(held)))
+        samples = BatchShare.from_plan(plan, plan.dp_rank(rank)).locate_micro_batches(job.batch)
+        held = [(s.shape, spec.compute_shape(s.ranges(mesh.coordinates)), spec.compute_shape(s.ranges(mesh.coordinates, at_rest=False)),
+            s.name in table.list_owned(mesh.coordinates),
+                 [len(mesh.ranks(*one.axes, only=one.find_set(mesh.coordinates))) for one in s.grad_reductions])
+                     for s in table.find_local_specs(mesh.coordinates).values()]  # fmt: skip
+        return str((mesh.coordinates["pp"], [n for _, n in samples], sorted(held)))
 
     found = [rows(rank) for rank in range(plan.world)]
-    assert [kinds.like(rank) for rank in range(plan.world)] == [found.index(one) for one in found]
+    assert [kinds.get_first(rank) for rank in range(plan.world)] == [found.index(one) for one in found]

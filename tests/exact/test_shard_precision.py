@@ -1,4 +1,4 @@
-"""Low and mixed precision of a sharded model: sums in fp32, one decision about an overflow, parts of several formats."""
+"""Low and mixed precision of a sharded model: sums in fp32, one decision about an overflow, shards of several formats."""
 
 from typing import Any
 
@@ -12,28 +12,28 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import groups
-from plait.parallel.fsdp.runtime import Scatter
+from plait.parallel.fsdp.runtime import ShardScatter
 
 
 def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:
-    """Losses of each step, and the number formats that gradients were summed in."""
+    """The losses of each step, and the number formats of the gradient sums."""
 
     def run(place: Place) -> dict[str, Any]:
         summed: set[str] = set()
-        real = Scatter.__call__
+        real = ShardScatter.__call__
 
         def call(self: Any, **given: Any) -> None:
             summed.add(f"{given['input_tensor'].dtype} {given['output_tensor'].dtype}")
             real(self, **given)
 
-        Scatter.__call__ = call
+        ShardScatter.__call__ = call
         engine = Engine(job, plan, place=place)
         rows = [engine.step(batch).loss for batch in engine.batches()]
         own = {str(p.dtype) for p in engine.rank_model.params.values()}
         finite = all(bool(p.isfinite().all()) for p in engine.rank_model.params.values())
         return {"rows": rows, "summed": sorted(summed), "own": sorted(own), "finite": finite}
 
-    return fork.run(run, ranks)
+    return fork.run_ranks(run, ranks)
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_bf16_trains_and_sums_in_fp32(plan: str, ranks: int) -> None:
 
 
 def overflowing(place: Place) -> dict[str, Any]:
-    """Rank 1 alone meets an infinity, in its third step."""
+    """Only rank 1 gets an infinity, in its third step."""
     engine = Engine(jobs.make(jobs_unlike.Chain), "dp=2 fsdp=2 precision=fp16", place=place)
     rows = []
     for batch in engine.batches():
@@ -76,7 +76,7 @@ def overflowing(place: Place) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_overflow_on_one_rank_skips_on_all() -> None:
-    first, *others = (r["rows"] for r in fork.run(overflowing, 4))
+    first, *others = (r["rows"] for r in fork.run_ranks(overflowing, 4))
     assert all(rows == first for rows in others)
     assert [row[0] for row in first] == [False, False, True, False, False, False]
     assert [row[1] for row in first] == [True, True, False, True, True, True]
@@ -99,7 +99,7 @@ class Formats(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", (0, 700))  # a group for each unit; small neighbours of one format together
+@pytest.mark.parametrize("size", (0, 700))  # a group for each unit; small adjacent units of one format together
 @pytest.mark.parametrize(
     "plan, ranks",
     (("fsdp=2", 2), pytest.param("dp=2 fsdp=2 zero_stage=2 microbatches=2 activation_checkpointing=full", 4, marks=pytest.mark.prove)),

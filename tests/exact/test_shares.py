@@ -1,4 +1,4 @@
-"""Uneven shares of the batch equal one device, in float64, with whatever else splits the job; and bugs that only they show are seen."""
+"""Uneven local batches equal one device, in float64, combined with any other axis; bugs that only they reveal are detected."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from plait import Job
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data import loading
-from plait.data.batch import BatchShare, Micro
+from plait.data.batch import BatchShare, MicroBatch
 from plait.engine import train_step
 from plait.proof.verify import verify
 
@@ -65,7 +65,7 @@ def test_other_axes(name: str, text: str) -> None:
     ),
 )  # fmt: skip
 def test_padding_and_mixtures(job: Callable[[], Job], text: str) -> None:
-    if job is jobs_moe.gpt and "microbatches" in text:  # the balance of its experts is of each micro-batch
+    if job is jobs_moe.gpt and "microbatches" in text:  # the balance loss of its experts is per micro-batch
         verdict = verify(job(), Plan.parse(text))
         assert verdict.code == "V010" and "global batch" in verdict.cause, (verdict.code, verdict.cause)
     else:
@@ -98,39 +98,39 @@ def different(job: Job, plan: str, probe: str) -> None:
 
 
 def test_weights_of_unequal_shares_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank's mean counts the same, whatever its share."""
-    monkeypatch.setattr(train_step, "total_weight", lambda training, batch, weights: sum(weights) * training.plan.ranks)
+    """Each rank's mean counts the same, independent of its local batch."""
+    monkeypatch.setattr(train_step, "sum_batch_weight", lambda training, batch, weights: sum(weights) * training.plan.ranks)
     different(jobs.mlp(), "dp=2 batch_split=3:1", "G")
 
 
 @pytest.mark.parametrize("plan", ["dp=2 batch_split=3:1", "dp=2 batch_split=auto"])
 def test_shares_that_differ_between_ranks(monkeypatch: pytest.MonkeyPatch, plan: str) -> None:
-    """Rank 1 has come to other parts than rank 0: samples are lost, or doubled."""
-    real = BatchShare.sizes
+    """Rank 1 computes a different batch split than rank 0: samples are lost, or doubled."""
+    real = BatchShare.compute_sizes
 
     def sizes(self: BatchShare, size: int) -> tuple[int, ...]:
         found = real(self, size)
         return found[::-1] if self.rank == 1 else found
 
-    monkeypatch.setattr(BatchShare, "sizes", sizes)
+    monkeypatch.setattr(BatchShare, "compute_sizes", sizes)
     different(jobs.mlp(), plan, "D")
 
 
 def test_a_rank_that_changes_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are the same on all ranks, and one takes them up later."""
-    real = BatchShare.at
-    monkeypatch.setattr(BatchShare, "at", lambda self, step: real(self, step - (self.rank == 1 and step > 1)))
+    """The split is the same on all ranks, but one rank applies it late."""
+    real = BatchShare.at_step
+    monkeypatch.setattr(BatchShare, "at_step", lambda self, step: real(self, step - (self.rank == 1 and step > 1)))
     different(jobs.mlp(), "dp=2 batch_split=auto", "D")
 
 
 @pytest.mark.slow
 def test_random_numbers_keyed_as_if_shares_were_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its samples, and the masks of others."""
-    real = loading.part
+    """Each rank has its own samples, but the masks of others."""
+    real = loading.make_micro_batch
 
-    def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> Micro:
+    def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> MicroBatch:
         made = real(data, samples, first, ids)
-        return replace(made, first=first and 3)  # an equal share of five samples begins there
+        return replace(made, first=first and 3)  # with equal local batches of five samples, one starts there
 
-    monkeypatch.setattr(loading, "part", part)
+    monkeypatch.setattr(loading, "make_micro_batch", part)
     different(jobs.mlp(), "dp=2 batch_split=3:1", "G")

@@ -1,4 +1,4 @@
-"""A rank without samples in a short batch runs a sample of another rank, which counts nowhere: models see no empty batch."""
+"""A rank without samples in a short batch runs a sample of another rank with weight zero: models get no empty batch."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from rarely import rarely, sampled
 import plait
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare, Position
-from plait.data.loading import batches
+from plait.data.loading import iter_batches
 from plait.data.sampling import Sampling
 from plait.engine.engine import Engine
 from plait.launch import fork
@@ -51,7 +51,7 @@ class _Few:
 
 
 def after_a_short_batch(text: str) -> dict[str, float]:
-    """The evaluation after an epoch of 13 samples in batches of 12, which ends with a batch of one."""
+    """The evaluation after an epoch of 13 samples in batches of 12, whose last batch has one sample."""
     made = jobs_moe.gpt(jobs_moe.plain_loss)
     few = _Few(made.data(), 13)
     evaluation = plait.Evaluate(made.data, lambda o, y: {"largest": o[0].amax((1, 2))})
@@ -63,17 +63,17 @@ def after_a_short_batch(text: str) -> dict[str, float]:
             engine.step(batch)
         return engine.evaluate()
 
-    return fork.run(run, Plan.parse(text).world)[-1]
+    return fork.run_ranks(run, Plan.parse(text).world)[-1]
 
 
 @pytest.mark.slow
 def test_a_rank_that_had_no_sample_counts_again_in_an_evaluation() -> None:
-    """Experts must not take its samples for those of another rank."""
+    """Experts must not mistake its samples for those of another rank."""
     assert after_a_short_batch("dp=2 ep=2")["largest"] == pytest.approx(after_a_short_batch("dp=1")["largest"], rel=1e-9)
 
 
 class _OneIsBroken:
-    """Sample 0 cannot be read, and the job's order leaves it out."""
+    """Sample 0 cannot be read, and the job's order omits it."""
 
     def __len__(self) -> int:
         return 20
@@ -88,7 +88,7 @@ class _OneIsBroken:
 def test_the_sample_of_another_rank_is_one_of_the_step() -> None:
     share, order = BatchShare(rank=1, ranks=2), lambda seed, epoch, length: torch.arange(1, 20)
     sampling = Sampling(20, 9, 0, order)
-    steps = batches(_OneIsBroken(), 9, 0, share, Position(), sampling=sampling)
+    steps = iter_batches(_OneIsBroken(), 9, 0, share, Position(), sampling=sampling)
     last = [next(steps) for _ in range(3)][-1]
-    assert (last.size, last.micro[0].count, last.micro[0].ids) == (1, 0, ())
-    assert torch.equal(last.micro[0].inputs[0], _OneIsBroken()[19][0])
+    assert (last.size, last.micro_batches[0].count, last.micro_batches[0].ids) == (1, 0, ())
+    assert torch.equal(last.micro_batches[0].inputs[0], _OneIsBroken()[19][0])

@@ -1,6 +1,6 @@
-"""A job's loss of spread logits is that of the whole, on every rank, and each rank's gradient its part of the whole's.
+"""A job's loss of sharded logits is that of the full logits on each rank, and each rank's gradient is its shard of the full gradient.
 
-Every case runs on ranks that hold uneven, empty and zigzag parts of the words or of the sequence, in float64.
+Each case runs on ranks with uneven, empty and zigzag shards of the words or of the sequence, in float64.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait import LinearCrossEntropy, linear_cross_entropy
-from plait.launch.fork import run
+from plait.launch.fork import run_ranks
 from plait.tensors import collectives
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import ShardedTensor, whole
+from plait.tensors.sharded_tensor import ShardedTensor, to_full
 
 BATCH, TIME, WORDS = 2, 6, 7
 CUTS = {
-    2: [(2, Rows.of([4, 3])), (2, Rows.of([7, 0])), (1, Rows.zigzag(TIME, 2)), (1, Rows.of([1, 5])), (0, Rows.of([1, 1]))],
-    3: [(2, Rows.of([1, 4, 2])), (1, Rows.zigzag(TIME, 3)), (1, Rows.of([0, 4, 2])), (0, Rows.of([1, 0, 1]))],
+    2: [(2, Rows.from_sizes([4, 3])), (2, Rows.from_sizes([7, 0])), (1, Rows.make_zigzag(TIME, 2)), (1, Rows.from_sizes([1, 5])),
+        (0, Rows.from_sizes([1, 1]))],
+    3: [(2, Rows.from_sizes([1, 4, 2])), (1, Rows.make_zigzag(TIME, 3)), (1, Rows.from_sizes([0, 4, 2])), (0, Rows.from_sizes([1, 0, 1]))],
 }  # fmt: skip
 TARGETS = torch.tensor([[3, 0, -100, 6, 2, 5], [1, 1, 4, -100, -100, 6]])
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.1, 3.0, 1.5, 0.7], dtype=torch.float64)
@@ -139,7 +140,7 @@ def ranked(ranks: int, body: Callable[[Any], None]) -> None:
         dist.barrier(group)
         return {}
 
-    run(target, ranks)
+    run_ranks(target, ranks)
 
 
 def logits(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -148,14 +149,14 @@ def logits(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def both(function: Function, dim: int, rows: Rows, group: Any) -> list[tuple[Tensor, Tensor]]:
-    """(found, expected): the loss, the gradient of this rank's part, that of a whole tensor."""
+    """(actual, expected): the loss, the gradient of this rank's shard, the gradient of a full tensor."""
     x, w = logits(), (CLASS_WEIGHTS + 0.5).requires_grad_()
     expected = function(x, w)
     right = torch.autograd.grad(expected, (x, w), allow_unused=True)
-    mine, w = rows.take(x.detach(), dim, group.rank()).clone().requires_grad_(), w.detach().requires_grad_()
+    mine, w = rows.take_part(x.detach(), dim, group.rank()).clone().requires_grad_(), w.detach().requires_grad_()
     found = function(ShardedTensor(mine, dim, rows, group), w)
     got = torch.autograd.grad(found, (mine, w), allow_unused=True)
-    pairs = [(found.detach(), expected.detach()), (got[0], rows.take(right[0], dim, group.rank()))]
+    pairs = [(found.detach(), expected.detach()), (got[0], rows.take_part(right[0], dim, group.rank()))]
     return pairs + ([(got[1], right[1])] if right[1] is not None else [])
 
 
@@ -169,7 +170,7 @@ def equal(cases: dict[str, Function], group: Any, counted: list[int]) -> None:
                 raise AssertionError(f"{name}, dim {dim} cut as {rows}") from error
             worst = [float((a - b).abs().max()) if b.numel() else 0.0 for a, b in pairs]
             assert max(worst) < (1e-6 if name == "Hugging Face" else 1e-12), (name, dim, rows, worst)
-            assert torch.equal(collectives.summed(pairs[0][0], group, dist.ReduceOp.MAX), pairs[0][0]), name
+            assert torch.equal(collectives.all_reduce_copy(pairs[0][0], group, dist.ReduceOp.MAX), pairs[0][0]), name
             assert cases is GATHERED or not counted, (name, dim, rows, "the whole was gathered")
 
 
@@ -180,23 +181,23 @@ def test_the_loss_and_the_gradients_are_those_of_the_whole(
     ranks: int, cases: dict[str, Function], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    before = ShardedTensor.whole
-    monkeypatch.setattr(ShardedTensor, "whole", lambda self: (counted.append(1), before(self))[1])
+    before = ShardedTensor.gather_full
+    monkeypatch.setattr(ShardedTensor, "gather_full", lambda self: (counted.append(1), before(self))[1])
     ranked(ranks, lambda group: equal(cases, group, counted))
 
 
 def surfaces(group: Any) -> None:
-    """What code asks of a tensor before it computes with it."""
+    """Tensor properties that code reads before it computes."""
     rank, (dim, rows) = group.rank(), CUTS[2][0]
-    mine = rows.take(logits().detach(), dim, rank).clone().requires_grad_()
+    mine = rows.take_part(logits().detach(), dim, rank).clone().requires_grad_()
     x = ShardedTensor(mine, dim, rows, group)
     assert isinstance(x, Tensor) and x.shape == x.size() == (BATCH, TIME, WORDS) and x.size(-1) == WORDS
     assert len(x) == BATCH and x.numel() == x.nelement() == BATCH * TIME * WORDS and x.dim() == x.ndim == 3
     assert x.requires_grad and x.dtype == torch.float64 and x.device.type == "cpu" and x.is_floating_point()
     assert not x.detach().requires_grad and type(x.data) is ShardedTensor and "dim 2" in repr(x)
     assert x.float().dtype == x.to(torch.float32).dtype == x.to("cpu", torch.float32).dtype == torch.float32
-    assert type(whole(x)) is Tensor and whole(mine) is mine and torch.equal(whole(x), logits())
-    assert torch.equal(x.argmax(-1), logits().argmax(-1)) and torch.equal(whole(x.argmax(1)), logits().argmax(1))
+    assert type(to_full(x)) is Tensor and to_full(mine) is mine and torch.equal(to_full(x), logits())
+    assert torch.equal(x.argmax(-1), logits().argmax(-1)) and torch.equal(to_full(x.argmax(1)), logits().argmax(1))
     assert x.requires_grad_() is x and x.stride() == mine.stride()
     seen = []
     x.register_hook(lambda g: seen.append(g.shape))
@@ -205,7 +206,7 @@ def surfaces(group: Any) -> None:
     with pytest.raises(ValueError, match="rows, not"):
         ShardedTensor(mine.narrow(2, 0, 1), 2, rows, group)
     assert torch.equal(torch.ops.aten.add.Tensor(x, 1), logits() + 1)
-    with pytest.raises(TypeError, match="spread over ranks"), torch._C.DisableTorchFunctionSubclass():
+    with pytest.raises(TypeError, match="sharded over ranks"), torch._C.DisableTorchFunctionSubclass():
         torch.add(x, 1)
     with pytest.raises(RuntimeError, match="into a view"):
         (x * 1)[0][1, 2] = 3.0
@@ -228,7 +229,7 @@ def test_a_spread_tensor_looks_like_the_whole() -> None:
 
 
 def formats(group: Any) -> None:
-    """16 bits round as those of the whole do; autocast computes the loss in 32."""
+    """16-bit losses round like those of the full logits; autocast computes the loss in 32 bits."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for dim, rows in CUTS[2]:
             for cast in (False, True)[: 1 if dtype is torch.float16 else 2]:
@@ -236,14 +237,14 @@ def formats(group: Any) -> None:
                 with torch.autocast("cpu", torch.bfloat16, enabled=cast):
                     expected = ce(x.flatten(0, 1), TARGETS.flatten(), label_smoothing=0.1)
                     (right,) = torch.autograd.grad(expected, x)
-                    mine = rows.take(x.detach(), dim, group.rank()).clone().requires_grad_()
+                    mine = rows.take_part(x.detach(), dim, group.rank()).clone().requires_grad_()
                     spread = ShardedTensor(mine, dim, rows, group)
                     found = ce(spread.flatten(0, 1), TARGETS.flatten(), label_smoothing=0.1)
                     (got,) = torch.autograd.grad(found, mine)
                 assert found.dtype == expected.dtype and got.dtype == dtype
                 bound = 4 * torch.finfo(dtype).eps
                 assert torch.allclose(found, expected, rtol=bound), (dtype, dim, cast, found, expected)
-                worst = (got - rows.take(right, dim, group.rank())).abs()
+                worst = (got - rows.take_part(right, dim, group.rank())).abs()
                 assert not worst.numel() or float(worst.max()) <= bound, (dtype, dim, cast)
 
 
@@ -252,12 +253,12 @@ def test_low_precision() -> None:
 
 
 def large(group: Any) -> None:
-    """Logits that overflow without the largest subtracted, and words that are masked out on all of a rank."""
-    rows = Rows.of([4, 3])
+    """Logits that overflow without the maximum subtracted, and words that are masked out on all of a rank."""
+    rows = Rows.from_sizes([4, 3])
     x = (logits().detach() * 300).requires_grad_()
     x = x.masked_fill(torch.arange(WORDS) < 4, -torch.inf)
     targets = torch.full((BATCH * TIME,), 5)
-    found = ce(ShardedTensor(rows.take(x, 2, group.rank()), 2, rows, group).flatten(0, 1), targets)
+    found = ce(ShardedTensor(rows.take_part(x, 2, group.rank()), 2, rows, group).flatten(0, 1), targets)
     assert torch.allclose(found, ce(x.flatten(0, 1), targets), rtol=1e-12)
 
 
@@ -266,7 +267,7 @@ def test_large_logits() -> None:
 
 
 def headed(group: Any) -> None:
-    """The loss without logits, of a head cut by words, of tokens cut over ranks, and attached to a model."""
+    """The loss without logits: of a head sharded by words, of tokens sharded over ranks, and inside of a model."""
     rank, generator = group.rank(), torch.Generator().manual_seed(4)
     shapes = ((BATCH, TIME, 5), (WORDS, 5), (WORDS,))
     hidden, weight, bias = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
@@ -276,19 +277,19 @@ def headed(group: Any) -> None:
         for chunk in (1, 5, 100):
             given = [t.detach().clone().requires_grad_() for t in (hidden, weight, bias)]
             if dim == 2:
-                given[1:] = [rows.take(t.detach(), 0, rank).clone().requires_grad_() for t in (weight, bias)]
+                given[1:] = [rows.take_part(t.detach(), 0, rank).clone().requires_grad_() for t in (weight, bias)]
                 found = linear_cross_entropy(*given[:2], TARGETS, given[2], chunk=chunk, rows=rows, group=group)
             else:
-                given[0] = rows.take(hidden.detach(), dim, rank).clone().requires_grad_()
+                given[0] = rows.take_part(hidden.detach(), dim, rank).clone().requires_grad_()
                 x = ShardedTensor(given[0], dim, rows, group)
                 found = linear_cross_entropy(x, given[1], TARGETS, given[2], chunk=chunk)
             assert torch.allclose(found, loss, rtol=1e-13)
             got = list(torch.autograd.grad(found * 2, given))
             if dim == 2:
-                expected = [right[0], *(rows.take(t, 0, rank) for t in right[1:])]
+                expected = [right[0], *(rows.take_part(t, 0, rank) for t in right[1:])]
             else:
-                expected = [rows.take(right[0], dim, rank), *right[1:]]
-                got[1:] = [collectives.summed(g, group) for g in got[1:]]
+                expected = [rows.take_part(right[0], dim, rank), *right[1:]]
+                got[1:] = [collectives.all_reduce_copy(g, group) for g in got[1:]]
             assert all(torch.allclose(g, 2 * e, rtol=1e-12, atol=1e-14) for g, e in zip(got, expected))
     attached(group, hidden.detach(), weight.detach())
 
@@ -298,7 +299,7 @@ def attached(group: Any, hidden: Tensor, weight: Tensor) -> None:
     model = nn.Sequential()
     model.add_module("lm_head", nn.Linear(5, WORDS, bias=False, dtype=torch.float64))
     head, job_loss = model.lm_head, LinearCrossEntropy(chunk=5)
-    head.weight = nn.Parameter(rows.take(weight, 0, group.rank()))
+    head.weight = nn.Parameter(rows.take_part(weight, 0, group.rank()))
     vars(head).update(_rows=rows, _ranks=group)
     job_loss.attach(model)
     found = job_loss(model(hidden), TARGETS)

@@ -1,4 +1,4 @@
-"""Iterables over ranks: what reads the same everywhere is trained on as by one device; what does not is told."""
+"""Iterables over ranks: streams that are equal on all ranks train as on one device; the others are named."""
 
 import dataclasses
 import random
@@ -41,14 +41,14 @@ class Shuffled(Plain):
 
 
 class ByItself(Plain):
-    """By a generator that nobody seeds."""
+    """Shuffled by an unseeded generator."""
 
     def order(self) -> list[int]:
         return random.Random().sample(range(21), 21)
 
 
 class Cut(Plain):
-    """Every rank reads its part."""
+    """Each rank reads its own part."""
 
     def order(self) -> list[int]:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -61,7 +61,7 @@ class Uneven(Cut):
 
 
 class Noisy(Plain):
-    """The order is the same, the noise is not."""
+    """The order is equal on all ranks, the noise is not."""
 
     def __iter__(self) -> Iterator[Any]:
         noise = torch.Generator()
@@ -75,7 +75,7 @@ def job(data: Callable[[], Any], evaluated: Callable[[], Any] = jobs.Numbers) ->
 
 
 def trained(job: plait.Job, plan: str, steps: int = 5, workers: int = 0) -> list[list[Any]]:
-    """Of each rank: losses and norms, means, and what is not exact."""
+    """For each rank: losses and norms, means, and the parts that are not exact."""
 
     def run(place: Place) -> list[Any]:
         with torch.random.fork_rng():
@@ -87,7 +87,7 @@ def trained(job: plait.Job, plan: str, steps: int = 5, workers: int = 0) -> list
             source.close()  # type: ignore[attr-defined]
             return [found, list(engine.evaluate().values()), engine.inexact]
 
-    return fork.run(run, Plan.parse(plan).world)
+    return fork.run_ranks(run, Plan.parse(plan).world)
 
 
 PLANS = ("fsdp=2", "dp=2 microbatches=2", "pp=2")
@@ -102,7 +102,7 @@ PLANS = ("fsdp=2", "dp=2 microbatches=2", "pp=2")
     ],
 )
 def test_streams_are_those_of_one_device(kind: type, plan: str) -> None:
-    """Over the end of an epoch, in training and in evaluation."""
+    """Beyond the end of an epoch, in training and in evaluation."""
     ((losses, means, _),) = trained(job(kind, kind), "dp=1")
     for found in trained(job(kind, kind), plan, workers=int(plan == "pp=2")):
         assert found[0] == pytest.approx(losses, rel=1e-10)
@@ -133,14 +133,14 @@ def test_noise_of_its_own_is_named() -> None:
 
 
 class EveryNth(Plain):
-    """Knows its share: every Nth sample."""
+    """Yields each Nth sample as its rank's share."""
 
     def shard(self, num_shards: int, index: int) -> Iterator[Any]:
         return (self.items[i] for i in range(index, 21, num_shards))
 
 
 class Halves(Plain):
-    """Shares are stretches, the first longer than the others."""
+    """The shares are contiguous ranges; the first is longer than the others."""
 
     def __len__(self) -> int:
         return 21
@@ -151,14 +151,14 @@ class Halves(Plain):
 
 
 class Same(Plain):
-    """Forgets its index."""
+    """Ignores the index of the rank."""
 
     def shard(self, num_shards: int, index: int) -> Iterator[Any]:
         return (self.items[i] for i in range(0, 21, num_shards))
 
 
 class Fewer(Halves):
-    """Leaves samples out."""
+    """Omits samples."""
 
     def shard(self, num_shards: int, index: int) -> Iterator[Any]:
         return (self.items[i] for i in range(index, 19, num_shards))
@@ -169,7 +169,7 @@ def plain(data: Callable[[], Any]) -> plait.Job:
 
 
 def steps(job: plait.Job, plan: str, count: int, workers: int = 0, at: Any = None) -> list[list[Any]]:
-    """Of each rank: (epoch, start, size), loss and norm of each step; ids by epoch; what is not exact; where it is."""
+    """For each rank: (epoch, start, size), loss and norm of each step; ids by epoch; the parts that are not exact; the position."""
 
     def run(place: Place) -> list[Any]:
         with torch.random.fork_rng():
@@ -178,12 +178,12 @@ def steps(job: plait.Job, plan: str, count: int, workers: int = 0, at: Any = Non
             rows, ids = [], []
             for _, batch in zip(range(count), engine.batches()):
                 p = batch.position
-                ids += [[p.epoch, x.tolist()] for m in batch.micro if m.count for x in m.inputs[:, 0]]
+                ids += [[p.epoch, x.tolist()] for m in batch.micro_batches if m.count for x in m.inputs[:, 0]]
                 step = engine.step(batch)
                 rows.append([p.epoch, p.start, batch.size, step.loss, step.norm])
             return [rows, ids, engine.inexact, dataclasses.astuple(engine.position)]
 
-    return fork.run(run, Plan.parse(plan).world)
+    return fork.run_ranks(run, Plan.parse(plan).world)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_other_shares_are_read_once_and_named(plan: str) -> None:
     read = sorted(x for _, ids, _, _ in ranks for epoch, x in ids if epoch == 0)
     times = Plan.parse(plan).pp
     assert read == pytest.approx(sorted(times * jobs.Numbers(21).x[:, 0].double().tolist()))
-    assert all("shares of the iterable" in " ".join(inexact) for _, _, inexact, _ in ranks)
+    assert all("an iterable split over" in " ".join(inexact) for _, _, inexact, _ in ranks)
 
 
 @pytest.mark.parametrize("kind", [Same, Fewer])
@@ -218,13 +218,13 @@ def test_shares_that_are_not_the_parts(kind: type) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_of_a_stream_that_knows_its_share() -> None:
-    """The other ranks are not there to read theirs."""
+    """The other ranks do not exist in a dry run, so their shares are not read."""
     assert dry_run(plain(EveryNth), Plan.parse("pp=2 dp=2")).world == 4
 
 
 @pytest.mark.slow
 def test_a_resumed_run_reads_on_in_its_shares() -> None:
-    """With another number of shares only where each is every Nth sample."""
+    """With a different number of shares only if each share is each Nth sample."""
     for kind in (EveryNth, Halves):
         whole = steps(plain(kind), "dp=2", 3)
         half = steps(plain(kind), "dp=2", 2)

@@ -1,6 +1,6 @@
-"""Slices of unlike models equal one device in float64, whatever else the plan says.
+"""Tensor parallelism of different models equals one device in float64, with any other axes in the plan.
 
-Each plan meets a few kinds of models here; `prove` tries every model under every plan.
+Each plan is tried with a few kinds of models here; `prove` tries each model under each plan.
 """
 
 import jobs
@@ -45,18 +45,18 @@ UNCUT = {
     "branches": "P024", "batch_norm": "P024", "objects": "P024", "forces": "P024",
     "writes_input": "P024", "stream": "P023",
 }  # fmt: skip
-"""What a pipeline of two stages refuses; see test_pipeline.py."""
+"""Models that a pipeline of two stages rejects; see test_pipeline.py."""
 BY_MICRO_BATCH = ("batch_norm", "norm_inside", "odd", "spectral", "digits")
 
 
 def equal_or_named(name: str, text: str) -> None:
-    """Equal; or refused as a pipeline; or inexact by nature, and said so."""
+    """Equal; or rejected like a pipeline; or inexact by nature, and named as such."""
     plan = Plan.parse(text)
     try:
         verdict = verify(JOBS[name](), plan)
     except PlaitError as error:
         code = error.problems[0].code
-        if code == "P034":  # nothing of it can be cut, which is said
+        if code == "P034":  # no layer can be sliced, which the error states
             return
         few = plan.stages_per_rank > 1 and code == "P023"
         assert plan.pp > 1 and (few or code == UNCUT.get(name, "")), error
@@ -65,7 +65,7 @@ def equal_or_named(name: str, text: str) -> None:
         assert verdict.inexact and verdict.code in ("", "V010"), verdict.to_dict()
         return
     if name == "counted" and (plan.microbatches > 1 or plan.shares == plan.dp > 1):
-        return  # it counts its own calls: another number of them, or none for an empty share, is another model
+        return  # it counts its own calls: a different number of them, or none without samples, is a different model
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 

@@ -1,15 +1,15 @@
-"""Why copies of a pipeline's stages are summed by plait and not by DDP's hooks.
+"""Why plait, and not DDP's hooks, sums the gradients of replicas of a pipeline's stages.
 
-torch sums the gradients of a module's copies in hooks that a backward pass fires. Under a pipeline's table that is
-silently wrong in two ways, and the first test here says when a release of torch has mended one of them:
+torch sums the gradients of a module's replicas in hooks that a backward pass fires. Under a pipeline schedule this is silently
+wrong in two ways. The first test here fails when a release of torch has fixed one of them:
 
-- `torch.distributed._composable.replicate`, the older one, makes hooks ready at the end of a forward pass, for one
-  backward. torch's pipeline knows DDP's class and FSDP2's, but not this one, so where two forward passes come before two
-  backward passes, the second of these sums nothing.
-- A backward in two halves asks autograd for gradients instead of letting it accumulate them, so that DDP's hooks do not
-  fire (pytorch/pytorch#144530). The first stage has no inputs to be fast for, and keeps its whole backward.
+- `torch.distributed._composable.replicate`, the older one, prepares hooks at the end of a forward pass, for one backward. torch's
+  pipeline supports DDP's class and FSDP2's, but not this one. If two forward passes come before two backward passes, the second
+  backward sums nothing.
+- A backward in two halves calls `autograd.grad` instead of letting autograd accumulate gradients, so that DDP's hooks do not fire
+  (pytorch/pytorch#144530). The first stage sends no input gradients, and runs its backward in one piece.
 
-Here each of two ranks is a copy of the pipeline and holds both of its stages; the table that it goes through is torch's.
+Here each of two ranks is a replica of the pipeline and has both of its stages; the schedule is torch's.
 """
 
 from functools import partial
@@ -55,12 +55,12 @@ def one_device() -> list[list[Tensor]]:
 
 
 def by_hand(part: nn.Module) -> nn.Module:
-    """No copies as torch knows them: gradients are averaged after the step."""
+    """Without replicas in torch: gradients are averaged after the step."""
     return part
 
 
 def torchs(place: Place, schedule: Any, how: Any) -> list[bool]:
-    """Of each stage, whether the gradients are those of one device when `how` makes copies of it."""
+    """For each stage, whether the gradients equal one device if `how` replicates it."""
     device = torch.device("cpu")
     place.connect(device)
     alone = [dist.new_group([rank]) for rank in range(COPIES)][place.rank]
@@ -91,8 +91,8 @@ def torchs(place: Place, schedule: Any, how: Any) -> list[bool]:
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_torchs_copies_under_a_pipelines_table(schedule: Any, how: Any, right: list[bool]) -> None:
-    """`right`, of each stage. A stage that becomes right is a bug that torch mended: the text above says which."""
-    assert fork.run(partial(torchs, schedule=schedule, how=how), COPIES) == [right] * COPIES
+    """`right`, for each stage. A stage that becomes right is a bug that torch fixed: the module docstring describes them."""
+    assert fork.run_ranks(partial(torchs, schedule=schedule, how=how), COPIES) == [right] * COPIES
 
 
 @pytest.mark.parametrize("schedule", ("1f1b", "zb"))

@@ -1,6 +1,6 @@
-"""Jobs in the shapes of bug reports of distributed trainers, each under three plans or more: equal, refused, or named.
+"""Test jobs that reproduce bug reports of distributed trainers under three or more plans: equal, rejected, or named as inexact.
 
-What must come out was decided by reading the job; each other answer was looked at before it came into the table.
+The expected verdicts were derived from the jobs. Every deviation was reviewed before it entered the table.
 `python tests/exact/test_tracker_reports.py` writes docs/trackers.md.
 """
 
@@ -18,24 +18,24 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.launch.supervise import Listener
+from plait.launch.supervisor import Listener
 from plait.proof.job import check
 from plait.proof.verify import verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
 HEAD = """\
-# Jobs in the shapes of bug reports
-Users of distributed trainers report jobs that trained differently, crashed or hung once they were split. Each job here has the
-shape of such a report, and is written anew; the code is in `tests/trackers`. `tests/exact/test_tracker_reports.py` holds each of
-them to this table: `plait verify` gives the verdict, a short training gives the same, and in place of a difference
-(a code that begins with V) the check before training refuses. `python tests/exact/test_tracker_reports.py` writes this page.
+# Jobs that reproduce bug reports
+Users of distributed trainers report jobs that trained differently, crashed or hung after they were split. Each job on this page
+reproduces such a report in new code (`tests/trackers`). `tests/exact/test_tracker_reports.py` checks each row of the tables.
+`plait verify` must return the listed verdict, and a short training must agree with it. For a verdict that starts with V, the check
+before training must fail too. `python tests/exact/test_tracker_reports.py` writes this page.
 
 | verdict | meaning |
 |---|---|
-| EQUAL | proved equal to one device; a short training has one device's losses |
-| P…, J… | refused by name before training |
-| V… | the plan changes this job's training: `verify` names the difference, and the check before training refuses |
-| named | not exact by nature of the plan, and the run names what |
+| EQUAL | proved equal to one device; a short training has the losses of one device |
+| P…, J… | rejected with this error code before training |
+| V… | the plan changes the training result: `verify` shows the first difference, and the check before training fails |
+| named | the plan cannot be exact for this job, and the run names the operation |
 """
 DP, FSDP, TP, PP, CP = "dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2", "cp=2"
 PARTS, SHARDED, AGAIN, STAGES = "dp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 activation_checkpointing=full", "pp=2"
@@ -121,8 +121,8 @@ ROWS: dict[ModuleType, dict[str, dict[str, str]]] = {
         "groups_by_rank_of_tensor": {DP: E, FSDP: E, PP: E},
     },
 }  # fmt: skip
-"""Plans of each job, and what must come out: EQUAL; a code of a refusal; "named" as not exact, whatever the values are; or the code of
-a difference, which the check before training then has too."""
+"""Expected verdict by job and plan: EQUAL, the code of a rejection, "named" for an inexact operation (with any values), or the code of a
+difference, which the check before training must find too."""
 
 
 def job(module: ModuleType, name: str) -> Job:
@@ -131,17 +131,17 @@ def job(module: ModuleType, name: str) -> Job:
 
 @cache
 def trained(module: ModuleType, name: str, plan: str) -> tuple[list[float], list[str]]:
-    """Losses of three steps in the job's own formats, and what the engine names as not exact. Refusals are raised."""
+    """The losses of three steps in the job's own formats, and the operations that the engine names as not exact. Errors are raised."""
 
     def run(place: Place) -> tuple[list[float], list[str]]:
         engine = Engine(job(module, name), plan, device="cpu", place=place)
         return [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(3))], [*engine.inexact]
 
-    return fork.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
+    return fork.run_ranks(run, Plan.parse(plan).world, Listener(on_note=lambda text: None))[0]
 
 
 def of_verify(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
-    """What `verify` answers, as the table has it, and its words."""
+    """The result of `verify` in the table's format, and its text."""
     try:
         verdict = verify(job(module, name), Plan.parse(plan), device="cpu")
     except PlaitError as error:
@@ -152,7 +152,7 @@ def of_verify(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
 
 
 def of_training(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
-    """The same of a training: refused, named as not exact, or three steps; EQUAL if these have one device's losses."""
+    """The same for a training: rejected, named as not exact, or three steps; EQUAL if these have one device's losses."""
     try:
         losses_, inexact = trained(module, name, plan)
     except PlaitError as error:
@@ -165,7 +165,7 @@ def of_training(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
 
 def of_check(module: ModuleType, name: str, plan: str) -> tuple[str, str]:
     """The code of the first finding of the check before training."""
-    found = check.check(job(module, name), Plan.parse(plan))
+    found = check.check_job(job(module, name), Plan.parse(plan))
     return (found.problems[0].code if found.problems else E), str(found.to_dict())
 
 
@@ -181,7 +181,7 @@ CASES = [
 """Three in a normal run, each eighth of the others in CI, all of them in `make prove`."""
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a hook on the first module
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's: a hook on the first module
 @pytest.mark.parametrize(("module", "name", "plan"), CASES)
 def test_a_reported_job_is_equal_refused_or_named(module: ModuleType, name: str, plan: str) -> None:
     expected = ROWS[module][name][plan]
@@ -201,11 +201,11 @@ def test_a_backward_pass_that_counts_the_batch_is_not_called_kept_state_alone() 
 
 
 def page() -> str:
-    """docs/trackers.md."""
+    """The text of docs/trackers.md."""
     lines = [HEAD]
     for module, rows in ROWS.items():
         lines += [f"## {module.__doc__.splitlines()[0].rstrip('.')}" if module.__doc__ else "", ""]
-        lines += ["| job | what was reported | plans and verdicts |", "|---|---|---|"]
+        lines += ["| job | report | plans and verdicts |", "|---|---|---|"]
         for name, row in rows.items():
             verdicts = " · ".join(f"`{plan}` {verdict}" for plan, verdict in row.items())
             lines.append(f"| {name} | {getattr(module, name).__doc__} | {verdicts} |")

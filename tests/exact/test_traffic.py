@@ -1,4 +1,4 @@
-"""A proof holds the messages of every rank against a dry run; of every strategy with another order, and where one is wrong."""
+"""A proof compares the messages of each rank with a dry run: for each strategy with a different order, and with wrong messages."""
 
 from typing import Any
 
@@ -54,11 +54,11 @@ def test_a_message_that_no_dry_run_has_is_seen(monkeypatch: pytest.MonkeyPatch, 
     "plan", sampled(2, ("fsdp=2", *rarely("dp=2 fsdp=2 zero_stage=1 microbatches=2", "tp=2 sequence_parallel=true"), "cp=2"))
 )
 def test_the_collectives_of_devices(plan: str) -> None:
-    """On a device parts travel by the library's own collectives: here over gloo."""
-    token = exchange.DIRECT.set(())
+    """On a device, shards are exchanged by the library's own collectives; here over gloo."""
+    token = exchange.DIRECT_DEVICES.set(())
     try:
         verdict = verify(jobs_pipeline.HARD["gpt"](), Plan.parse(plan))
     finally:
-        exchange.DIRECT.reset(token)
+        exchange.DIRECT_DEVICES.reset(token)
     assert verdict.equal, verdict
     assert "not compared" not in verdict.to_dict()["probes"]["C"]["detail"]

@@ -1,4 +1,4 @@
-"""What a run trains stays what it trains: thawing is refused in its step, freezing is a gradient that does not come."""
+"""The set of trained parameters stays constant: unfreezing one raises an error in its step, and freezing one means a missing gradient."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from plait.proof.verify import verify
 
 
 class Changing(nn.Module):
-    """Layers whose parameters are frozen, thawed or hooked in a forward pass: by a buffer that counts those in training."""
+    """Layers whose parameters are frozen, unfrozen or hooked in a forward pass, at a count that a buffer keeps in training."""
 
     def __init__(self, frozen: str, change: str, at: int):
         super().__init__()
@@ -41,7 +41,7 @@ class Changing(nn.Module):
 
 
 def steps(place: Place, frozen: str, change: str, plan: str, callback: str = "") -> dict[str, Any]:
-    """How many steps a run makes, and what it then raises."""
+    """The number of steps of a run, and the error that it then raises."""
 
     class Changes(plait.Callback):
         def on_step(self, engine: Any, step: Any) -> None:
@@ -74,7 +74,7 @@ def steps(place: Place, frozen: str, change: str, plan: str, callback: str = "")
     pytest.param("first", "", "freeze second", "fsdp=2", "", 6, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_thawing_is_refused_in_its_step(frozen: str, change: str, callback: str, plan: str, code: str, made: int) -> None:
-    ran = fork.run(lambda place: steps(place, frozen, change, plan, callback), Plan.parse(plan).world)
+    ran = fork.run_ranks(lambda place: steps(place, frozen, change, plan, callback), Plan.parse(plan).world)
     assert all((rank["code"], rank["made"]) == (code, made) for rank in ran), ran
 
 

@@ -1,4 +1,4 @@
-"""What fake tensors cannot follow is run on real ones: plans that need no units train it as one device does, others refuse it by name."""
+"""Models that fake tensors cannot follow run on real ones: plans without units train like one device, and others reject them by name."""
 
 import jobs_unfollowed
 import pytest
@@ -7,7 +7,7 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.model.fake_model import sketch_of
 from plait.parallel import mutations
-from plait.planner.refusals import foresee
+from plait.planner.refusals import validate_plan
 from plait.proof.verify import verify
 
 pytestmark = [
@@ -27,17 +27,17 @@ def equal(kind: str, plan: str) -> None:
 @pytest.mark.parametrize("kind", UNMEASURED)
 def test_the_sketch_names_the_line_that_cannot_be_measured(kind: str) -> None:
     found = sketch_of(jobs_unfollowed.job(kind))
-    assert found.by_values and not found.units and "jobs_unfollowed.py" in found.unmeasured_at
+    assert found.needs_real_tensors and not found.units and "jobs_unfollowed.py" in found.unmeasured_at
     assert found.places == {"drop#1#1": 0, "drop#2#1": 0} and not found.unkeyed
     for plan in NEED_NO_UNITS:
-        assert mutations.refused_unmeasured(Plan.parse(plan), found) is None
+        assert mutations.find_unmeasured(Plan.parse(plan), found) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", NEED_UNITS)
 def test_plans_that_need_units_are_refused_before_processes_start(plan: str) -> None:
     with pytest.raises(PlaitError, match="P073") as error:
-        foresee(jobs_unfollowed.job("jagged"), Plan.parse(plan), "cpu")
+        validate_plan(jobs_unfollowed.job("jagged"), Plan.parse(plan), "cpu")
     problem = error.value.problems[0]
     assert error.value.exit_code == 2 and "jobs_unfollowed.py" in problem.where
     assert any(word in problem.what for word in plan.split())

@@ -1,6 +1,6 @@
-"""The centre of the suite: unlike jobs under every form of data parallelism equal one device, in float64.
+"""The center of the suite: different jobs under each form of data parallelism equal one device, in float64.
 
-Each job is tried under every other plan, so that every plan meets half of the jobs; `prove` tries more.
+Each job is tried under each second plan, so that each plan is tried with half of the jobs; `prove` tries more.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.data.batch_norm import synchronise
+from plait.parallel.data.batch_norm import sync_batch_norms
 from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
@@ -49,9 +49,9 @@ def test_every_job(name: str, text: str) -> None:
 
 
 def equal_or_named(name: str, text: str) -> None:
-    """Equal, or inexact by nature, and said so."""
+    """Equal; or inexact by nature, and named as such."""
     plan = Plan.parse(text)
-    if name == "recomputed" and plan.processes == "one":  # recomputation finds its place by torch's one generator
+    if name == "recomputed" and plan.processes == "one":  # threads share torch's global generator
         with pytest.raises(PlaitError, match="J014"):
             verify(jobs.ALL[name](), plan)
         return
@@ -59,7 +59,7 @@ def equal_or_named(name: str, text: str) -> None:
     assert verdict.forced["clipped"]
     if INEXACT.get(name, lambda plan: False)(plan):
         assert verdict.inexact
-        assert verdict.equal or verdict.code == "V010"  # threads that share a generator may be lucky
+        assert verdict.equal or verdict.code == "V010"  # threads that share a generator may be equal by chance
     else:
         assert verdict.equal, verdict.cause
         assert not verdict.inexact
@@ -78,7 +78,7 @@ def test_twenty_steps_stay_equal() -> None:
 
 @pytest.mark.slow
 def test_a_dim_flattened_time_first_is_found() -> None:
-    """A dim of batch × time rows is taken sample by sample; a model that puts time first is told apart by verify."""
+    """A dim of batch × time rows is split sample by sample; verify detects a model that puts time first."""
 
     class TimeFirst(torch.nn.Module):
         def __init__(self) -> None:
@@ -101,7 +101,7 @@ def test_low_precision_is_named_and_its_logic_proved() -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 @pytest.mark.parametrize(
     ("job", "text"),
     [
@@ -116,34 +116,34 @@ def test_compiled_equal(job: Callable[[], Job], text: str) -> None:
 
 @pytest.mark.parametrize("counts, told", (((1, 0), True), ((1, 1), False), ((2, 0), False)))
 def test_a_batch_norm_of_one_value_over_all_ranks(counts: tuple[int, int], told: bool) -> None:
-    """It is refused where torch refuses it on one device, on the rank that has the value: others need not know."""
+    """It is rejected if torch rejects it on one device, on the rank that has the value; other ranks do not check it."""
 
     def rank(place: Place) -> str:
         group = place.connect(torch.device("cpu"))
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
-        synchronise(model, ["0"], group)
+        sync_batch_norms(model, ["0"], group)
         try:
             model(torch.ones(counts[place.rank], 3))
         except ValueError as error:
             return str(error)
         return ""
 
-    assert [bool(found) for found in fork.run(rank, 2, fork.Listener(lambda *_: None))] == [told, False]
+    assert [bool(found) for found in fork.run_ranks(rank, 2, fork.Listener(lambda *_: None))] == [told, False]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 def test_a_compiled_model_with_batch_norms_is_one_graph() -> None:
-    """Whatever the shares: one graph for the first size, one for all others, and the numbers of the uncompiled model."""
+    """For any local batches: one graph for the first size, one for all others, and the values of the uncompiled model."""
 
     def rank(place: Place) -> dict[str, Any]:
         import torch._dynamo.utils as dynamo
 
-        dynamo.counters.clear()  # those of tests that ran before in the process that was forked
+        dynamo.counters.clear()  # from earlier tests in the process that was forked
         group = place.connect(torch.device("cpu"))
         plain, compiled = (_strided() for _ in range(2))
         for model in (plain, compiled):
-            synchronise(model, ["1", "4"], group)
+            sync_batch_norms(model, ["1", "4"], group)
         run = torch.compile(lambda x: compiled(x), backend="eager", fullgraph=True)
         for step, size in enumerate((4, 3, 5)):
             x = torch.randn(
@@ -157,7 +157,7 @@ def test_a_compiled_model_with_batch_norms_is_one_graph() -> None:
         same = all(torch.equal(a, b) and (a.grad is None or torch.equal(a.grad, b.grad)) for a, b in pairs)
         return {"same": same, "graphs": dynamo.counters["stats"]["unique_graphs"]}
 
-    assert fork.run(rank, 2) == [{"same": True, "graphs": 2}] * 2
+    assert fork.run_ranks(rank, 2) == [{"same": True, "graphs": 2}] * 2
 
 
 def _strided() -> nn.Module:
@@ -182,16 +182,16 @@ def test_batch_norm_with_a_micro_batch_that_is_empty_everywhere() -> None:
             engine.step(batch)
         return {"finite": all(bool(b.isfinite().all()) for b in engine.model.buffers())}
 
-    assert all(r["finite"] for r in fork.run(train, 2))
+    assert all(r["finite"] for r in fork.run_ranks(train, 2))
 
 
 @pytest.mark.prove
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 def test_what_is_verified_compiled_is_compiled() -> None:
     def compiled(place: Place) -> dict:
         import torch._dynamo.utils as dynamo
 
-        dynamo.counters.clear()  # those of tests that ran before in the process that was forked
+        dynamo.counters.clear()  # from earlier tests in the process that was forked
         from plait.engine.traffic import Traffic
 
         engine = Engine(jobs.mlp(), "compile=true", place=place)
@@ -199,11 +199,11 @@ def test_what_is_verified_compiled_is_compiled() -> None:
             engine.step(next(engine.batches()))
         return {"graphs": dynamo.counters["stats"]["unique_graphs"]}
 
-    assert fork.run(compiled, 1)[0]["graphs"] >= 1
+    assert fork.run_ranks(compiled, 1)[0]["graphs"] >= 1
 
 
 class Missing(jobs.Numbers):
-    """Some inputs are masked by -inf, some targets are not known."""
+    """Some inputs are masked by -inf, some targets are unknown (NaN)."""
 
     def __getitem__(self, i: int) -> Any:
         x, y = super().__getitem__(i)
@@ -217,7 +217,7 @@ class Masking(nn.Linear):
 
 @pytest.mark.parametrize("text", sampled(2, ("dp=2 microbatches=2", "pp=2 microbatches=2")))
 def test_what_is_missing_equals_itself(text: str) -> None:
-    """Numbers that are not finite in the data are no difference between the samples of two sides."""
+    """Values in the data that are not finite are no difference between the samples of two sides."""
     known = lambda y: (~y.isnan()).sum()  # noqa: E731
     loss = lambda out, y: (out - y)[~y.isnan()].square().sum() / known(y).clamp(min=1)  # noqa: E731
     job = jobs.make(lambda: nn.Sequential(Masking(6, 8), nn.Tanh(), nn.Linear(8, 1)), Missing, loss)
@@ -226,8 +226,7 @@ def test_what_is_missing_equals_itself(text: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(2, ("hardest", "mixup", "guarded")))
 def test_jobs_that_slices_leave_as_they_are(name: str) -> None:
-    """A loss that wants more samples than small batches have, samples mixed at random while they are put together, and a loss
-    that looks at numbers."""
+    """A loss that needs more samples than small batches have, a collate that mixes samples at random, and a loss that reads values."""
     assert verify(getattr(jobs_treacherous, name)(), Plan.parse("tp=2")).equal
 
 
@@ -243,7 +242,7 @@ class Counted:
 
 
 class Moving(nn.Module):
-    """A loss as a module that divides by a moving mean of itself, in a buffer."""
+    """A loss module that divides by its own moving mean, in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,6 +275,6 @@ def wants_three(out: Tensor, y: Tensor) -> Tensor:
     ("loss", "code"), ((wants_three, ""), (lambda out, y: (out - y).abs().kthvalue(3, 0).values.mean(), "V013"))
 )
 def test_a_loss_that_wants_more_samples_than_a_part_of_a_small_batch_has(loss: Any, code: str) -> None:
-    """Batches of the job's own size are compared then."""
+    """Then batches of the job's own size are compared."""
     verdict = verify(jobs.make(lambda: nn.Linear(6, 1), lambda: jobs.Numbers(64), loss, batch=16), Plan.parse("dp=2"))
     assert verdict.equal == (not code) and verdict.code == code, verdict.to_dict()

@@ -1,6 +1,6 @@
 """The second tolerance of verify: a step in the plan's own number formats, against one device in the same formats.
 
-Float64 sees none of these faults: each acts on fp32 and 16-bit numbers only, and is patched into torch.
+Float64 proofs detect none of these faults: each affects fp32 and 16-bit values only, and is patched into torch.
 """
 
 from collections.abc import Callable
@@ -56,13 +56,13 @@ def rounded(t: Any) -> None:
 
 
 def sums_rounded(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is summed in fp32 has been through bf16 before."""
+    """Tensors are rounded to bf16 before they are summed in fp32."""
     real = dist.all_reduce
     patch.setattr(dist, "all_reduce", lambda t, *a, **k: (rounded(t), real(t, *a, **k))[1])
 
 
 def results_rounded(patch: pytest.MonkeyPatch) -> None:
-    """A sum over ranks has the digits of bf16, in fp32."""
+    """A sum over ranks is rounded to bf16 precision, in fp32."""
     real = dist.all_reduce
 
     class Rounding:
@@ -81,7 +81,7 @@ def results_rounded(patch: pytest.MonkeyPatch) -> None:
 
 
 def sums_in_16(patch: pytest.MonkeyPatch) -> None:
-    """Sums are made in bf16, to save half of the bytes."""
+    """Sums are computed in bf16, to save half of the bytes."""
     real = dist.all_reduce
 
     class Done:
@@ -99,14 +99,14 @@ def sums_in_16(patch: pytest.MonkeyPatch) -> None:
 
 
 def messages_rounded(patch: pytest.MonkeyPatch) -> None:
-    """Messages from rank to rank have been through bf16."""
+    """Messages between ranks are rounded to bf16."""
     for name in ("isend", "send"):
         real = getattr(dist, name)
         patch.setattr(dist, name, lambda t, *a, real=real, **k: real(_round(t), *a, **k))
 
 
 def steps_rounded(patch: pytest.MonkeyPatch) -> None:
-    """Messages round a ring have been through bf16."""
+    """Messages of a ring are rounded to bf16."""
     real = dist.batch_isend_irecv
 
     def batch(ops: list[Any]) -> Any:
@@ -133,7 +133,7 @@ def state_in_16(patch: pytest.MonkeyPatch) -> None:
 
 
 def state_rounded(patch: pytest.MonkeyPatch) -> None:
-    """State is fp32, with the numbers of bf16."""
+    """The state is fp32, rounded to bf16 precision."""
     _after_step(patch, lambda self, state: [rounded(state[key]) for key in ("exp_avg", "exp_avg_sq")])
 
 
@@ -151,7 +151,7 @@ def _after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any], Any]) -> No
 
 
 def masters_rounded(patch: pytest.MonkeyPatch) -> None:
-    """Weights lose their fp32 digits after each step."""
+    """The weights lose their fp32 digits after each step."""
     real = torch.optim.AdamW.step
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -173,7 +173,7 @@ def reduced_in_16(patch: pytest.MonkeyPatch) -> None:
 
 
 def gathered_in_32(patch: pytest.MonkeyPatch) -> None:
-    """FSDP2 gathers twice as many bytes as the plan says."""
+    """FSDP2 gathers twice as many bytes as the plan specifies."""
     from plait.parallel.fsdp import strategy as fsdp
 
     real = fsdp.MixedPrecisionPolicy
@@ -196,7 +196,7 @@ def added_in_16(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_autocast(patch: pytest.MonkeyPatch) -> None:
-    """A rank computes in fp32 what the plan says in bf16."""
+    """A rank computes in fp32 where the plan specifies bf16."""
     real = torch.autocast.__enter__
 
     def enter(self: Any) -> Any:
@@ -300,7 +300,7 @@ def test_right_runs_are_not_accused(name: str, plan: str) -> None:
 
 
 class Wide(torch.nn.Sequential):
-    """Layers of more numbers than torch's CPU kernel adds up within roundings, whole and in parts."""
+    """Layers so large that torch's CPU kernel sums full and sharded ones with different rounding."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(6, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1))

@@ -1,4 +1,4 @@
-"""What small batches never meet: verify goes on at the job's own batch size, with chosen samples, and evaluates."""
+"""Differences that small batches never show: verify also compares batches of the job's own size, with chosen samples, and evaluates."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,15 +17,15 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine import engine, evaluate
-from plait.proof import own_batch
-from plait.proof.verdict import Verdict, table
+from plait.proof import full_batch
+from plait.proof.verdict import Verdict, format_verdict
 from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
 
 
 class Layers(nn.Module):
-    """Two layers; `how` the samples of a batch come to depend on each other."""
+    """Two layers; `how` names a way in which the samples of a batch depend on each other."""
 
     def __init__(self, how: str = ""):
         super().__init__()
@@ -55,7 +55,7 @@ def hardest(out: Tensor, target: Tensor) -> Tensor:
 
 
 def rooted(out: Tensor, target: Tensor) -> Tensor:
-    """The root of a loss that is large."""
+    """The root of the loss if the loss is large."""
     loss = F.mse_loss(out, target)
     return loss.sqrt() if loss > 1.7 else loss
 
@@ -82,17 +82,17 @@ def test_what_small_batches_do_not_meet(name: str) -> None:
 def test_the_verdict_says_what_was_proved() -> None:
     verdict = verify(make(Layers, lambda: Numbers(96), batch=24), Plan.parse("dp=2"))
     assert verdict.equal and verdict.forced["own"]["batch"] == 24 and verdict.forced["own"]["steps"] == 2
-    assert "then 2 of 24, clipped as the job does; then one of 5 with weights × 4" in table(verdict, "job.py")
+    assert "then 2 of 24, clipped as the job does; then one of 5 with weights × 4" in format_verdict(verdict, "job.py")
 
 
 def test_a_batch_that_is_too_long_is_said() -> None:
     verdict = verify(make(Layers, lambda: Numbers(96), batch=24), Plan.parse("dp=2"), seconds=1e-9)
     assert verdict.equal and verdict.forced["own"]["steps"] == 0
-    assert "the job's own batch of 24 was not tried: a step of it takes" in table(verdict, "job.py")
+    assert "the job's own batch of 24 was not tried: a step takes" in format_verdict(verdict, "job.py")
 
 
 def _late(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """From a step on, one rank's gradient is another."""
+    """From a step on, one rank's gradient is different."""
     real = engine.Engine.backward
 
     def backward(self: Any, batch: Any) -> Any:
@@ -118,7 +118,7 @@ def test_a_fault_from_step_10_on_needs_more_steps(monkeypatch: pytest.MonkeyPatc
 
 
 class Shy(torch.optim.SGD):
-    """Clips inside, by the norm of the parameters it was given, when that is large."""
+    """Clips inside, by the gradient norm of its own parameters, if that is large."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -132,7 +132,7 @@ class Shy(torch.optim.SGD):
 
 @pytest.mark.parametrize("text", sampled(3, ("fsdp=2", "pp=2 microbatches=2", "dp=2")))
 def test_an_optimizer_that_rarely_clips(text: str) -> None:
-    """Refused where parameters are cut, or seen; exact where they are whole."""
+    """Rejected or detected if parameters are sharded; exact if they are not."""
     job = replace(jobs.groups(), optimizer=lambda ps: Shy(ps, lr=0.01))
     try:
         verdict = verify(job, Plan.parse(text))
@@ -156,29 +156,29 @@ def test_evaluation_is_compared(text: str) -> None:
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Evaluations as they are often written."""
-    real = {"in_order": evaluate.HeldOut.in_order, "_means": evaluate._means}
+    """Evaluation loops as they are often written."""
+    real = {"iterate_in_order": evaluate.EvalData.iterate_in_order, "_reduce_means": evaluate._reduce_means}
 
-    def padded(held_out: evaluate.HeldOut, *rest: Any) -> Any:
-        """A distributed sampler pads the shorter share with a sample that is counted again."""
-        for pair, count in real["in_order"](held_out, *rest):
+    def padded(held_out: evaluate.EvalData, *rest: Any) -> Any:
+        """A distributed sampler pads the shorter share with a sample that then counts twice."""
+        for pair, count in real["iterate_in_order"](held_out, *rest):
             yield pair, max(count, 1)
 
     def mean_of_means(rank_model: Any, sums: dict[str, Tensor]) -> dict[str, float]:
-        return real["_means"](
+        return real["_reduce_means"](
             rank_model, {name: torch.stack([row[0] / row[1], row[1] / row[1]]) for name, row in sums.items()}
         )
 
-    def twice(held_out: evaluate.HeldOut, *rest: Any) -> Any:
-        """Rank 0 reads all of the data, and not its share."""
+    def twice(held_out: evaluate.EvalData, *rest: Any) -> Any:
+        """Rank 0 reads all of the data, not its share."""
         if held_out.share.rank == 0:
             held_out = replace(held_out, share=replace(held_out.share, ranks=1))
-        yield from real["in_order"](held_out, *rest)
+        yield from real["iterate_in_order"](held_out, *rest)
 
     patches = {
-        "padded": (evaluate.HeldOut, "in_order", padded),
-        "mean of means": (evaluate, "_means", mean_of_means),
-        "twice": (evaluate.HeldOut, "in_order", twice),
+        "padded": (evaluate.EvalData, "iterate_in_order", padded),
+        "mean of means": (evaluate, "_reduce_means", mean_of_means),
+        "twice": (evaluate.EvalData, "iterate_in_order", twice),
     }
     monkeypatch.setattr(*patches[name])
 
@@ -195,7 +195,7 @@ def test_a_wrong_evaluation_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_a_sample_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a rank runs along on a sample of another's, because a forward pass gathers parameters."""
+    """A rank without samples runs one of another rank, because a forward pass gathers parameters."""
     wrong(monkeypatch, "padded")
     assert told(verify(evaluated(), Plan.parse("fsdp=2"))) == "V020"
 
@@ -203,5 +203,5 @@ def test_a_sample_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 def test_eps_of_an_optimizer_is_raised_where_it_is_compared_with_gradients() -> None:
     weight = [torch.nn.Parameter(torch.ones(2, 2))]
     for optimizer, eps in ((torch.optim.AdamW(weight), 0.5), (torch.optim.Adafactor(weight), (0.5, 1e-3))):
-        own_batch.raise_eps(optimizer, 0.5)
+        full_batch.raise_eps(optimizer, 0.5)
         assert optimizer.param_groups[0]["eps"] == eps

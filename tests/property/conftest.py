@@ -1,4 +1,4 @@
-"""One hypothesis profile: no database in the tree, no deadline on a shared machine."""
+"""Defines one hypothesis profile: no database in the tree, and no deadline, because the machine may be shared."""
 
 from hypothesis import settings
 

@@ -1,4 +1,5 @@
-"""Compressed sums lose nothing: Σ of all sums + Σ of the ranks' residuals = Σ of all that was given; and what else holds of any tensors."""
+"""Compressed sums lose nothing: the sum of all results plus the sum of the ranks' residuals equals the sum of all inputs. Other
+invariants for random tensors."""
 
 import threading
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.parallel.compression import compressor
-from plait.parallel.compression.compressor import Compressor, orthonormal
+from plait.parallel.compression.compressor import Compressor, orthonormalize
 
 KINDS = ("bf16", "int8", "powersgd")
 SHAPES = ((3,), (), (4, 5), (6, 1), (0, 3), (2, 3, 4), (9, 8))
 
 
 class Threads:
-    """A group whose ranks are threads of this process; what they send lies in `given` until all have taken it."""
+    """A process group whose ranks are threads of this process. Messages stay in `given` until all ranks have received them."""
 
     def __init__(self, ranks: int):
         self.ranks, self.barrier, self.given = ranks, threading.Barrier(ranks), dict[int, Tensor]()
@@ -68,7 +69,7 @@ class Threads:
 
 
 def drawn(seed: int, *words: int) -> dict[str, Tensor]:
-    """Tensors of very unlike sizes, some of them zero and some of low rank."""
+    """Tensors of very unequal sizes. Some are zero and some have low rank."""
     g = torch.Generator().manual_seed(hash((seed, *words)) % 2**31)
     found = {
         str(shape): torch.randn(shape, generator=g, dtype=torch.float64) * 10.0 ** (k - 3)
@@ -82,7 +83,7 @@ def drawn(seed: int, *words: int) -> dict[str, Tensor]:
 @settings(max_examples=25)
 @given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(0, 99))
 def test_nothing_is_lost(kind: str, ranks: int, rank: int, steps: int, seed: int) -> None:
-    """In the sums of any number of steps, of ranks that give a tensor or nothing; and all ranks have the same bits."""
+    """For any number of steps, and for ranks that contribute a tensor or nothing. All ranks get the same bits."""
     like, group = drawn(seed), Threads(ranks)
     made = [Compressor(kind, like, seed, rank) for _ in range(ranks)]
     applied: list[list[dict[str, Tensor]]] = [[] for _ in range(ranks)]
@@ -111,7 +112,7 @@ def test_nothing_is_lost(kind: str, ranks: int, rank: int, steps: int, seed: int
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
 def test_matrices_of_low_rank_arrive_whole(ranks: int, low: int, seed: int) -> None:
-    """When together they have no more directions than thin matrices have columns."""
+    """If together they have no more directions than the thin matrices have columns."""
     g = torch.Generator().manual_seed(seed)
     left, group = torch.randn(12, low, generator=g, dtype=torch.float64), Threads(ranks)
     each = [{"m": left @ torch.randn(low, 9, generator=g, dtype=torch.float64)} for _ in range(ranks)]
@@ -132,7 +133,7 @@ def test_columns_are_orthonormal_or_left_out(seed: int, rank: int) -> None:
     g = torch.Generator().manual_seed(seed)
     thin = torch.randn(6, 5, generator=g, dtype=torch.float64)
     thin[:, 1:rank] = thin[:, :1] * torch.arange(1.0, rank, dtype=torch.float64)
-    basis, kept = orthonormal(thin, torch.full((5,), 1e-8, dtype=torch.float64))
+    basis, kept = orthonormalize(thin, torch.full((5,), 1e-8, dtype=torch.float64))
     assert kept.tolist() == [True] + [False] * (rank - 1) + [True] * (5 - rank)
     assert torch.allclose(basis.T @ basis, torch.diag(kept.double()), atol=1e-12)
 
@@ -144,12 +145,12 @@ def test_the_price_is_what_is_sent(kind: str, ranks: int) -> None:
     group = Threads(ranks)
     made = [Compressor(kind, like, 0, 2) for _ in range(ranks)]
     group.run(lambda who: made[who].sum(like, group) and None)
-    assert group.bytes == compressor.sent(kind, [tuple(t.shape) for t in like.values()], ranks, 4, 2)
+    assert group.bytes == compressor.count_sent_bytes(kind, [tuple(t.shape) for t in like.values()], ranks, 4, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sum_that_was_not_taken_over_leaves_nothing(kind: str) -> None:
-    """A step that is left out, or made again; and of a step that counts, what nobody used."""
+    """For a step that is skipped or repeated, and for the unused results of a completed step."""
     like = drawn(3)
     made = Compressor(kind, like, 0, 1)
     made.sum(like, None)
@@ -159,7 +160,7 @@ def test_a_sum_that_was_not_taken_over_leaves_nothing(kind: str) -> None:
     first = made.sum(drawn(5), None)
     assert all(torch.equal(t, before[name]) for name, t in made.state().items())
     assert all(torch.equal(t, first[name]) for name, t in made.sum(drawn(5), None).items())
-    made.forget(["flat"])
+    made.discard(["flat"])
     made.commit()
     changed = {name for name, t in made.state().items() if not torch.equal(t, before[name])}
     assert changed and not any(name.endswith("/flat") for name in changed)

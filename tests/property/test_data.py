@@ -1,4 +1,4 @@
-"""The sample order is a pure function of (seed, step): for any length, batch, ranks and micro-batches."""
+"""The sample order is a pure function of (seed, step) for any length, batch, number of ranks and micro-batches."""
 
 from itertools import islice
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.batch import Batch, BatchShare, Position, split
-from plait.data.loading import batches
-from plait.randomness.keyed import permutation
+from plait.data.batch import Batch, BatchShare, Position, split_evenly
+from plait.data.loading import iter_batches
+from plait.randomness.keyed import make_permutation
 
 
 class Ids:
-    """Sample i is i; a batch is (ids as a float column, ids)."""
+    """Sample i is i. A batch is (ids as a float column, ids)."""
 
     def __init__(self, length: int):
         self.length = length
@@ -31,7 +31,7 @@ class Ids:
 
 
 class Stateful:
-    """An iterable that can be put where it was."""
+    """An iterable whose position can be restored."""
 
     collate = Ids.collate
 
@@ -68,12 +68,12 @@ seeds, sources = st.integers(0, 2**63 - 1), st.sampled_from([Ids, Stateful, Iter
 
 
 def take(data: Any, steps: int, batch: int, seed: int, share: BatchShare, at: Position | None = None) -> list[Batch]:
-    return list(islice(batches(data, batch, seed, share, at or Position()), steps))
+    return list(islice(iter_batches(data, batch, seed, share, at or Position()), steps))
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_split_is_a_partition_into_even_parts(size: int, parts: int) -> None:
-    shares = [split(size, parts, i) for i in range(parts)]
+    shares = [split_evenly(size, parts, i) for i in range(parts)]
     assert [i for first, count in shares for i in range(first, first + count)] == list(range(size))
     counts = [count for _, count in shares]
     assert max(counts) - min(counts) <= 1
@@ -82,13 +82,13 @@ def test_split_is_a_partition_into_even_parts(size: int, parts: int) -> None:
 
 @given(st.integers(0, 60), parts, parts)
 def test_micro_batches_are_contiguous_over_ranks(size: int, ranks: int, micro: int) -> None:
-    covered = [p for rank in range(ranks) for p in BatchShare(rank, ranks, micro).parts(size)]
+    covered = [p for rank in range(ranks) for p in BatchShare(rank, ranks, micro).locate_micro_batches(size)]
     assert [i for first, count in covered for i in range(first, first + count)] == list(range(size))
 
 
 @given(seeds, st.integers(0, 1000), st.integers(0, 300))
 def test_an_epoch_is_a_permutation(seed: int, epoch: int, length: int) -> None:
-    assert sorted(permutation(seed, epoch, length)) == list(range(length))
+    assert sorted(make_permutation(seed, epoch, length)) == list(range(length))
 
 
 @given(sources, lengths, sizes, parts, parts, seeds)
@@ -100,8 +100,8 @@ def test_the_ranks_share_the_batch_of_one_device(
     alone = take(source(length), steps, batch, seed, BatchShare())
     split_up = [take(source(length), steps, batch, seed, BatchShare(rank, ranks, micro)) for rank in range(ranks)]
     for step, whole in enumerate(alone):
-        (only,) = whole.micro
-        together = [m for rows in split_up for m in rows[step].micro]
+        (only,) = whole.micro_batches
+        together = [m for rows in split_up for m in rows[step].micro_batches]
         assert tuple(i for m in together for i in m.ids) == only.ids
         assert len(together) == ranks * micro
         assert [m.first for m in together if m.count] == [
@@ -113,17 +113,17 @@ def test_the_ranks_share_the_batch_of_one_device(
             assert m.inputs.shape == (m.count or 1, 1)
             assert m.targets.dtype == torch.int64
         for rows in split_up:
-            assert (rows[step].position, rows[step].after, rows[step].size) == (
+            assert (rows[step].position, rows[step].next_position, rows[step].size) == (
                 whole.position,
-                whole.after,
+                whole.next_position,
                 whole.size,
             )
     for epoch in (0, 1):
         mine = [b for b in alone if b.position.epoch == epoch]
-        assert sorted(i for b in mine for i in b.micro[0].ids) == list(range(length))
+        assert sorted(i for b in mine for i in b.micro_batches[0].ids) == list(range(length))
         assert [b.size for b in mine] == [batch] * (length // batch) + ([length % batch] if length % batch else [])
     assert [b.position.step for b in alone] == list(range(steps))
-    assert [b.after.samples for b in alone] == [sum(b.size for b in alone[: i + 1]) for i in range(steps)]
+    assert [b.next_position.samples for b in alone] == [sum(b.size for b in alone[: i + 1]) for i in range(steps)]
 
 
 @given(sources, lengths, sizes, parts, parts, seeds, st.data())
@@ -135,25 +135,25 @@ def test_resuming_anywhere_gives_the_same_sequence(
     whole = take(source(length), steps, batch, seed, share)
     done = data.draw(st.integers(1, steps - 1))
     last = whole[done - 1]
-    again = take(source(length), steps - done, batch, seed, share, last.after)
+    again = take(source(length), steps - done, batch, seed, share, last.next_position)
     for a, b in zip(again, whole[done:], strict=True):
-        assert (a.position, a.after, a.size) == (b.position, b.after, b.size)
-        assert [m.ids for m in a.micro] == [m.ids for m in b.micro]
-        assert [m.targets.tolist() for m in a.micro] == [m.targets.tolist() for m in b.micro]
+        assert (a.position, a.next_position, a.size) == (b.position, b.next_position, b.size)
+        assert [m.ids for m in a.micro_batches] == [m.ids for m in b.micro_batches]
+        assert [m.targets.tolist() for m in a.micro_batches] == [m.targets.tolist() for m in b.micro_batches]
 
 
 @given(st.integers(8, 40), sizes, seeds, st.integers(0, 5))
 def test_order_depends_on_seed_and_epoch(length: int, batch: int, seed: int, epoch: int) -> None:
     def first(seed: int, epoch: int) -> list[int]:
         rows = take(Ids(length), -(-length // batch), batch, seed, BatchShare(), Position(0, epoch, 0, 0))
-        return [i for b in rows for i in b.micro[0].ids]
+        return [i for b in rows for i in b.micro_batches[0].ids]
 
-    assert first(seed, epoch) == permutation(seed, epoch, length).tolist()
+    assert first(seed, epoch) == make_permutation(seed, epoch, length).tolist()
     assert first(seed, epoch) != first(seed, epoch + 1) or first(seed, epoch) != first(seed ^ 1, epoch)
 
 
 class Counting(Stateful):
-    """Counts its own epochs, as a data set that shuffles by its own generator would."""
+    """Counts its own epochs, like a data set that shuffles with its own generator."""
 
     epoch = 0
 
@@ -173,5 +173,5 @@ class Counting(Stateful):
 def test_a_state_that_counts_epochs_resumes(done: int) -> None:
     whole = take(Counting(6), 5, 4, 0, BatchShare())
     last = whole[done - 1]
-    again = take(Counting(6), 5 - done, 4, 0, BatchShare(), last.after)
-    assert [b.micro[0].targets.tolist() for b in again] == [b.micro[0].targets.tolist() for b in whole[done:]]
+    again = take(Counting(6), 5 - done, 4, 0, BatchShare(), last.next_position)
+    assert [b.micro_batches[0].targets.tolist() for b in again] == [b.micro_batches[0].targets.tolist() for b in whole[done:]]

@@ -1,4 +1,4 @@
-"""Any layout of tensors over any ranks is saved without a rank holding the whole, and read into any other, bit for bit."""
+"""Any layout of tensors over any ranks is saved without a rank storing the full tensors, and is loaded into any other layout, bit for bit."""
 
 import math
 import tempfile
@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 
 from plait import PlaitError
 from plait.checkpoint import safetensors_file
+from plait.checkpoint.checkpoint_reader import CheckpointReader
 from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import NAMES, HeldChunk, Rect, assign, overlap, without, wrong_tiling
-from plait.checkpoint.saving import publish, write_part
-from plait.tensors.rows import Part, within
+from plait.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
+    LocalChunk,
+    Rect,
+    assign_writers,
+    find_tiling_error,
+    intersect_rects,
+    subtract_rect,
+)
+from plait.checkpoint.saving import publish_checkpoint, write_part
+from plait.tensors.rows import Part, slice_ranges
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 VALUES: dict[str, Any] = {
@@ -25,7 +33,7 @@ VALUES: dict[str, Any] = {
     "carried": {"rank": 0, "world": 1, "values": {}, "unsaved": {}, "of_all": False},
 }  # fmt: skip
 Layout = list[dict[str, list[Rect]]]
-"""For each rank, the rectangles it holds of each tensor."""
+"""Per rank, its rectangles of each tensor."""
 
 
 @st.composite
@@ -41,7 +49,7 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 def cut(draw: st.DrawFn, rect: Rect, times: int) -> list[Rect]:
-    """A rectangle as some smaller ones."""
+    """Splits a rectangle into smaller ones."""
     start, size = rect
     dims = [d for d, n in enumerate(size) if n > 1]
     if not times or not dims:
@@ -55,7 +63,7 @@ def cut(draw: st.DrawFn, rect: Rect, times: int) -> list[Rect]:
 
 @st.composite
 def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], overlapping: bool) -> Layout:
-    """Every rectangle on one rank or several; with `overlapping`, some ranks hold more besides, across the cuts."""
+    """Every rectangle is on one rank or several. With `overlapping`, some ranks have additional rectangles that cross the boundaries."""
     ranks = draw(st.integers(1, 4))
     layout: Layout = [{} for _ in range(ranks)]
     for name, shape in shapes.items():
@@ -69,10 +77,10 @@ def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], overlapping: bo
     return layout
 
 
-def held(layout: Layout, whole: dict[str, torch.Tensor]) -> list[list[HeldChunk]]:
+def held(layout: Layout, whole: dict[str, torch.Tensor]) -> list[list[LocalChunk]]:
     return [
         [
-            HeldChunk(name, NAMES[whole[name].dtype], whole[name].element_size(), tuple(whole[name].shape), *rect)
+            LocalChunk(name, DTYPE_NAMES[whole[name].dtype], whole[name].element_size(), tuple(whole[name].shape), *rect)
             for name, rects in mine.items()
             for rect in rects
         ]
@@ -87,7 +95,7 @@ def inside(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, NaN too."""
+    """Compares bit for bit, NaN included."""
     return bytes(a.contiguous().view(-1).view(torch.uint8).numpy()) == bytes(
         b.contiguous().view(-1).view(torch.uint8).numpy()
     )
@@ -99,19 +107,19 @@ def test_any_layout_is_read_into_any_other(data: st.DataObject, whole: dict[str,
     saved = data.draw(layouts(shapes, overlapping=True))
     wanted = data.draw(layouts(shapes, overlapping=True))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "CUT", limit)
+        patch.setattr(safetensors_file, "MAX_CHUNK_BYTES", limit)
         path, building = Path(folder) / "step-000001", Path(folder) / "building"
         lists = held(saved, whole)
-        plan = assign(lists)
+        plan = assign_writers(lists)
         empty = [h for mine in lists for h in mine if 0 in h.shape]
         for rank, mine in enumerate(plan):
-            assert all(any(h.name == w.name and overlap(h.rect, w.rect) == w.rect for h in lists[rank]) for w in mine)
+            assert all(any(h.name == w.name and intersect_rects(h.rect, w.rect) == w.rect for h in lists[rank]) for w in mine)
             write_part(building, rank, {h: inside(whole[h.name], h.rect).contiguous() for h in mine}, VALUES)
-        publish(building, path, len(plan), None, empty)
+        publish_checkpoint(building, path, len(plan), None, empty)
         manifest = read_manifest(path)
         assert set(manifest.tensors) == set(whole)
         for mine in wanted:
-            reader = Reader(path, manifest.files, manifest.tensors)
+            reader = CheckpointReader(path, manifest.files, manifest.tensors)
             for name, rects in mine.items():
                 for rect in rects:
                     part = Part(
@@ -119,8 +127,8 @@ def test_any_layout_is_read_into_any_other(data: st.DataObject, whole: dict[str,
                         shapes[name],
                         tuple(((s, n),) for s, n in zip(*rect)),
                     )
-                    reader.check(name, part)
-                    reader.read(name, part)
+                    reader.check_part(name, part)
+                    reader.read_part(name, part)
                     assert same(part.tensor, inside(whole[name], rect)), (name, rect)
 
 
@@ -129,13 +137,13 @@ def test_what_is_written_covers_everything_once(data: st.DataObject, shape: tupl
     layout = data.draw(layouts({"x": shape}, overlapping=True))
     lists = held(layout, {"x": torch.zeros(shape)})
     covered = torch.zeros(shape, dtype=torch.int32)
-    for mine in assign(lists):
+    for mine in assign_writers(lists):
         for piece in mine:
             inside(covered, piece.rect).add_(1)
     assert bool((covered == 1).all())
-    rects = [piece.rect for mine in assign(lists) for piece in mine]
-    assert wrong_tiling(shape, rects) is None
-    assert wrong_tiling(shape, rects[1:]) is not None and wrong_tiling(shape, [*rects, rects[0]]) is not None
+    rects = [piece.rect for mine in assign_writers(lists) for piece in mine]
+    assert find_tiling_error(shape, rects) is None
+    assert find_tiling_error(shape, rects[1:]) is not None and find_tiling_error(shape, [*rects, rects[0]]) is not None
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
@@ -143,7 +151,7 @@ def test_a_difference_of_rectangles(data: st.DataObject, shape: tuple[int, ...])
     whole: Rect = ((0,) * len(shape), shape)
     a, b = (data.draw(st.sampled_from(cut(data.draw, whole, 2))) for _ in range(2))
     left = torch.zeros(shape, dtype=torch.int32)
-    for rect in without(a, b):
+    for rect in subtract_rect(a, b):
         inside(left, rect).add_(1)
     expected = torch.zeros(shape, dtype=torch.int32)
     inside(expected, a).fill_(1)
@@ -154,22 +162,22 @@ def test_a_difference_of_rectangles(data: st.DataObject, shape: tuple[int, ...])
 def test_copies_are_written_in_equal_shares() -> None:
     whole = {f"{i}": torch.zeros(64, 100 + i) for i in range(40)}
     everything = {name: [((0, 0), tuple(t.shape))] for name, t in whole.items()}
-    shares = [sum(h.bytes for h in mine) for mine in assign(held([everything] * 4, whole))]
+    shares = [sum(h.num_bytes for h in mine) for mine in assign_writers(held([everything] * 4, whole))]
     assert max(shares) < 1.02 * min(shares) and sum(shares) == sum(t.nbytes for t in whole.values())
     large = {"x": [((0, 0), (1000, 100_000))]}
-    shares = [sum(h.bytes for h in mine) for mine in assign(held([large] * 3, {"x": torch.empty(1000, 100_000)}))]
+    shares = [sum(h.num_bytes for h in mine) for mine in assign_writers(held([large] * 3, {"x": torch.empty(1000, 100_000)}))]
     assert max(shares) < 1.2 * min(shares), "a large tensor is cut between its holders"
 
 
 def test_what_nobody_holds_is_said() -> None:
     whole = {"model/x": torch.zeros(4, 3)}
     with pytest.raises(PlaitError, match="cover 9 of 12"):
-        assign(held([{"model/x": [((0, 0), (2, 3))]}, {"model/x": [((3, 0), (1, 3))]}], whole))
+        assign_writers(held([{"model/x": [((0, 0), (2, 3))]}, {"model/x": [((3, 0), (1, 3))]}], whole))
     lists = held([{"model/x": [((0, 0), (4, 3))]}], whole) + held(
         [{"model/x": [((0,), (4,))]}], {"model/x": torch.zeros(4)}
     )
     with pytest.raises(PlaitError, match="disagree"):
-        assign(lists)
+        assign_writers(lists)
 
 
 def test_a_part_of_several_ranges_is_made_of_rectangles() -> None:
@@ -177,8 +185,8 @@ def test_a_part_of_several_ranges_is_made_of_rectangles() -> None:
     ranges = (((0, 2), (4, 2), (8, 2)), ((1, 1),))
     part = Part(torch.cat([fused[i : i + 2, 1:] for i in (0, 4, 8)]), (12, 2), ranges)
     found = torch.zeros(12, 2)
-    for piece in part.pieces():
-        piece.inside(found).copy_(piece.tensor)
-    assert not part.whole and torch.equal(found.nonzero(), torch.tensor([[i, 1] for i in (0, 1, 4, 5, 8, 9)]))
+    for piece in part.iter_rects():
+        piece.slice_tensor(found).copy_(piece.tensor)
+    assert not part.is_full and torch.equal(found.nonzero(), torch.tensor([[i, 1] for i in (0, 1, 4, 5, 8, 9)]))
     assert torch.equal(found[found != 0], part.tensor.flatten()[part.tensor.flatten() != 0])
-    assert within(ranges[0], 1, 4) == ((1, 1), (4, 2), (8, 1))
+    assert slice_ranges(ranges[0], 1, 4) == ((1, 1), (4, 2), (8, 1))

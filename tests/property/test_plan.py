@@ -1,4 +1,4 @@
-"""Any legal plan survives a line, TOML and JSON; anything else is refused, never by a traceback."""
+"""Any valid plan survives a round trip through a line, TOML and JSON. Anything else is rejected, and never with a traceback."""
 
 import json
 from contextlib import suppress
@@ -22,8 +22,8 @@ def legal(key: Key) -> st.SearchStrategy:
     if key.kind is bool:
         return st.booleans()
     if key.kind is float:
-        return st.integers(0, 1000).map(lambda n: n / 1000 * key.most)
-    return st.integers(key.least, 2**20)
+        return st.integers(0, 1000).map(lambda n: n / 1000 * key.maximum)
+    return st.integers(key.minimum, 2**20)
 
 
 def with_wildcard(values: dict[str, Any], wild: str | None) -> Plan:
@@ -98,7 +98,7 @@ def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None
         filled = plan.fill(nproc)
         assert all(getattr(filled, axis) >= 1 for axis in AXES)
         assert filled.world <= filled.devices + filled.servers
-        alike = filled.replica_groups * filled.pp * filled.cp * filled.tp  # ranks of one share of a group's samples
+        alike = filled.replica_groups * filled.pp * filled.cp * filled.tp  # ranks of one shard of a group's samples
         assert filled.ranks == (1 if plan.processes == "one" else filled.devices // alike)
         if plan.processes != "one" and nproc is not None:
             assert filled.world == nproc

@@ -1,4 +1,4 @@
-"""The numbers themselves: pure functions of position, with the right moments; and what must not change them."""
+"""Random values are pure functions of their position, with the right moments. Tests of changes that must not affect them."""
 
 import math
 import random
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plait.config.errors import PlaitError
-from plait.model.make import call
-from plait.model.sketch import sketch
+from plait.model.build_model import run_model
+from plait.model.sketch import sketch_model
 from plait.randomness import distributions
-from plait.randomness.distributions import key
+from plait.randomness.distributions import make_philox_key
 from plait.randomness.keyed import Randomness, seed_host
-from plait.randomness.philox import bits
+from plait.randomness.philox import draw_bits
 
 MANY = 200_000
 
@@ -35,17 +35,17 @@ class Of(nn.Module):
 
 
 def drawn(function, n: int = MANY, seed: int = 0, step: int = 0) -> Tensor:
-    """What `function` of n ones returns when its random numbers are keyed."""
+    """Returns `function` of n ones with keyed random numbers."""
     model = Of(function)
-    places = sketch(model, torch.ones, call).places
-    with torch.no_grad(), Randomness(seed, places).install(model).at(step, 0, n):
+    places = sketch_model(model, torch.ones, run_model).places
+    with torch.no_grad(), Randomness(seed, places).install(model).forward_pass(step, 0, n):
         return model(torch.ones(n))
 
 
 @given(st.integers(0, 2**128 - 1), st.integers(0, 3000), st.integers(0, 300))
 def test_bits_are_a_function_of_position(philox_key: int, start: int, count: int) -> None:
-    whole = bits(philox_key, 0, start + count)
-    part = bits(philox_key, start, count)
+    whole = draw_bits(philox_key, 0, start + count)
+    part = draw_bits(philox_key, start, count)
     assert part.dtype == np.uint32
     assert part.shape == (count,)
     assert np.array_equal(part, whole[start:])
@@ -54,18 +54,18 @@ def test_bits_are_a_function_of_position(philox_key: int, start: int, count: int
 @given(st.integers(0, 2**128 - 1), st.integers(0, 2**60), st.integers(1, 40), st.integers(0, 40))
 def test_bits_far_out(philox_key: int, start: int, count: int, cut: int) -> None:
     cut = min(cut, count)
-    both = np.concatenate([bits(philox_key, start, cut), bits(philox_key, start + cut, count - cut)])
-    assert np.array_equal(both, bits(philox_key, start, count))
+    both = np.concatenate([draw_bits(philox_key, start, cut), draw_bits(philox_key, start + cut, count - cut)])
+    assert np.array_equal(both, draw_bits(philox_key, start, count))
 
 
 def test_keys_are_stable_and_apart() -> None:
-    assert key("a", 1) == 139430118705874018724117186389042120154
-    assert len({key(*w) for w in [(1, "a"), ("1", "a"), ("a", 1), (1,), ((1, "a"),), (1, "a", None)]}) == 6
-    assert 0 <= key() < 2**128
+    assert make_philox_key("a", 1) == 139430118705874018724117186389042120154
+    assert len({make_philox_key(*w) for w in [(1, "a"), ("1", "a"), ("a", 1), (1,), ((1, "a"),), (1, "a", None)]}) == 6
+    assert 0 <= make_philox_key() < 2**128
 
 
 def test_bits_are_fair() -> None:
-    words = bits(key("fair"), 0, MANY)
+    words = draw_bits(make_philox_key("fair"), 0, MANY)
     ones = np.unpackbits(words.view(np.uint8)).mean()
     assert abs(ones - 0.5) < 4 * 0.5 / math.sqrt(32 * MANY)
     counts = np.bincount(words >> 24, minlength=256)
@@ -125,9 +125,9 @@ def test_seed_and_step_choose_the_mask(seed: int, step: int) -> None:
 
 def test_eval_mode_draws_nothing() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Dropout2d(0.5))
-    randomness = Randomness(0, sketch(model, lambda n: torch.ones(n, 2, 3, 3), call).places).install(model)
+    randomness = Randomness(0, sketch_model(model, lambda n: torch.ones(n, 2, 3, 3), run_model).places).install(model)
     model.eval()
-    with randomness.at(0, 0, 4):
+    with randomness.forward_pass(0, 0, 4):
         assert torch.equal(model(torch.ones(4, 2, 3, 3)), torch.ones(4, 2, 3, 3))
         drawn = {place for place in randomness._calls if place.count("#") > 1}
         assert not drawn
@@ -135,7 +135,7 @@ def test_eval_mode_draws_nothing() -> None:
 
 def test_the_host_is_seeded_by_step_alone() -> None:
     def numbers(step: int, first: int, count: int) -> tuple[float, float, float]:
-        with Randomness(3, {}).install(nn.Linear(1, 1)).at(step, first, count):
+        with Randomness(3, {}).install(nn.Linear(1, 1)).forward_pass(step, first, count):
             return random.random(), float(np.random.rand()), float(torch.rand(1))
 
     assert numbers(1, 0, 4) == numbers(1, 3, 1) != numbers(2, 0, 4)
@@ -146,13 +146,13 @@ def test_the_host_is_seeded_by_step_alone() -> None:
 
 
 def test_a_device_is_seeded_by_samples_and_stage_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fused kernel draws inside is not the same for every rank and micro-batch, and is the same when run again."""
+    """The random numbers inside a fused kernel differ between ranks and micro-batches, and repeat when the kernel runs again."""
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
 
     def seed(step: int, first: int, stage: int = 0) -> int:
-        with Randomness(3, {}).install(nn.Linear(1, 1)).at(step, first, 4, stage):
+        with Randomness(3, {}).install(nn.Linear(1, 1)).forward_pass(step, first, 4, stage):
             return seeds[-1]
 
     passes = [(0, 0, 0), (0, 4, 0), (1, 0, 0), (0, 0, 1)]
@@ -160,16 +160,16 @@ def test_a_device_is_seeded_by_samples_and_stage_too(monkeypatch: pytest.MonkeyP
     assert seed(1, 4) == seed(1, 4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of importing inductor
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warning when inductor is imported
 def test_a_compiled_model_has_the_same_mask() -> None:
     model = Of(lambda x: drop(linear(x)))
     model.drop, model.linear = drop, linear = nn.Dropout(0.5), nn.Linear(4, 4)
-    randomness = Randomness(0, sketch(model, lambda n: torch.ones(n, 4), call).places).install(model)
+    randomness = Randomness(0, sketch_model(model, lambda n: torch.ones(n, 4), run_model).places).install(model)
 
     def masks() -> list[Tensor]:
         found = []
         for step, first in ((0, 0), (1, 8)):
-            with randomness.at(step, first, 8):
+            with randomness.forward_pass(step, first, 8):
                 found.append(model(torch.ones(8, 4)) != 0)
         return found
 
@@ -185,10 +185,10 @@ def test_activation_checkpointing_recomputes_the_same_mask(reentrant: bool) -> N
         block = nn.Sequential(nn.Dropout(0.5), nn.Tanh())
         model = Of(partial(wrap, block))
         model.block = block
-        places = sketch(model, lambda n: torch.ones(n, 9), call).places
+        places = sketch_model(model, lambda n: torch.ones(n, 9), run_model).places
         x = torch.ones(8, 9, requires_grad=True)
         randomness = Randomness(0, places).install(model)
-        with randomness.at(0, 0, 8):
+        with randomness.forward_pass(0, 0, 8):
             y = model(x)
         with randomness.replay():
             y.sum().backward()
@@ -198,7 +198,7 @@ def test_activation_checkpointing_recomputes_the_same_mask(reentrant: bool) -> N
 
 def test_a_direct_call_in_a_checkpointed_function_is_refused() -> None:
     model = Of(lambda x: checkpoint(F.dropout, x, use_reentrant=False))
-    with Randomness(0, {"#1#1": 0}).install(model).at(0, 0, 8), pytest.raises(PlaitError, match="J014"):
+    with Randomness(0, {"#1#1": 0}).install(model).forward_pass(0, 0, 8), pytest.raises(PlaitError, match="J014"):
         model(torch.ones(8, 9, requires_grad=True))
 
 
@@ -206,8 +206,8 @@ def test_a_recomputation_without_its_generator_is_refused() -> None:
     block = nn.Sequential(nn.Dropout(0.5), nn.Tanh())
     model = Of(lambda x: checkpoint(block, x, use_reentrant=False, preserve_rng_state=False))
     model.block = block
-    randomness = Randomness(0, sketch(model, lambda n: torch.ones(n, 9), call).places).install(model)
-    with randomness.at(0, 0, 8):
+    randomness = Randomness(0, sketch_model(model, lambda n: torch.ones(n, 9), run_model).places).install(model)
+    with randomness.forward_pass(0, 0, 8):
         y = model(torch.ones(8, 9, requires_grad=True))
     with randomness.replay(), pytest.raises(PlaitError, match="J014"):
         y.sum().backward()
@@ -240,7 +240,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("p", (0.5, 0.0))
 def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
-    """As uncompiled, place by place; also a unit that is called twice, and in one graph."""
+    """The values equal those of uncompiled units, position by position. Includes a unit that is called twice in one graph."""
     plain, compiled = (nn.Sequential(Twice(), Twice()) for _ in range(2))
     places: dict[str, int | None] = {f"{i}.drop#{n}#1": 0 for i in "01" for n in range(1, 5)}
     units, graphs, x = list("01"), list[Any](), torch.ones(6, 40)
@@ -248,7 +248,7 @@ def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
         if isinstance(module, nn.Dropout):
             module.p = p
     keyed = [Randomness(3, places).install(model) for model in (plain, compiled)]
-    keyed[1].compiled(compiled, units)
+    keyed[1].prepare_compiled(compiled, units)
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append(graph)
@@ -256,13 +256,13 @@ def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
 
     torch.compiler.reset()
     forward = torch.compile(Twice.forward, backend=keep, fullgraph=True)
-    with keyed[0].at(1, 2, 6):
+    with keyed[0].forward_pass(1, 2, 6):
         expected = [block(x) for block in plain for _ in range(2)]
-    with keyed[1].at(1, 2, 6):
+    with keyed[1].forward_pass(1, 2, 6):
         found = []
         for unit in units:
             for _ in range(2):
-                with keyed[1].unit(unit):
+                with keyed[1].unit_call(unit):
                     found.append(forward(compiled.get_submodule(unit), x))
     assert all(torch.equal(a, b) for a, b in zip(expected, found)) and len(graphs) == 1
     assert p == 0.0 or len({t.sum().item() for t in found}) > 1
@@ -270,9 +270,9 @@ def test_units_that_share_a_graph_draw_numbers_of_their_own(p: float) -> None:
 
 
 def test_a_mask_that_nobody_can_place_is_refused() -> None:
-    """It is drawn in a graph, outside of any unit's forward."""
+    """The mask is drawn in a graph, outside of any unit's forward."""
     layer = nn.Dropout(0.5)
-    distributions.draw_inside(layer, "drop", {}, torch.zeros(4, dtype=torch.int64))
+    distributions.install_unit_dropout(layer, "drop", {}, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(PlaitError) as caught:
         layer(torch.ones(3))
     assert caught.value.codes == ["J014"]

@@ -1,4 +1,4 @@
-"""Who holds which rows of a dim, after views and slices of any shape: compared with the numbered elements themselves."""
+"""Which rank has which rows of a dim after views and slices of any shape, compared with the numbered elements themselves."""
 
 import math
 from itertools import pairwise
@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.tensors.rows import Rows, taken
-from plait.tensors.sharded_views import follow
+from plait.tensors.rows import Rows, copy_ranges
+from plait.tensors.sharded_views import track_dim
 
 FACTORS = st.lists(st.sampled_from([1, 2, 2, 3, 5]), min_size=1, max_size=5)
 
 
 @st.composite
 def rows_of(draw: Any, length: int) -> Rows:
-    """A dim of that length, dealt out to 1 to 3 ranks in pieces."""
+    """A dim of that length, distributed over 1 to 3 ranks in pieces."""
     marks = sorted(draw(st.sets(st.integers(0, length), max_size=4)) | {0, length})
     pieces = draw(st.permutations([(a, b - a) for a, b in pairwise(marks)]))
     ranks = draw(st.integers(1, 3))
@@ -27,7 +27,7 @@ def rows_of(draw: Any, length: int) -> Rows:
 
 @st.composite
 def regrouped(draw: Any, factors: list[int]) -> tuple[int, ...]:
-    """The factors multiplied in neighbouring groups: a shape."""
+    """Multiplies adjacent groups of the factors: a shape."""
     shape = [1] if draw(st.booleans()) else []
     for factor in factors:
         if shape and draw(st.booleans()):
@@ -45,14 +45,14 @@ def test_a_view_of_a_part_is_the_part_of_the_view(data: Any) -> None:
     old, new = data.draw(regrouped(factors)), data.draw(regrouped(factors))
     cut = data.draw(st.integers(0, len(old) - 1))
     rows = data.draw(rows_of(old[cut]))
-    found = follow(old, cut, new, rows)
+    found = track_dim(old, cut, new, rows)
     whole = torch.arange(math.prod(old))
     for rank in range(len(rows.ranks)):
-        mine = rows.take(whole.view(old), cut, rank)
+        mine = rows.take_part(whole.view(old), cut, rank)
         if found is not None:
             dim, after = found
             shape = (*new[:dim], after.sizes[rank], *new[dim + 1 :])
-            assert torch.equal(mine.reshape(shape), after.take(whole.view(new), dim, rank))
+            assert torch.equal(mine.reshape(shape), after.take_part(whole.view(new), dim, rank))
     if old == new or math.prod(new[:-1]) == 1:
         assert found is not None, "a view as it was, or as one row, can always be followed"
 
@@ -64,15 +64,15 @@ def test_slices_and_merged_dims(data: Any) -> None:
     rows = data.draw(rows_of(length))
     first = data.draw(st.integers(0, length))
     end = data.draw(st.integers(first, length))
-    whole, merged, sliced = torch.arange(outer * length * inner), rows.merged(outer, inner), rows.sliced(first, end)
+    whole, merged, sliced = torch.arange(outer * length * inner), rows.merge_dims(outer, inner), rows.slice_range(first, end)
     assert merged.length == len(whole) and sliced.length == end - first
-    back = merged.parted(outer, length, inner)
+    back = merged.split_dim(outer, length, inner)
     for rank in range(len(rows.ranks)):
-        mine = rows.take(whole.view(outer, length, inner), 1, rank)
-        assert torch.equal(mine.reshape(-1), merged.take(whole, 0, rank))
-        assert back is not None and torch.equal(back.take(whole[:length], 0, rank), rows.take(whole[:length], 0, rank))
-        kept = [mine[:, at + k] for at, n in rows.held(rank, first, end) for k in range(n)]
-        taken = sliced.take(whole.view(outer, length, inner)[:, first:end], 1, rank)
+        mine = rows.take_part(whole.view(outer, length, inner), 1, rank)
+        assert torch.equal(mine.reshape(-1), merged.take_part(whole, 0, rank))
+        assert back is not None and torch.equal(back.take_part(whole[:length], 0, rank), rows.take_part(whole[:length], 0, rank))
+        kept = [mine[:, at + k] for at, n in rows.locate(rank, first, end) for k in range(n)]
+        taken = sliced.take_part(whole.view(outer, length, inner)[:, first:end], 1, rank)
         assert torch.equal(torch.stack(kept, 1) if kept else mine[:, :0], taken)
 
 
@@ -80,9 +80,9 @@ def test_slices_and_merged_dims(data: Any) -> None:
 def test_a_dim_is_cut_as_torch_cuts_it(length: int, ranks: int) -> None:
     whole = torch.arange(length)
     for rows, parts in (
-        (Rows.chunks(length, ranks), whole.chunk(ranks)),
-        (Rows.even(length, ranks), whole.tensor_split(ranks)),
+        (Rows.make_chunks(length, ranks), whole.chunk(ranks)),
+        (Rows.make_even(length, ranks), whole.tensor_split(ranks)),
     ):
         parts = [*parts, *[whole[:0]] * (ranks - len(parts))]
-        assert all(torch.equal(rows.take(whole, 0, rank), part) for rank, part in enumerate(parts))
-        assert all(torch.equal(taken(whole, 0, ranges), part) for ranges, part in zip(rows.ranks, parts))
+        assert all(torch.equal(rows.take_part(whole, 0, rank), part) for rank, part in enumerate(parts))
+        assert all(torch.equal(copy_ranges(whole, 0, ranges), part) for ranges, part in zip(rows.ranks, parts))

@@ -1,4 +1,4 @@
-"""Every table of every size can be played to its end, does everything once, and holds no more than it says."""
+"""Every schedule table of every size runs to its end, executes every action once, and stays within its stated memory."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from rarely import rarely
 
 from plait.config.keys import SCHEDULES
-from plait.parallel.pipeline.schedule_search import Costs, best, packed_all, simulate, table
-from plait.parallel.pipeline.schedules import Table, folded, looped, problems
+from plait.parallel.pipeline.schedule_search import (
+    StageCosts,
+    build_table,
+    find_best_table,
+    iter_greedy_tables,
+    simulate,
+)
+from plait.parallel.pipeline.schedules import ScheduleTable, assign_folded, assign_looped, find_schedule_errors
 
 RANKS, MICROBATCHES, STAGES = range(1, 9), range(1, 33), range(1, 5)
 TEXTBOOK = [name for name in SCHEDULES if name != "auto"]
@@ -20,12 +26,12 @@ def sizes(name: str) -> Iterator[tuple[int, int, int]]:
     for v in STAGES:
         for p in RANKS:
             for m in MICROBATCHES:
-                if not problems(name, p, m, v):
+                if not find_schedule_errors(name, p, m, v):
                     yield p, m, v
 
 
-def check(found: Table, p: int, m: int, v: int) -> None:
-    """Structure: everything once, on its owner, in ascending order of micro-batches, within the stated memory."""
+def check(found: ScheduleTable, p: int, m: int, v: int) -> None:
+    """Checks the structure: every action once, on its owner, in ascending order of micro-batches, within the stated memory."""
     assert (found.ranks, found.stages, found.microbatches) == (p, p * v, m) == (len(found.rows), len(found.owner), m)
     assert all(found.owner.count(rank) == v for rank in range(p))
     for rank, row in enumerate(found.rows):
@@ -38,11 +44,11 @@ def check(found: Table, p: int, m: int, v: int) -> None:
             now += {"F": 1, "I": 0}.get(a.kind, -1)
             most = max(most, now)
         assert kinds == {(k, s): list(range(m)) for k in "FIW" for s in range(p * v) if found.owner[s] == rank}
-        assert now == 0 and most <= found.live[rank]
+        assert now == 0 and most <= found.peak_live[rank]
 
 
 def stated(name: str, p: int, m: int, v: int, rank: int) -> int:
-    """What the docstrings say that a rank holds at most."""
+    """The maximum per rank, as the docstrings state it."""
     return {
         "sequential": v,
         "gpipe": v * m,
@@ -54,7 +60,7 @@ def stated(name: str, p: int, m: int, v: int, rank: int) -> int:
 
 
 def makespan(name: str, p: int, m: int, v: int) -> int | None:
-    """The textbook's, with F = I = W = 1; None where it has none."""
+    """The makespan from the literature with F = I = W = 1, or None if no formula exists."""
     if name == "sequential":
         return 3 * p * v * m
     if name == "zbv":
@@ -68,18 +74,18 @@ def makespan(name: str, p: int, m: int, v: int) -> int | None:
 
 @pytest.mark.parametrize("step", (5, *rarely(1)))
 def test_every_table_of_every_size(step: int) -> None:
-    """Every fifth size, and all in the long list."""
+    """Every fifth size. The long list runs all sizes."""
     for name in TEXTBOOK:
         for p, m, v in islice(sizes(name), 0, None, step):
-            found = table(name, p, m, v)
+            found = build_table(name, p, m, v)
             check(found, p, m, v)
             one = [1.0] * (p * v)
             played = simulate(found, one, one, one)
-            assert found.live == tuple(stated(name, p, m, v, rank) for rank in range(p)) or name in (
+            assert found.peak_live == tuple(stated(name, p, m, v, rank) for rank in range(p)) or name in (
                 "interleaved",
                 "zbv",
             )
-            assert all(n <= stated(name, p, m, v, rank) for rank, n in enumerate(found.live)), (name, p, m, v)
+            assert all(n <= stated(name, p, m, v, rank) for rank, n in enumerate(found.peak_live)), (name, p, m, v)
             assert played.makespan == (makespan(name, p, m, v) or played.makespan), (name, p, m, v)
             assert played.makespan >= 3 * v * m
 
@@ -89,35 +95,35 @@ def test_the_search_is_never_worse_and_fits() -> None:
     for p in (1, 2, 3, 4, 8):
         for m in (1, 2, 5, 8, 13):
             for v in STAGES:
-                found, one = table("auto", p, m, v), [1.0] * (p * v)
+                found, one = build_table("auto", p, m, v), [1.0] * (p * v)
                 check(found, p, m, v)
-                assert max(found.live) <= p * v
+                assert max(found.peak_live) <= p * v
                 took = simulate(found, one, one, one).makespan
                 for name in TEXTBOOK:
-                    if not problems(name, p, m, v) and max((other := table(name, p, m, v)).live) <= p * v:
+                    if not find_schedule_errors(name, p, m, v) and max((other := build_table(name, p, m, v)).peak_live) <= p * v:
                         assert took <= simulate(other, one, one, one).makespan, (name, p, m, v)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[int, int, int, Costs]:
+def jobs(draw: st.DrawFn) -> tuple[int, int, int, StageCosts]:
     p, m, v = draw(st.integers(1, 5)), draw(st.integers(1, 10)), draw(st.integers(1, 3))
     times = st.lists(st.floats(0.01, 10), min_size=p * v, max_size=p * v).map(tuple)
     link = draw(
         st.one_of(st.floats(0, 3), st.lists(st.floats(0, 3), min_size=p * v - 1, max_size=p * v - 1).map(tuple))
     )
-    return p, m, v, Costs(draw(times), draw(times), draw(times), link, draw(st.floats(0, 1)), draw(times))
+    return p, m, v, StageCosts(draw(times), draw(times), draw(times), link, draw(st.floats(0, 1)), draw(times))
 
 
 @given(jobs())
-def test_uneven_times(job: tuple[int, int, int, Costs]) -> None:
-    """Whatever the times: no deadlock, dependencies kept, no rank at two things at once, nothing computed twice."""
+def test_uneven_times(job: tuple[int, int, int, StageCosts]) -> None:
+    """For any durations: no deadlock, dependencies are kept, no rank runs two actions at once, and nothing is computed twice."""
     p, m, v, costs = job
     hops = [costs.link] * (p * v) if isinstance(costs.link, (int, float)) else costs.link
     for name in TEXTBOOK:
-        if problems(name, p, m, v):
+        if find_schedule_errors(name, p, m, v):
             continue
-        found = table(name, p, m, v)
-        played = costs.play(found)
+        found = build_table(name, p, m, v)
+        played = costs.simulate_table(found)
         ends = {(a.kind.replace("B", "I"), a.stage, a.micro): end for _, a, _, end in played.events}
         for (rank, _, _, end), (other, _, start, _) in zip(played.events, played.events[1:]):
             assert rank != other or end <= start
@@ -139,69 +145,69 @@ def test_uneven_times(job: tuple[int, int, int, Costs]) -> None:
 
 @pytest.mark.slow
 @given(jobs(), st.floats(1, 6), st.booleans())
-def test_the_search_under_any_limit(job: tuple[int, int, int, Costs], room: float, split: bool) -> None:
+def test_the_search_under_any_limit(job: tuple[int, int, int, StageCosts], room: float, split: bool) -> None:
     p, m, v, costs = job
     limits = [
-        max(sum(costs.saved[s] for s in range(p * v) if own[s] == r) for own in (looped(p, v), folded(p, v))) * room
+        max(sum(costs.saved[s] for s in range(p * v) if own[s] == r) for own in (assign_looped(p, v), assign_folded(p, v))) * room
         for r in range(p)
     ]
-    for found in packed_all(p, m, v, costs, limits, split):
+    for found in iter_greedy_tables(p, m, v, costs, limits, split):
         check(found, p, m, v)
-        assert all(held <= most * (1 + 1e-6) for held, most in zip(costs.play(found).bytes, limits))
-    found = best(p, m, v, costs, limits, split=split)
-    played = costs.play(found)
-    assert found == best(p, m, v, costs, limits, split=split)
-    assert all(held <= most * (1 + 1e-6) for held, most in zip(played.bytes, limits))
+        assert all(held <= most * (1 + 1e-6) for held, most in zip(costs.simulate_table(found).peak_bytes, limits))
+    found = find_best_table(p, m, v, costs, limits, split=split)
+    played = costs.simulate_table(found)
+    assert found == find_best_table(p, m, v, costs, limits, split=split)
+    assert all(held <= most * (1 + 1e-6) for held, most in zip(played.peak_bytes, limits))
     assert split or not any(a.kind in "IW" for row in found.rows for a in row)
     for name in TEXTBOOK:
-        if not problems(name, p, m, v) and (split or name not in ("zb", "zbv")):
-            other = costs.play(table(name, p, m, v))
-            if all(held <= most for held, most in zip(other.bytes, limits)):
+        if not find_schedule_errors(name, p, m, v) and (split or name not in ("zb", "zbv")):
+            other = costs.simulate_table(build_table(name, p, m, v))
+            if all(held <= most for held, most in zip(other.peak_bytes, limits)):
                 assert played.makespan <= other.makespan * (1 + 1e-6)
 
 
 def test_what_the_search_gains() -> None:
-    """Where the textbook's tables were not drawn for the case: few micro-batches, uneven stages, links, no split."""
+    """Cases for which the published tables were not designed: few micro-batches, uneven stages, links, no split backward."""
 
-    def gain(p: int, m: int, v: int, costs: Costs, **more: bool) -> float:
+    def gain(p: int, m: int, v: int, costs: StageCosts, **more: bool) -> float:
         names = [
-            n for n in TEXTBOOK if not problems(n, p, m, v) and (more.get("split", True) or n not in ("zb", "zbv"))
+            n for n in TEXTBOOK if not find_schedule_errors(n, p, m, v) and (more.get("split", True) or n not in ("zb", "zbv"))
         ]
-        others = [costs.play(t).makespan for n in names if max((t := table(n, p, m, v)).live) <= p * v]
-        return 1 - costs.play(best(p, m, v, costs, **more)).makespan / min(others)
+        others = [costs.simulate_table(t).makespan for n in names if max((t := build_table(n, p, m, v)).peak_live) <= p * v]
+        return 1 - costs.simulate_table(find_best_table(p, m, v, costs, **more)).makespan / min(others)
 
-    assert gain(4, 6, 4, Costs.equal(16)) > 0.5, "gpipe and interleaved do not fit: only sequential is left"
-    assert gain(4, 3, 2, Costs.equal(8)) > 0.1, "fewer micro-batches than zbv was drawn for"
+    assert gain(4, 6, 4, StageCosts.uniform(16)) > 0.5, "gpipe and interleaved do not fit: only sequential is left"
+    assert gain(4, 3, 2, StageCosts.uniform(8)) > 0.1, "fewer micro-batches than zbv was drawn for"
     uneven = (1.0, 1.21, 1.13, 1.04)
-    costs = Costs(uneven, uneven, tuple(0.8 * t for t in uneven), link=0.1)
+    costs = StageCosts(uneven, uneven, tuple(0.8 * t for t in uneven), link=0.1)
     assert gain(4, 4, 1, costs) > 0.02
     assert gain(4, 4, 1, costs, split=False) > 0.02
 
 
 def test_a_limit_below_one_micro_batch_is_said() -> None:
-    with pytest.raises(ValueError, match=r"more than 1\.5"):
-        best(2, 4, 2, limit=1.5)
-    tight, one = best(4, 8, limit=1), [1.0] * 4
-    assert tight.live == (1, 1, 1, 1)
-    assert simulate(tight, one, one, one).makespan < simulate(table("sequential", 4, 8), one, one, one).makespan
+    with pytest.raises(ValueError, match=r"memory limit of 1\.5"):
+        find_best_table(2, 4, 2, limit=1.5)
+    tight, one = find_best_table(4, 8, limit=1), [1.0] * 4
+    assert tight.peak_live == (1, 1, 1, 1)
+    assert simulate(tight, one, one, one).makespan < simulate(build_table("sequential", 4, 8), one, one, one).makespan
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_same_table_every_time(name: str) -> None:
     for p, m, v in ((1, 1, 1), (2, 4, 1), (3, 5, 2), (4, 6, 2), (2, 3, 4)):
-        if not problems(name, p, m, v):
-            assert table(name, p, m, v) == table(name, p, m, v)
+        if not find_schedule_errors(name, p, m, v):
+            assert build_table(name, p, m, v) == build_table(name, p, m, v)
 
 
 def test_problems_are_sentences_with_numbers() -> None:
-    assert problems("interleaved", 4, 8, 1) == ["interleaved needs stages_per_rank ≥ 2; with 1 it is 1f1b"]
-    assert problems("1f1b", 4, 8, 3) == ["1f1b has 1 stage per rank, not 3"]
-    assert problems("zbv", 4, 8, 1) == ["zbv has 2 stages per rank, one on each arm of the V, not 1"]
-    assert len(problems("gpipe", 0, 0, 0)) == 3
+    assert find_schedule_errors("interleaved", 4, 8, 1) == ["interleaved needs stages_per_rank ≥ 2; with 1 it equals 1f1b"]
+    assert find_schedule_errors("1f1b", 4, 8, 3) == ["1f1b needs 1 stage per rank, not 3"]
+    assert find_schedule_errors("zbv", 4, 8, 1) == ["zbv needs 2 stages per rank, one on each arm of the V, not 1"]
+    assert len(find_schedule_errors("gpipe", 0, 0, 0)) == 3
     with pytest.raises(ValueError, match="1 stage per rank, not 2"):
-        table("zb", 2, 2, 2)
-    with pytest.raises(ValueError, match="no schedule is called 'pipe'"):
-        table("pipe", 2, 2)
+        build_table("zb", 2, 2, 2)
+    with pytest.raises(ValueError, match="schedule 'pipe' is unknown"):
+        build_table("pipe", 2, 2)
 
 
 GOLDEN = {
@@ -235,8 +241,8 @@ GOLDEN = {
 
 @pytest.mark.parametrize("size", GOLDEN, ids=lambda size: "-".join(map(str, size)))
 def test_golden(size: tuple[str, int, int, int]) -> None:
-    found = table(*size)
+    found = build_table(*size)
     lines = [f"owner {' '.join(map(str, found.owner))}"]
     for rank, row in enumerate(found.rows):
-        lines.append(f"rank {rank} live {found.live[rank]}: {' '.join(map(str, row))}")
+        lines.append(f"rank {rank} live {found.peak_live[rank]}: {' '.join(map(str, row))}")
     assert lines == [line.strip() for line in GOLDEN[size].strip().splitlines()]

@@ -1,4 +1,4 @@
-"""Whatever is in a user's words: what is written for a scheduler gives them back letter for letter."""
+"""Any words of a user are quoted for a scheduler such that the scheduler returns them unchanged."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from submitted import Programs, asked, expanded, sbatch
 
 from plait.config.errors import PlaitError
-from plait.integrations.submit.jobset import dump
-from plait.integrations.submit.submission import Submission, line, scheduler
+from plait.integrations.submit.jobset import dump_yaml
+from plait.integrations.submit.submission import Submission, join_shell_words, load_scheduler
 
 WORST = (
     "it's", 'say "hi"', "$(touch /tmp/plait-was-here)", "`id`", "a b", " ", "a\nb", "a\n", "\n\n", "; rm -rf x", "-x", "--", "é 漢 🙂",
@@ -36,12 +36,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     made = Programs(tmp_path_factory.mktemp("programs"), "plait", "srun", "ssh", "ray", "scontrol")
     made.add(
         "cat", '#!/bin/bash\nkill -KILL "$PPID"\n'
-    )  # who waits for the end of ssh's channel is not what is tested here
+    )  # waiting for the end of ssh's channel is not tested here
     return made
 
 
 def without_change_of_folder(one: Submission) -> Submission:
-    """The folder of a test stands for any."""
+    """Replaces the test's folder by a fixed one."""
     return Submission(**vars(one) | {"folder": "/"})
 
 
@@ -54,20 +54,20 @@ def path(one: Submission) -> str:
     st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)), max_leaves=8))  # fmt: skip
 def test_yaml_is_read_as_it_was_meant(value: object) -> None:
     document = {"a": value, "run": "one\ntwo\n"}
-    assert yaml.safe_load(dump(document)) == document
+    assert yaml.safe_load(dump_yaml(document)) == document
 
 
 @many
 @given(st.lists(TEXTS, min_size=1, max_size=4))
 def test_blocks_are_read_as_they_were_meant(lines: list[str]) -> None:
     document = {"a": {"b": ["\n".join(lines), "\n".join([*lines, ""])]}}
-    assert yaml.safe_load(dump(document)) == document
+    assert yaml.safe_load(dump_yaml(document)) == document
 
 
 @many
 @given(USERS)
 def test_slurm(programs: Programs, one: Submission) -> None:
-    script = scheduler("slurm").write(without_change_of_folder(one))
+    script = load_scheduler("slurm").write(without_change_of_folder(one))
     ((program, *words),) = programs.run(script, SLURM_JOB_ID="7", SLURM_CPUS_ON_NODE="3")
     plait = words[words.index("plait") :]
     assert program == "srun" and "--cpus-per-task=3" in words and "--nodes=2" in words
@@ -81,9 +81,9 @@ def test_options_of_sbatch(value: str) -> None:
     given_ = asked(folder=value, options=(("account", value), ("gres", "gpu:2")))
     if not value.isprintable():
         with pytest.raises(PlaitError, match="S002"):
-            scheduler("slurm").write(given_)
+            load_scheduler("slurm").write(given_)
         return
-    options = sbatch(scheduler("slurm").write(given_))
+    options = sbatch(load_scheduler("slurm").write(given_))
     assert options["chdir"] == options["account"] == value
     assert options["nodes"] == "2" and "gpus-per-node" not in options and options["output"] == "job-%j.out"
 
@@ -95,7 +95,7 @@ def test_options_of_sbatch(value: str) -> None:
 @given(one=USERS)
 def test_pods(programs: Programs, kind: str, setup: tuple[str, ...], one: Submission) -> None:
     one = Submission(**vars(one) | {"setup": setup, "volumes": ((one.runs, one.job),)})
-    document = yaml.safe_load(scheduler(kind).write(one))
+    document = yaml.safe_load(load_scheduler(kind).write(one))
     spec = document["spec"]
     container = spec["trainer"] if kind == "trainjob" else None
     if container is None:
@@ -109,7 +109,7 @@ def test_pods(programs: Programs, kind: str, setup: tuple[str, ...], one: Submis
         if kind == "trainjob":
             assert words[4] == one.folder
             words[4] = "/"
-        ((_, *plait),) = programs.run(line(words))
+        ((_, *plait),) = programs.run(join_shell_words(words))
     else:
         _, *plait = words
     assert plait[:4] == ["train", path(one), "--plan", "dp=2 tp=2"]
@@ -120,7 +120,7 @@ def test_pods(programs: Programs, kind: str, setup: tuple[str, ...], one: Submis
 @many
 @given(USERS)
 def test_skypilot(programs: Programs, one: Submission) -> None:
-    document = yaml.safe_load(scheduler("skypilot").write(Submission(**vars(one) | {"gpu": "H100"})))
+    document = yaml.safe_load(load_scheduler("skypilot").write(Submission(**vars(one) | {"gpu": "H100"})))
     assert document["workdir"] == one.folder
     ((_, *words),) = programs.run(document["run"])
     assert words[:4] == ["train", path(one), "--plan", "dp=2 tp=2"]
@@ -130,7 +130,7 @@ def test_skypilot(programs: Programs, one: Submission) -> None:
 @many
 @given(USERS)
 def test_ray(programs: Programs, one: Submission) -> None:
-    ((_, *words),) = programs.run(scheduler("ray").write(one))
+    ((_, *words),) = programs.run(load_scheduler("ray").write(one))
     at = words.index("--")
     assert words[:at] == ["job", "submit", f"--working-dir={one.folder}"]
     assert words[at + 1 : at + 7] == ["python", "-m", "plait.ray", path(one), "--plan", "dp=2 tp=2"]
@@ -138,14 +138,14 @@ def test_ray(programs: Programs, one: Submission) -> None:
 
 
 @pytest.mark.slow
-@settings(many, max_examples=15)  # each one runs bash several times
+@settings(many, max_examples=15)  # each example runs bash several times
 @given(USERS)
 def test_ssh(programs: Programs, one: Submission) -> None:
-    """First the words of ssh, then what the shell of the host makes of them."""
+    """Quoting for ssh first, then for the shell of the host."""
     there = Submission(
         **vars(without_change_of_folder(one)) | {"hosts": ("me@a", "b"), "options": (("Port", one.job),)}
     )
-    calls = sorted(programs.run(scheduler("ssh").write(there)), key=lambda words: words[-2] != "me@a")
+    calls = sorted(programs.run(load_scheduler("ssh").write(there)), key=lambda words: words[-2] != "me@a")
     assert [words[:-1] for words in calls] == [["ssh", "-o", f"Port={one.job}", "--", host] for host in ("me@a", "b")]
     for k, call in enumerate(calls):
         ((_, *words),) = programs.run(f"PLAIT_SECRET= ; printf 'x\\n' | {{ {call[-1]}\n}}", "sh")

@@ -1,4 +1,4 @@
-# NaN in one sample; an exception in a loader worker; None for a broken file; a list of broken ones tried again at random
+# a NaN sample; an exception in a loader worker; None for a broken file; a list of broken samples that are retried at random
 import os
 import random
 

@@ -1,4 +1,4 @@
-# complex numbers in other places: a state-space layer whose poles are two real columns, frequencies in a buffer, a product that is made by polar
+# other uses of complex numbers: a state-space layer with poles in two real columns, frequencies in a buffer, a product made by polar
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,7 +7,7 @@ import plait
 
 
 class Poles(nn.Module):
-    """A convolution with the powers of complex poles, by the Fourier transform (S4D)."""
+    """A convolution with the powers of complex poles, computed by the Fourier transform (S4D)."""
 
     def __init__(self, c, n=4):
         super().__init__()
@@ -24,7 +24,7 @@ class Poles(nn.Module):
 
 
 class Filter(nn.Module):
-    """Frequencies weighed by a complex buffer and a real parameter."""
+    """Frequencies weighted by a complex buffer and a real parameter."""
 
     def __init__(self, c, t=16):
         super().__init__()
@@ -36,7 +36,7 @@ class Filter(nn.Module):
 
 
 class Phases(nn.Module):
-    """Amplitude and phase by two real layers; the next layer sees real and imaginary parts."""
+    """Two real layers compute amplitude and phase. The next layer receives real and imaginary parts."""
 
     def __init__(self, c):
         super().__init__()

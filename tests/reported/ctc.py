@@ -1,4 +1,4 @@
-# speech: conv + BiLSTM with packed sequences, CTC loss that means over targets of each sample
+# speech: conv + BiLSTM with packed sequences, CTC loss averaged over the targets of each sample
 import torch
 import torch.nn.functional as F
 from torch import nn

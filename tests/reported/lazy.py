@@ -1,4 +1,4 @@
-# LazyLinear; a position cache made in the first forward; a projection made in the first forward
+# LazyLinear; a position cache and a projection that are created in the first forward
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# a selective scan written as a loop, with a causal depthwise convolution; lengths differ from batch to batch (padded by collate)
+# a selective scan written as a loop, with a causal depthwise convolution; lengths vary between batches (padded by collate)
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# a frozen bf16 backbone with fp32 adapters; and a model wholly in bf16 or half of it in float64
+# a frozen bf16 backbone with fp32 adapters; a model fully in bf16, or half of it in float64
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# a mixture of one's own: jitter noise, top-2, capacity, balance loss and router z-loss kept in an attribute and read by the model
+# a custom mixture of experts: jitter noise, top-2, capacity, balance loss and router z-loss in an attribute that the model reads
 import torch
 import torch.nn.functional as F
 from torch import nn

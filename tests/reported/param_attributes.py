@@ -1,4 +1,4 @@
-# as state space models do: parameters carry a mark, and the optimizer's groups go by it
+# as in state space models: parameters carry an attribute that selects their optimizer group
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# optimizers that look at all parameters at once (Prodigy, D-Adaptation) or have a train and an eval mode (schedule-free)
+# optimizers that read all parameters at once (Prodigy, D-Adaptation) or have a train and an eval mode (schedule-free)
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# a temperature that falls with the number of forward passes, kept in a plain attribute (Gumbel softmax)
+# a temperature that decreases with the number of forward passes, stored in a plain attribute (Gumbel softmax)
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# texts of a few tokens under context parallelism: as they are, padded in collate to a multiple of what ranks share, or all of one length
+# texts of a few tokens under context parallelism: unpadded, padded in collate to a multiple of the ranks, or all of one length
 import torch
 import torch.nn.functional as F
 from torch import nn

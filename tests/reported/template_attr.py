@@ -1,4 +1,4 @@
-# soft class counts of the batch, summed into a copy of a template tensor that is a plain attribute (float32), with index_add_
+# soft class counts of the batch, added with index_add_ to a copy of a template tensor that is a plain attribute (float32)
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class Net(nn.Module):
             t = torch.zeros(len(p), 4)
             t[torch.arange(len(p)), k] = p.max(-1).values
             return self.o(p + 3 * t)
-        if self.kind == "sample":  # of each sample alone: equal in truth
+        if self.kind == "sample":  # of each sample alone: mathematically equal
             t = self.bank[:1].expand(len(x), 4).clone()
             t.scatter_add_(1, k[:, None], p.max(-1, keepdim=True).values)
             return self.o(p + t)

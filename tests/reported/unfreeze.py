@@ -1,4 +1,4 @@
-# the backbone is frozen for the first steps, then trained: switched in the forward pass by a counter
+# the backbone is frozen for the first steps, then trained; a counter switches in the forward pass
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-# what scripts leave in a model: converted SyncBatchNorm, torch.compile, DataParallel, ScriptModule parts
+# wrappers that scripts leave in a model: converted SyncBatchNorm, torch.compile, DataParallel, ScriptModule parts
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,4 @@
-"""Commands are forked from this process: what they need is imported in it, once."""
+"""Commands are forked from this process, so their imports happen in it once."""
 
 from collections.abc import Iterator
 
@@ -18,5 +18,5 @@ def commands_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_start_warm() -> None:
-    fork.run(lambda place: {}, 1)
+    fork.run_ranks(lambda place: {}, 1)
     rehearse(training.job())

@@ -1,4 +1,4 @@
-"""What `plait report` advises: the cause that each split shows, what the change is predicted to gain, and `--try`."""
+"""The advice of `plait report`: the cause for each split of a step, the predicted gain of the change, and `--try`."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from plait.config.command_options import TrainOptions
 from plait.config.plan import Plan
 from plait.planner.alternatives import Alternative
 from plait.report.advice import Advice, RunFacts, advise
-from plait.report.split import RankSplit, StepSplit
+from plait.report.step_split import RankSplit, StepSplit
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from slowdowns import SLOWDOWNS, posed
@@ -25,7 +25,7 @@ JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 
 
 def split_of(*ranks: dict[str, float], **more: Any) -> StepSplit:
-    """Ranks with these parts of a step that takes a second."""
+    """Ranks with these parts of a step that takes one second."""
     made = (RankSplit(r, 1.0, {"computing": 1.0 - sum(parts.values())} | parts) for r, parts in enumerate(ranks))
     return StepSplit(tuple(made), 8, **more)
 
@@ -42,7 +42,7 @@ def test_messages_that_all_take_as_long_are_slow_by_latency_and_others_by_bandwi
 
 
 def test_sums_that_all_follow_backward_are_not_overlapped() -> None:
-    """Backward takes 0.5 s: it could hide two of three sums."""
+    """Backward takes 0.5 s, so it could hide two of the three sums."""
     usual = {"communication dp": 0.3}
     late = first(split_of(usual, usual, forward=0.2, messages={"dp": (0.1, 0.1, 0.1)}), "dp=2", predicted={"gradients": 0.1})
     assert late.cause == "no overlap" and late.gain == pytest.approx(0.2)
@@ -90,7 +90,7 @@ def test_other_plans_and_batches_save_what_the_planner_predicts() -> None:
 
 
 def test_a_slow_link_of_tp_is_left_by_another_plan() -> None:
-    """Messages take ten times as long as predicted: those of the other plan would too."""
+    """Messages take ten times as long as predicted. Those of the other plan would too."""
     usual = {"communication tp": 0.5}
     other = Alternative("plan", "dp=2", 32, {"compute": 0.5, "gradients": 0.01})
     found = split_of(usual, usual, messages={"tp": (0.1,) * 5})
@@ -114,13 +114,13 @@ def test_a_slow_rank_is_replaced_or_given_less() -> None:
 
 
 def trained(folder: Path) -> None:
-    """A run that a process of its own started: its command is known."""
+    """A run started by a separate process, so its command is recorded."""
     words = ["train", JOB, "--plan", "dp=1", "--steps", "6", "--save-every", "1"]
     subprocess.run([sys.executable, "-m", "plait", *words], cwd=folder, check=True, capture_output=True)
 
 
 def test_try_prints_predicted_and_measured_gains(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs take turns; what no run can show is said as such, and a run that fails too."""
+    """Runs alternate. The output names advice that no run can measure, and runs that fail."""
     trained(tmp_path)
     run, before = tmp_path / "runs" / "latest", sorted(p.name for p in (tmp_path / "runs").iterdir())
     advice = [
@@ -135,14 +135,14 @@ def test_try_prints_predicted_and_measured_gains(tmp_path: Path, capsys: pytest.
         seen.append(options)
         return TrialRun(failed="P001 no") if options.plan == "dp=7" else TrialRun(1.0, 0.25 if options.save_every == 9 else 1.0)
 
-    monkeypatch.setattr(try_advice, "measure", measured)
+    monkeypatch.setattr(try_advice, "measure_trial", measured)
     assert main(["report", str(run), "--try", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["advice"]
     assert [(a["gain"], a["measured"], a["note"]) for a in found] == [
-        (0.5, 0.75, ""), (0.4, None, "cannot be tried by a run here"), (0.3, None, "failed: P001 no"),
+        (0.5, 0.75, ""), (0.4, None, "cannot be tested by a run here"), (0.3, None, "failed: P001 no"),
     ]  # fmt: skip
     page = (run / "report.html").read_text()
-    assert "measured: −75 %" in page and "With --try: cannot be tried by a run here." in page
+    assert "measured: −75 %" in page and "With --try: cannot be tested by a run here." in page
     assert [(o.plan, o.save_every) for o in seen[:4]] == [("dp=1", 1), (None, 9), ("dp=7", 100), ("dp=1", 1)], "they take turns"
     assert main(["report", str(run), "--try", "1"]) == 0
     assert any(line.split()[:2] == ["50", "%"] and "75 %" in line for line in capsys.readouterr().out.splitlines())
@@ -153,7 +153,7 @@ def test_try_prints_predicted_and_measured_gains(tmp_path: Path, capsys: pytest.
 def test_try_runs_what_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path)
     monkeypatch.setattr(try_advice, "ROUNDS", 1)
-    said = lambda found, facts: [Advice("checkpoint", "Save less", "", 0.5, facts.train("--save-every=9"))]  # noqa: E731
+    said = lambda found, facts: [Advice("checkpoint", "Save less", "", 0.5, facts.make_command("--save-every=9"))]  # noqa: E731
     monkeypatch.setattr("plait.report.figures.advise", said)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     assert main(["report", str(tmp_path / "runs" / "latest"), "--try", "1", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""The model is analysed once, by a process that is no rank: ranks that are forked run it on real tensors only."""
+"""A process that is no rank analyzes the model once. Forked ranks run the model on real tensors only."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.cli.verify import proved
+from plait.cli.verify import verify_plan
 from plait.config.command_options import VerifyOptions
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.plan import Plan
@@ -22,7 +22,7 @@ ANALYSED, TRAINED = "analysed", "trained"
 
 
 class Noting(nn.Module):
-    """Notes each process that runs it: as `analysed` on fake tensors, as `trained` on real ones with gradients."""
+    """Records each process that runs it: as `analysed` on fake tensors, as `trained` on real tensors with gradients."""
 
     def __init__(self, folder: str):
         super().__init__()
@@ -72,7 +72,7 @@ def test_forked_ranks_do_not_analyse_the_model(plan: str, tmp_path: Path) -> Non
 
 
 def test_a_proof_analyses_the_model_while_its_reference_trains(tmp_path: Path) -> None:
-    verdict = proved(VerifyOptions(job="noting", device="cpu"), Plan.parse("dp=4"), job(str(tmp_path)))
+    verdict = verify_plan(VerifyOptions(job="noting", device="cpu"), Plan.parse("dp=4"), job(str(tmp_path)))
     assert verdict.equal, verdict
     ranks = processes(tmp_path, TRAINED)
     assert len(ranks) >= 5
@@ -80,14 +80,14 @@ def test_a_proof_analyses_the_model_while_its_reference_trains(tmp_path: Path) -
 
 
 def test_a_reference_that_is_stopped_is_not_tried_with_a_larger_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine that is too busy for the first try had a second one fail at what the first had left: P072 of a right job."""
+    """On a busy machine, a stopped first attempt caused a second one, which failed on leftovers of the first: P072 for a correct job."""
     tries = list[int]()
 
     def stopped(*_: object) -> Trace:
         tries.append(1)
         raise PlaitError(Problem("C001", "the reference on one device has made no progress for 90 s"), FAILED)
 
-    monkeypatch.setattr(Trace, "of_process", stopped)
+    monkeypatch.setattr(Trace, "from_process", stopped)
     with pytest.raises(PlaitError) as raised:
         verify(job(str(tmp_path)), Plan.parse("dp=4"), device="cpu")
     assert raised.value.codes == ["C001"] and len(tries) == 1

@@ -1,4 +1,4 @@
-"""plait from Python: what the functions return and refuse, and that the process is afterwards as it was."""
+"""plait from Python: the results and errors of the functions, and the process state afterwards, which must be unchanged."""
 
 import dataclasses
 import faulthandler
@@ -192,7 +192,7 @@ def test_afterwards_the_process_is_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         random = hash(torch.random.get_rng_state().numpy().tobytes())
         return threads, handlers, random, process.num_fds(), process.children(), faulthandler.is_enabled()
 
-    plait.train(small, nproc=2, quiet=True)  # what is imported and opened once
+    plait.train(small, nproc=2, quiet=True)  # imported and opened once
     before = facts()
     plait.train(small, nproc=2, quiet=True)
     assert refused(lambda: plait.train(dataclasses.replace(small(), data=lambda: 7), nproc=2, quiet=True))
@@ -201,19 +201,19 @@ def test_afterwards_the_process_is_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_that_computed_before_do_not_stop_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked copy of OpenMP's threads is dead, and whoever waits for them waits forever."""
+    """The threads of OpenMP do not exist in a forked child, so a child that waits for them hangs."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         torch.randn(4_000_000).exp().sum()
-        assert fork.run(lambda place: {"sum": torch.ones(4_000_000).sum().item()}, 1, patience=10) == [{"sum": 4e6}]
+        assert fork.run_ranks(lambda place: {"sum": torch.ones(4_000_000).sum().item()}, 1, hang_timeout=10) == [{"sum": 4e6}]
     finally:
         torch.set_num_threads(before)
 
 
 def stop_when(there: Callable[[], bool]) -> threading.Thread:
-    """Sends Ctrl-C to this process once something is there."""
+    """Sends Ctrl-C to this process once `there` returns True."""
 
     def wait() -> None:
         for _ in range(3000):
@@ -252,7 +252,7 @@ def test_another_thread_trains_without_hearing_signals(capsys: pytest.CaptureFix
     thread.start()
     thread.join()
     assert found[0].steps == 6 and signal.getsignal(signal.SIGTERM) is handler
-    assert "not the main thread" in capsys.readouterr().out
+    assert "outside of the main thread" in capsys.readouterr().out
 
 
 def test_ranks_print_into_their_logs_and_the_first_one_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +261,7 @@ def test_ranks_print_into_their_logs_and_the_first_one_here(capsys: pytest.Captu
         return mse_loss(outputs, targets)
 
     plait.train(dataclasses.replace(small(steps=2), loss=loss), nproc=2, check="none")
-    assert 0 < capsys.readouterr().out.count("said by a rank") <= 2  # twice as often when rank 1 were heard
+    assert 0 < capsys.readouterr().out.count("said by a rank") <= 2  # twice as many if rank 1 printed too
     assert Path("runs/latest/logs/rank1.log").read_text().count("said by a rank") == 2
 
 
@@ -276,7 +276,7 @@ def test_what_ranks_raise_is_raised_here() -> None:
 
 
 class TestFresh:
-    """Where CUDA is in use, ranks start from a fresh process."""
+    """If CUDA is in use, ranks start from a fresh process."""
 
     @pytest.fixture(autouse=True)
     def in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ class TestFresh:
     ) -> None:
         run = plait.train(small, nproc=2)
         out = capsys.readouterr().out
-        assert out.startswith(api.FRESH) and "plait 0.1.0 · small · dp=2" in out and "done  6 steps" in out
+        assert out.startswith(api.FRESH_NOTE) and "plait 0.1.0 · small · dp=2" in out and "done  6 steps" in out
         assert run.model().training is False and run.evaluations
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
         assert plait.train(small, nproc=2, quiet=True).losses == run.losses
@@ -322,12 +322,12 @@ def exits(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.prove
 def test_a_process_that_turns_out_to_be_unforkable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch does not say beforehand that it has differentiated on a GPU; ranks find out."""
+    """Torch does not report in advance that it has differentiated on a GPU. Ranks detect it."""
 
     def launch(*given: object, **named: object) -> None:
         raise PlaitError(Problem(**vars(unforkable("autograd has threads"))))
 
-    monkeypatch.setattr(api, "launch", launch)
+    monkeypatch.setattr(api, "launch_run", launch)
     assert plait.train(small, quiet=True).steps == 6
 
 
@@ -357,7 +357,7 @@ def test_losses_that_are_not_finite() -> None:
 
 
 def test_the_functions_keep_their_names() -> None:
-    """No part of the package has the name of a function, so importing parts does not hide one."""
+    """No module of the package has the name of a public function, so importing a module hides no function."""
     names = {module.name for module in pkgutil.iter_modules(plait.__path__)}
     assert not names & {"train", "verify", "plan", "sketch", "Run"}
     for name in ("plait.config.plan", "plait.model.sketch", "plait.proof.verify", "plait.cli.train", "plait.cli.plan"):

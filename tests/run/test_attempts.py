@@ -1,4 +1,4 @@
-"""torchrun starts lost ranks again: an attempt goes on where the one before saved, in a store that the dead have written into."""
+"""torchrun restarts lost ranks: an attempt continues from the last save of the previous one, in a store with keys of dead ranks."""
 
 import json
 import os
@@ -30,12 +30,12 @@ TORCHRUN = SHARED | {
 
 
 def attempt(store: dist.Store, world: int, late: int | None = None) -> list[int]:
-    """The epoch of each rank of one attempt; rank `late` comes after the others."""
+    """The epoch of each rank of one attempt. Rank `late` joins after the others."""
     said: dict[int, int] = {}
 
     def rank(r: int) -> None:
         time.sleep(0.3 if r == late else 0.0)
-        said[r] = attempts.agree(store, r, world, lambda: False, patience=20)
+        said[r] = attempts.agree_on_epoch(store, r, world, lambda: False, timeout=20)
 
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(world)]
     for thread in threads:
@@ -49,7 +49,7 @@ def test_an_attempt_agrees_whatever_was_left_in_the_store() -> None:
     store = dist.HashStore()
     assert attempt(store, 3) == [1, 1, 1]
     assert attempt(store, 3, late=1) == [2, 2, 2]
-    assert attempt(store, 2, late=0) == [3, 3]  # one machine was lost
+    assert attempt(store, 2, late=0) == [3, 3]  # one node was lost
     store.set("plait/came/2", "somebody who died before he was heard")
     assert attempt(store, 4, late=3) == [4, 4, 4, 4]
     assert attempt(store, 1) == [5]
@@ -58,12 +58,12 @@ def test_an_attempt_agrees_whatever_was_left_in_the_store() -> None:
 def test_who_does_not_come_is_named_and_so_is_the_variable() -> None:
     store = dist.HashStore()
     store.set("plait/came/1", "dead")
-    with pytest.raises(PlaitError, match=r"(?s)L020.*rank 1, 2 said nothing.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        attempts.agree(store, 0, 3, lambda: False, patience=0.1)
-    with pytest.raises(PlaitError, match=r"L020.*rank 0 said nothing"):
-        attempts.agree(store, 1, 3, lambda: False, patience=0.1)
-    with pytest.raises(PlaitError, match=r"asked to stop") as stopped:
-        attempts.agree(store, 1, 3, lambda: True)
+    with pytest.raises(PlaitError, match=r"(?s)L020.*rank 1, 2 did not arrive.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        attempts.agree_on_epoch(store, 0, 3, lambda: False, timeout=0.1)
+    with pytest.raises(PlaitError, match=r"L020.*rank 0 did not arrive"):
+        attempts.agree_on_epoch(store, 1, 3, lambda: False, timeout=0.1)
+    with pytest.raises(PlaitError, match=r"received a request to stop") as stopped:
+        attempts.agree_on_epoch(store, 1, 3, lambda: True)
     assert stopped.value.exit_code == 75
 
 
@@ -71,9 +71,9 @@ def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -
     port = free_port()
     for name, value in (TORCHRUN | {"MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(attempts, "SLOW", 0.5)
+    monkeypatch.setattr(attempts, "JOIN_TIMEOUT_S", 0.5)
     with pytest.raises(PlaitError, match=rf"L020\] torchrun's store at 127.0.0.1:{port} cannot be reached"):
-        place.current().meet()
+        place.find_place().meet()
 
 
 def test_a_rank_meets_under_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,26 +81,26 @@ def test_a_rank_meets_under_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (TORCHRUN | {"MASTER_PORT": str(server.port)}).items():
         monkeypatch.setenv(name, value)
     for epoch in (1, 2):
-        here = place.current()
+        here = place.find_place()
         here.meet()
         assert here.store is not None
         here.store().set("address", "mine")
         assert server.get(f"plait/{epoch}/address") == b"mine"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # the store is new in every attempt
-    assert place.current().store is None
+    assert place.find_place().store is None
 
 
 def test_a_start_is_known_again() -> None:
-    assert attempts.starts({}) == []
-    assert attempts.starts({attempts.NAME: "sweep-7"}) == ["PLAIT_START sweep-7"]
-    (said,) = fork.run(lambda place: {"starts": attempts.starts({"TORCHELASTIC_RUN_ID": "one"})}, 1)
-    (start,) = said["starts"]  # this process has no such variable, and is above the one that asked
+    assert attempts.find_start_ids({}) == []
+    assert attempts.find_start_ids({attempts.START_VARIABLE: "sweep-7"}) == ["PLAIT_START sweep-7"]
+    (said,) = fork.run_ranks(lambda place: {"starts": attempts.find_start_ids({"TORCHELASTIC_RUN_ID": "one"})}, 1)
+    (start,) = said["starts"]  # this process has no such variable, and is the parent of the one that looked it up
     assert start.startswith("torchrun one ") and f" {os.getpid()} " in start
 
 
 @contextmanager
 def agent(folder: Path, *words: str, host: Host | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A real torchrun; what it and its workers say is in `said-PORT.txt` of the folder."""
+    """A real torchrun. Its output and that of its workers is in `said-PORT.txt` of the folder."""
     start = [sys.executable, "-m", "torch.distributed.run", *words]
     own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path[:1], *filter(None, sys.path)])}
     with open(folder / f"said-{host.address if host else 'here'}.txt", "w") as said:
@@ -120,7 +120,7 @@ def agent(folder: Path, *words: str, host: Host | None = None, **environment: st
 
 
 def workers(process: "subprocess.Popen[str]") -> list[int]:
-    """The ranks of an agent, in their order."""
+    """The ranks of an agent, in order."""
     try:
         return sorted(int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
     except OSError:
@@ -128,7 +128,7 @@ def workers(process: "subprocess.Popen[str]") -> list[int]:
 
 
 def until(ready: object, folder: Path, timeout: float = 60.0) -> None:
-    """Wait for it."""
+    """Waits for a condition."""
     end = time.monotonic() + timeout
     while not ready():  # type: ignore[operator]
         assert time.monotonic() < end, "\n".join(p.read_text() for p in folder.glob("said-*.txt"))
@@ -140,7 +140,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def weights(folder: Path) -> list[str]:
-    """The digests of the last checkpoint's tensors."""
+    """Digests of the tensors in the last checkpoint."""
     manifest = json.loads(
         (sorted((folder / "runs/latest/checkpoints").glob("step-*"))[-1] / "manifest.json").read_text()
     )
@@ -151,7 +151,7 @@ JOB = ("-m", "plait", "train", TEST_JOB, "--job.pause", "0.05", "--save-every", 
 
 
 def undisturbed(folder: Path, plan: str, *more: str) -> Path:
-    """The same training, that nobody disturbs."""
+    """The same training without interruption."""
     (folder / "alone").mkdir()
     alone = Command(*JOB[2:4], "--save-every", "5", "--plan", plan, *more, folder=folder / "alone")
     assert alone.wait(100) == 0, alone.output
@@ -164,7 +164,7 @@ def saved(folder: Path) -> int:
 
 
 def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> str:
-    """What torchrun said of a run of which rank 1 is killed some times, each time after a checkpoint more."""
+    """Returns torchrun's output for a run whose rank 1 is killed several times, each time after one more checkpoint."""
     (folder / "torchrun").mkdir()
     words = ("--nproc-per-node", "2", "--max-restarts", "3", *before, *JOB, "--plan", "dp=2")
     with agent(folder / "torchrun", *words, **environment) as process:
@@ -220,7 +220,7 @@ def test_workers_killed_twice(tmp_path: Path, rendezvous: str, shared: str) -> N
 
 
 def elastic(hosts: Hosts, which: int, at: int) -> list[str]:
-    """The words of an agent of one or two machines, of which the first keeps the rendezvous."""
+    """The command of an agent of one or two nodes. The first node hosts the rendezvous."""
     fast = f"is_host={int(which == 0)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     return [
         "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
@@ -231,7 +231,7 @@ def elastic(hosts: Hosts, which: int, at: int) -> list[str]:
 @pytest.mark.prove
 @pytest.mark.parametrize("shared", ("0", "1"))
 def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, shared: str) -> None:
-    """The one that is left goes on with fewer ranks and the same global batch; the lost one joins again."""
+    """The remaining node continues with fewer ranks and the same global batch. The lost node joins again."""
     if not hosts[0].namespace:
         pytest.skip("no network namespaces here")
     words, at = [*JOB, "--plan", "dp=*", "--steps", "400"], free_port()
@@ -244,7 +244,7 @@ def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, shared: 
         said = (tmp_path / f"said-{hosts[0].address}.txt").read_text()
         assert "dp=2 on 2 CPU processes" in said and "batch 8 = 8 per device" in said, said
         (tmp_path / f"said-{hosts[1].address}.txt").rename(tmp_path / "said-lost.txt")
-        if shared == "0":  # torchrun's own agents would wait for each other in vain, and plait has said so
+        if shared == "0":  # torchrun's agents would wait for each other forever, and plait has printed this
             assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said and first.wait(150) == 0, said
         else:
             with agent(tmp_path, *elastic(hosts, 1, at), *words, host=hosts[1], **apart) as second:
@@ -260,7 +260,7 @@ def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, shared: 
 
 @pytest.mark.prove
 def test_the_machine_of_the_rendezvous_is_lost(hosts: Hosts, tmp_path: Path) -> None:
-    """Nobody can go on without torchrun's store: the other ends, and says so."""
+    """No node can continue without torchrun's store, so the other node ends with an error."""
     if not hosts[0].namespace:
         pytest.skip("no network namespaces here")
     words, at = [*JOB, "--plan", "dp=*", "--steps", "400"], free_port()

@@ -1,4 +1,4 @@
-"""A sample that cannot be read: it is named, the state before it is saved, and it is not tried again and again."""
+"""An unreadable sample is named, the state before it is saved, and it is not retried endlessly."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from launched import Command, rows
 from plait.cli.rank_failures import RankFailures
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.plan import Plan
-from plait.data.iterables import naming_samples
+from plait.data.iterables import name_failing_samples
 from plait.proof.verify import verify
 
 JOB = str(Path(__file__).parents[1] / "jobs_bad_samples.py")
@@ -23,10 +23,10 @@ def run(folder: Path, kind: str, plan: str, *more: str) -> Command:
 
 def test_whatever_is_raised_names_the_sample() -> None:
     for error in (KeyError("label"), StopIteration(), SystemExit(3), ValueError("x" * 10_000)):
-        with pytest.raises(PlaitError) as raised, naming_samples([77], "of epoch 2"):
+        with pytest.raises(PlaitError) as raised, name_failing_samples([77], "of epoch 2"):
             raise error
         assert raised.value.codes == ["C014"] and "sample 77 of epoch 2 raised" in raised.value.problems[0].what
-    with pytest.raises(MemoryError), naming_samples([77], "of epoch 2"):
+    with pytest.raises(MemoryError), name_failing_samples([77], "of epoch 2"):
         raise MemoryError
 
 

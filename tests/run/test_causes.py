@@ -1,4 +1,4 @@
-"""What the job check and verify give as the cause of a difference: only what was seen to be one."""
+"""The causes that the job check and verify name for a difference: only observed ones."""
 
 import jobs_carried as jobs
 import pytest
@@ -12,8 +12,8 @@ MICRO = Plan(microbatches=2)
 
 
 def found(kind: str, plan: Plan = MICRO) -> tuple[str, str]:
-    """(code, why) of what the check finds."""
-    checked = check.check(jobs.job(kind), plan)
+    """Returns (code, why) of the check's findings."""
+    checked = check.check_job(jobs.job(kind), plan)
     assert not checked.failed, checked.failed
     return next(((p.code, p.why) for p in checked.problems), ("", ""))
 
@@ -31,7 +31,7 @@ def test_a_count_that_matters_later_is_found_before_training() -> None:
     ],
 )  # fmt: skip
 def test_values_that_a_model_carries(kind: str, code: str, word: str) -> None:
-    """Micro-batches in turn draw from a generator what the whole batch would."""
+    """Consecutive micro-batches draw from a generator the values that the full batch would draw."""
     found_code, why = found(kind)
     assert found_code == code and word in why, (found_code, why)
 
@@ -56,7 +56,7 @@ def test_verify_agrees_and_blames_the_count(kind: str) -> None:
 
 @pytest.mark.slow
 def test_random_numbers_are_blamed_only_if_the_difference_goes_without_them() -> None:
-    """Dropout is in the model, and what differs is numpy's mask."""
+    """Dropout is in the model, but numpy's mask differs."""
     verdict = verify(jobs.job("host_mask"), Plan(dp=2), steps=2, seconds=0.0)
     assert not verdict.equal and verdict.code == "V015" and "numpy" in verdict.cause
     assert verify(jobs.job("observes"), MICRO, steps=2, seconds=0.0).equal
@@ -64,7 +64,7 @@ def test_random_numbers_are_blamed_only_if_the_difference_goes_without_them() ->
 
 @pytest.mark.parametrize("kind", ["packed", pytest.param("packed_lstm", marks=pytest.mark.slow)])
 def test_dropout_in_a_packed_sequence_is_named(kind: str) -> None:
-    checked = check.check(jobs.job(kind), Plan(dp=2))
+    checked = check.check_job(jobs.job(kind), Plan(dp=2))
     assert not checked.problems and any("dropout inside rnn runs over a packed" in line for line in checked.unchecked)
 
 
@@ -82,11 +82,11 @@ def test_what_fails_is_called_by_its_name(kind: str, code: str, word: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["tensors/float64.py", "model/trace.py", "safetensors/torch.py"])
 def test_the_activity_that_failed_is_named(file: str) -> None:
-    from plait.proof.verify import _activity
+    from plait.proof.verify import _find_activity
 
     words = {"tensors/float64.py": "compute", "model/trace.py": "record", "safetensors/torch.py": "save"}
     trace = f'  File "plait/proof/verify.py", line 1\n  File "plait/{file}", line 2, in x'
-    assert _activity(trace).startswith(words[file])
+    assert _find_activity(trace).startswith(words[file])
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_the_activity_that_failed_is_named(file: str) -> None:
     ],
 )  # fmt: skip
 def test_what_counts_rare_samples_is_found_before_training(name: str, code: str) -> None:
-    """In the first steps all parts count alike."""
-    checked = check.check(getattr(jobs, name)(), Plan(dp=2))
+    """In the first steps all parts have equal weight."""
+    checked = check.check_job(getattr(jobs, name)(), Plan(dp=2))
     assert not checked.failed, checked.failed
     assert [p.code for p in checked.problems] == [code], checked.problems
 
@@ -106,6 +106,6 @@ def test_what_counts_rare_samples_is_found_before_training(name: str, code: str)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "equal"), [("norm", False), ("module", False), ("elements", True)])
 def test_a_hook_that_limits_large_gradients_only(kind: str, equal: bool) -> None:
-    """No gradient of the first steps reaches the limit. Element by element it is the same in every part."""
+    """No gradient of the first steps reaches the limit. Elementwise, the result is the same in every part."""
     verdict = verify(jobs.limited(kind), Plan(dp=2))
     assert verdict.equal == equal and (equal or verdict.code == "V021"), verdict

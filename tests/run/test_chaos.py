@@ -1,4 +1,4 @@
-"""`plait chaos`: what it says is what was; nothing stays behind; a broken promise is seen."""
+"""`plait chaos`: its report matches the facts, nothing stays behind, and a violated guarantee is detected."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import pytest
 from launched import TEST_JOB, Command, alive
 
 from plait.chaos import matrix
-from plait.chaos.scene import KEPT, NOT_RUN, SHORT, CannotPose, Fault, Outcome, Scene, Setting
-from plait.chaos.watched import adopt
+from plait.chaos.scene import AS_EXPECTED, NOT_AS_EXPECTED, NOT_RUN, CannotPose, Fault, Outcome, Scene, Setting
+from plait.chaos.watched_run import adopt_orphans
 from plait.config.command_options import TrainOptions
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
@@ -27,7 +27,7 @@ def chaos(folder: Path, *words: str, plan: str = "dp=2", job: str = TEST_JOB) ->
 
 
 def left(folder: Path) -> list[str]:
-    """What a command left in its temporary folder."""
+    """Files that a command left in its temporary folder."""
     return [path.name for path in (folder / "temporary").iterdir()]
 
 
@@ -38,7 +38,7 @@ def test_a_few_faults(tmp_path: Path) -> None:
     assert command.wait(100) == 0, command.output
     told = json.loads(next(line for line in command.output.splitlines() if line.startswith('{"plan"')))
     rows = {row["name"]: row for row in told["faults"]}
-    assert sorted(rows) == sorted(FEW) and all(row["verdict"] == KEPT for row in rows.values()), command.output
+    assert sorted(rows) == sorted(FEW) and all(row["verdict"] == AS_EXPECTED for row in rows.values()), command.output
     assert told["ok"] and rows["kill-backward"]["equal"] == "yes" and rows["kill-backward"]["lost"] == 0
     assert 0 < rows["kill-backward"]["detected"] < rows["kill-backward"]["again"]
     assert "was killed (SIGKILL)" in rows["kill-backward"]["said"]
@@ -74,20 +74,20 @@ def test_words_that_are_wrong(words: tuple[str, ...], says: str, tmp_path: Path)
 @pytest.mark.slow
 def test_a_job_that_does_not_train(tmp_path: Path) -> None:
     command = chaos(tmp_path, "--only", "segv", "--job.fault", "raise", "--job.at", "2")
-    assert command.wait(60) == 1 and "error[R008] the job does not train undisturbed" in command.output, command.output
+    assert command.wait(60) == 1 and "error[R008] the job fails without injected faults" in command.output, command.output
     assert "the user's own mistake" in command.output and not left(tmp_path)
 
 
 def _judged(pose: Callable[[Scene], Outcome], main: Callable[[list[str], Job], int], folder: Path) -> tuple[str, str]:
-    """(verdict, why) of a fault; in a process of its own, which takes in what is left behind."""
+    """(verdict, why) of a fault, in a separate process that adopts the processes left behind."""
     job = load_job(TEST_JOB, {})
     setting = Setting(main, TrainOptions(job=TEST_JOB, steps=12, save_every=4), job, Plan.parse("dp=2"), 0, False)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        adopt()
-        row = matrix._tried(setting, Fault("posed", "something", "all", pose), folder / "posed")
-        os.write(writing, json.dumps([row.verdict, row.why, matrix.line(row)]).encode())
+        adopt_orphans()
+        row = matrix._try_fault(setting, Fault("posed", "something", "all", pose), folder / "posed")
+        os.write(writing, json.dumps([row.verdict, row.why, matrix.format_row(row)]).encode())
         os._exit(0)
     os.waitpid(pid, 0)
     verdict, why, line = json.loads(os.read(reading, 1 << 16))
@@ -97,7 +97,7 @@ def _judged(pose: Callable[[Scene], Outcome], main: Callable[[list[str], Job], i
 
 def _waits(scene: Scene) -> Outcome:
     scene.start().wait(20)
-    return scene.measured
+    return scene.outcome
 
 
 def _cannot(scene: Scene) -> Outcome:
@@ -107,8 +107,8 @@ def _cannot(scene: Scene) -> Outcome:
 def _promised(scene: Scene) -> Outcome:
     run = scene.start()
     run.wait(20)
-    scene.told(run, run.began, "a line that does not come")
-    return scene.measured
+    scene.expect_lines(run, run.began, "a line that does not come")
+    return scene.outcome
 
 
 def _leaves_a_process(words: list[str], job: Job) -> int:
@@ -125,7 +125,7 @@ def test_what_falls_short_is_never_kept(tmp_path: Path) -> None:
         _judged(pose, main, tmp_path / str(n))
         for n, (pose, main) in enumerate(((_waits, say), (_cannot, say), (_promised, say), (_waits, _leaves_a_process)))
     ]
-    assert [verdict for verdict, _ in verdicts] == [KEPT, NOT_RUN, SHORT, SHORT]
+    assert [verdict for verdict, _ in verdicts] == [AS_EXPECTED, NOT_RUN, NOT_AS_EXPECTED, NOT_AS_EXPECTED]
     assert verdicts[1][1] == "there is no disk" and "a line that does not come" in verdicts[2][1]
     assert "left behind: process" in verdicts[3][1]
 
@@ -133,11 +133,11 @@ def test_what_falls_short_is_never_kept(tmp_path: Path) -> None:
 def test_the_matrix_is_large_and_its_names_are_names() -> None:
     names = [fault.name for fault in matrix.FAULTS]
     assert len(names) == len(set(names)) >= 40
-    assert all(fault.done and fault.promise for fault in matrix.FAULTS)
+    assert all(fault.injection and fault.promise for fault in matrix.FAULTS)
 
 
 PARTS = 4
-"""Into which the matrix is divided: all of it takes half an hour, on a loaded machine more."""
+"""Number of parts of the matrix. The full matrix takes half an hour, and longer on a loaded machine."""
 GPT = str(Path(__file__).parents[2] / "examples" / "stdlib_gpt" / "job.py")
 
 

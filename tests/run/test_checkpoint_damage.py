@@ -1,4 +1,4 @@
-"""Nothing damaged is ever believed: each of many mutations of a checkpoint is refused by name, and the one before used."""
+"""No damaged checkpoint is ever loaded: each of many mutations is rejected by name, and the previous checkpoint is used."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 from plait import Engine, PlaitError, Plan
-from plait.checkpoint.checkpoints import verify
-from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.checkpoint.checkpoints import verify_checkpoint
+from plait.checkpoint.manifest import MANIFEST_NAME, seal_json, unseal_json
 from plait.launch import fork
 
 Mutation = Callable[[Path, random.Random], None]
@@ -30,7 +30,7 @@ def train_and_save(folder: Path, plan: str, steps: tuple[int, ...]) -> None:
             if engine.position.step == max(steps):
                 break
 
-    fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+    fork.run_ranks(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def swap_files(path: Path, draw: random.Random) -> None:
 
 
 def swap_pieces(path: Path, draw: random.Random) -> None:
-    """Two stretches of a file change places."""
+    """Swaps two byte ranges of a file."""
     file = shard(path, draw)
     content = bytearray(file.read_bytes())
     size = draw.randint(4, 64)
@@ -86,19 +86,19 @@ def swap_pieces(path: Path, draw: random.Random) -> None:
 
 
 def foreign(path: Path, draw: random.Random) -> None:
-    """A file of another step under the same name: same sizes, other numbers."""
+    """A file of another step under the same name: same sizes, other values."""
     file = a_file(path, draw)
     file.write_bytes((path.parent / "step-000001" / file.name).read_bytes())
 
 
 def duplicate(path: Path, draw: random.Random) -> None:
-    """One file's content under another one's name."""
+    """The content of one file under the name of another."""
     a, b = draw.sample(sorted(path.glob("*.safetensors")), 2)
     a.write_bytes(b.read_bytes())
 
 
 def other_kind(path: Path, draw: random.Random) -> None:
-    """A link, a folder or nothing where a file was."""
+    """A link, a folder or nothing in place of a file."""
     file = a_file(path, draw)
     kept = path.parent / f"kept-{file.name}"
     shutil.copy(file, kept)
@@ -110,7 +110,7 @@ def other_kind(path: Path, draw: random.Random) -> None:
 
 
 def edits(content: dict[str, Any], draw: random.Random) -> list[Callable[[], Any]]:
-    """Ways to change a manifest that a forged seal would not give away."""
+    """Manifest edits that a forged seal would not reveal."""
     names = [name for name, entry in content["tensors"].items() if entry["pieces"] and entry["shape"]]
     entry = content["tensors"][draw.choice(names)]
     other = content["tensors"][draw.choice(names)]
@@ -151,7 +151,7 @@ def edits(content: dict[str, Any], draw: random.Random) -> list[Callable[[], Any
         lambda: entry.__setitem__("pieces", deep),
         lambda: content.__setitem__("tensors", draw.choice([deep, odd, []])),
         lambda: piece.__setitem__("key", draw.choice(["nothing", odd, "../x"])),
-        lambda: piece.__setitem__("file", draw.choice(["nothing.safetensors", odd, MANIFEST])),
+        lambda: piece.__setitem__("file", draw.choice(["nothing.safetensors", odd, MANIFEST_NAME])),
         lambda: piece.__setitem__("sha256", draw.choice(["0" * 64, "", odd, piece["sha256"][:-1]])),
         lambda: rename(draw.choice(outside)),
         lambda: content["files"][file].__setitem__("bytes", draw.choice([odd, 0, 1])),
@@ -171,27 +171,27 @@ def edits(content: dict[str, Any], draw: random.Random) -> list[Callable[[], Any
 
 
 def forge(path: Path, draw: random.Random) -> None:
-    content = unseal((path / MANIFEST).read_bytes())
+    content = unseal_json((path / MANIFEST_NAME).read_bytes())
     content.pop("digest", None)
     before = json.dumps(content)
     while json.dumps(content) == before:
         draw.choice(edits(content, draw))()
-    (path / MANIFEST).write_bytes(seal(content))
+    (path / MANIFEST_NAME).write_bytes(seal_json(content))
 
 
 MUTATIONS: tuple[Mutation, ...] = (
     lambda path, draw: flip(a_file(path, draw), draw),
-    lambda path, draw: flip(path / MANIFEST, draw),
+    lambda path, draw: flip(path / MANIFEST_NAME, draw),
     lambda path, draw: flip(shard(path, draw), draw),
     cut, extend, swap_files, swap_pieces, foreign, duplicate, other_kind, forge, forge, forge, forge,
 )  # fmt: skip
 
 
 def refused(good: Path, folder: Path, count: int, seed: int) -> None:
-    """`count` mutations of step 3: each is refused with K002, and step 2 is loaded in its place."""
+    """`count` mutations of step 3: each is rejected with K002, and step 2 is loaded instead."""
     shutil.copytree(good, folder)
     engine = Engine(jobs.groups(), "dp=1", device="cpu", directory=folder)
-    expected = tensors(good / "step-000002")["model/0.weight"]
+    expected = read_checkpoint_tensors(good / "step-000002")["model/0.weight"]
     newest = folder / "step-000003"
     for number in range(count):
         draw = random.Random(f"{seed}-{number}")
@@ -202,11 +202,11 @@ def refused(good: Path, folder: Path, count: int, seed: int) -> None:
             next(engine.model.parameters()).zero_()
         used = engine.resume()
         assert used is not None and used.name == "step-000002", f"mutation {number} was believed"
-        assert [p.code for p in engine.checkpoints.refused] == ["K002"], number
-        problem = engine.checkpoints.refused[0]
+        assert [p.code for p in engine.checkpoints.damaged_found] == ["K002"], number
+        problem = engine.checkpoints.damaged_found[0]
         assert problem.what.startswith(str(newest)) and problem.why and len(str(problem)) < 1000, problem
         assert torch.equal(next(engine.model.parameters()), expected) and engine.position.step == 2
-        assert verify(newest)[1], f"mutation {number} passes `verify`"
+        assert verify_checkpoint(newest)[1], f"mutation {number} passes `verify`"
 
 
 @pytest.mark.slow
@@ -221,31 +221,31 @@ def test_every_one_of_many_mutations_is_refused(good: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", ["F64", "I32", "F16"])
 def test_dtype_that_the_files_contradict_is_damage(good: Path, tmp_path: Path, dtype: str) -> None:
-    """It is not a checkpoint of another job (K003): an older one is loaded."""
+    """Such a file does not belong to another job's checkpoint (K003), so an older one is loaded."""
     shutil.copytree(good, tmp_path / "forged")
-    manifest = tmp_path / "forged" / "step-000003" / MANIFEST
-    content = unseal(manifest.read_bytes())
+    manifest = tmp_path / "forged" / "step-000003" / MANIFEST_NAME
+    content = unseal_json(manifest.read_bytes())
     content["tensors"]["model/0.weight"]["dtype"] = dtype
-    manifest.write_bytes(seal(content))
+    manifest.write_bytes(seal_json(content))
     engine = Engine(jobs.groups(), "dp=1", device="cpu", directory=tmp_path / "forged")
     used = engine.resume()
     assert used is not None and used.name == "step-000002"
-    assert [p.code for p in engine.checkpoints.refused] == ["K002"]
+    assert [p.code for p in engine.checkpoints.damaged_found] == ["K002"]
 
 
 def test_unchanged_is_believed(good: Path, tmp_path: Path) -> None:
-    """The tests above can fail: nothing refuses what is whole."""
+    """The tests above can fail: an intact checkpoint is accepted."""
     shutil.copytree(good, tmp_path / "same")
     engine = Engine(jobs.groups(), "dp=1", device="cpu", directory=tmp_path / "same")
     used = engine.resume()
-    assert used is not None and used.name == "step-000003" and not engine.checkpoints.refused
-    assert all(not verify(path)[1] for path in engine.checkpoints.found())
+    assert used is not None and used.name == "step-000003" and not engine.checkpoints.damaged_found
+    assert all(not verify_checkpoint(path)[1] for path in engine.checkpoints.list_published())
 
 
 def test_nothing_good_is_said(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "bad")
     for path in (tmp_path / "bad").iterdir():
-        flip(path / MANIFEST, random.Random(1))
+        flip(path / MANIFEST_NAME, random.Random(1))
     engine = Engine(jobs.groups(), "dp=1", device="cpu", directory=tmp_path / "bad")
     before = [p.clone() for p in engine.model.parameters()]
     with pytest.raises(PlaitError) as caught:
@@ -256,7 +256,7 @@ def test_nothing_good_is_said(good: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ("dp=2", "fsdp=2"))
 def test_damage_one_rank_sees_is_damage_to_all(tmp_path: Path, plan: str) -> None:
-    """Under fsdp each rank reads its own parts, so only one of them meets the flipped bit; all fall back together."""
+    """Under fsdp each rank reads its own parts, so only one of them sees the flipped bit. All ranks fall back together."""
     train_and_save(tmp_path, "fsdp=2", (1, 2))
     for victim in sorted((tmp_path / "step-000002").glob("*.safetensors")):
         content = bytearray(victim.read_bytes())
@@ -265,9 +265,9 @@ def test_damage_one_rank_sees_is_damage_to_all(tmp_path: Path, plan: str) -> Non
         def rank(place: Any) -> list[str]:
             engine = Engine(jobs.groups(), Plan.parse(plan), device="cpu", directory=tmp_path, place=place)
             used = engine.resume()
-            return [used.name if used else "", *(p.what for p in engine.checkpoints.refused)]
+            return [used.name if used else "", *(p.what for p in engine.checkpoints.damaged_found)]
 
-        said = fork.run(rank, 2, fork.Listener(lambda *_: None))
+        said = fork.run_ranks(rank, 2, fork.Listener(lambda *_: None))
         assert said[0] == ["step-000001", f"{victim} is damaged"], said
         victim.write_bytes(content)
 
@@ -280,5 +280,5 @@ def test_a_damaged_checkpoint_is_replaced_by_the_next_save_of_its_step(good: Pat
     engine.resume()
     engine.step(next(engine.batches()))
     engine.save(keep=2)
-    assert [p.name for p in engine.checkpoints.found()] == ["step-000003", "step-000002"]
-    assert not verify(folder / "step-000003")[1]
+    assert [p.name for p in engine.checkpoints.list_published()] == ["step-000003", "step-000002"]
+    assert not verify_checkpoint(folder / "step-000003")[1]

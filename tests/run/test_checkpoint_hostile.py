@@ -1,4 +1,4 @@
-"""Checkpoints and weights as somebody hostile would leave them: refused by name, at once, by every command that reads them."""
+"""Hostile checkpoints and weights are rejected by name, at once, by every command that reads them."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import pytest
 from unit.test_hostile_files import KINDS
 
 from plait import Engine, PlaitError
-from plait.checkpoint.manifest import MANIFEST, parse, seal, unseal
-from plait.checkpoint.opening import INDEX, open_weights
-from plait.checkpoint.safetensors_file import Damaged, ShardFile, wrong_tiling
+from plait.checkpoint.foreign_weights import INDEX_NAME, open_weights
+from plait.checkpoint.manifest import MANIFEST_NAME, parse_manifest, seal_json, unseal_json
+from plait.checkpoint.safetensors_file import DamagedFileError, ShardFile, find_tiling_error
 from plait.cli.main import main
 from run.test_checkpoint_damage import train_and_save
 
@@ -27,7 +27,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", (MANIFEST, "model-00000.safetensors"))
+@pytest.mark.parametrize("file", (MANIFEST_NAME, "model-00000.safetensors"))
 def test_something_else_in_place_of_a_file(good: Path, tmp_path: Path, kind: str, file: str, capfd: Any) -> None:
     folder = tmp_path / "checkpoints"
     shutil.copytree(good, folder)
@@ -37,10 +37,10 @@ def test_something_else_in_place_of_a_file(good: Path, tmp_path: Path, kind: str
     engine = Engine(jobs.groups(), "dp=1", device="cpu", directory=folder)
     used = engine.resume()
     assert used is not None and used.name == "step-000001"
-    assert [p.code for p in engine.checkpoints.refused] == ["K002"]
+    assert [p.code for p in engine.checkpoints.damaged_found] == ["K002"]
     for words, code in (("list", 0), ("info", 2), ("verify", 1), ("export", 2)):
-        if words == "info" and file != MANIFEST:
-            continue  # it looks into the manifest only
+        if words == "info" and file != MANIFEST_NAME:
+            continue  # it reads only the manifest
         to = ["--output", str(tmp_path / "out")] if words == "export" else []
         assert main(["checkpoint", words, str(folder / "step-000002"), *to]) == code, words
         said = capfd.readouterr()
@@ -51,7 +51,7 @@ def test_something_else_in_place_of_a_file(good: Path, tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", (INDEX, "model-00001-of-00004.safetensors", "model.safetensors"))
+@pytest.mark.parametrize("file", (INDEX_NAME, "model-00001-of-00004.safetensors", "model.safetensors"))
 def test_something_else_in_a_folder_of_hugging_face(good: Path, tmp_path: Path, kind: str, file: str) -> None:
     folder = tmp_path / "hf"
     limit = "5GB" if file == "model.safetensors" else "100B"
@@ -95,7 +95,7 @@ def test_headers_of_safetensors(tmp_path: Path) -> None:
 
 
 def changes(value: Any) -> Any:
-    """The JSON value with each of its parts, in turn, made something else, left out or said under another name."""
+    """Yields the JSON value with each of its parts, in turn, replaced, removed or renamed."""
     for odd in ODD:
         if type(odd) is not type(value) or odd != value:
             yield odd
@@ -112,13 +112,13 @@ def changes(value: Any) -> Any:
 
 
 def test_every_part_of_a_manifest_made_something_else(good: Path, tmp_path: Path) -> None:
-    """Each is refused as damaged, or is something that a manifest may say. Nothing else is raised, for many thousand."""
-    content = unseal((good / "step-000002" / MANIFEST).read_bytes())
+    """Each change is rejected as damage, or gives a valid manifest. Many thousand changes raise no other error."""
+    content = unseal_json((good / "step-000002" / MANIFEST_NAME).read_bytes())
     refused = believed = 0
     for changed in changes(content):
         try:
-            parse(changed) if isinstance(changed, dict) else unseal(seal({"x": changed}))
-        except Damaged as error:
+            parse_manifest(changed) if isinstance(changed, dict) else unseal_json(seal_json({"x": changed}))
+        except DamagedFileError as error:
             refused += 1
             assert len(error.why) < 1000
         else:
@@ -127,27 +127,27 @@ def test_every_part_of_a_manifest_made_something_else(good: Path, tmp_path: Path
 
 
 def test_a_wrong_value_is_named_by_its_place(good: Path) -> None:
-    content = unseal((good / "step-000002" / MANIFEST).read_bytes())
+    content = unseal_json((good / "step-000002" / MANIFEST_NAME).read_bytes())
     content["tensors"]["model/0.weight"]["pieces"][0]["start"][1] = -1
-    with pytest.raises(Damaged, match=r"`\$.tensors\[...\].pieces\[0\].start\[1\]`"):
-        parse(content)
+    with pytest.raises(DamagedFileError, match=r"`\$.tensors\[...\].pieces\[0\].start\[1\]`"):
+        parse_manifest(content)
 
 
 def test_a_count_of_replica_groups_costs_nothing(good: Path) -> None:
-    content = unseal((good / "step-000002" / MANIFEST).read_bytes())
-    with pytest.raises(Damaged, match="2305843009213693952 replica groups are not 0"):
-        parse(content | {"groups": {"count": 2**61, "own": {}, "sent": []}})
+    content = unseal_json((good / "step-000002" / MANIFEST_NAME).read_bytes())
+    with pytest.raises(DamagedFileError, match="2305843009213693952 replica groups are not 0"):
+        parse_manifest(content | {"groups": {"count": 2**61, "own": {}, "sent": []}})
 
 
 @pytest.mark.slow
 def test_pieces_side_by_side_without_end() -> None:
     columns = [((0, i), (4, 1)) for i in range(100_000)]
-    assert wrong_tiling((4, 100_000), columns) is None
+    assert find_tiling_error((4, 100_000), columns) is None
     stairs = [((i % 3, i), (2, 1)) for i in range(20_000)]
-    assert "too many" in (wrong_tiling((4, 20_000), stairs) or "")
-    assert wrong_tiling((4, 100_000), [*columns, ((1, 70_000), (1, 1))]) is not None
-    assert "overlap" in (wrong_tiling((4, 100), [*columns[:100], ((1, 70), (1, 1))]) or "")
-    assert wrong_tiling((2, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (1, 2))]) is None, "not in rows"
+    assert "too many" in (find_tiling_error((4, 20_000), stairs) or "")
+    assert find_tiling_error((4, 100_000), [*columns, ((1, 70_000), (1, 1))]) is not None
+    assert "overlap" in (find_tiling_error((4, 100), [*columns[:100], ((1, 70), (1, 1))]) or "")
+    assert find_tiling_error((2, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (1, 2))]) is None, "not in rows"
 
 
 def test_names_that_no_file_can_have(tmp_path: Path, capfd: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that hold NaN or infinity: marked by whoever saves them, told by every command, never taken for the last good one."""
+"""Checkpoints with NaN or infinity are marked by the rank that saves them, reported by every command, and never used as the last good one."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from plait.launch import fork
 
 
 def poison(engine: Engine, what: str) -> None:
-    """Put a number into this rank's weights, optimizer state or buffers that does not belong there."""
+    """Writes a non-finite value into this rank's weights, optimizer state or buffers."""
     parameter = next(iter(engine.rank_model.params.values()))
     if not parameter.numel():
         return
@@ -38,7 +38,7 @@ def masked() -> Any:
 
 
 def saved(folder: Path, plan: str, wrong: dict[int, str], keep: int = 9, steps: int = 5) -> list[str]:
-    """Train and save every step, poisoned for the save of some; the checkpoints that are left."""
+    """Trains and saves every step, with poison in some of the saved states. Returns the remaining checkpoints."""
 
     def rank(place: Any) -> None:
         engine = Engine(masked(), Plan.parse(plan), device="cpu", directory=folder, place=place)
@@ -54,7 +54,7 @@ def saved(folder: Path, plan: str, wrong: dict[int, str], keep: int = 9, steps: 
             if step == steps:
                 break
 
-    fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+    fork.run_ranks(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -94,14 +94,14 @@ def test_the_last_sound_one_stays_and_is_resumed_from(tmp_path: Path) -> None:
         engine = Engine(masked(), Plan.parse("dp=2"), device="cpu", directory=tmp_path, place=place)
         path = engine.resume()
         assert path is not None
-        refused = [problem.code + problem.what for problem in engine.checkpoints.refused]
+        refused = [problem.code + problem.what for problem in engine.checkpoints.damaged_found]
         for batch in engine.batches():
             if engine.step(batch).step == 4:
                 break
         engine.save(2)
         return {"path": path.name, "refused": refused}
 
-    for result in fork.run(rank, 2, fork.Listener(lambda *_: None)):
+    for result in fork.run_ranks(rank, 2, fork.Listener(lambda *_: None)):
         assert result["path"] == "step-000002"
         assert len(result["refused"]) == 2 and all(text.startswith("N004") for text in result["refused"])
     assert set(marked(tmp_path)) == {5}, "step 4 was saved anew"
@@ -113,4 +113,4 @@ def test_without_a_sound_one_the_newest_is_taken_and_it_is_said(tmp_path: Path) 
     engine = Engine(masked(), "dp=1", device="cpu", directory=tmp_path)
     path = engine.resume()
     assert path is not None and path.name == "step-000005"
-    assert [problem.code for problem in engine.checkpoints.marked] == ["N004"]
+    assert [problem.code for problem in engine.checkpoints.nonfinite_found] == ["N004"]

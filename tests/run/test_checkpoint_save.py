@@ -1,4 +1,4 @@
-"""A save beside training: what it holds, what a kill leaves of it, and what its failure does."""
+"""A save during training: its contents, the files that a kill leaves, and the effect of a failed save."""
 
 import dataclasses
 import math
@@ -14,12 +14,12 @@ import jobs
 import pytest
 import torch
 from rarely import rarely
-from saved import tensors
+from saved import read_checkpoint_tensors
 from torch import nn
 
 from plait import Engine, Job, PlaitError, Plan
 from plait.checkpoint import saving
-from plait.checkpoint.checkpoints import verify
+from plait.checkpoint.checkpoints import verify_checkpoint
 from plait.launch import fork
 from plait.tensors.rows import Part
 
@@ -36,13 +36,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    write = saving.write
+    write = saving.write_safetensors
 
     def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write(*arguments)
 
-    monkeypatch.setattr(saving, "write", slow)
+    monkeypatch.setattr(saving, "write_safetensors", slow)
 
 
 def listener() -> fork.Listener:
@@ -56,7 +56,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(
     slowed(monkeypatch, 0.1)
 
     def rank(place: Any, beside: bool) -> list[int]:
-        """Save step 3 and go on to step 12; the steps at which step 3's checkpoint was there."""
+        """Saves step 3 and continues to step 12. Returns the steps at which step 3's checkpoint existed."""
         folder = tmp_path / str(beside)
         engine = Engine(wide(), Plan.parse(plan), device="cpu", directory=folder, place=place)
         there = []
@@ -64,7 +64,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(
             step = engine.step(batch).step
             if step == 3:
                 engine.save(wait=not beside)
-            if engine.checkpoints.found():
+            if engine.checkpoints.list_published():
                 there.append(step)
             time.sleep(0.05)
             if step == 12:
@@ -73,12 +73,12 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(
         return there
 
     world = Plan.parse(plan).world
-    there = fork.run(lambda place: rank(place, True), world, listener())
+    there = fork.run_ranks(lambda place: rank(place, True), world, listener())
     assert 4 < there[0][0] <= 12, "published beside training, without a second save"
-    fork.run(lambda place: rank(place, False), world, listener())
+    fork.run_ranks(lambda place: rank(place, False), world, listener())
     for step in ("step-000003", "step-000012"):
-        assert same(tensors(tmp_path / "True" / step), tensors(tmp_path / "False" / step))
-        assert not verify(tmp_path / "True" / step)[1]
+        assert same(read_checkpoint_tensors(tmp_path / "True" / step), read_checkpoint_tensors(tmp_path / "False" / step))
+        assert not verify_checkpoint(tmp_path / "True" / step)[1]
     assert sorted(p.name for p in (tmp_path / "True").iterdir()) == ["step-000003", "step-000012"]
 
 
@@ -89,7 +89,7 @@ def test_snapshot_memory_is_used_again(tmp_path: Path) -> None:
         engine.step(batch)
         engine.save(wait=False)
         places.append({h.name: t.data_ptr() for h, t in engine.checkpoints._snapshot._reused.items()})
-    engine.checkpoints.finish(engine)
+    engine.checkpoints.finish_save(engine)
     assert places[0] == places[1] == places[2]
 
 
@@ -98,16 +98,16 @@ def test_snapshot_memory_is_used_again(tmp_path: Path) -> None:
 def test_a_failure_anywhere_is_everyones(
     tmp_path: Path, beside: bool, culprit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = saving.write
+    write = saving.write_safetensors
     fail = [False]
 
     def full(path: Path, *arguments: Any) -> Any:
-        if fail[0] and "step-000004" in str(path):  # that of step 2 may still be on its way
+        if fail[0] and "step-000004" in str(path):  # that of step 2 may still be in progress
             write(path, *arguments)
             raise OSError(28, "No space left on device")
         return write(path, *arguments)
 
-    monkeypatch.setattr(saving, "write", full)
+    monkeypatch.setattr(saving, "write_safetensors", full)
 
     def rank(place: Any) -> list[Any]:
         engine = Engine(wide(), "dp=2", device="cpu", directory=tmp_path, place=place)
@@ -122,15 +122,15 @@ def test_a_failure_anywhere_is_everyones(
             return [error.codes, str(error), error.exit_code, engine.position.step]
         return []
 
-    for codes, text, code, step in fork.run(rank, 2, listener()):
+    for codes, text, code, step in fork.run_ranks(rank, 2, listener()):
         assert codes == ["K004"] and "No space left" in text and "MiB are free" in text and code == 1
         assert 4 <= step < 30
     assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
-    assert not verify(tmp_path / "step-000002")[1]
+    assert not verify_checkpoint(tmp_path / "step-000002")[1]
 
 
 def test_a_checkpoint_that_cannot_fit_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of one on a full disk would take the room that lines of metrics still have."""
+    """On a full disk, a partial checkpoint would take the space that metric lines still need."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20480))
 
@@ -141,15 +141,15 @@ def test_a_checkpoint_that_cannot_fit_takes_no_room(tmp_path: Path, monkeypatch:
             engine.save(wait=False)
         return caught.value.codes, str(caught.value)
 
-    for codes, text in fork.run(rank, 2, listener()):
+    for codes, text in fork.run_ranks(rank, 2, listener()):
         assert codes == ["K004"] and "it takes" in text and "0.02 MiB are free" in text
     assert not list(tmp_path.iterdir())
 
 
 def killed(folder: Path, kills: int) -> set[str]:
-    """Kill a process that saves in a loop, `kills` times; whatever it left, the newest checkpoint is whole and right.
+    """Kills a process that saves in a loop, `kills` times. The newest checkpoint is always complete and correct.
 
-    Returns what half-done things the kills left behind.
+    Returns the unfinished files that the kills left behind.
     """
     moments = random.Random(3)
     reference = Engine(wide(), "dp=1", device="cpu", directory=folder)
@@ -164,18 +164,18 @@ def killed(folder: Path, kills: int) -> set[str]:
                 for number, batch in enumerate(engine.batches()):
                     engine.step(batch)
                     engine.save(keep=2, wait=number % 2 == 0)
-                engine.checkpoints.finish(engine)
+                engine.checkpoints.finish_save(engine)
             finally:
                 os._exit(0)
         while kill % 2 and sorted(folder.iterdir()) == before and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            time.sleep(0.001)  # every other kill comes where a save has begun, however slow the machine is
+            time.sleep(0.001)  # every other kill happens after a save has started, however slow the machine is
         time.sleep(moments.random() * (0.02 if kill % 2 else 0.15))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         left |= {path.suffix[1:4] for path in folder.iterdir()}
         engine = Engine(wide(), "dp=1", device="cpu", directory=folder)
         path = engine.resume(missing_ok=True)
-        assert not engine.checkpoints.refused
+        assert not engine.checkpoints.damaged_found
         if path is None:
             continue
         step = engine.position.step
@@ -185,8 +185,8 @@ def killed(folder: Path, kills: int) -> set[str]:
         assert torch.equal(copies[step], next(engine.model.parameters())), step
         assert path.name == f"step-{step:06d}"
         if step > 30:  # start over: the job has 40 steps
-            for old in engine.checkpoints.found():
-                saving.discard(old)
+            for old in engine.checkpoints.list_published():
+                saving.delete_directory(old)
     return left
 
 
@@ -202,7 +202,7 @@ def test_killed_often_in_the_middle_of_saves(tmp_path: Path) -> None:
 
 
 def adafactor() -> Job:
-    """Its state of a matrix is a row and a column: of no part of the parameter."""
+    """Its state of a matrix is a row and a column, which are not shaped like any part of the parameter."""
     return jobs.make(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
         optimizer=lambda params: torch.optim.Adafactor(params, lr=1e-2),
@@ -217,13 +217,13 @@ def test_state_of_another_shape_belongs_to_a_whole_parameter(tmp_path: Path, mon
     again = Engine(adafactor(), "dp=1", device="cpu", directory=tmp_path / "a")
     assert again.resume() == path
     again.checkpoints = type(again.checkpoints)(tmp_path / "b")
-    assert same(tensors(path), tensors(again.save()))
+    assert same(read_checkpoint_tensors(path), read_checkpoint_tensors(again.save()))
     weight = again.model[0].weight.detach()
     half = {
-        **again.rank_model.parts(),
+        **again.rank_model.get_parts(),
         "0.weight": Part(weight[:4], tuple(weight.shape), (((0, 4),), ((0, weight.shape[1]),))),
     }
-    monkeypatch.setattr(type(again.rank_model), "parts", lambda self: half)
+    monkeypatch.setattr(type(again.rank_model), "get_parts", lambda self: half)
     for act in (again.save, again.resume):
         again.position = dataclasses.replace(again.position, step=9)
         with pytest.raises(PlaitError) as caught:
@@ -234,7 +234,7 @@ def test_state_of_another_shape_belongs_to_a_whole_parameter(tmp_path: Path, mon
 
 
 def test_the_optimizers_numbers_come_back_exactly(tmp_path: Path) -> None:
-    """Steps, a learning rate that is a tensor, tuples, odd floats, and values that only one parameter has."""
+    """Steps, a learning rate that is a tensor, tuples, unusual floats, and values that only one parameter has."""
 
     def job() -> Job:
         return jobs.make(

@@ -1,4 +1,4 @@
-"""Weights in and out of checkpoints: as Hugging Face has them, and nothing that could run code or leave its folder."""
+"""Weights in and out of checkpoints: in Hugging Face's format, without code that runs on load or paths outside of the folder."""
 
 import json
 import pickle
@@ -13,7 +13,7 @@ from launched import TEST_JOB, Command
 from safetensors.torch import load_file, save_file
 
 from plait import Engine, Job, PlaitError, Plan
-from plait.checkpoint.opening import INDEX, _way_out
+from plait.checkpoint.foreign_weights import INDEX_NAME, _suggest_fix
 from plait.cli.main import main
 from plait.launch import fork
 from run.test_checkpoint_damage import train_and_save
@@ -21,7 +21,7 @@ from run.test_checkpoint_damage import train_and_save
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint of a tied model, and its weights as torch has them."""
+    """A checkpoint of a tied model, and its weights in torch's format."""
     engine = Engine(jobs.ragged(), "dp=1", device="cpu", directory=tmp_path / "checkpoints")
     for batch, _ in zip(engine.batches(), range(2)):
         engine.step(batch)
@@ -62,7 +62,7 @@ def test_export_is_what_hugging_face_reads(saved: Any, tmp_path: Path, limit: st
         assert names == ["model.safetensors"]
         read = load_file(tmp_path / "out/model.safetensors")
     else:
-        index = json.loads((tmp_path / "out" / INDEX).read_text())
+        index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
         assert (
             index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values()) - weights["embed.weight"].nbytes
         )
@@ -117,11 +117,11 @@ def test_a_name_of_another_format_is_no_folder(saved: Any, tmp_path: Path, to: s
 
 def test_weights_of_a_model_that_is_wrapped(tmp_path: Path) -> None:
     inner = {n: t.clone() for n, t in fresh(jobs.mlp()).model.state_dict().items()}
-    assert "names begin with _orig_mod." in _way_out([f"_orig_mod.{n}" for n in inner], list(inner))[0]
-    assert "without module." in _way_out(list(inner), [f"module.{n}" for n in inner])[0]
+    assert "names start with _orig_mod." in _suggest_fix([f"_orig_mod.{n}" for n in inner], list(inner))[0]
+    assert "without the prefix module." in _suggest_fix(list(inner), [f"module.{n}" for n in inner])[0]
     save_file({f"module.{n}": t for n, t in inner.items()}, tmp_path / "w.safetensors")
     error = refusal(tmp_path / "w.safetensors", jobs.mlp())
-    assert error.codes == ["K008", "K008"] and all("without module." in p.fix[0] for p in error.problems)
+    assert error.codes == ["K008", "K008"] and all("without the prefix module." in p.fix[0] for p in error.problems)
 
 
 def test_each_rank_reads_its_own_parts(saved: Any, tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_each_rank_reads_its_own_parts(saved: Any, tmp_path: Path) -> None:
     def rank(place: Any) -> list[Any]:
         engine = Engine(jobs.ragged(), Plan.parse("fsdp=2"), device="cpu", place=place)
         engine.load_weights(path)
-        part = engine.rank_model.parts()["embed.weight"]
-        return [tuple(part.tensor.shape) != shape, torch.equal(part.tensor, part.inside(weights["embed.weight"]))]
+        part = engine.rank_model.get_parts()["embed.weight"]
+        return [tuple(part.tensor.shape) != shape, torch.equal(part.tensor, part.slice_tensor(weights["embed.weight"]))]
 
-    assert fork.run(rank, 2, fork.Listener(lambda *_: None)) == [[True, True]] * 2
+    assert fork.run_ranks(rank, 2, fork.Listener(lambda *_: None)) == [[True, True]] * 2
 
 
 def test_names_and_shapes_must_fit(tmp_path: Path) -> None:
@@ -186,15 +186,15 @@ def test_an_index_cannot_lead_elsewhere(saved: Any, tmp_path: Path, to: str) -> 
     path, _ = saved
     folder, secret = tmp_path / "hf", tmp_path / "secret.safetensors"
     assert main(["checkpoint", "export", str(path), "--output", str(folder), "--shard", "2KB"]) == 0
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / INDEX_NAME).read_text())
     victim = index["weight_map"]["embed.weight"]
     shutil.copy(folder / victim, secret)
     if to == "link":
         (folder / victim).unlink()
         (folder / victim).symlink_to(secret)
     elif to == "index link":
-        (folder / INDEX).rename(tmp_path / "index.json")
-        (folder / INDEX).symlink_to(tmp_path / "index.json")
+        (folder / INDEX_NAME).rename(tmp_path / "index.json")
+        (folder / INDEX_NAME).symlink_to(tmp_path / "index.json")
     else:
         new = {
             "outside": "../secret.safetensors",
@@ -205,7 +205,7 @@ def test_an_index_cannot_lead_elsewhere(saved: Any, tmp_path: Path, to: str) -> 
         }
         index["weight_map"]["embed.weight"] = new.get(to)
         text = "[" * 3000 if to == "deep" else "[]" if to == "list" else json.dumps(index)
-        (folder / INDEX).write_text(text)
+        (folder / INDEX_NAME).write_text(text)
     assert refusal(folder).codes == ["K002"]
 
 

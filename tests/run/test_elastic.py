@@ -1,4 +1,4 @@
-"""A rank is lost and the run goes on: the same samples, the same weights, nothing left behind."""
+"""A rank is lost and the run continues: the same samples, the same weights, nothing left behind."""
 
 import json
 import os
@@ -20,7 +20,7 @@ KEPT = Path("/dev/shm")
 
 
 def kept(command: Command) -> list[Path]:
-    """What a launcher has in shared memory."""
+    """A launcher's files in shared memory."""
     return list(KEPT.glob(f"plait-*-{command.pid}-*"))
 
 
@@ -35,7 +35,7 @@ def step_of(folder: Path) -> int:
 
 
 def ended(folder: Path, steps: int) -> tuple[object, ...]:
-    """Losses by step, which samples steps used, and the weights at the end."""
+    """Losses by step, the samples of each step, and the weights at the end."""
     run = folder / "runs" / "latest"
     used: dict[int, set[tuple[int, ...]]] = {}
     for path in (run / "events").glob("*.jsonl"):
@@ -43,11 +43,11 @@ def ended(folder: Path, steps: int) -> tuple[object, ...]:
         assert len({row["step"] for row in events}) == len(events), "a step is there twice"
         for row in events:
             used.setdefault(row["step"], set()).add((row["epoch"], row["start"], row["size"]))
-    return [(r["step"], r["loss"]) for r in rows(folder)], used, saved.tensors(run / f"checkpoints/step-{steps:06d}")
+    return [(r["step"], r["loss"]) for r in rows(folder)], used, saved.read_checkpoint_tensors(run / f"checkpoints/step-{steps:06d}")
 
 
 def same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Bit for bit."""
+    """Compares bit for bit."""
     (losses, samples, weights), (losses2, samples2, weights2) = one, other
     assert isinstance(weights, dict) and isinstance(weights2, dict)
     equal = weights.keys() == weights2.keys() and all(torch.equal(t, weights2[name]) for name, t in weights.items())
@@ -55,7 +55,7 @@ def same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 
 
 def kill_once(command: Command, folder: Path, rank: int, delay: float) -> None:
-    """Kill a rank after some time, in whatever it does, and wait until ranks were forked anew."""
+    """Kills a rank after some time, during any activity, and waits until ranks were forked again."""
     time.sleep(delay)
     before = command.workers()
     if len(before) > rank and alive(command.pid):
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) ->
     kill_once(command, tmp_path / "killed", 0, 0.0)
     assert command.wait(120) == 0, command.output
     assert same(ended(tmp_path / "whole", steps), ended(tmp_path / "killed", steps)), command.output
-    told = [line for line in command.output.splitlines() if "restarting" in line or "going on from" in line]
+    told = [line for line in command.output.splitlines() if "restarting" in line or "resuming from" in line]
     assert len(told) == 4 and all("rank" in line and "was killed (SIGKILL)" in line for line in told[::2]), (
         command.output
     )
@@ -108,13 +108,13 @@ def test_a_rank_that_is_lost_between_the_last_step_and_its_checkpoint(tmp_path: 
     (tmp_path / "lost.py").write_text(LOST)
     command = start(tmp_path, "dp=2", 6, "--callbacks", "lost.py:callbacks")
     assert command.wait(120) == 0, command.output
-    assert "going on from step 6, which was kept in memory" in command.output, command.output
+    assert "resuming from step 6, from an in-memory snapshot" in command.output, command.output
     losses, _, weights = ended(tmp_path, 6)
     assert isinstance(losses, list) and len(losses) == 6 and weights
 
 
 def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    """It is the job's own: the same error at the same line on the same sample is tried once more, and then ends the run."""
+    """The error is the job's own: the same error at the same line on the same sample is retried once, and then ends the run."""
     command = start(tmp_path, "dp=2", 30, "--job.fault", "sample", "--check", "none")
     assert command.wait(120) == 1
     assert command.output.count("restarting") == 1, command.output
@@ -155,26 +155,26 @@ def test_a_device_that_fails_alone_at_one_step_is_left_out() -> None:
     killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
     one, two = HostDevice("here", 1), HostDevice("here", 2)
     failures = RankFailures(2)
-    assert [failures.can_restart(killed, 7, one) for _ in range(3)] == [True] * 3 and failures.leaves_device_out
-    failures.leave_device_out()
+    assert [failures.can_restart(killed, 7, one) for _ in range(3)] == [True] * 3 and failures.should_exclude_device
+    failures.exclude_device()
     assert [failures.can_restart(killed, 7, two) for _ in range(3)] == [True, True, False], "it is not the device"
     failures = RankFailures(2)
     assert [failures.can_restart(killed, 7, device) for device in (one, two, one)] == [True, True, False]
     assert not RankFailures(0).can_restart(killed, 7, one)
     failures = RankFailures(2)
-    assert [failures.can_restart(killed, 7, one, spare=False) for _ in range(3)] == [True, True, False], "it is the only one"
+    assert [failures.can_restart(killed, 7, one, can_exclude=False) for _ in range(3)] == [True, True, False], "it is the only one"
     failures = RankFailures(2)
     assert [failures.can_restart(raised, 7, one) for _ in range(3)] == [True, True, False], "an exception is the job's own"
     failures = RankFailures(1, allow_shrink=True)
-    assert failures.can_restart(killed, 7, one) and failures.leaves_device_out
-    assert failures.warning(one) is None
+    assert failures.can_restart(killed, 7, one) and failures.should_exclude_device
+    assert failures.format_warning(one) is None
     for step in (20, 40):
         failures.can_restart(killed, step, one)
-    assert failures.warning(one) == "note  3 ranks failed on here, device 1. Check that device."
+    assert failures.format_warning(one) == "note  3 ranks failed on here, device 1. Check that device."
 
 
 def near(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Every step and every sample once, losses and weights within 1e-9 of each other: ranks summed in another order."""
+    """Every step and every sample once, losses and weights within 1e-9 of each other, because ranks sum in another order."""
     (losses, samples, weights), (losses2, samples2, weights2) = one, other
     assert isinstance(losses, list) and isinstance(losses2, list)
     assert isinstance(weights, dict) and isinstance(weights2, dict) and weights.keys() == weights2.keys()
@@ -185,7 +185,7 @@ def near(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 
 
 def covered(samples: object) -> dict[int, list[tuple[int, int]]]:
-    """By step: epochs and places of its samples, which ranks that share a part have once."""
+    """By step: the epochs and positions of its samples. Ranks with the same part count once."""
     assert isinstance(samples, dict)
     return {
         step: sorted((e, i) for e, start, size in parts for i in range(start, start + size))
@@ -194,7 +194,7 @@ def covered(samples: object) -> dict[int, list[tuple[int, int]]]:
 
 
 def kill_for_good(command: Command, folder: Path, rank: int, delay: float) -> None:
-    """Kill a rank after some time, and wait until the next round has begun."""
+    """Kills a rank after some time, and waits until the next attempt has started."""
     time.sleep(delay)
     rounds = command.output.count("note  round")
     command.until(lambda: len(ranks_of(command)) > 1 or "on 1 rank" in command.output or not alive(command.pid))
@@ -205,7 +205,7 @@ def kill_for_good(command: Command, folder: Path, rank: int, delay: float) -> No
 
 
 def ranks_of(command: Command) -> list[int]:
-    """Its ranks; a search for plans has the lowest priority."""
+    """Its ranks. A search for plans has the lowest priority."""
     return [pid for pid in command.workers() if os.getpriority(os.PRIO_PROCESS, pid) < 19]
 
 
@@ -227,12 +227,12 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2"))
 def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> None:
-    """Four ranks, then three, two, one, each time under another plan; fewer at once where no plan has three."""
+    """Four ranks, then three, two, one, each time under another plan. If no plan has three ranks, the run continues with fewer at once."""
     steps, chance = 60, random.Random(f"fewer {plan} {seed}")
     flags, folder = ("--save-every", "15"), tmp_path / "fewer"
     whole = start(tmp_path / "whole", plan, steps, *flags)
     assert whole.wait(300) == 0, whole.output
-    command = start(folder, plan, steps, *flags, "--allow-shrink", "--job.pause", "0.2")  # this process may get little of a processor
+    command = start(folder, plan, steps, *flags, "--allow-shrink", "--job.pause", "0.2")  # this process may get little processor time
     command.until(lambda: step_of(folder) > 0 or not alive(command.pid), 120)
     for _ in range(3):
         at = step_of(folder)
@@ -248,7 +248,7 @@ def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2", "dp=2 fsdp=2"))
 def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
-    """Of 120 in all: at the start, in a step, in a save, in an evaluation."""
+    """Of 120 kills in total: at the start, in a step, in a save, in an evaluation."""
     steps, chance = 150, random.Random(f"{plan} {seed}")
     flags = ("--save-every", "15", "--max-restarts", "10")
     whole = start(tmp_path / "whole", plan, steps, *flags)

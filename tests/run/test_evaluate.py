@@ -1,4 +1,4 @@
-"""A run whose last evaluation fails has its last checkpoint, and goes on with that evaluation."""
+"""A run whose last evaluation fails has its last checkpoint, and continues with that evaluation."""
 
 import json
 from pathlib import Path

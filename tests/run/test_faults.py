@@ -1,4 +1,4 @@
-"""One rank fails: all end within seconds, one message names the guilty rank and the cause, nobody is left behind."""
+"""One rank fails: all end within seconds, one message names the failed rank and the cause, and no process is left behind."""
 
 import os
 import signal
@@ -9,15 +9,15 @@ import pytest
 from launched import TEST_JOB, Command, alive, rows
 from rarely import sampled
 
-from plait.chaos.strike import FILE
-from plait.launch.failures import Failure, sort_of
+from plait.chaos.strike import POSED_FILE
+from plait.launch.failures import Failure, classify_error
 from plait.launch.progress import Progress
 
 CASES = {
-    "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", f"{FILE}:"),
+    "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", f"{POSED_FILE}:"),
     "kill": ("C003", "rank 1 was killed (SIGKILL) at step", "not a communication fault"),
     "stop": ("C001", "rank 1 was stopped", "SIGSTOP"),
-    "allocate": ("M002", "out of memory on rank 1 at step 5, forward", f"{FILE}:"),
+    "allocate": ("M002", "out of memory on rank 1 at step 5, forward", f"{POSED_FILE}:"),
     "exit": ("C003", "rank 1 ended with exit code 7", "the job, or a library"),
     "segv": ("C003", "rank 1 was killed (SIGSEGV)", "compiled code"),
 }
@@ -89,7 +89,7 @@ def test_command_line_errors(argv: list[str], code: int, words: list[str], tmp_p
     ),
 )
 def test_who_lost_a_peer_is_a_victim_also_inside_the_users_forward(text: str, where: str, victim: bool) -> None:
-    sort = sort_of(RuntimeError(text), text, where)
+    sort = classify_error(RuntimeError(text), text, where)
     told = {"type": "RuntimeError", "text": text, "where": where, "module": "", "called": "", "sort": sort}
     message = told | {"problems": [], "trace": ""}
-    assert Failure.raised(0, Progress(9, "forward", 0.0), message).victim is victim
+    assert Failure.from_report(0, Progress(9, "forward", 0.0), message).victim is victim

@@ -1,4 +1,4 @@
-"""Training from given weights: under every plan, in parts, with frozen parameters that checkpoints name and do not hold."""
+"""Training from given weights: under every plan, sharded, with frozen parameters that checkpoints reference without storing them."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import plait
 from plait import Engine, Job, PlaitError, Plan
-from plait.checkpoint.manifest import read_manifest, seal, unseal
+from plait.checkpoint.manifest import read_manifest, seal_json, unseal_json
 from plait.cli.main import main
 from plait.launch import fork
 
@@ -23,7 +23,7 @@ FROZEN = {"0.base_layer.weight", "0.base_layer.bias", "2.base_layer.weight", "2.
 
 
 class Adapted(nn.Module):
-    """A linear layer, frozen, and a product of two small matrices beside it."""
+    """A frozen linear layer, plus a product of two small matrices."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -64,13 +64,13 @@ def base(tmp_path: Path) -> Path:
 
 
 def quietly(work: Any, ranks: int) -> list[Any]:
-    return fork.run(work, ranks, fork.Listener(lambda *_: None))
+    return fork.run_ranks(work, ranks, fork.Listener(lambda *_: None))
 
 
 def trained(
     job: Job, plan: str, folder: Path, steps: int, resume: bool = False, save: bool = False
 ) -> dict[str, Tensor]:
-    """The weights after some steps, from every rank's own parts."""
+    """The weights after some steps, gathered from every rank's own parts."""
     parsed = Plan.parse(plan)
 
     def rank(place: Any) -> Any:
@@ -85,7 +85,7 @@ def trained(
                 break
         if save:
             engine.save()
-        parts = engine.rank_model.parts()
+        parts = engine.rank_model.get_parts()
         save_file({n: p.tensor.contiguous() for n, p in parts.items()}, folder / f"part-{place.rank}.safetensors")
         return {n: [p.shape, p.ranges] for n, p in parts.items()}
 
@@ -169,18 +169,18 @@ def test_a_new_head_is_declared(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_a_sketch_and_a_plan_do_not_read_weights(tmp_path: Path) -> None:
-    from plait.planner.dryrun.dry_run import first_step
+    from plait.planner.dryrun.dry_run import trace_first_step
 
     nowhere = job(tmp_path / "nowhere.safetensors")
-    assert len(first_step(nowhere, Plan.parse("fsdp=2"))) == 2 and plait.sketch_of(nowhere).units
+    assert len(trace_first_step(nowhere, Plan.parse("fsdp=2"))) == 2 and plait.sketch_of(nowhere).units
     error = refused(lambda: Engine(nowhere, "dp=1", device="cpu"))
     assert error.codes == ["K007"]
 
 
 @pytest.mark.parametrize("plan", sampled(3, ("dp=2", "fsdp=2", "fsdp=2 zero_stage=1")))
 def test_frozen_parameters_have_no_gradient_no_state_and_no_traffic(plan: str, tmp_path: Path) -> None:
-    """What a step sends grows by the gathered halves of what is frozen, and by nothing in plain copies."""
-    from plait.planner.dryrun.dry_run import dry_run, first_step
+    """With fully sharded frozen parameters, a step sends additional gathered halves of them. With replicas it sends nothing more."""
+    from plait.planner.dryrun.dry_run import dry_run, trace_first_step
 
     def wide(frozen: int) -> Any:
         def model() -> nn.Module:
@@ -191,30 +191,30 @@ def test_frozen_parameters_have_no_gradient_no_state_and_no_traffic(plan: str, t
 
         return dataclasses.replace(job(tmp_path, model), weights=None)
 
-    parsed, halves = Plan.parse(plan), (32 * 16 // 2 + 32) * 8  # the last layer's one row cannot be halved
-    sent = [sum(n for _, n in first_step(wide(n), parsed)[0].totals.values()) for n in (32, 64)]
+    parsed, halves = Plan.parse(plan), (32 * 16 // 2 + 32) * 8  # the last layer's single row cannot be halved
+    sent = [sum(n for _, n in trace_first_step(wide(n), parsed)[0].totals.values()) for n in (32, 64)]
     assert (sent[1] - sent[0]) % halves == 0 and (sent[1] - sent[0] == 0) is (plan == "dp=2"), sent
     kinds = [dry_run(wide(n), parsed).kinds[0].peak.categories for n in (32, 64)]
     assert kinds[0]["optimizer"] == kinds[1]["optimizer"] and kinds[0].get("gradients") == kinds[1].get("gradients")
 
 
 def test_the_planner_prices_gradients_of_what_is_trained_alone(base: Path) -> None:
-    from plait.parallel.order import shard_plan
-    from plait.planner.formulas import Software
-    from plait.planner.from_sketch import workload_of
-    from plait.planner.late import bill
+    from plait.parallel.apply_order import make_shard_plan
+    from plait.planner.formulas import RuntimeCosts
+    from plait.planner.sync_costs import sum_sent_bytes
+    from plait.planner.workload import build_workload
 
     sketch = plait.sketch_of(job(base))
-    work = workload_of(sketch, shard_plan(job(base), Plan(), sketch))
+    work = build_workload(sketch, make_shard_plan(job(base), Plan(), sketch))
     assert work.weights == 384 + 125 and work.frozen == pytest.approx(384 / 509)
-    found = bill(SimpleNamespace(software=Software(), work=work), Plan.parse("fsdp=2"), work.weights)  # pyrefly: ignore
+    found = sum_sent_bytes(SimpleNamespace(software=RuntimeCosts(), work=work), Plan.parse("fsdp=2"), work.weights)  # pyrefly: ignore
     assert found["fsdp"] == pytest.approx((509 * 8 + 125 * 4) / 2), (
         "gathered twice, and the gradients of what is trained"
     )
 
 
 class Quantised(Tensor):
-    """A tensor that has its numbers elsewhere, as those of quantisation libraries."""
+    """A tensor whose values are stored elsewhere, like those of quantization libraries."""
 
     def __tensor_flatten__(self) -> Any:
         return ["packed"], None
@@ -233,7 +233,7 @@ def test_a_tensor_of_a_quantisation_library_is_refused(base: Path) -> None:
 
 
 @pytest.mark.parametrize("lie, word", [
-    (["nowhere", "F64", [16, 6]], "there is no such tensor"),
+    (["nowhere", "F64", [16, 6]], "the base has no such tensor"),
     (["2.weight", "F64", [16, 6]], "F64 [16, 16]"),
     (["0.weight", "I64", [16, 6]], "F64 [16, 6]"),
 ])  # fmt: skip
@@ -242,9 +242,9 @@ def test_a_manifest_that_points_to_what_the_base_has_not_is_refused(
 ) -> None:
     trained(job(base), "dp=1", tmp_path, 2, save=True)
     (file,) = (tmp_path / "checkpoints").glob("step-*/manifest.json")
-    said = unseal(file.read_bytes())
+    said = unseal_json(file.read_bytes())
     said["base"]["tensors"]["0.base_layer.weight"] = lie
-    file.write_bytes(seal(said))
+    file.write_bytes(seal_json(said))
     to = str(tmp_path / "a.safetensors")
     assert main(["checkpoint", "export", str(tmp_path / "checkpoints"), "--output", to]) == 2
     found = capfd.readouterr().err

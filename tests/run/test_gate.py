@@ -1,4 +1,4 @@
-"""Strangers at the doors of a run's store: whatever they do, a rightful guest is let in within 5 s, and the store holds what it held."""
+"""Untrusted clients connect to a run's store: whatever they send, a legitimate one is admitted within 5 s and the store is unchanged."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,24 @@ from plait.launch import gate, limits, loopback
 from plait.launch.channel import Hub
 
 NOBODY, KEY, WRONG = 65534, b"k" * 32, b"w" * 32
-ROOT = pytest.mark.skipif(os.geteuid() != 0 or not loopback.guards(), reason="to be another user takes root, on Linux")
+ROOT = pytest.mark.skipif(os.geteuid() != 0 or not loopback.has_user_guards(), reason="to be another user takes root, on Linux")
 WITHIN, BUSY = 5.0, 20.0
-"""Seconds in which a guest is in; and so many more where other work keeps the machine busy."""
+"""Seconds within which a client is admitted. `BUSY` is added on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Doors:
-    """Where a store is reached: through its gate, on loopback of its machine, and on loopback of another machine."""
+    """The addresses of a store: its gate, loopback of its machine, and loopback of another machine."""
 
     gate: int
     local: int
     tunnel: int
     store: int
-    """Its own port, where only the gate comes."""
+    """The store's own port, which only the gate connects to."""
 
 
 def inner_port(pid: int, known: set[int]) -> int:
-    """The port at which the children of a process listen that is not one of these."""
+    """The port on which the children of a process listen, other than these."""
     ours = {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and parent_of(int(p.name)) == pid} | {pid}
     inodes = set[str]()
     for file in (f for p in ours for f in Path(f"/proc/{p}/fd").iterdir()):
@@ -59,10 +59,10 @@ def doors() -> Iterator[Doors]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        outer = limits.listening()
+        outer = limits.open_loopback_socket()
         port = outer.getsockname()[1]
-        local = gate.stand(outer, KEY)
-        os.write(write, struct.pack("3i", port, local, gate.tunnel("127.0.0.1", port, KEY)))
+        local = gate.start_gate(outer, KEY)
+        os.write(write, struct.pack("3i", port, local, gate.start_tunnel("127.0.0.1", port, KEY)))
         time.sleep(600)
         os._exit(0)
     ports = struct.unpack("3i", os.read(read, 12))
@@ -102,7 +102,7 @@ def silent(count: int, source: Callable[[int], str] = lambda k: "") -> Callable[
 
 
 def unending(door: Callable[[Doors], int], word: bytes = b"") -> Callable[[Doors], None]:
-    """Connections as fast as they go, until the process is killed."""
+    """Opens connections as fast as possible, until the process is killed."""
 
     def attack(doors: Doors) -> None:
         held = list[socket.socket]()
@@ -134,8 +134,8 @@ def resets(doors: Doors) -> None:
 
 
 def wrong_key(doors: Doors) -> None:
-    with pytest.raises(gate.Stranger, match="does not accept"):
-        asyncio.run(gate.through("127.0.0.1", doors.gate, WRONG))
+    with pytest.raises(gate.AuthenticationError, match="rejects this machine"):
+        asyncio.run(gate.connect_gate("127.0.0.1", doors.gate, WRONG))
 
 
 def shaken(link: socket.socket) -> bytes:
@@ -145,13 +145,13 @@ def shaken(link: socket.socket) -> bytes:
 
 def refused(link: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
-        assert link.recv(gate.PROOF, socket.MSG_WAITALL) in (gate.NO, b"") and link.recv(1) == b""
+        assert link.recv(gate.PROOF, socket.MSG_WAITALL) in (gate.REJECTED, b"") and link.recv(1) == b""
 
 
 def replayed(doors: Doors) -> None:
-    """What a guest said is said again."""
+    """Replays a legitimate client's messages."""
     first, mine = connected(doors.gate), b"n" * gate.NONCE
-    said = mine + gate.proof_of(KEY, b"guest", shaken(first) + mine)
+    said = mine + gate.compute_proof(KEY, b"guest", shaken(first) + mine)
     first.sendall(said)
     assert len(first.recv(gate.PROOF, socket.MSG_WAITALL)) == gate.PROOF
     second = connected(doors.gate)
@@ -161,7 +161,7 @@ def replayed(doors: Doors) -> None:
 
 
 def reflected(doors: Doors) -> None:
-    """The gate's own numbers are sent back to it, with what it proves elsewhere."""
+    """Reflects the gate's own nonces to it, with the proof that it gives elsewhere."""
     first, second = connected(doors.gate), connected(doors.gate)
     theirs, other = shaken(first), shaken(second)
     first.sendall(theirs + other)
@@ -171,21 +171,21 @@ def reflected(doors: Doors) -> None:
 
 
 def other_role(doors: Doors) -> None:
-    """The proof of a gate, where that of a guest is asked for."""
+    """Sends a gate's proof instead of a client's."""
     link, mine = connected(doors.gate), b"n" * gate.NONCE
-    link.sendall(mine + gate.proof_of(KEY, b"gate", shaken(link) + mine))
+    link.sendall(mine + gate.compute_proof(KEY, b"gate", shaken(link) + mine))
     refused(link)
 
 
 def truncated(doors: Doors) -> None:
     for length in range(gate.NONCE + gate.PROOF):
         link, mine = connected(doors.gate), b"n" * gate.NONCE
-        link.sendall((mine + gate.proof_of(KEY, b"guest", shaken(link) + mine))[:length])
+        link.sendall((mine + gate.compute_proof(KEY, b"guest", shaken(link) + mine))[:length])
         link.close()
 
 
 def writes(door: Callable[[Doors], int]) -> Callable[[Doors], None]:
-    """Somebody who speaks as torch's own store does."""
+    """Speaks the protocol of torch's own store."""
 
     def attack(doors: Doors) -> None:
         for _ in range(3):
@@ -197,7 +197,7 @@ def writes(door: Callable[[Doors], int]) -> Callable[[Doors], None]:
 
 
 def pre_spoken(door: Callable[[Doors], int]) -> Callable[[Doors], None]:
-    """The same in the store's own bytes, without waiting for an answer: checked, and then set."""
+    """Sends the bytes of the store protocol without waiting for an answer: check, then set."""
     text = b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + b"".join(struct.pack("<Q", len(w)) + w for w in (b"/k", b"a stranger's"))
 
     def attack(doors: Doors) -> None:
@@ -249,7 +249,7 @@ OTHERS: dict[str, Callable[[Doors], object]] = {
 
 @contextlib.contextmanager
 def attacked(attack: Callable[[Doors], object], doors: Doors) -> Iterator[None]:
-    """In a process of its own, which goes on meanwhile. It is given a second; what ends in an exception fails the test."""
+    """Runs in a separate process, which continues meanwhile. The attack gets one second. An exception in it fails the test."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -297,8 +297,8 @@ def test_another_user_of_the_machine(name: str, doors: Doors) -> None:
 
 @ROOT
 def test_the_attack_is_one_where_nobody_guards_the_store() -> None:
-    """The same words, said to a store as torch makes it."""
-    with limits.listening() as listening:
+    """The same messages, sent to an unprotected store of torch."""
+    with limits.open_loopback_socket() as listening:
         port = listening.getsockname()[1]
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     for attack in (OTHERS["writes, at the store itself"], OTHERS["does not wait, at the store itself"]):
@@ -326,24 +326,24 @@ def test_the_store_of_one_machine_is_no_other_users() -> None:
 
 @ROOT
 def test_another_user_at_the_port_of_a_server() -> None:
-    with limits.listening() as listening:
+    with limits.open_loopback_socket() as listening:
         hub, port = Hub(KEY, listening), listening.getsockname()[1]
         with attacked(as_other(unending(lambda d: port)), Doors(port, port, port, port)):
             for _ in range(200):
                 hub.poll(0.01)
                 assert not hub.peers
-        hub.shut()
+        hub.close_all()
 
 
 def test_a_gate_that_had_no_room_is_asked_again() -> None:
-    """It may close a connection after it has greeted, which is not what it does when the proof is wrong."""
+    """A gate without capacity may close a connection after its greeting, which it does not do if a proof is wrong."""
     asked = list[int]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(len(asked))
-        with contextlib.suppress(gate.Stranger), contextlib.closing(writer):
+        with contextlib.suppress(gate.AuthenticationError), contextlib.closing(writer):
             if len(asked) > 1:
-                await gate._admit((reader, writer), b"key")
+                await gate._authenticate_guest((reader, writer), b"key")
             else:
                 writer.write(gate.GREETING + bytes(gate.NONCE))
                 await reader.readexactly(gate.NONCE + gate.PROOF)
@@ -352,12 +352,12 @@ def test_a_gate_that_had_no_room_is_asked_again() -> None:
     async def both() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            _, writer = await gate._patiently("127.0.0.1", port, b"key")
+            _, writer = await gate._retry_connect("127.0.0.1", port, b"key")
             writer.close()
             await writer.wait_closed()
             assert len(asked) == 2
-            with pytest.raises(gate.Stranger, match="does not accept this machine's key"):
-                await gate._patiently("127.0.0.1", port, b"another key")
+            with pytest.raises(gate.AuthenticationError, match="rejects this machine's key"):
+                await gate._retry_connect("127.0.0.1", port, b"another key")
             await asyncio.sleep(0.1)
 
     asyncio.run(both())

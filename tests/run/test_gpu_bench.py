@@ -1,4 +1,4 @@
-"""The scripts for one GPU and for several run their lines on a CPU too, keep what they have seen, and tell what fails."""
+"""The scripts for one GPU and for several also run their lines on a CPU, keep their results, and report failures."""
 
 import json
 import os
@@ -35,12 +35,12 @@ def here(tmp_path: Path) -> Setting:
 
 
 def test_every_plan_that_a_gpu_is_asked_for_is_one() -> None:
-    """Also those that a CPU leaves out."""
+    """Includes those that a CPU skips."""
     for plan in (*gpu_checks.ONE, *gpu_checks.AXES):
         assert str(Plan.parse(plan))
 
 
-# — looks —
+# — probes —
 
 
 def fails() -> Any:
@@ -101,7 +101,7 @@ def test_parts_are_chosen_by_name() -> None:
 
 
 def test_waits_are_counted_with_the_line_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's debug mode warns, and by the methods that it says nothing of."""
+    """As torch's debug mode warns, plus the methods that it does not warn about."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -130,7 +130,7 @@ def test_times_that_overlap() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    """In a process of its own, in two calls; the second has nothing to do."""
+    """In a separate process and in two calls. The second has no work left."""
     command = [
         sys.executable,
         str(ROOT / "bench" / "gpu.py"),
@@ -161,7 +161,7 @@ ONE: dict[str, Any] = {
     "prediction": (gpu_speed.predictions, ("plait bench compute", "gpt, precision=bf16 microbatches=2")),
     "trace": (gpu_steps.traces, ("gpt, precision=bf16",)),
 }
-"""Looks of each part that need no compiler and not much time."""
+"""Probes of each part that need no compiler and little time."""
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_looks_of_two_devices(part: str, here: Setting) -> None:
     every = looks(here)
     rows = {name: gpu_looks.look(every[name], here.out, 200.0) for name in names}
     assert all(row["ok"] for row in rows.values()), rows
-    if part == "bubble":  # a device waits for (2 − 1) micro-batches of 8; where weights' gradients fill that, for less
+    if part == "bubble":  # a device waits for (2 − 1) micro-batches of 8, and less if weight gradients fill the wait
         assert rows["1f1b"]["the table's %"] == pytest.approx(100 / 9)
         assert 0 < rows["zb"]["the table's %"] < rows["1f1b"]["the table's %"]
 

@@ -1,4 +1,4 @@
-"""A process group that exists before plait is called, as in Ray Train: joined as it is, also one that takes no tensors of the host."""
+"""A process group that exists before plait is called, as in Ray Train: plait joins it unchanged, including one without host tensors."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from plait.launch import fork, groups
 from plait.launch.place import Place
 
 BLIND = "blind"
-"""A backend for tensors of devices alone, as NCCL is; there is none here, so it is gloo under another name."""
+"""A backend for device tensors only, like NCCL. NCCL is not available here, so it is gloo under another name."""
 
 
 def blind(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -27,7 +27,7 @@ def blind(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.P
 
 
 def make(place: Place, backend: str) -> None:
-    """What Ray Train does in each of its workers: variables, and a group."""
+    """The setup that Ray Train does in each of its workers: variables, and a group."""
     os.environ |= {
         "RANK": str(place.rank), "WORLD_SIZE": str(place.world), "LOCAL_RANK": str(place.rank), "NODE_RANK": "0",
         "LOCAL_WORLD_SIZE": str(place.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999",
@@ -39,7 +39,7 @@ def make(place: Place, backend: str) -> None:
 
 
 def joined(folder: Path, backend: str, plan: str, *words: str) -> list[dict[str, Any]]:
-    """What two ranks of a program say that makes a group and then calls `plait train`."""
+    """The output of two ranks of a program that creates a group and then calls `plait train`."""
 
     def rank(place: Place) -> dict[str, Any]:
         os.chdir(folder)
@@ -47,10 +47,10 @@ def joined(folder: Path, backend: str, plan: str, *words: str) -> list[dict[str,
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = main(["train", TEST_JOB, "--plan", plan, *words])
-        there = dist.get_backend_config()  # it is still the program's
+        there = dist.get_backend_config()  # it still belongs to the program
         return {"code": code, "said": out.getvalue(), "there": there}
 
-    return fork.run(rank, 2)
+    return fork.run_ranks(rank, 2)
 
 
 PLANS = ("fsdp=2", *rarely("dp=2", "tp=2", "pp=2 microbatches=2"))
@@ -82,7 +82,7 @@ def test_gloo_is_made_where_it_is_missing() -> None:
             "count": dist.get_pg_count(),
         }  # fmt: skip
 
-    said = fork.run(rank, 2)
+    said = fork.run_ranks(rank, 2)
     assert (
         said
         == [{"made": "cpu:gloo,cuda:blind", "same": True, "some": "cpu:gloo,cuda:blind", "count": said[0]["count"]}] * 2
@@ -93,7 +93,7 @@ def test_an_engine_leaves_a_group_to_whoever_made_it() -> None:
     def rank(place: Place) -> dict[str, Any]:
         import training
 
-        made = dist.HashStore() if place.rank else None  # rank 0 lets the engine make its own
+        made = dist.HashStore() if place.rank else None  # rank 0 lets the engine create its own
         if made is not None:
             dist.init_process_group("gloo", store=made, rank=0, world_size=1)
         with Engine(
@@ -102,7 +102,7 @@ def test_an_engine_leaves_a_group_to_whoever_made_it() -> None:
             steps = [engine.step(batch).step for batch in engine.batches()]
         return {"steps": steps, "there": dist.is_initialized()}
 
-    assert fork.run(rank, 2) == [{"steps": [1], "there": False}, {"steps": [1], "there": True}]
+    assert fork.run_ranks(rank, 2) == [{"steps": [1], "there": False}, {"steps": [1], "there": True}]
 
 
 def groups_device() -> Any:
@@ -113,7 +113,7 @@ def groups_device() -> Any:
 
 @pytest.mark.slow
 def test_an_attempt_of_a_named_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ray's workers do after one of them was killed: the same words, and no --resume."""
+    """As Ray's workers do after one of them was killed: the same command, without --resume."""
     monkeypatch.setenv("PLAIT_START", "experiment 7")
     half = ("--save-every", "4", "--check", "none")
     first, _ = joined(tmp_path, "gloo", "dp=2", "--steps", "9", *half)

@@ -1,4 +1,4 @@
-"""Ranks that misbehave while they fail, and machines that lack something: the right rank, a short message, in seconds."""
+"""Ranks that fail in unusual ways, and machines that lack a resource: the error names the right rank, is short, and comes within seconds."""
 
 import gc
 import os
@@ -20,14 +20,14 @@ from torch import nn
 from plait.config.errors import PlaitError
 from plait.launch import fork as here
 from plait.launch import limits
-from plait.launch.failures import described
+from plait.launch.failures import describe_error
 from plait.launch.place import Place
 
 JOB = hostile.__file__
 
 
 def fails(fault: str) -> tuple[PlaitError, dict[int, bytearray]]:
-    """What the launcher says when rank 1 of two does `fault`, and what the ranks' logs got."""
+    """The launcher's output if rank 1 of two does `fault`, and the contents of the ranks' logs."""
     logs = defaultdict[int, bytearray](bytearray)
 
     def message(rank: int, message: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def fails(fault: str) -> tuple[PlaitError, dict[int, bytearray]]:
 
     began = time.monotonic()
     with pytest.raises(PlaitError) as caught:
-        here.run(target, 2, here.Listener(message, lambda rank, text: logs[rank].extend(text)))
+        here.run_ranks(target, 2, here.Listener(message, lambda rank, text: logs[rank].extend(text)))
     assert time.monotonic() - began < 20.0
     return caught.value, logs
 
@@ -122,18 +122,18 @@ def test_the_module_beside_the_users_line() -> None:
     model.body[2] = nn.Linear(17, 1)
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros(3, 6))
-    told = described(caught.value)
+    told = describe_error(caught.value)
     assert told["module"] == "body.2 (Linear)" and "in forward" in told["where"]
 
 
 def test_the_launcher_leaves_the_garbage_collector_as_it_was() -> None:
-    here.run(lambda place: {}, 1)
+    here.run_ranks(lambda place: {}, 1)
     assert gc.get_freeze_count() == 0
 
 
 @pytest.fixture
 def few_files():
-    """A process that may open few files more; the limit is given back."""
+    """A process that can open few more files. The limit is restored afterwards."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(os.listdir("/proc/self/fd"))
 
@@ -145,16 +145,16 @@ def few_files():
 
 
 def test_too_few_open_files_are_told_before_a_start(few_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "FILES_WANTED", 0)
+    monkeypatch.setattr(limits, "MIN_OPEN_FILES", 0)
     few_files(8)
     with pytest.raises(PlaitError, match="too many open files: a process may have") as caught:
-        here.run(lambda place: {}, 2)
+        here.run_ranks(lambda place: {}, 2)
     assert caught.value.codes == ["H006"] and caught.value.exit_code == 1
 
 
 def test_a_low_soft_limit_is_raised(few_files: Any) -> None:
     few_files(8)
-    assert here.run(lambda place: {"at": place.rank}, 2) == [{"at": 0}, {"at": 1}]
+    assert here.run_ranks(lambda place: {"at": place.rank}, 2) == [{"at": 0}, {"at": 1}]
 
 
 def test_a_rank_that_opens_too_many_files() -> None:
@@ -164,7 +164,7 @@ def test_a_rank_that_opens_too_many_files() -> None:
             opened.append(os.dup(0))
 
     with pytest.raises(PlaitError, match=r"rank 0 during start: .*Too many open files") as caught:
-        here.run(target, 1)
+        here.run_ranks(target, 1)
     assert caught.value.codes == ["H006"] and "test_hostile.py" in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_a_machine_that_starts_no_more_processes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fork", none_left)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(PlaitError, match="rank 1 of 2 could not be started") as caught:
-        here.run(lambda place: {}, 2)
+        here.run_ranks(lambda place: {}, 2)
     assert caught.value.codes == ["H006"] and set(os.listdir("/proc/self/fd")) == before
 
 
@@ -189,9 +189,9 @@ def test_no_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     with pytest.raises(PlaitError, match="ip link set lo up") as caught:
-        here.run(lambda place: {}, 2)
+        here.run_ranks(lambda place: {}, 2)
     assert caught.value.codes == ["H007"]
-    assert here.run(lambda place: {}, 1) == [{}]
+    assert here.run_ranks(lambda place: {}, 1) == [{}]
 
 
 def test_full_shared_memory() -> None:
@@ -201,7 +201,7 @@ def test_full_shared_memory() -> None:
         raise RuntimeError("unable to write to file </torch_12_34_0>: No space left on device (28)")
 
     with pytest.raises(PlaitError, match="MiB free, and loader processes") as caught:
-        here.run(target, 1)
+        here.run_ranks(target, 1)
     assert caught.value.codes == ["H008"]
     assert synchronize.SemLock and sys.platform == "linux"
 
@@ -211,7 +211,7 @@ def test_dead_loader_process() -> None:
         raise RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly")
 
     with pytest.raises(PlaitError, match="a loader process of rank 0 died") as caught:
-        here.run(target, 1)
+        here.run_ranks(target, 1)
     assert caught.value.codes == ["C008"]
 
 
@@ -228,7 +228,7 @@ def test_who_lost_a_peer_on_nccl_is_a_victim(said: str) -> None:
         raise ValueError("the cause")
 
     with pytest.raises(PlaitError, match="rank 1 raised ValueError: the cause"):
-        here.run(target, 2)
+        here.run_ranks(target, 2)
 
 
 def test_a_watchdogs_abort_is_not_the_cause_when_another_rank_failed() -> None:
@@ -239,12 +239,12 @@ def test_a_watchdogs_abort_is_not_the_cause_when_another_rank_failed() -> None:
         raise ValueError("the cause")
 
     with pytest.raises(PlaitError, match="rank 1 raised ValueError: the cause"):
-        here.run(target, 2)
+        here.run_ranks(target, 2)
 
 
 def test_an_abort_alone_is_told() -> None:
     with pytest.raises(PlaitError, match="rank 0 aborted itself") as caught:
-        here.run(lambda place: os.abort(), 1)
+        here.run_ranks(lambda place: os.abort(), 1)
     assert caught.value.codes == ["C003"]
 
 

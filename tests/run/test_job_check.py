@@ -1,6 +1,6 @@
-"""The job check: what a plan changes is said before the first step, and of ordinary jobs nothing is said.
+"""The job check reports how a plan changes the training before the first step, and reports nothing for ordinary jobs.
 
-Whether a plan changes a job's training is decided by training it, on one device and under the plan, in float64.
+The reference decides whether a plan changes a job's training: the job is trained on one device and under the plan, in float64.
 """
 
 import errno
@@ -23,7 +23,7 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
-from plait.launch.supervise import Listener
+from plait.launch.supervisor import Listener
 from plait.proof.job import check
 from plait.proof.verify import verify
 
@@ -41,14 +41,14 @@ SOME = (
 
 @cache
 def trained(name: str, plan: str) -> dict[str, Any]:
-    """Losses, weights and what is named as inexact, of a few steps in float64; of rank 0."""
+    """Losses, weights and the names of inexact parts from a few steps in float64, on rank 0."""
 
     def run(place: Any) -> dict[str, Any]:
         engine = Engine(job(name), Plan.parse(plan), device="cpu", place=place, cast=torch.float64)
         losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(STEPS))]
         return {"losses": losses, "inexact": engine.inexact}
 
-    return fork.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
+    return fork.run_ranks(run, Plan.parse(plan).world, Listener(on_note=lambda text: None))[0]
 
 
 def job(name: str) -> Any:
@@ -61,7 +61,7 @@ def differs(name: str, plan: str) -> bool:
 
 
 def codes(name: str, plan: str) -> list[str]:
-    found = check.check(job(name), Plan.parse(plan))
+    found = check.check_job(job(name), Plan.parse(plan))
     assert found.compared, found.unchecked
     return [problem.code for problem in found.problems]
 
@@ -75,15 +75,15 @@ def test_what_a_plan_changes_is_said(name: str, plan: str, code: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan", "code"), [row for row in SOME if row[0] != "stateful"])
 def test_verify_says_the_same(name: str, plan: str, code: str) -> None:
-    """Of `stateful` the check cannot say what it is, and `verify` says in which unit it begins."""
+    """For `stateful` the check cannot name the cause, and `verify` names the first unit that differs."""
     verdict = verify(job(name), Plan.parse(plan))
     assert not verdict.equal and [problem.code for problem in verdict.problems] == [code], verdict
 
 
 @pytest.mark.slow
 def test_an_example_that_a_rank_reads_while_building_is_no_sample_of_its_steps() -> None:
-    """Its random numbers are keyed by nothing, so it differs between processes."""
-    assert not check.check(training.job(), Plan.parse("dp=2")).problems
+    """Its random numbers are not keyed, so the example differs between processes."""
+    assert not check.check_job(training.job(), Plan.parse("dp=2")).problems
 
 
 @pytest.mark.parametrize("name", ["contrastive_of_all", "transformer", "augmented", "classes_with_weight", "guarded"])
@@ -94,11 +94,11 @@ def test_of_an_ordinary_job_nothing_is_said(name: str) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("name, plan", crossed(2, TREACHEROUS, PLANS))
 def test_treacherous_jobs(name: str, plan: str) -> None:
-    """Said exactly where the training differs, unless that is refused, or named by the strategies."""
+    """A report exactly for the jobs whose training differs, unless the plan is rejected or a strategy names the cause."""
     try:
         named = bool(trained(name, plan)["inexact"])
     except PlaitError as error:
-        assert error.codes[0][0] in "PJC", error  # refused, or it fails aloud
+        assert error.codes[0][0] in "PJC", error  # rejected, or it raises
         return
     if not (named and differs(name, plan)):
         assert bool(codes(name, plan)) == differs(name, plan)
@@ -112,12 +112,12 @@ def test_ordinary_jobs(name: str, plan: str) -> None:
 
 @pytest.mark.slow
 def test_a_sample_that_goes_by_the_loader_process() -> None:
-    """Looked at where loader processes will read, and in a full check."""
+    """Read in the processes where loader workers will read, and in a full check."""
     job_, plan = job("data_by_loader"), Plan.parse("dp=2")
-    assert not check.check(job_, plan).problems
-    for found in (check.check(job_, plan, workers=2), check.check(job_, plan, "full")):
+    assert not check.check_job(job_, plan).problems
+    for found in (check.check_job(job_, plan, workers=2), check.check_job(job_, plan, "full")):
         assert [p.code for p in found.problems] == ["J032"] and "loader process" in str(found.problems[0].why)
-    assert not check.check(job("plain"), plan, workers=2).problems
+    assert not check.check_job(job("plain"), plan, workers=2).problems
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ def test_training_is_refused_and_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     (
-        ("batch_normed", "batch statistics in 1 are those of each of the 2 micro-batches"),
-        ("contrastive_of_all", "of the global batch"),
+        ("batch_normed", "batch statistics in 1 are computed per micro-batch"),
+        ("contrastive_of_all", "global_mean or global_batch is over one micro-batch"),
     ),
 )
 def test_what_only_another_stage_knows_is_said_once(name: str, words: str, tmp_path: Path) -> None:
@@ -152,27 +152,27 @@ def test_a_result_is_taken_again_while_nothing_changed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from jobs_treacherous import plain as job\n")
     name, plan = str(file), Plan.parse("dp=2")
-    first = check.check(job("plain"), plan, name=name)
-    check.store(tmp_path, first)
+    first = check.check_job(job("plain"), plan, name=name)
+    check.write_result(tmp_path, first)
     assert not first.reused and first.key
-    again = check.check(job("plain"), plan, name=name, before=(tmp_path,))
+    again = check.check_job(job("plain"), plan, name=name, before=(tmp_path,))
     assert again.reused and again == first
     for other in (
-        check.check(job("plain"), Plan.parse("dp=3"), name=name, before=(tmp_path,)),
-        check.check(job("plain"), plan, name=name, arguments={"width": "8"}, before=(tmp_path,)),
-        check.check(job("images"), plan, "full", name=name, before=(tmp_path,)),
+        check.check_job(job("plain"), Plan.parse("dp=3"), name=name, before=(tmp_path,)),
+        check.check_job(job("plain"), plan, name=name, arguments={"width": "8"}, before=(tmp_path,)),
+        check.check_job(job("images"), plan, "full", name=name, before=(tmp_path,)),
     ):
         assert not other.reused and other.key != first.key
 
 
 def test_nothing_is_asked_where_nothing_is_split() -> None:
-    for found in (check.check(job("root"), Plan()), check.check(job("root"), Plan(dp=2), "none")):
+    for found in (check.check_job(job("root"), Plan()), check.check_job(job("root"), Plan(dp=2), "none")):
         assert found.equal and not found.compared and not found.seconds
 
 
 def test_the_command_checks_without_training(tmp_path: Path) -> None:
     sound = Command("check", f"{JOBS}:plain", "--plan", "dp=2", folder=tmp_path)
-    assert sound.wait() == 0 and "nothing found" in sound.output, sound.output
+    assert sound.wait() == 0 and "no difference found" in sound.output, sound.output
     unsound = Command("check", f"{JOBS}:dice", "--plan", "microbatches=2", "--json", folder=tmp_path)
     assert unsound.wait() == 2 and "error[J030]" in unsound.output, unsound.output
     assert not (tmp_path / "runs").exists()
@@ -187,10 +187,10 @@ def test_a_check_that_could_not_run_is_a_warning_and_of_a_full_check_an_error() 
             raise RuntimeError("no such kernel")
 
     job_ = jobs_treacherous.made(model=Large)
-    found = check.check(job_, Plan(dp=2))
+    found = check.check_job(job_, Plan(dp=2))
     assert found.equal and not found.compared and "no such kernel" in found.failed
     assert found.lines[0].startswith("WARNING  the job check could not run")
-    full = check.check(job_, Plan(dp=2), "full")
+    full = check.check_job(job_, Plan(dp=2), "full")
     assert [p.code for p in full.problems] == ["J050"] and "no such kernel" in full.problems[0].what
 
 
@@ -205,10 +205,10 @@ def test_whatever_stops_the_check_is_said(cause: str, monkeypatch: pytest.Monkey
     if cause == "memory":
         monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
     else:
-        monkeypatch.setattr(check if cause == "killed" else fork, "_compared" if cause == "killed" else "run", stopped)
-    found = check.check(job("plain"), Plan(dp=2))
+        monkeypatch.setattr(check if cause == "killed" else fork, "_compare_points" if cause == "killed" else "run_ranks", stopped)
+    found = check.check_job(job("plain"), Plan(dp=2))
     assert found.failed and not found.compared and found.equal, found
-    assert [p.code for p in check.check(job("plain"), Plan(dp=2), "full").problems] == ["J050"]
+    assert [p.code for p in check.check_job(job("plain"), Plan(dp=2), "full").problems] == ["J050"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Open MPI and MPICH themselves start `plait train`, and the run is the one of plait's own launcher, bit for bit."""
+"""Open MPI and MPICH start `plait train`, and the run equals that of plait's own launcher, bit for bit."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ SOURCES = os.pathsep.join((str(Path(TEST_JOB).parent), str(Path(__file__).parent
 
 
 def open_mpi(root: Path) -> tuple[list[str], dict[str, str]]:
-    """`isolated`: it starts processes on this machine alone, and looks for no ssh."""
+    """`isolated`: it starts processes on this machine only, and does not search for ssh."""
     words = [str(root / "usr/bin/orterun"), "--mca", "plm", "isolated", "--allow-run-as-root", "--oversubscribe"]
     path = os.pathsep.join((str(root / "usr/bin"), os.environ["PATH"]))
     return words, {"OPAL_PREFIX": str(root / "usr"), "LD_LIBRARY_PATH": libraries(root, "openmpi/lib"), "PATH": path}
@@ -30,7 +30,7 @@ ENGINES = {"mpirun (Open MPI)": open_mpi, "mpiexec (Hydra: MPICH, Intel MPI)": h
 
 
 def started(name: str, folder: Path, *argv: str, ranks: int = 2) -> subprocess.Popen[str]:
-    """`mpirun -n 2 plait train …`, with the binaries themselves."""
+    """`mpirun -n 2 plait train …`, with the installed binaries."""
     words, environment = ENGINES[name](engine("mpi"))
     words += ["-n", str(ranks), sys.executable, "-m", "plait", "train", TEST_JOB, *argv]
     environment = os.environ | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"} | environment
@@ -85,6 +85,6 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(name: str, tmp_path: Path) -
         time.sleep(0.1)
     running.send_signal(signal.SIGUSR1)
     output, _ = running.communicate(timeout=60)
-    assert "exit code 75: run me again with" in output, output
-    # Hydra 4.0 says 0 in one of four runs, of any program whose ranks end after a signal that it passed on.
+    assert "exit code 75: continue with" in output, output
+    # Hydra 4.0 returns 0 in one of four runs of any program whose ranks end after a signal that it forwarded
     assert running.returncode in ((0, 75) if name.startswith("mpiexec") else (75,)), output

@@ -1,4 +1,4 @@
-"""Several machines with a launcher on each: two namespaces here. What is lost on one is told on both."""
+"""Several nodes with a launcher each, as two network namespaces. Both launchers report a loss on either node."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ PLAN = ("--plan", "dp=4")
 def started(
     hosts: Hosts, folder: Path, *more: str, which: tuple[int, ...] = (0, 1), at: int = 0, **own: str
 ) -> list[Command]:
-    """The same command on the hosts."""
+    """Starts the same command on the hosts."""
     master = f"{hosts[0].address}:{at or free_port()}"
     flags = ("--nnodes", "2", "--master", master)
     return [
@@ -37,7 +37,7 @@ def started(
 
 
 def ranks(command: Command) -> list[int]:
-    """The two that it forked last: before them come a gate or a tunnel, and what checked the job."""
+    """The last two processes that it forked. The earlier ones are a gate or a tunnel, and the job check."""
     return command.workers()[-2:]
 
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost, restarts", ((0, "2"), *rarely((0, "0"), (1, "0"))))
 def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int, restarts: str) -> None:
-    """Number 0 has the store: without it nobody goes on."""
+    """Node 0 hosts the store: without it no node continues."""
     both = started(hosts, tmp_path, "--steps", "100000", "--max-restarts", restarts)
     both[0].until(lambda: at_step(tmp_path, 2), 120)
     forked = both[lost].workers()
@@ -99,13 +99,13 @@ def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Pa
         1 - lost
     ].output
     both[lost].wait(10)
-    both[1 - lost].until(lambda: not any(map(alive, forked)), 10)  # killed, and gone when their memory is given back
+    both[1 - lost].until(lambda: not any(map(alive, forked)), 10)  # killed, and gone once their memory is freed
 
 
 def ended(folder: Path, steps: int) -> tuple[list[int], list[float], dict[str, torch.Tensor]]:
     """Steps, their losses, and the weights at the end."""
     done = rows(folder)
-    weights = saved.tensors(folder / "runs" / "latest" / f"checkpoints/step-{steps:06d}")
+    weights = saved.read_checkpoint_tensors(folder / "runs" / "latest" / f"checkpoints/step-{steps:06d}")
     return [row["step"] for row in done], [row["loss"] for row in done], weights
 
 
@@ -120,7 +120,7 @@ def near(one: Path, other: Path, steps: int, within: float) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Path:
-    """Of 40 steps on one machine that nothing disturbed."""
+    """An undisturbed run of 40 steps on one machine."""
     (tmp_path / "alone").mkdir()
     command = Command("train", TEST_JOB, *PLAN, "--steps", "40", folder=tmp_path / "alone")
     assert command.wait(120) == 0, command.output
@@ -141,7 +141,7 @@ def test_a_rank_that_is_lost_is_replaced_on_all(
     assert [one.wait(120) for one in both] == [0, 0], both[0].output + both[1].output
     near(alone, tmp_path, 40, 0.0 if plan == "dp=4" else 1e-9)
     assert "restarting (1 of 2 at this step)" in both[0].output
-    (at,) = (line for line in both[0].output.splitlines() if "going on from step" in line)
+    (at,) = (line for line in both[0].output.splitlines() if "resuming from step" in line)
     if plan.startswith("dp"):
         assert int(at.partition("step ")[2].partition(",")[0]) >= 15, "copies outlive it: no step is lost"
 
@@ -149,7 +149,7 @@ def test_a_rank_that_is_lost_is_replaced_on_all(
 @pytest.mark.slow
 @pytest.mark.parametrize("which", (1, *rarely(0)))
 def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path, which: int) -> None:
-    """No copies, no checkpoint on the disk: a snapshot is in the memory of the neighbour. Lost: a machine; a rank."""
+    """No replicas and no checkpoint on disk: a snapshot is in the memory of the other node. A node is lost, or a rank."""
     both = started(hosts, tmp_path, "--steps", "40", "--save-every", "1000", "--job.pause", "0.1", "--plan", "fsdp=4")
     both[0].until(lambda: at_step(tmp_path, 8), 120)
     if which:
@@ -157,8 +157,8 @@ def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path,
         both[1].wait(10)
     else:
         os.kill(ranks(both[0])[0], signal.SIGKILL)
-    both[0].until(lambda: "going on from step" in both[0].output, 60)
-    assert "going on from step 0" not in both[0].output, both[0].output
+    both[0].until(lambda: "resuming from step" in both[0].output, 60)
+    assert "resuming from step 0" not in both[0].output, both[0].output
     assert [one.wait(120) for one in both[: 2 - which]] == [0, 0][: 2 - which], both[0].output
     near(alone, tmp_path, 40, 1e-9)
 
@@ -166,7 +166,7 @@ def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path,
 @pytest.mark.slow
 def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: Path) -> None:
     at = free_port()
-    flags = ("--steps", "40", "--job.pause", "0.4")  # a launcher that comes back takes seconds
+    flags = ("--steps", "40", "--job.pause", "0.4")  # a launcher that restarts takes seconds
     both = started(hosts, tmp_path, *flags, at=at)
     both[0].until(lambda: at_step(tmp_path, 8), 120)
     both[1].kill()
@@ -186,7 +186,7 @@ def test_a_request_to_stop_on_one_stops_both(hosts: Hosts, tmp_path: Path, numbe
     both[0].until(lambda: at_step(tmp_path, 2), 120)
     os.kill(both[1].pid, number)
     assert [one.wait(60) for one in both] == [75, 75], both[0].output + both[1].output
-    assert "run me again with\n    the same command --resume" in both[0].output
+    assert "continue with\n    the same command --resume" in both[0].output
 
 
 def test_what_one_refuses_ends_the_other(hosts: Hosts, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_one_refuses_ends_the_other(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_strangers_are_refused_and_the_run_goes_on(hosts: Hosts, tmp_path: Path) -> None:
-    """One that says nothing, one that says nonsense, one whose secret is another."""
+    """One sends nothing, one sends garbage, one has a different secret."""
     at = free_port()
     (first,) = started(hosts, tmp_path, "--steps", "5", which=(0,), at=at)
     (rogue,) = started(hosts, tmp_path, "--steps", "5", which=(1,), at=at, PLAIT_SECRET="guessed-and-wrong-secret")
@@ -248,11 +248,11 @@ def test_a_port_in_use_is_told(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_share_equally_are_refused(hosts: Hosts, tmp_path: Path) -> None:
     (first,) = started(hosts, tmp_path, "--plan", "dp=3", which=(0,))
-    assert first.wait(60) == 2 and "error[L006] 3 ranks do not go onto 2 machines" in first.output, first.output
+    assert first.wait(60) == 2 and "error[L006] 3 ranks cannot be divided equally among 2 machines" in first.output, first.output
 
 
 def write_into_store(host: Host, key: str, value: str) -> None:
-    """As a program of the same user on a machine of the run does, which found the port where its processes reach the store: until it is gone."""
+    """Writes until the store is gone, like a program of the same user that found the port where the node's processes reach the store."""
     pid = os.fork()
     if pid == 0:
         host.enter()

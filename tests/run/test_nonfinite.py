@@ -1,4 +1,4 @@
-"""Numbers that stop being finite, put in at ten places: every rank stops in that step, with the state before it, and says whose fault it is."""
+"""Non-finite values, injected at ten places: every rank stops in that step, restores the state before it, and names the source."""
 
 import json
 import math
@@ -21,7 +21,7 @@ FEW = [
         "data",
         "dp=2",
         {},
-        "samples 14, 4, 17, 12, of which 17 are not finite themselves (inputs and targets)",
+        "samples 14, 4, 17, 12, of which 17 have non-finite values themselves (inputs and targets)",
         "rank 1, micro-batch 0",
     ),
     (
@@ -39,9 +39,9 @@ FEW = [
         "rank 1, micro-batch 1 of 2: unit blocks.1 is the first",
     ),
 ]
-"""Where, under which plan, what the job is given besides, and what the message says of samples and rank."""
+"""Place, plan, further job arguments, and the samples and the rank that the message names."""
 MORE = [
-    ("data", "dp=1", {}, "of which 17 are not finite", "rank 0, micro-batch 0 of 1"),
+    ("data", "dp=1", {}, "of which 17 have non-finite values", "rank 0, micro-batch 0 of 1"),
     ("loss", "dp=2 microbatches=2", {}, "samples 17, 12", "rank 1, micro-batch 1 of 2: the loss is nan"),
     ("loss", "dp=2 precision=fp16", {}, "samples 14, 4, 17, 12", "rank 1, micro-batch 0 of 1: the loss is nan"),
     ("forward 0", "pp=2 microbatches=4", {}, "samples 17, 12", "rank 0, micro-batch 3 of 4: unit blocks.0"),
@@ -51,23 +51,23 @@ MORE = [
     ("backward 1", "fsdp=2 zero_stage=1 microbatches=2", {}, "samples 17, 12", "rank 1, micro-batch 1 of 2: the gradient of blocks.1"),
     ("forward 1", "tp=2", {}, "samples 20, 3, 11, 9, 14, 4, 17, 12", "ranks 0, 1, micro-batch 0 of 1"),
     ("loss", "cp=2", {}, "samples 20, 3, 11, 9, 14, 4, 17, 12", "ranks 0, 1, micro-batch 0 of 1"),
-    ("data", "dp=2 processes=one", {}, "of which 17 are not finite", "rank 0, micro-batch 0 of 1"),
-    ("data", "dp=2", {"norm": True}, "of which 17 are not finite", "rank 1, micro-batch 0 of 1"),
+    ("data", "dp=2 processes=one", {}, "of which 17 have non-finite values", "rank 0, micro-batch 0 of 1"),
+    ("data", "dp=2", {"norm": True}, "of which 17 have non-finite values", "rank 1, micro-batch 0 of 1"),
     ("loss", "dp=2 offload=optimizer", {}, "samples 14, 4, 17, 12", "rank 1"),
     ("loss", "pp=2 dp=2 microbatches=2", {"sample": 23, "steps": 30}, "23", "rank"),
 ]  # fmt: skip
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Everything that a step may change on a rank."""
-    found = {name: part.tensor for name, part in engine.rank_model.parts().items()}
+    """All state that a step can change on a rank."""
+    found = {name: part.tensor for name, part in engine.rank_model.get_parts().items()}
     for number, held in enumerate(engine.optimizer.state.values()):
         found |= {f"{number} {key}": value for key, value in held.items() if isinstance(value, torch.Tensor)}
     return {name: t.detach().clone() for name, t in found.items()}
 
 
 def trained(at: str, plan: str, folder: Path, on_nan: str = "stop", **given: Any) -> list[dict[str, Any]]:
-    """What each rank did: the step it stopped in, with what words, and whether its state is that before the step."""
+    """Per rank: the step in which it stopped, the message, and whether its state equals the state before the step."""
 
     def rank(place: Any) -> dict[str, Any]:
         engine = Engine(
@@ -83,12 +83,12 @@ def trained(at: str, plan: str, folder: Path, on_nan: str = "stop", **given: Any
             after = state(engine)
             same = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in after)
             bare = all(p.grad is None for p in engine.rank_model.params.values())
-            return {"step": batch.after.step, "at": engine.position.step, "text": str(error), "code": error.exit_code,
+            return {"step": batch.next_position.step, "at": engine.position.step, "text": str(error), "code": error.exit_code,
                     "same": same and bare, "left": left}  # fmt: skip
         whole = all(bool(t.isfinite().all()) for t in state(engine).values())
         return {"step": engine.position.step, "text": "", "left": left, "same": whole}
 
-    return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
+    return fork.run_ranks(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_all_ranks_stop_in_that_step(
 
 @pytest.mark.parametrize("plan", ("dp=2", pytest.param("pp=2", marks=pytest.mark.prove)))
 def test_steps_are_left_out(plan: str, tmp_path: Path) -> None:
-    """Sample 17 comes once in an epoch of three steps; batch norm's statistics stay sound."""
+    """Sample 17 occurs once in an epoch of three steps. Batch norm's statistics stay finite."""
     found = trained("data", plan, tmp_path, "skip", norm=plan == "dp=2")
     assert all(r["step"] == 12 and r["same"] and not r["text"] for r in found)
     assert all(r["left"] == found[0]["left"] and [(s - 1) // 3 for s in r["left"]] == [0, 1, 2, 3] for r in found)
@@ -121,14 +121,14 @@ def test_ten_in_a_row_and_weights_that_an_update_spoilt(tmp_path: Path) -> None:
 
 
 def test_fp16_lowers_its_scale_first(tmp_path: Path) -> None:
-    """An overflow halves the scale and leaves the step out; at a scale of 1 it is trouble, and so is a loss of NaN."""
+    """An overflow halves the scale and skips the step. At a scale of 1 it is an error, and so is a NaN loss."""
     found = trained("backward 0", "dp=1 precision=fp16", tmp_path, sample=-1, steps=30)[0]
     assert found["left"] == list(range(1, 17)), "65,536 is 2 to the power of 16"
     assert found["step"] == 17 and found["same"] and "the loss scale is 1, the smallest there is" in found["text"]
 
 
 def test_a_run_stops_saves_and_goes_on(tmp_path: Path) -> None:
-    """The state before the bad step is saved; --resume meets it again, and --on-nan skip passes it by."""
+    """The state before the bad step is saved. --resume reaches the step again, and --on-nan skip skips it."""
     argv = ("train", JOB, "--nproc", "2", "--job.at", "data", "--save-every", "100", "--job.sample", "23")
     command = Command(*argv, folder=tmp_path)
     assert command.wait() == 1
@@ -136,7 +136,7 @@ def test_a_run_stops_saves_and_goes_on(tmp_path: Path) -> None:
     bad = done[-1] + 1
     saved = f"runs/nonfinite-1/checkpoints/step-{bad - 1:06d}"
     assert (
-        f"error[N001] step {bad}: the loss is nan" in command.output and "of which 23 are not finite" in command.output
+        f"error[N001] step {bad}: the loss is nan" in command.output and "of which 23 have non-finite values" in command.output
     )
     assert f"the state before it is saved in {saved}" in command.output and "--resume --on-nan skip" in command.output
     assert read_manifest(tmp_path / saved).position.step == bad - 1
@@ -155,7 +155,7 @@ def test_a_run_stops_saves_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_an_update_spoils_last_is_not_called_done(tmp_path: Path) -> None:
-    """The checkpoints in between are marked, and the last sound one stays."""
+    """The checkpoints in between are marked, and the last good one is kept."""
     command = Command(
         "train", JOB, "--nproc", "1", "--job.poison", "12", "--save-every", "1", "--keep", "1", folder=tmp_path
     )
@@ -170,7 +170,7 @@ def test_what_an_update_spoils_last_is_not_called_done(tmp_path: Path) -> None:
 
 def test_verify_says_that_one_device_fails_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{JOB}", "--nproc", "2", "--job.at", "forward 0", "--job.sample", "-1"]) == 1
-    assert "error[J011] the job's numbers are not finite on one device: in step 1" in capfd.readouterr().err
+    assert "error[J011] non-finite values on one device: in step 1" in capfd.readouterr().err
 
 
 def test_a_choice_that_there_is_not() -> None:

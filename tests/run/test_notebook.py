@@ -1,4 +1,4 @@
-"""A notebook: its example runs, and a cell is stopped, fails and trains again as anywhere else."""
+"""A notebook: its example runs, and a cell can be stopped, can fail, and can train again, as in a script."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +53,7 @@ FAILS = 'plait.train(small, nproc=2, arguments={"wrong": True}, check="none")'
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[object]:
-    """Runs cells in a kernel whose folder is a new one; gives the outputs of each."""
+    """Runs cells in a kernel with a new working folder. Returns the outputs of each cell."""
     book = nbformat.v4.new_notebook()
     client = nbclient.NotebookClient(
         book, timeout=200, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
@@ -80,7 +80,7 @@ def test_a_cell_is_stopped_fails_and_trains_again(kernel) -> None:
     assert kernel(JOB) == []
     stopped = kernel(INTERRUPTED)
     text = printed(stopped)
-    assert "stopped: True True True" in text and 'resume="runs/small-1" goes on' in text
+    assert "stopped: True True True" in text and 'resume="runs/small-1" continues' in text
     assert "said by a rank" in text and "[rank 1]" not in text and "\x1b" not in text
     assert "<svg" in shown(stopped, "text/html")[0]
     failed = kernel(FAILS)

@@ -1,4 +1,4 @@
-"""Runs with an order and a token budget of their own: stopped, and resumed under another plan or another order."""
+"""Runs with a custom order and a token budget: stopped, and resumed under another plan or another order."""
 
 from pathlib import Path
 

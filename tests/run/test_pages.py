@@ -1,7 +1,7 @@
-"""Every command of the README, the guides and the how-to pages runs, on the files that the page shows, in the page's order.
+"""Every command of the README, the guides and the how-to pages runs, on the page's own files and in the page's order.
 
-A block ```python NAME is a file NAME; a line `$ …` in a block ```console is a command, which ends with 0 unless it says `# exit 3`.
-Commands that install or submit something are named in `ELSEWHERE`, and are not run here.
+A block ```python NAME is a file NAME. A line `$ …` in a block ```console is a command, with exit code 0 unless the line has `# exit 3`.
+Commands that install or submit something are listed in `ELSEWHERE`, and are not run here.
 """
 
 import os
@@ -23,20 +23,20 @@ PAGES = [
     *sorted((ROOT / "docs" / "how_to").glob("*.md")),
 ]
 ELSEWHERE = ("git", "cd", "make", "pip", ".", "srun", "sbatch", "ssh", "export", "deepspeed", "accelerate", "ls")
-"""What a page may show and this test does not run: set-up, and other programs."""
+"""Commands that a page may show and this test does not run: set-up, and other programs."""
 FILES = re.compile(r"(?ms)^```\w+ (\S+)\n(.*?)^```$")
 COMMANDS = re.compile(r"(?ms)^```console\n(.*?)^```$")
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page, lines that end with a backslash joined."""
+    """The commands of a page. Lines that end with a backslash are joined."""
     text = "\n".join(COMMANDS.findall(page)).replace("\\\n", " ")
     lines = [line[2:].split("#", 1) for line in text.splitlines() if line.startswith("$ ")]
     return ["  #".join([" ".join(line[0].split()), *line[1:]]) for line in lines]
 
 
 def run(command: str, folder: Path) -> tuple[int, int, str]:
-    """(exit code, the one that was to come, what was printed by a program of its own)."""
+    """Returns (exit code, expected exit code, output of other programs)."""
     line, _, remark = command.partition("  #")
     wanted = int(found[1]) if (found := re.search(r"exit (\d+)", remark)) else 0
     words = shlex.split(line)

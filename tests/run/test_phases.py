@@ -1,4 +1,4 @@
-"""A job with phases is trained, killed and resumed under other layouts, and ends where an uninterrupted run ends."""
+"""A job with phases is trained, killed and resumed under other layouts, and ends with the result of an uninterrupted run."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launched import Command, rows
 from rarely import rarely
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 JOB = str(Path(__file__).parents[1] / "jobs_phased.py") + ":resumed"
 STEPS = 15
@@ -14,7 +14,7 @@ ARGV = ("train", JOB, "--save-every", "3", "--check", "none")
 
 
 def end(folder: Path):
-    return tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
+    return read_checkpoint_tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
 
 
 @pytest.fixture(scope="module")

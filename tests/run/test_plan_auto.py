@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from plait.cli.main import main
-from plait.cli.plan import tried
+from plait.cli.plan import try_plans
 from plait.config.errors import PlaitError
-from plait.config.hardware import CORES, Device, Link, Rates
+from plait.config.hardware import CORES_NOTE, Device, Link, Rates
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.launch import detect
-from plait.planner.answer import ask
-from plait.planner.formulas import Cores
-from plait.planner.question import PlanRequest
-from plait.planner.trial import in_turn, whole
+from plait.planner.answer import find_answer
+from plait.planner.formulas import CoreCosts
+from plait.planner.plan_request import PlanRequest
+from plait.planner.trial import combine_ranks, time_plans
 from tests import jobs
 
 JOB = str(Path(__file__).parents[1] / "training.py")
 TWO = Machine(
     "two", Device("core", 8 * 2**30, 8e9, Rates(fp32=4e10)), (Link("memory", 2, 2e9, 6e-5, "loopback"),), 2, cores=2,
-    notes=CORES,
+    notes=CORES_NOTE,
 )  # fmt: skip
 
 
@@ -37,8 +37,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of two cores is found here, whatever there is."""
-    monkeypatch.setattr(detect, "found", lambda kind="auto": TWO)
+    """Simulates a machine of two cores."""
+    monkeypatch.setattr(detect, "detect_machine", lambda kind="auto": TWO)
 
 
 @pytest.mark.timeout(60)
@@ -53,7 +53,7 @@ def test_auto_trains_what_it_chose(on_two: None, tmp_path: Path, capfd: pytest.C
 
 
 def test_auto_learns_from_the_runs_before(on_two: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Which `plait plan` did, and `plait train --plan auto` did not."""
+    """`plait plan` learned from earlier runs, and `plait train --plan auto` did not."""
     command = ["train", JOB, "--plan", "auto", "--nproc", "2", "--steps", "9", "--device", "cpu", "--batch", "2"]
     assert main(command) == 0 and "corrected by" not in capfd.readouterr().err
     assert main(command) == 0 and "predicted and corrected by 1 earlier run" in capfd.readouterr().err
@@ -94,30 +94,30 @@ class Choosy(nn.Module):
 @pytest.mark.timeout(60)
 def test_a_plan_that_fails_does_not_end_the_try() -> None:
     job = jobs.make(Choosy, batch=12)
-    failed, took = in_turn(job, [Plan(dp=2), Plan(dp=2, microbatches=2)], 2, rounds=2)
+    failed, took = time_plans(job, [Plan(dp=2), Plan(dp=2, microbatches=2)], 2, rounds=2)
     assert "six samples" in str(failed) and isinstance(took, float) and 0 < took < 10
 
 
 @pytest.mark.timeout(60)
 def test_a_plan_that_cannot_be_built_says_why() -> None:
-    (why,) = in_turn(jobs.mlp(), [Plan(cp=2)], 2, rounds=1)
+    (why,) = time_plans(jobs.mlp(), [Plan(cp=2)], 2, rounds=1)
     assert "sequence" in str(why)
 
 
 def test_failed_plans_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     from plait.planner import trial
 
-    found = ask(PlanRequest.of(jobs.mlp(), "job.py", TWO), {})
+    found = find_answer(PlanRequest.from_job(jobs.mlp(), "job.py", TWO), {})
     options = SimpleNamespace(tries=2, job="job.py", arguments={})
     plans = [str(row.plan) for row in found.rows]
-    monkeypatch.setattr(trial, "in_turn", lambda job, plans, ranks: ["broke", 0.25])
-    got = tried(found, options)
+    monkeypatch.setattr(trial, "time_plans", lambda job, plans, ranks: ["broke", 0.25])
+    got = try_plans(found, options)
     assert got.best is not None and str(got.best.plan) == plans[1] and "250 ms measured" in got.best.why
     (row,) = (row for row in got.rows if str(row.plan) == plans[0])
     assert not row.fits and row.why == "failed: broke" and len(got.rows) == len(found.rows)
-    monkeypatch.setattr(trial, "in_turn", lambda job, plans, ranks: ["broke", "too"])
+    monkeypatch.setattr(trial, "time_plans", lambda job, plans, ranks: ["broke", "too"])
     with pytest.raises(PlaitError) as error:
-        tried(found, options)
+        try_plans(found, options)
     assert error.value.problems[0].code == "M014" and "broke" in str(error.value) and "too" in str(error.value)
 
 
@@ -131,11 +131,11 @@ def test_try_runs_nothing_of_another_machine(
 
 
 def test_more_processes_than_cores_share_them() -> None:
-    four = TWO.sized(4)
+    four = TWO.resize(4)
     assert four.devices_per_node == 4 and four.nodes == 1 and four.device.memory * 2 == TWO.device.memory
-    assert Cores.of(four).crowd == 2 and Cores.of(TWO).crowd == Cores.of(TWO.sized(1)).crowd == 1
+    assert CoreCosts.from_machine(four).crowd == 2 and CoreCosts.from_machine(TWO).crowd == CoreCosts.from_machine(TWO.resize(1)).crowd == 1
     alone, crowded = (
-        ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": m.devices}).rows[0].estimate for m in (TWO, four)
+        find_answer(PlanRequest.from_job(jobs.mlp(), "", m), {"dp": m.devices}).rows[0].estimate for m in (TWO, four)
     )
     assert alone and crowded and crowded.parts["fixed"] == 2 * alone.parts["fixed"]
     assert sum(crowded.parts.values()) == pytest.approx(crowded.seconds) and crowded.seconds > alone.seconds
@@ -143,12 +143,12 @@ def test_more_processes_than_cores_share_them() -> None:
 
 def test_a_slow_core_launches_slowly() -> None:
     slow = replace(TWO, operator=1e-3)
-    fast, late = (ask(PlanRequest.of(jobs.mlp(), "", m), {"dp": 2}).rows[0].seconds for m in (TWO, slow))
+    fast, late = (find_answer(PlanRequest.from_job(jobs.mlp(), "", m), {"dp": 2}).rows[0].seconds for m in (TWO, slow))
     assert late > 50 * fast
 
 
 def test_ranks_of_a_pipeline_wait_as_their_table_says() -> None:
     plan = Plan(pp=2, microbatches=2)
     did = [{"F0": 2.0, "B0": 4.0}, {"F1": 2.0, "B1": 4.0}]
-    assert whole(plan, [6.5, 6.5], did) == pytest.approx(0.5 + 9.0)  # three micro-batches' time for two
-    assert whole(Plan(dp=2), [3.0, 4.0], [{}, {}]) >= 4.0
+    assert combine_ranks(plan, [6.5, 6.5], did) == pytest.approx(0.5 + 9.0)  # the time of three micro-batches for two
+    assert combine_ranks(Plan(dp=2), [3.0, 4.0], [{}, {}]) >= 4.0

@@ -1,4 +1,4 @@
-"""The port in examples/ports/accelerate: the job trains what its script trained, under any plan."""
+"""The port in examples/ports/accelerate: under any plan the job trains to the result of the original script."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The ports of a stream and of batches by tokens: trained on ranks, resumed under another plan, the losses of the script before it."""
+"""The ports of a stream and of token batches: trained on ranks, resumed under another plan, with the losses of the original script."""
 
 import importlib.util
 import sys
@@ -20,7 +20,7 @@ NAMES = ("streaming", "token_budget")
 
 @pytest.fixture(autouse=True)
 def imports_are_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each port has a file called before.py, and no test after these may find one of them."""
+    """Each port has a file called before.py, and later tests must not import one of them."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("before", None)
     yield

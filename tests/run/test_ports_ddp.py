@@ -1,4 +1,4 @@
-"""A DistributedDataParallel script and the same as a job: both train alike, from the first loss to the last."""
+"""A DistributedDataParallel script and its port to a job have equal losses, from the first to the last."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The port of distillation: the loop by hand runs, the job trains on two ranks and equals one device."""
+"""The port of distillation: the manual loop runs, and the job on two ranks equals one device."""
 
 from pathlib import Path
 

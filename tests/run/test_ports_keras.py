@@ -1,4 +1,4 @@
-"""The port in examples/ports/keras: the job trains what its script trained, under the plans that can split it."""
+"""The port in examples/ports/keras: the job trains to the result of the original script, under the plans that can split it."""
 
 import subprocess
 import sys
@@ -28,14 +28,14 @@ def test_it_is_equal_to_one_device(plan: str, tmp_path: Path) -> None:
         [
             ("Dropout(0.5)", "'adam'", "'mse'", "draws random numbers or counts"),
             ("BatchNormalization()", "'adam'", "'mse'", "draws random numbers or counts"),
-            ("Dense(1)", "'lion'", "'mse'", "optimizer Lion is not known"),
-            ("Dense(1)", "'sgd'", "'hinge'", "loss hinge is not known"),
-            ("Dense(1)", "keras.optimizers.Adam(clipvalue=1.0)", "'mse'", "clipvalue has no place"),
+            ("Dense(1)", "'lion'", "'mse'", "the optimizer Lion has no equivalent in torch"),
+            ("Dense(1)", "'sgd'", "'hinge'", "the loss hinge has no equivalent in torch"),
+            ("Dense(1)", "keras.optimizers.Adam(clipvalue=1.0)", "'mse'", "the optimizer's clipvalue is not supported by a job"),
         ],
     ),
 )
 def test_what_a_model_may_not_have(layer: str, optimizer: str, loss: str, says: str) -> None:
-    """In a process of its own, where the backend can be chosen."""
+    """Runs in a separate process, where the backend can be chosen."""
     code = f"""
 import before, keras, plait
 model = keras.Sequential([keras.Input((2,)), keras.layers.{layer}])

@@ -1,4 +1,4 @@
-"""The LoRA port: trained in parts, resumed, exported, and opened by transformers and peft with the very logits that were trained."""
+"""The LoRA port: trained sharded, resumed, exported, and opened by transformers and peft with exactly the trained logits."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from launched import Command
 from torch import Tensor
 
 from plait import Engine, Job, PlaitError
-from plait.checkpoint.export import describe
+from plait.checkpoint.export import write_model_config
 from plait.cli.main import main
 
 PORT = Path(__file__).parents[2] / "examples/ports/lora"
@@ -26,7 +26,7 @@ PORT = Path(__file__).parents[2] / "examples/ports/lora"
 
 @pytest.fixture(autouse=True)
 def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Its files can import each other, its base is the test's own, and libraries say what they say to nobody."""
+    """Its files can import each other, its base model is made by the test, and the output of libraries is discarded."""
     monkeypatch.syspath_prepend(str(PORT))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TQDM_DISABLE", "1")
@@ -115,7 +115,7 @@ def test_a_model_without_an_adapter(tmp_path: Path, tied: bool, capfd: Any) -> N
     with Engine(job, "dp=1", device="cpu", directory=run / "checkpoints") as engine:
         started = opened(tmp_path / "base")
         assert all(torch.equal(t, engine.model.state_dict()[n]) for n, t in started.state_dict().items())
-        describe(engine.model, job.weights, run / "hf")
+        write_model_config(engine.model, job.weights, run / "hf")
         for batch, _ in zip(engine.batches(), range(2)):
             engine.step(batch)
         engine.save()

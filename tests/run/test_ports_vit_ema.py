@@ -1,4 +1,4 @@
-"""The port of a vision transformer with mixup and a moving average: it trains, it is the same training on ranks, and so does its original."""
+"""The port of a vision transformer with mixup and a moving average: it trains, equals one device on ranks, and its original runs."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launched import Command
 from rarely import rarely
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 from plait.config.job import load_job
 from plait.config.plan import Plan
@@ -19,7 +19,7 @@ PORT = Path(__file__).parents[2] / "examples/ports/vit_ema"
 
 @pytest.mark.slow
 def test_before() -> None:
-    """The averaged weights of the original tell stripes apart."""
+    """The averaged weights of the original classify stripes."""
     argv = [sys.executable, "-W", "ignore", str(PORT / "before.py")]
     told = subprocess.run(argv, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert told.returncode == 0, told.stderr
@@ -32,7 +32,7 @@ def test_the_job_trains_on_two_ranks(tmp_path: Path) -> None:
     assert command.wait(300) == 0, command.output
     line = next(line for line in command.output.splitlines() if line.startswith("evaluation at step 40"))
     assert float(line.split()[-1]) > 0.8, line
-    saved = tensors(tmp_path / "runs/latest/checkpoints/step-000040")
+    saved = read_checkpoint_tensors(tmp_path / "runs/latest/checkpoints/step-000040")
     assert "ema/classifier.weight" in saved
 
 

@@ -1,4 +1,4 @@
-"""A machine is taken away: SIGTERM or SIGUSR1, a checkpoint, exit code 75, and the same command again, as often as it takes."""
+"""A machine is preempted: SIGTERM or SIGUSR1, a checkpoint, exit code 75, and the same command again, repeatedly."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from plait.config.errors import PlaitError
 from plait.launch import fork, stopping
 from plait.launch.place import Place
 from plait.launch.progress import ProgressBoard
-from plait.launch.stopping import Stopped, StopRequest
+from plait.launch.stopping import StopRequest, StopRequested
 from run.test_mpi import SOURCES
 from run.test_resume import ARGV, STEPS, final, same, whole
 
@@ -29,13 +29,13 @@ __all__ = ["hosts", "whole"]
 
 
 def hears(command: Command) -> bool:
-    """Whether the process catches SIGUSR1 by now."""
+    """Returns whether the process catches SIGUSR1 yet."""
     status = Path(f"/proc/{command.pid}/status").read_text()
     return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def slow_to_build(folder: Path) -> str:
-    """A job whose model takes long to make."""
+    """A job whose model takes long to build."""
     text = "import time, training, dataclasses\n\ndef model():\n    time.sleep(4)\n    return training.Faulty('', 0, 0.0)\n\n"
     path = folder / "slow.py"
     path.write_text(text + "def job():\n    return dataclasses.replace(training.job(), model=model)\n")
@@ -50,7 +50,7 @@ def test_a_signal_while_the_job_is_checked_ends_it_at_once(tmp_path: Path, numbe
     began = time.monotonic()
     assert command.wait() == 75 and time.monotonic() - began < 30, command.output
     assert "error[C011] stopped before the first step" in command.output
-    assert f"why    {signal.Signals(number).name} came before" in command.output
+    assert f"why    {signal.Signals(number).name} arrived before" in command.output
     assert not list(tmp_path.glob("runs/training-*"))
 
 
@@ -78,40 +78,40 @@ def test_a_signal_while_ranks_are_built_ends_all_machines(hosts: Hosts, tmp_path
 
 def waits(place: Place) -> dict[str, Any]:
     end = time.monotonic() + 20
-    while not place.stopping() and time.monotonic() < end:
+    while not place.is_stopping() and time.monotonic() < end:
         time.sleep(0.01)
-    return {"asked": place.stopping()}
+    return {"asked": place.is_stopping()}
 
 
 def test_a_request_between_two_starts_counts_for_the_next() -> None:
     request = StopRequest()
-    with request.heard():
+    with request.handle_signals():
         request.trains = request.waits = True
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert request.is_set() and StopRequest.of_process() is request
-        assert fork.run(waits, 2) == [{"asked": True}, {"asked": True}]
-    assert StopRequest.of_process() is not request
+        assert request.is_set() and StopRequest.get_current() is request
+        assert fork.run_ranks(waits, 2) == [{"asked": True}, {"asked": True}]
+    assert StopRequest.get_current() is not request
 
 
 @pytest.mark.parametrize(
     ("steps", "saves"), (((-1, -1), False), ((0, -1), False), ((0, 0), False), ((3, -1), True), ((-1, 3), True))
 )
 def test_a_stop_between_builds_loses_no_step(steps: tuple[int, ...], saves: bool) -> None:
-    """Replica groups do not wait for each other before their first synchronisation: one may have steps while another is built."""
+    """Replica groups do not wait for each other before their first synchronization. One may run steps while another is still building."""
     board, request = ProgressBoard(range(2)), StopRequest()
     request.trains = True
     for rank, step in enumerate(steps):
         board.write(rank, step, "forward" if step >= 0 else "build")
-    with pytest.raises(Stopped) if not saves else nullcontext():
-        request.beside(board, signal.SIGTERM)
+    with pytest.raises(StopRequested) if not saves else nullcontext():
+        request.handle_with_ranks(board, signal.SIGTERM)
 
 
 def test_a_request_while_ranks_are_forked_ends_them() -> None:
     request = StopRequest()
-    with pytest.raises(PlaitError, match="SIGTERM came before") as caught, request.heard():
+    with pytest.raises(PlaitError, match="SIGTERM arrived before") as caught, request.handle_signals():
         request.trains = True
         os.kill(os.getpid(), signal.SIGTERM)
-        fork.run(waits, 2)
+        fork.run_ranks(waits, 2)
     assert caught.value.codes == ["C011"] and caught.value.exit_code == 75
 
 
@@ -126,7 +126,7 @@ def test_a_request_while_ranks_are_forked_ends_them() -> None:
 )  # fmt: skip
 def test_the_command_that_goes_on(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     monkeypatch.setattr(sys, "argv", words)
-    assert stopping.command("--resume", resume="runs/a", to="runs/job-1") == said
+    assert stopping.rebuild_command("--resume", resume="runs/a", to="runs/job-1") == said
 
 
 LOOP = """
@@ -138,7 +138,7 @@ while : ; do
 done
 exit $code
 """
-"""What a user writes, and what a scheduler does that starts a job again."""
+"""A user's script, with the loop of a scheduler that restarts a job."""
 
 
 def loop(folder: Path, job: str) -> subprocess.Popen[bytes]:
@@ -181,6 +181,6 @@ def test_the_loop_ends_where_an_undisturbed_run_ends(whole: Any, tmp_path: Path,
         done = len(rows(tmp_path))
     assert running.wait(60) == 0, log.read_text()
     said = log.read_text()
-    assert said.count("run me again\n") == said.count("exit code 75: run me again with") == len(numbers), said
+    assert said.count("run me again\n") == said.count("exit code 75: continue with") == len(numbers), said
     assert said.count("--resume auto\n") == len(numbers) and "plait train" in said
     assert same(final(tmp_path), whole) and [r["step"] for r in rows(tmp_path)] == list(range(1, STEPS + 1))

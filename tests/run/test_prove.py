@@ -1,4 +1,4 @@
-"""`plait prove` on scripts of others: six trainers, right and wrong, and commands that cannot be compared."""
+"""`plait prove` on other people's scripts: six trainers, correct and wrong, and commands that cannot be compared."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from plait.scripts.commands import ScriptCommand, run
+from plait.scripts.commands import ScriptCommand, run_commands
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ONE, TWO = f"{sys.executable} ", f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 "
@@ -76,7 +76,7 @@ WRONG = {
     "stream, all read all": (f"{ONE}streamed.py", f"{TWO}streamed.py --batch-size 8 --wrong all", "E022"),
     "keywords, all read all": (f"{ONE}streamed.py --bare --keywords", f"{TWO}streamed.py --batch-size 8 --bare --keywords --wrong all", "E022"),
 }
-"""Pairs of which the second trains another model, and the cause. None: any but a wrong one, where two mistakes are made at once."""
+"""Pairs of which the second trains another model, and the cause. None: any cause of a wrong script, because it has two mistakes at once."""
 MENDED = {
     "ddp, no sampler": ("DDP, FSDP2: DataLoader(..., sampler=DistributedSampler(dataset))", '"no-sampler", "seeded-shuffle")', '"seeded-shuffle",)'),
     "ddp, no set_epoch": ("call sampler.set_epoch(epoch)", ' and given.wrong != "no-epoch"', ""),
@@ -123,7 +123,7 @@ MENDED = {
     "dtensor and fsdp2, no sampler": ("with tensor parallelism: DistributedSampler(dataset, num_replicas=DP", ' and given.wrong != "no-sampler"', ""),
     "stream, all read all": ("an IterableDataset, or no DataLoader: rank r of n", "(0, 1) if given.wrong else (rank, ranks)", "(rank, ranks)"),
 }
-"""A fix that is printed for a wrong script, what it changes in the script, and into what."""
+"""A fix that is printed for a wrong script, the text that it replaces in the script, and the replacement."""
 UNCLEAR = {
     "no command": (f"{ONE}ddp.py", "no-such-command", "E001"),
     "fails": (f"{ONE}ddp.py", f"{ONE}ddp.py --no-such-option", "E001"),
@@ -135,12 +135,12 @@ UNCLEAR = {
     "the reference accumulates": (f"{ONE}ddp.py --batch-size 8 --accumulation 2", f"{TWO}ddp.py --batch-size 8", "E010"),
     "noise": (f"{ONE}ddp.py --noise", f"{TWO}ddp.py --batch-size 8 --noise", "E008"),
 }
-"""Pairs of which nothing can be told, and why."""
+"""Pairs without a verdict, and the reason."""
 long = pytest.mark.prove
 
 
 def proved(reference: str, candidate: str, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the result of `plait prove` on two commands, whose scripts are found by name: in the folder, else as they are here."""
+    """The exit code and the result of `plait prove` on two commands. Scripts are searched in the folder, then here."""
     found = lambda word: str(next(path for place in (folder, SCRIPTS) if (path := place / word).exists())) if word.endswith(".py") else word  # noqa: E731
     words = [shlex.join(map(found, shlex.split(each))) for each in (reference, candidate)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -178,7 +178,7 @@ def test_a_wrong_script_differs_by_its_cause_and_is_mended_by_its_advice(name: s
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_what_cannot_be_told_is_said(name: str, tmp_path: Path) -> None:
     reference, candidate, cause = UNCLEAR[name]
-    code, told = proved(reference, candidate, tmp_path, "--limit", "45")
+    code, told = proved(reference, candidate, tmp_path, "--hang-timeout", "45")
     assert (code, told["verdict"]) == (2, "CANNOT TELL"), told
     assert told["errors"][0]["code"] == cause, told
     assert not [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(tmp_path)]
@@ -191,7 +191,7 @@ def test_a_recorder_changes_no_loss(name: str, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(shlex.split(f"{command} --losses {tmp_path}/without"), check=True, cwd=tmp_path, env=environment, capture_output=True)
     watched = ScriptCommand("candidate", f"{command} --losses {tmp_path}/with", 6, 600.0, 1 << 30, watch=True)
-    assert run({tmp_path / "recorded" / name: watched}, lambda side, done, total: None)[0]
+    assert run_commands({tmp_path / "recorded" / name: watched}, lambda side, done, total: None)[0]
     without, with_recorder = ((tmp_path / each).read_text() for each in ("without", "with"))
     assert without == with_recorder and len(without.splitlines()) >= 12
 

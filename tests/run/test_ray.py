@@ -1,4 +1,4 @@
-"""`plait.ray`: ranks in the workers of Ray Train. With a double of it; in the long list with Ray itself, where it is installed."""
+"""`plait.ray`: ranks in the workers of Ray Train, with a test double. The long list uses Ray if it is installed."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from launched import TEST_JOB, Command, rows
 
 from plait import ray as plait_ray
 from plait.config.errors import PlaitError, Problem
-from plait.integrations.ray import _mended as mended_by_a_start
+from plait.integrations.ray import _is_recoverable as mended_by_a_start
 
 HERE = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ def test_what_starting_again_does_not_mend_ends_the_run(folder: Path, capfd: pyt
         plait_ray.train(TEST_JOB, plan="dp=2", max_failures=5, check="none", arguments={"fault": "raise", "at": 1})
     (record,) = (folder / "runs/ray").iterdir()
     assert (record / "attempts").read_text() == "1"
-    with pytest.raises(PlaitError, match=r"C005.*the user's own mistake"):  # may be mended, and is not
+    with pytest.raises(PlaitError, match=r"C005.*the user's own mistake"):  # may be repaired, and is not
         plait_ray.train(TEST_JOB, plan="dp=2", max_failures=1, name="two", arguments={"fault": "raise", "at": 9})
     assert (folder / "runs/ray/two/attempts").read_text() == "2"
 
@@ -64,7 +64,7 @@ def test_a_refusal_comes_before_any_worker(folder: Path, capsys: pytest.CaptureF
     assert plait_ray.main([TEST_JOB, "--plan", "tp=2 pp=3", "--nproc", "4"]) == 2
     assert "error[P001]" in capsys.readouterr().err and not (folder / "runs").exists()
     assert plait_ray.main([TEST_JOB, "--plan", "dp=2", "--nnodes", "2"]) == 2
-    assert "error[U002] --nnodes is not for plait.ray" in capsys.readouterr().err
+    assert "error[U002] --nnodes is not supported by plait.ray" in capsys.readouterr().err
     assert plait_ray.main([TEST_JOB, "--plam", "dp=2"]) == 2
     assert "did you mean  --plan ?" in capsys.readouterr().err
     assert plait_ray.main([TEST_JOB, "--plan", "dp=2", "--max-failures", "-2"]) == 2
@@ -73,7 +73,7 @@ def test_a_refusal_comes_before_any_worker(folder: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_the_words_of_the_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What `plait submit` writes into a Ray job, and the same name a second time: nothing is left to do."""
+    """The command that `plait submit` writes into a Ray job. If the same name is submitted again, no work is left."""
     words = [TEST_JOB, "--plan", "dp=*", "--nproc", "2", "--steps", "4", "--name", "seven", "--job.batch", "6"]
     assert plait_ray.main(words) == 0
     assert "done  step 4 · checkpoint" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""A plan that the model refuses is refused before anything starts: exit code 2, no run directory, no rank."""
+"""A plan that is invalid for the model is rejected before anything starts: exit code 2, no run directory, no rank."""
 
 from pathlib import Path
 

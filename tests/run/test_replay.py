@@ -1,4 +1,4 @@
-"""`plait replay`: a past step is that of the run, on any layout, and what spoils it is named."""
+"""`plait replay`: a replayed step equals the run's step on any layout, and the cause of a bad step is named."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from launched import Command
 
 from plait.cli.main import main
-from plait.cli.replay import coupled, first_outlying
+from plait.cli.replay import describe_coupling, find_first_outlier
 from plait.data.batch import Batch
 from plait.engine.engine import Engine
 from plait.engine.step import Step
@@ -21,7 +21,7 @@ PLANS = ("dp=2 tp=2", "pp=2 dp=2 microbatches=2 activation_checkpointing=full", 
 
 
 def trained(folder: Path, plan: str, *words: str, code: int = 0) -> Path:
-    """A run of the job, of 8 steps with checkpoints after each third."""
+    """A run of 8 steps with a checkpoint every three steps."""
     command = Command("train", JOB, "--plan", plan, "--steps", "8", "--save-every", "3", "--check", "none", *words, folder=folder)
     assert command.wait(240.0) == code, command.output
     return (folder / "runs" / "latest").resolve()
@@ -94,7 +94,7 @@ def test_what_spoils_a_step_is_named(
 
 
 def test_the_run_is_only_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "checkpoints" / "step-000006.tmp-1234").mkdir()  # of a save that is on its way, or was killed
+    (run / "checkpoints" / "step-000006.tmp-1234").mkdir()  # of a save that is in progress, or was killed
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 9, "loss": 0.')  # torn by a kill
     before = contents(run)
@@ -120,7 +120,7 @@ def test_a_replay_that_is_asked_to_stop_says_so(run: Path, tmp_path: Path) -> No
 
         def asking(engine: Engine, batch: Batch) -> Step:
             os.kill(os.getppid(), signal.SIGTERM)
-            while not engine.place.stopping():
+            while not engine.place.is_stopping():
                 time.sleep(0.01)
             return step(engine, batch)
 
@@ -156,7 +156,7 @@ def test_a_changed_job_is_refused(run: Path, tmp_path: Path, capsys: pytest.Capt
     for step in ("2", "8"):  # from the seed, and from a checkpoint
         assert main(["replay", str(copy), "--step", step]) == 2
         text = capsys.readouterr().err
-        assert "R011" in text and "lr 0.01 → 0.02" in text and "samples that were looked at differ" in text
+        assert "R011" in text and "lr 0.01 → 0.02" in text and "compared samples differ" in text
     found = replayed(capsys, str(copy), "--step", "8", "--allow-changes")
     assert found["loss"] != found["logged"]["loss"]
     assert "0.0.1" in found["notes"][0] and any("lr 0.01 → 0.02" in note for note in found["notes"])
@@ -199,12 +199,12 @@ def test_a_module_is_compared_with_the_step_before() -> None:
     samples = [{"place": i, "sample": 10 + i, "weight": 1.0, "loss": 1.0, "norm": 1.0} for i in range(5)]
     found = {"samples": samples, "gradients": {}, "before": {"a": 1.0, "b": 1.0}, "loss": 1.0}
     usual = {i: 1.0 + 0.1 * i for i in range(5)}
-    assert first_outlying(found | {"sizes": {"a": usual, "b": usual}}) is None
-    first = first_outlying(found | {"sizes": {"a": usual, "b": dict.fromkeys(usual, 20.0)}})
+    assert find_first_outlier(found | {"sizes": {"a": usual, "b": usual}}) is None
+    first = find_first_outlier(found | {"sizes": {"a": usual, "b": dict.fromkeys(usual, 20.0)}})
     assert first is not None and (first["module"], first["samples"]) == ("b", [10, 11, 12, 13, 14])
-    first = first_outlying(found | {"sizes": {"a": usual, "b": usual | {3: 50.0}}})
+    first = find_first_outlier(found | {"sizes": {"a": usual, "b": usual | {3: 50.0}}})
     assert first is not None and (first["module"], first["samples"]) == ("b", [13])
-    assert not coupled(found) and coupled(found | {"loss": 2.0})
+    assert not describe_coupling(found) and describe_coupling(found | {"loss": 2.0})
 
 
 def test_a_run_that_was_resumed_with_another_rate_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

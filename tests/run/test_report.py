@@ -1,4 +1,4 @@
-"""The report of a run: its figures are what was run, in the page, in the trace, in pictures and as JSON, also of damaged runs."""
+"""The report of a run: correct figures in the page, the trace, the pictures and the JSON, for damaged runs too."""
 
 import errno
 import json
@@ -23,17 +23,17 @@ from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory
-from plait.parallel.pipeline.schedule_search import table
+from plait.parallel.pipeline.schedule_search import build_table
 from plait.report.advice import RunFacts, advise
-from plait.report.figures import Prediction, figures, thinned
-from plait.report.follow import follow
-from plait.report.measured_step import Measured, Span, flat
-from plait.report.page import page
-from plait.report.picture import PICTURES, picture
+from plait.report.figures import Prediction, make_figures, thin_points
+from plait.report.followed_page import follow_run
+from plait.report.measured_step import RecordedStep, Span, flatten_spans
+from plait.report.page import render_page
+from plait.report.picture import PICTURES, draw_picture
 from plait.report.run_files import RunFiles
-from plait.report.split import StepSplit, split
-from plait.report.summary import curve, evaluation_curves, metrics, summary, text
-from plait.report.timeline import predict, timeline, trace
+from plait.report.step_split import StepSplit, split_steps
+from plait.report.summary import draw_curve, format_evaluations, format_run_summary, read_metric_rows, summarize_run
+from plait.report.timeline import make_chrome_trace, make_timeline, predict_rows
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 PLAN = "pp=2 microbatches=3 schedule=zb"
@@ -57,10 +57,10 @@ def actions(boxes: list[list[Any]]) -> list[str]:
 def test_what_is_shown_is_what_was_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--timeline"]) == 0
     said = capsys.readouterr().out
-    found = timeline(RunFiles.read(run))
+    found = make_timeline(RunFiles.read(run))
     assert found.predicted is not None and found.measured.bubble is not None
     assert f"bubble {100 * found.measured.bubble:.1f} % measured" in said and f"page        {run}/report.html" in said
-    planned, blocks = table("zb", 2, 3), figures([RunFiles.read(run)])["timeline"]["blocks"]
+    planned, blocks = build_table("zb", 2, 3), make_figures([RunFiles.read(run)])["timeline"]["blocks"]
     assert list(blocks) == ["measured", "predicted"]
     for rows in blocks.values():
         assert len(rows) == 2
@@ -79,8 +79,8 @@ def test_metrics_that_were_measured_more_than_once_have_a_curve() -> None:
         {"step": 10, "error": 2.0, "rare": 1.0},
         {"step": 15, "error": 1.0},
     ]
-    head, bars = evaluation_curves(rows)
-    assert head == "evaluation  error 3 → 1 · lowest 1 · highest 3" and bars.strip() == curve([3.0, 2.0, 1.0])
+    head, bars = format_evaluations(rows)
+    assert head == "evaluation  error 3 → 1 · lowest 1 · highest 3" and bars.strip() == draw_curve([3.0, 2.0, 1.0])
 
 
 def test_a_summary_says_how_the_run_went(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,26 +92,26 @@ def test_a_summary_says_how_the_run_went(run: Path, capsys: pytest.CaptureFixtur
     assert found["loss"] == {"first": losses[0], "last": losses[-1], "lowest": min(losses)}
     assert main(["report", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["steps", "8", "·", str(rows[-1]["samples"]), "samples"] and curve(losses) in "\n".join(
+    assert lines[1].split() == ["steps", "8", "·", str(rows[-1]["samples"]), "samples"] and draw_curve(losses) in "\n".join(
         lines
     )
 
 
 def test_a_curve_is_as_wide_as_a_terminal() -> None:
-    assert curve([1.0]) == "▁" and curve([2.0, 2.0]) == "▁▁"
-    assert len(curve([float(i) for i in range(1000)])) == 60 and curve([0.0, 7.0]) == "▁█"
+    assert draw_curve([1.0]) == "▁" and draw_curve([2.0, 2.0]) == "▁▁"
+    assert len(draw_curve([float(i) for i in range(1000)])) == 60 and draw_curve([0.0, 7.0]) == "▁█"
 
 
 def test_a_torn_run_is_summed_up_or_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("")
     with pytest.raises(PlaitError) as none:
-        summary(tmp_path)
+        summarize_run(tmp_path)
     assert none.value.codes == ["R004"]
     row = {"step": 1, "loss": None, "samples": 4, "seconds": 0.5, "samples_per_s": 8.0, "skipped": True}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "lo')
-    found = summary(tmp_path)
+    found = summarize_run(tmp_path)
     assert (found["steps"], found["loss"], found["skipped"]) == (1, None, 1)
-    assert "skipped     1 steps" in text(found)
+    assert "skipped     1 steps" in format_run_summary(found)
 
 
 @pytest.mark.parametrize("line, word", [
@@ -131,7 +131,7 @@ def test_damaged_metrics_are_named(line: str, word: str, tmp_path: Path, capsys:
     assert found["runs"][0]["steps"] == 1
     assert any("metrics.jsonl: 2 damaged lines skipped, the first is line 2" in note for note in found["notes"])
     with pytest.raises(PlaitError) as strict:
-        metrics(tmp_path / "metrics.jsonl")
+        read_metric_rows(tmp_path / "metrics.jsonl")
     assert strict.value.codes == ["R009"] and word in str(strict.value) and "metrics.jsonl:3" in str(strict.value)
 
 
@@ -146,11 +146,11 @@ def test_damaged_events_are_named(run: Path, tmp_path: Path) -> None:
         file.write_text("\n".join([*good[:-2], json.dumps(row | change), good[-1]]) + "\n")
         found = RunFiles.read(copied)
         assert [note for note in found.notes if "rank0.jsonl: 1 damaged line skipped" in note], change
-        assert len(found.steps) == 7 and figures([found])["timeline"] is not None
+        assert len(found.steps) == 7 and make_figures([found])["timeline"] is not None
 
 
 def test_the_trace_is_a_chrome_trace(run: Path) -> None:
-    found = json.loads(trace(timeline(RunFiles.read(run))))
+    found = json.loads(make_chrome_trace(make_timeline(RunFiles.read(run))))
     events = [e for e in found["traceEvents"] if e["ph"] == "X"]
     names = {
         (e["name"], e["pid"]): e["args"]["name"] for e in found["traceEvents"] if e["ph"] == "M" and "name" in e["args"]
@@ -172,8 +172,8 @@ def test_a_chosen_step_and_json(run: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_ranks_share_one_clock(run: Path) -> None:
-    """No rank takes a message before it was sent; a host with another clock is moved to where its last sum ends."""
-    found = timeline(RunFiles.read(run))
+    """No rank receives a message before it was sent. The clock of another host is shifted to the end of its last collective."""
+    found = make_timeline(RunFiles.read(run))
     ends = {b.name: b.end for row in found.measured.rows for b in row.boxes}
     starts = {b.name: b.start for row in found.measured.rows for b in row.boxes}
     assert all(starts[f"F1.{m}"] >= starts[f"send F0.{m}"] >= ends[f"F0.{m}"] for m in range(3))
@@ -183,7 +183,7 @@ def test_ranks_share_one_clock(run: Path) -> None:
         path.write_text(
             "".join(json.dumps(r | {"at": r["at"] + 1e5}) + "\n" for r in map(json.loads, before.splitlines()))
         )
-        moved = timeline(RunFiles.read(run), found.step)
+        moved = make_timeline(RunFiles.read(run), found.step)
     finally:
         path.write_text(before)
     assert moved.measured.makespan == pytest.approx(found.measured.makespan, abs=0.1)
@@ -194,7 +194,7 @@ def test_a_plan_without_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture
     assert command.wait() == 0, command.output
     assert main(["report", str(tmp_path / "runs" / "latest"), "--timeline"]) == 0
     assert "no pipeline, so no bubble" in capsys.readouterr().out
-    rows = figures([RunFiles.read(tmp_path / "runs" / "latest")])["timeline"]["blocks"]["measured"]
+    rows = make_figures([RunFiles.read(tmp_path / "runs" / "latest")])["timeline"]["blocks"]["measured"]
     for row in rows:
         kinds = [name for *_, name in row["boxes"] if not name.startswith(("wait", "checkpoint", "step"))]
         assert list(dict.fromkeys(kinds)) == ["callbacks", "record", "data", "forward", "backward", "reduce", "optimizer"]
@@ -203,14 +203,14 @@ def test_a_plan_without_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_what_cannot_be_drawn_is_said(tmp_path: Path, run: Path) -> None:
     with pytest.raises(PlaitError) as error:
-        timeline(RunFiles.read(tmp_path / "runs" / "latest"))
+        make_timeline(RunFiles.read(tmp_path / "runs" / "latest"))
     assert error.value.codes == ["R003"]
     with pytest.raises(PlaitError) as error:
-        timeline(RunFiles.read(run), 99)
+        make_timeline(RunFiles.read(run), 99)
     assert error.value.codes == ["R004"] and "steps 1 to 8" in str(error.value)
     empty = RunDirectory.create("net.py", Plan(pp=2), {}, tmp_path)
     with pytest.raises(PlaitError) as error:
-        timeline(RunFiles.read(empty.path))
+        make_timeline(RunFiles.read(empty.path))
     assert error.value.codes == ["R004"]
     assert main(["report", str(tmp_path / "nowhere")]) == 2
 
@@ -223,30 +223,30 @@ send B1.1 8-8.25, receive F1.2 8.75-9.25, F1.2 9.25-10.25, B1.2 10.25-12.25, sen
 
 
 def test_a_table_by_hand() -> None:
-    """1f1b with F = 1, B = 2, half a second for a message and a quarter to hand it over."""
+    """1f1b with F = 1, B = 2, half a second per message and a quarter to pass it on."""
     times = {(0, "F"): 1.0, (1, "F"): 1.0, (0, "B"): 2.0, (1, "B"): 2.0}
-    block = predict(table("1f1b", 2, 3), times, [0.5], 0.25)
+    block = predict_rows(build_table("1f1b", 2, 3), times, [0.5], 0.25)
     text = "\n".join(f"{r.label}: " + ", ".join(f"{b.name} {b.start:g}-{b.end:g}" for b in r.boxes) for r in block.rows)
     assert text == GOLDEN
     assert block.makespan == 15.0 and block.bubble == pytest.approx(1 - 18 / 30)
-    free = predict(table("1f1b", 2, 3), times, [0.0], 0.0)
+    free = predict_rows(build_table("1f1b", 2, 3), times, [0.0], 0.0)
     assert free.makespan == 12.0 and free.bubble == pytest.approx(1 / 4)
 
 
 def test_a_span_inside_another_is_cut_out_of_it() -> None:
     spans = [Span("backward", 0.0, 4.0), Span("collect", 1.0, 2.0), Span("reduce", 4.0, 5.0)]
-    assert [(s.name, s.start, s.end) for s in flat(spans)] == [
+    assert [(s.name, s.start, s.end) for s in flatten_spans(spans)] == [
         ("backward", 0.0, 1.0), ("collect", 1.0, 2.0), ("backward", 2.0, 4.0), ("reduce", 4.0, 5.0),
     ]  # fmt: skip
     spans = [Span("step", 0.0, 9.0), Span("reduce", 1.0, 5.0), Span("optimizer", 6.0, 8.0), Span("wait dp", 2.0, 3.0), Span("record", 9.0, 9.0)]
-    assert [(s.name, s.start, s.end) for s in flat(spans)] == [
+    assert [(s.name, s.start, s.end) for s in flatten_spans(spans)] == [
         ("step", 0.0, 1.0), ("reduce", 1.0, 2.0), ("wait dp", 2.0, 3.0), ("reduce", 3.0, 5.0), ("step", 5.0, 6.0), ("optimizer", 6.0, 8.0),
         ("step", 8.0, 9.0), ("record", 9.0, 9.0),
     ], "also at three levels"  # fmt: skip
 
 
 def test_a_page_has_all_in_it_and_fetches_nothing(run: Path) -> None:
-    text = page(figures([RunFiles.read(run)]))
+    text = render_page(make_figures([RunFiles.read(run)]))
     fetched = [word for word in re.findall(r"https?://[^\s\"'<>)]+", text) if "leeoniya/uPlot" not in word]
     assert not fetched and not re.findall(r"<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|src=", text)
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
@@ -260,18 +260,18 @@ def test_the_page_has_the_figures_of_the_json(run: Path, capsys: pytest.CaptureF
 
 
 def test_a_name_cannot_end_the_script(run: Path) -> None:
-    shown = figures([RunFiles.read(run)])
+    shown = make_figures([RunFiles.read(run)])
     shown["runs"][0]["job"] = "</script><script>alert(1)</script>"
-    assert "<script>alert(1)" not in page(shown)
+    assert "<script>alert(1)" not in render_page(shown)
 
 
-def measured(step: int, ranks: list[list[tuple[str, float, float]]]) -> Measured:
-    """A step of these spans (name, start, seconds) on each rank."""
-    return Measured(step, 8, tuple(tuple(flat([Span(n, s, s + t) for n, s, t in spans])) for spans in ranks))
+def measured(step: int, ranks: list[list[tuple[str, float, float]]]) -> RecordedStep:
+    """A step with these spans (name, start, seconds) on each rank."""
+    return RecordedStep(step, 8, tuple(tuple(flatten_spans([Span(n, s, s + t) for n, s, t in spans])) for spans in ranks))
 
 
-def steps(ranks: list[list[tuple[str, float, float]]], seconds: float) -> list[Measured]:
-    """Ten steps that are alike, each so long."""
+def steps(ranks: list[list[tuple[str, float, float]]], seconds: float) -> list[RecordedStep]:
+    """Ten equal steps of this length."""
     return [measured(k, [[(n, s + k * seconds, t) for n, s, t in spans] for spans in ranks]) for k in range(10)]
 
 
@@ -280,71 +280,71 @@ def causes(found: StepSplit, plan: Plan, predicted: dict[str, float] | None = No
 
 
 def test_a_split_adds_up_and_names_who_is_late() -> None:
-    """Rank 1 computes 3 s, rank 0 one: the wait of rank 0 is for rank 1, and what both wait from then on is the link's."""
+    """Rank 1 computes 3 s, rank 0 one: rank 0 waits for rank 1, and from then on both wait for the link."""
     quick = [("data", 0.0, 0.1), ("step", 0.1, 3.35), ("forward", 0.1, 0.4), ("backward", 0.5, 0.5),
              ("reduce", 1.0, 2.2), ("wait dp", 1.0, 2.1), ("optimizer", 3.2, 0.2)]
     slow = [("data", 0.0, 0.1), ("step", 0.1, 3.35), ("forward", 0.1, 1.4), ("backward", 1.5, 1.5),
             ("reduce", 3.0, 0.2), ("wait dp", 3.0, 0.1), ("optimizer", 3.2, 0.2)]
-    found = split(Plan(dp=2), steps([quick, slow], 3.5))
+    found = split_steps(Plan(dp=2), steps([quick, slow], 3.5))
     fast, late = found.ranks
     assert fast.seconds == pytest.approx(3.5) and late.seconds == pytest.approx(3.5)
     assert fast.parts["waiting for the slowest rank"] == pytest.approx(2.0) and "waiting for the slowest rank" not in late.parts
     assert fast.parts["communication dp"] == pytest.approx(0.1) == late.parts["communication dp"]
-    assert (late.late, fast.late) == (pytest.approx(2.0), 0.0)
+    assert (late.late_seconds, fast.late_seconds) == (pytest.approx(2.0), 0.0)
     assert late.parts["computing"] == pytest.approx(2.9) and late.parts["Python"] == pytest.approx(0.05) == late.parts["other"]
     (first, *_) = advise(found, RunFacts(Plan(dp=2), "job.py"))
     assert first.cause == "slow rank" and "rank 1" in first.what and first.gain == pytest.approx(1.9 / 3.5, abs=0.05)
 
 
 def test_a_slow_loader_a_slow_rank_and_a_slow_link_are_told_from_one_another() -> None:
-    """All make the same steps equally longer by the wall."""
+    """Each of them makes the same steps equally longer in wall time."""
     usual = [("data", 0.0, 0.01), ("forward", 0.01, 0.49), ("backward", 0.5, 0.5)]
     waits = [("reduce", 1.0, 1.1), ("wait dp", 1.0, 1.0), ("optimizer", 2.1, 0.1)]
     late = [("backward", 1.5, 0.5), ("reduce", 2.0, 0.1), ("wait dp", 2.0, 0.01), ("optimizer", 2.1, 0.1)]
     loads = [("data", 0.0, 1.01), ("forward", 1.01, 0.49), *late]
-    assert causes(split(Plan(dp=2), steps([[*usual, *waits], loads], 2.2)), Plan(dp=2))[0] == "slow loader"
+    assert causes(split_steps(Plan(dp=2), steps([[*usual, *waits], loads], 2.2)), Plan(dp=2))[0] == "slow loader"
     computes = [("data", 0.0, 0.01), ("forward", 0.01, 1.49), *late]
-    assert causes(split(Plan(dp=2), steps([[*usual, *waits], computes], 2.2)), Plan(dp=2))[0] == "slow rank"
-    link = split(Plan(dp=2), steps([[*usual, *waits], [*usual, *waits]], 2.2))
+    assert causes(split_steps(Plan(dp=2), steps([[*usual, *waits], computes], 2.2)), Plan(dp=2))[0] == "slow rank"
+    link = split_steps(Plan(dp=2), steps([[*usual, *waits], [*usual, *waits]], 2.2))
     assert causes(link, Plan(dp=2), {"gradients": 0.01})[0] == "slow link", "one message a step does not say why"
     assert {r.rank for r in link.ranks if r.parts["communication dp"] == pytest.approx(1.0)} == {0, 1}
 
 
 def test_a_split_of_a_run_explains_its_steps(run: Path) -> None:
     plan, steps = Plan.parse(PLAN), RunFiles.read(run).steps
-    found = split(plan, steps)
-    assert found.complete and len(found.ranks) == 2
+    found = split_steps(plan, steps)
+    assert found.is_complete and len(found.ranks) == 2
     for rank in found.ranks:
         assert sum(rank.parts.values()) == pytest.approx(rank.seconds) and {"bubble", "computing", "optimizer"} <= set(rank.parts)
-        other = [split(plan, pair).ranks[rank.rank].share("other") for pair in pairwise(steps)]
+        other = [split_steps(plan, pair).ranks[rank.rank].get_fraction("other") for pair in pairwise(steps)]
         assert median(other) < 0.05, "spans leave little of a step unexplained"
 
 
 def test_thinned_keeps_the_peaks() -> None:
     points: list[tuple[int, float | None]] = [(k, 1.0) for k in range(100_000)]
     points[54_321], points[77_777] = (54_321, 9.0), (77_777, None)
-    found = thinned(points)
+    found = thin_points(points)
     assert len(found) <= 3001 and (54_321, 9.0) in found and (77_777, None) in found and found[0] == (0, 1.0) and found[-1] == points[-1]
 
 
 def made(folder: Path, count: int, job: str = "net", **more: object) -> Path:
-    """A run of two ranks with so many steps, as files alone."""
+    """A run of two ranks with that many steps, as files only."""
     directory = RunDirectory.create(f"{job}.py", Plan(dp=2), {}, folder)
     row = {"loss": 1.5, "norm": 0.5, "lr": 0.1, "seconds": 0.1, "samples_per_s": 80.0, "skipped": False, **more}
     with open(directory.metrics, "w") as file:
         file.writelines(json.dumps({"step": k, "samples": 8 * k} | row) + "\n" for k in range(1, count + 1))
     spans = [["data", 0.0, 0.01], ["forward", 0.01, 0.04], ["backward", 0.05, 0.04], ["optimizer", 0.09, 0.01]]
     for rank in (0, 1):
-        with open(directory.events(rank), "w") as file:
+        with open(directory.get_events_path(rank), "w") as file:
             file.writelines(json.dumps({"step": k, "size": 8, "at": 0.1 * k, "spans": spans}) + "\n" for k in range(1, count + 1))
     return directory.path
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    """100,000 steps: at most 3 MB, and seconds of this process that no other takes part in."""
+    """100,000 steps: at most 3 MB, and few seconds of this process's own processor time."""
     folder = made(tmp_path, 100_000)
     began = time.process_time()
-    text = page(figures([RunFiles.read(folder)]))
+    text = render_page(make_figures([RunFiles.read(folder)]))
     assert time.process_time() - began < 5
     assert len(text.encode()) < 3e6 and "100,000 steps" in text
 
@@ -398,10 +398,10 @@ def test_runs_of_one_job_scale_and_of_two_do_not(tmp_path: Path, capsys: pytest.
 def test_pictures_for_a_paper(tmp_path: Path, run: Path) -> None:
     one, two = made(tmp_path, 20), made(tmp_path, 20)
     (two / "plan.toml").write_text(Plan().to_toml())
-    scaled = figures([RunFiles.read(one), RunFiles.read(two)])
-    shown = {name: figures([RunFiles.read(run)]) for name in PICTURES} | {"scaling": scaled}
+    scaled = make_figures([RunFiles.read(one), RunFiles.read(two)])
+    shown = {name: make_figures([RunFiles.read(run)]) for name in PICTURES} | {"scaling": scaled}
     for name, each in shown.items():
-        root = ElementTree.fromstring(picture(each, name))
+        root = ElementTree.fromstring(draw_picture(each, name))
         assert root.tag.endswith("svg") and root.get("role") == "img"
         assert len(root.findall(".//{*}rect")) + len(root.findall(".//{*}polyline")) > 1, name
 
@@ -423,14 +423,14 @@ def test_a_full_disk_leaves_the_page_before(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_first_followed_page_does_not_wait_for_the_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, notes, calls = made(tmp_path, 5), list[list[str]](), list[str]()
-    monkeypatch.setattr("plait.cli.report.predicted", lambda run, batch: calls.append(run.name) or Prediction(seconds=0.1))
+    monkeypatch.setattr("plait.cli.report.load_prediction", lambda run, batch: calls.append(run.name) or Prediction(seconds=0.1))
 
     def follow(make: Callable[[], Any], *_: object) -> None:
         notes.extend([make()["notes"], make()["notes"], make()["notes"]])
 
-    monkeypatch.setattr("plait.report.follow.follow", follow)
+    monkeypatch.setattr("plait.report.followed_page.follow_run", follow)
     assert main(["report", str(folder), "--follow"]) == 0
-    assert "The prediction is being made." in notes[0] and notes[1] == notes[2] and "The prediction is being made." not in notes[1]
+    assert "The prediction is running." in notes[0] and notes[1] == notes[2] and "The prediction is running." not in notes[1]
     assert calls == [folder.name], "it is made once"
 
 
@@ -439,8 +439,8 @@ def test_a_followed_page_is_updated_and_ends_with_the_run(tmp_path: Path) -> Non
     said: list[str] = []
     training = threading.Event()
     training.set()
-    make = lambda: figures([RunFiles.read(folder)])  # noqa: E731
-    thread = threading.Thread(target=follow, args=(make, training.is_set, said.append), daemon=True)
+    make = lambda: make_figures([RunFiles.read(folder)])  # noqa: E731
+    thread = threading.Thread(target=follow_run, args=(make, training.is_set, said.append), daemon=True)
     thread.start()
     end = time.monotonic() + 60
     while not said and time.monotonic() < end:
@@ -457,7 +457,7 @@ def test_a_followed_page_is_updated_and_ends_with_the_run(tmp_path: Path) -> Non
     for path, headers, code in (("etc/passwd", {}, 404), ("", {"Host": "evil.example"}, 403)):
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetch(path, **headers)
-        with refused.value:  # holds the answer's socket
+        with refused.value:  # keeps the response's socket open
             assert refused.value.code == code
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 4, "loss": 1.0, "samples": 32, "seconds": 0.1, "samples_per_s": 80.0}) + "\n")

@@ -1,4 +1,4 @@
-"""The page of a report in a browser: no errors, no requests, no sideways scroll, nothing that a screen reader stumbles over."""
+"""The page of a report in a browser: no errors, no requests, no horizontal scrolling, accessible to screen readers."""
 
 import importlib.util
 import json
@@ -12,8 +12,8 @@ import pytest
 from launched import Command
 
 from plait.planner.alternatives import Alternative
-from plait.report.figures import Prediction, figures
-from plait.report.page import of, page, percent
+from plait.report.figures import Prediction, make_figures
+from plait.report.page import format_percent, format_value, render_page
 from plait.report.run_files import RunFiles
 
 JOBS = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
@@ -38,17 +38,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         command = Command("train", JOBS, "--plan", plan, "--batch", "12", "--steps", "12", "--save-every", "6", folder=folder)
         assert command.wait() == 0, command.output
         runs.append((folder / "runs" / "latest").resolve())
-    found = {name: figures([RunFiles.read(run)], predict=predicted) for name, run in zip(plans, runs)}
-    found["three"] = figures([RunFiles.read(run) for run in runs[::-1]], predict=predicted)
+    found = {name: make_figures([RunFiles.read(run)], predict=predicted) for name, run in zip(plans, runs)}
+    found["three"] = make_figures([RunFiles.read(run) for run in runs[::-1]], predict=predicted)
     shutil.rmtree(runs[1] / "events")
-    found["damaged"] = figures([RunFiles.read(runs[1])], predict=predicted)
+    found["damaged"] = make_figures([RunFiles.read(runs[1])], predict=predicted)
     for name, shown in found.items():
-        (folder / f"{name}.html").write_text(page(shown), encoding="utf-8")
+        (folder / f"{name}.html").write_text(render_page(shown), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in found}
 
 
 def predicted(run: RunFiles, batch: int) -> Prediction:
-    """As the planner would: parts and memory of a step."""
+    """The parts and the memory of a step, as the planner predicts them."""
     parts = {"compute": 0.004, "gradients": 0.001, "bubble": 0.001, "fixed": 0.0005}
     memory = {"parameters": 4000, "optimizer": 8000, "activations": 9000}
     larger = Alternative("batch", "dp=2", 24, {part: 1.5 * seconds for part, seconds in parts.items()})
@@ -90,7 +90,7 @@ def opened(browser: Any, file: Path, width: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline", "replicas", "one", "three", "damaged"])
 def test_a_page_in_a_browser(pages: dict[str, Path], browser: Any, name: str) -> None:
-    """In light and in dark, on a telephone and on a screen."""
+    """In light and dark mode, on a phone and on a desktop screen."""
     axe = (Path(str(AXE)).parent / "axe.min.js").read_text(encoding="utf-8")
     for width in WIDTHS:
         opened(browser, pages[name], width)
@@ -126,15 +126,15 @@ return empty;
 
 @pytest.mark.slow
 def test_the_page_shows_the_figures(pages: dict[str, Path], browser: Any) -> None:
-    """What is read on it is what `--json` has: the head, the split of each rank, memory."""
+    """The page shows the values of `--json`: the head, the split of each rank, memory."""
     opened(browser, pages["pipeline"], 1280)
     shown = browser.execute_script("return JSON.parse(document.getElementById('figures').textContent)")
     for each in shown["head"]:
         (text,) = browser.execute_script(f"return [...document.querySelectorAll('[data-figure=\"{each['name']}\"]')].map(e => e.innerText)")
-        assert of(each["measured"], each["unit"]) in text and of(each["predicted"], each["unit"]) in text
+        assert format_value(each["measured"], each["unit"]) in text and format_value(each["predicted"], each["unit"]) in text
     cells = browser.execute_script("return [...document.querySelectorAll('[data-part]')].map(e => [e.dataset.part, +e.dataset.rank, e.innerText])")
     ranks = shown["runs"][0]["split"]["ranks"]
-    assert cells and all(text == percent(ranks[rank]["parts"].get(part, 0) / ranks[rank]["seconds"]) for part, rank, text in cells)
+    assert cells and all(text == format_percent(ranks[rank]["parts"].get(part, 0) / ranks[rank]["seconds"]) for part, rank, text in cells)
     assert all(sum(r["parts"].values()) == pytest.approx(r["seconds"]) for r in ranks)
 
 

@@ -1,4 +1,4 @@
-"""Jobs in the shapes of public bug reports under plans: each is the same training, or it is named why not, before or instead of training."""
+"""Jobs modeled on public bug reports, under plans: each equals one device, or is rejected or reported with the reason."""
 
 import warnings
 from pathlib import Path
@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         **{f"kind={kind}": {EQUAL: ("dp=2", "cp=2")} for kind in ("padded", "even")},
     },
 }  # fmt: skip
-"""By the job's file and its options: what comes out, and under which plans."""
+"""By the job's file and its options: the outcome, and the plans."""
 ROWS = [
     (file, options, plan, outcome)
     for file, kinds in CASES.items()
@@ -80,12 +80,12 @@ QUICK = ("template_attr", "kind=fresh", "dp=2"), ("param_hooks", "kind=rows", "d
 
 
 def outcome_of(file: str, options: str, plan: str) -> str:
-    """EQUAL, or the codes of the difference or of the refusal."""
+    """Returns EQUAL, or the codes of the difference or of the error."""
     path = Path(__file__).parents[1] / "reported" / f"{file}.py"
     try:
         job = load_job(str(path), dict(option.split("=", 1) for option in options.split()))
         with warnings.catch_warnings():
-            if "kind=compile" in options:  # torch's compiler warns of its own doings
+            if "kind=compile" in options:  # torch's compiler warns about its own internals
                 warnings.simplefilter("default")
             verdict = verify(job, Plan.parse(plan))
     except PlaitError as error:

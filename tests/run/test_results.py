@@ -1,4 +1,4 @@
-"""Programs read a command's result from standard output: it stands there alone, whatever the job, its libraries and its processes print."""
+"""Programs read a command's result from standard output. Nothing else is written there by the job, its libraries or its processes."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the job and one run of it."""
+    """A folder with the job and one run of it."""
     made = tmp_path_factory.mktemp("loud")
     (made / "loud.py").write_text(JOB, encoding="utf-8")
     ran(made, *COMMANDS["train"].split())

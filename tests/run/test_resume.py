@@ -1,4 +1,4 @@
-"""Stop, kill, damage, fill the disk: a resumed run ends bit for bit where the uninterrupted one ends."""
+"""Stop, kill, damage, fill the disk: a resumed run ends with the result of the uninterrupted one, bit for bit."""
 
 import os
 import random
@@ -12,7 +12,7 @@ import pytest
 import torch
 from launched import TEST_JOB, Command, rows
 from rarely import every, rarely, sampled
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 from run.test_train import ledger
 
@@ -21,7 +21,7 @@ ARGV = ("train", TEST_JOB, "--nproc", "2", "--save-every", "4", "--job.steps", s
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    return tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
+    return read_checkpoint_tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_killed_at_any_moment(whole: dict[str, torch.Tensor], tmp_path: Path, se
 def test_stop_saves_and_says_how_to_go_on(whole: dict[str, torch.Tensor], tmp_path: Path, number: int) -> None:
     command = Command(*ARGV, "--workers", "1", folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 5)
-    os.killpg(command.pid, number)  # as a terminal does: launcher and workers
+    os.killpg(command.pid, number)  # as a terminal does: launcher and ranks
     assert command.wait() == 75, command.output
     assert "--resume" in command.output
     command = Command(*ARGV, "--resume", folder=tmp_path)
@@ -119,7 +119,7 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_second_launcher_is_kept_out(tmp_path: Path) -> None:
-    first = Command(*ARGV, "--job.pause", "5", folder=tmp_path)  # it trains longer than the second takes to start, on a busy machine too
+    first = Command(*ARGV, "--job.pause", "5", folder=tmp_path)  # it trains longer than the second command takes to start, also on a busy machine
     first.until(lambda: len(rows(tmp_path)) >= 1)
     second = Command(*ARGV, "--resume", folder=tmp_path)
     assert second.wait() == 2 and "error[R001]" in second.output
@@ -129,7 +129,7 @@ def test_second_launcher_is_kept_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
+    """A separate small disk."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
@@ -140,20 +140,20 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def without_room(disk: Path, left: int) -> Command:
-    """A run that is resumed on a disk where so many bytes are left; what it had is untouched."""
+    """A run that is resumed on a disk with this many free bytes. Its files are unchanged."""
     runs = str(disk / "runs")
     first = Command(*ARGV, "--steps", "4", "--runs", runs, folder=disk.parent)
     assert first.wait() == 0, first.output
     (disk / "filler").write_bytes(b"x" * (_free(disk) - left))
     command = Command(*ARGV, "--runs", runs, "--resume", folder=disk.parent)
     assert command.wait() == 1, command.output
-    tensors(disk / "runs/latest/checkpoints/step-000004")
+    read_checkpoint_tensors(disk / "runs/latest/checkpoints/step-000004")
     return command
 
 
 @pytest.mark.slow
 def test_full_disk_keeps_the_checkpoint_before(disk: Path) -> None:
-    """There is room for lines of metrics, and none for a checkpoint."""
+    """The disk has space for metric lines, and none for a checkpoint."""
     told = without_room(disk, 20480).output
     assert "error[K004]" in told and "MiB are free" in told, told
 

@@ -1,11 +1,11 @@
-"""What a model carries from step to step goes on with a resumed run, on each rank its own; where it cannot, the run says so."""
+"""State that a model carries from step to step is restored on resume, per rank. If that is impossible, the run reports it."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from launched import Command
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 from run.test_elastic import kill_once, step_of
 
@@ -13,7 +13,7 @@ JOB, STEPS = str(Path(__file__).parents[1] / "jobs_stateful.py"), 12
 
 
 def end(folder: Path) -> dict[str, torch.Tensor]:
-    return tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
+    return read_checkpoint_tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
 
 
 def command(folder: Path, kind: str, plan: str, *more: str) -> Command:
@@ -68,7 +68,7 @@ def test_another_plan_is_refused_where_ranks_had_different_values(tmp_path: Path
     other = command(tmp_path, "recurrent", "dp=1", "--resume")
     assert other.wait(120) == 2 and "K010" in other.output and "hidden" in other.output, other.output
     allowed = command(tmp_path, "recurrent", "dp=1", "--resume", "--allow-changes")
-    assert allowed.wait(120) == 0 and "changed  what hidden carries" in allowed.output, allowed.output
+    assert allowed.wait(120) == 0 and "changed  the carried state hidden" in allowed.output, allowed.output
 
 
 @pytest.mark.slow
@@ -88,5 +88,5 @@ def test_a_killed_rank_goes_on_with_what_it_carried(tmp_path: Path) -> None:
     killed.until(lambda: step_of(tmp_path / "killed") >= 4, 120)
     kill_once(killed, tmp_path / "killed", 1, 0.0)
     assert killed.wait(120) == 0, killed.output
-    assert "going on from step" in killed.output
+    assert "resuming from step" in killed.output
     assert same(end(tmp_path / "whole"), end(tmp_path / "killed")), killed.output

@@ -1,4 +1,4 @@
-"""Resuming by name, and resuming a job that changed: nothing is ignored, nothing is overwritten, what cannot be meant is refused."""
+"""Resume by name, and resume of a changed job: nothing is ignored or overwritten, and ambiguous requests are rejected."""
 
 import json
 import shutil
@@ -10,10 +10,10 @@ import pytest
 import torch
 from launched import Command, rows
 from rarely import sampled
-from saved import manifest, tensors
+from saved import manifest, read_checkpoint_tensors
 
 from plait import Engine, PlaitError
-from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.checkpoint.manifest import MANIFEST_NAME, seal_json, unseal_json
 from plait.cli.main import main
 from run.test_checkpoint_hostile import changes
 
@@ -30,7 +30,7 @@ def plait(folder: Path, *words: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of six steps of 8 of 40 samples: in the middle of its second epoch."""
+    """A folder with a run of six steps with 8 of 40 samples: it stopped in the middle of its second epoch."""
     folder = tmp_path_factory.mktemp("begun")
     plait(folder)
     return folder
@@ -79,7 +79,7 @@ CHANGED = (
     (("--job.warmup", "50"), "schedule: warmup 100 → 50"),
     (("--job.warmup", "50"), "schedule: the factor after 48 samples 0.675676 → 0.510204"),
     (("--job.dropout", "0.5"), "model: Dropout.p 0.0 → 0.5"),
-    (("--job.shift", "1.0"), "data: 5 of 5 samples that were looked at differ: 0, 39, 20, 10, 30"),
+    (("--job.shift", "1.0"), "data: 5 of 5 compared samples differ: 0, 39, 20, 10, 30"),
     (("--job.dropout", "0.5"), "--job.dropout (the job's own) → 0.5"),
     (("--plan", "precision=bf16"), "precision fp32 → bf16"),
 )
@@ -120,9 +120,9 @@ def test_data_that_draws_numbers_is_not_said_to_have_changed(tmp_path: Path) -> 
 
 def test_a_checkpoint_without_a_fingerprint_is_resumed(runs: Path) -> None:
     for path in runs.glob("runs/changing-1/checkpoints/*/manifest.json"):
-        content = unseal(path.read_bytes())
+        content = unseal_json(path.read_bytes())
         del content["job"]
-        path.write_bytes(seal(content))
+        path.write_bytes(seal_json(content))
     assert told(plait(runs, "--resume", "--steps", "8", "--job.lr", "0.5")) == {"lr 0.01 → 0.5"}
 
 
@@ -137,7 +137,7 @@ def test_a_run_by_name(runs: Path) -> None:
     assert "changing-2/checkpoints/step-000002" in plait(runs, "--resume")
     for name, words in (
         ("chnaging-1", "did you mean  changing-1 ?"),
-        ("changing-1/checkpoints/step-000003", "there are step-000002, step-000004, step-000006"),
+        ("changing-1/checkpoints/step-000003", "it has step-000002, step-000004, step-000006"),
         ("x" * 5000, "there is no run"),
         (JOB + "x", "there is no run"),
         ("runs", "neither a run nor a checkpoint"),
@@ -158,17 +158,17 @@ def test_the_job_after_resume_is_the_job(runs: Path) -> None:
 def test_an_older_checkpoint_starts_a_new_run(runs: Path) -> None:
     first = {p: p.read_bytes() for p in (runs / "runs/changing-1").rglob("*") if p.is_file()}
     said = plait(runs, "--resume", "runs/changing-1/checkpoints/step-000002")
-    assert "changing-2 starts from" in said and "later ones, which stay" in said and "at step 2" in said
+    assert "changing-2 starts from" in said and "later checkpoints, which are kept" in said and "at step 2" in said
     assert {p: p.read_bytes() for p in first} == first
     assert [r["step"] for r in rows(runs)] == list(range(1, 7))
     again, before = (runs / f"runs/changing-{n}/checkpoints/step-000006" for n in (2, 1))
-    a, b = tensors(again), tensors(before)
+    a, b = read_checkpoint_tensors(again), read_checkpoint_tensors(before)
     assert all(torch.equal(a[k], b[k]) for k in b), "and ends where the first ended"
     assert "resumed from" in plait(runs, "--resume", "changing-1/checkpoints/step-000006")
     assert not (runs / "runs/changing-3").exists(), "the newest goes on in its run"
     shutil.copytree(before, runs / "elsewhere/step-000006")
     assert "changing-3" in plait(runs, "--resume", "elsewhere/step-000006", "--steps", "7")
-    (runs / "elsewhere/step-000006" / MANIFEST).write_text("{}")
+    (runs / "elsewhere/step-000006" / MANIFEST_NAME).write_text("{}")
     assert "error[K002]" in plait(runs, "--resume", "elsewhere/step-000006", code=2)
     assert not (runs / "runs/changing-4").exists()
 
@@ -196,16 +196,16 @@ def test_an_optimizer_that_would_be_lost_is_refused(tmp_path: Path, optimizer: s
         with pytest.raises(PlaitError):
             engine.save()
         return
-    whole = tensors(tmp_path / "runs/latest/checkpoints/step-000006")
+    whole = read_checkpoint_tensors(tmp_path / "runs/latest/checkpoints/step-000006")
     plait(tmp_path, "--job.optimizer", optimizer, "--resume", "runs/changing-1/checkpoints/step-000004")
-    again = tensors(tmp_path / "runs/changing-2/checkpoints/step-000006")
+    again = read_checkpoint_tensors(tmp_path / "runs/changing-2/checkpoints/step-000006")
     assert all(torch.equal(whole[k], again[k]) for k in whole) and any(k.endswith("momentum_buffer") for k in whole)
 
 
 def believed(folder: Path) -> tuple[int, int]:
-    """Each part of a manifest's numbers made something else: refused by name, or resumed and a step made. (refused, resumed)"""
+    """Replaces each part of a manifest's values: rejected by name, or resumed with one further step. Returns (rejected, resumed)."""
     newest = folder / "runs/changing-1/checkpoints/step-000006"
-    content = unseal((newest / MANIFEST).read_bytes())
+    content = unseal_json((newest / MANIFEST_NAME).read_bytes())
     engine = Engine(changing.job(steps=100), "dp=1", device="cpu", directory=newest.parent)
     for other in newest.parent.glob("step-00000[24]"):
         shutil.rmtree(other)
@@ -214,7 +214,7 @@ def believed(folder: Path) -> tuple[int, int]:
     for changed in changes(parts):
         if not isinstance(changed, dict):
             continue
-        (newest / MANIFEST).write_bytes(seal({**content, **changed} if changed.keys() >= parts.keys() else changed))
+        (newest / MANIFEST_NAME).write_bytes(seal_json({**content, **changed} if changed.keys() >= parts.keys() else changed))
         try:
             engine.resume(allow_changes=True)
             engine.step(next(engine.batches()))
@@ -238,13 +238,13 @@ def test_forged_numbers_never_end_in_a_traceback(runs: Path) -> None:
 )  # fmt: skip
 def test_a_forged_number_is_refused_by_name(runs: Path, key: str, value: Any, capfd: Any) -> None:
     newest = runs / "runs/changing-1/checkpoints/step-000006"
-    content = unseal((newest / MANIFEST).read_bytes())
+    content = unseal_json((newest / MANIFEST_NAME).read_bytes())
     if key == "step":
         for name in content["optimizer"]["scalars"]:
             content["optimizer"]["scalars"][name] = value
     else:
         content["optimizer"]["groups"][0][key] = value
-    (newest / MANIFEST).write_bytes(seal(json.loads(json.dumps(content))))
+    (newest / MANIFEST_NAME).write_bytes(seal_json(json.loads(json.dumps(content))))
     for older in newest.parent.glob("step-00000[24]"):
         shutil.rmtree(older)
     engine = Engine(changing.job(), "dp=1", device="cpu", directory=newest.parent)

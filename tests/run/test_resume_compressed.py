@@ -1,4 +1,4 @@
-"""Runs with compressed sums go on from a checkpoint bit for bit: residuals of every copy, and factors, are in it."""
+"""Runs with compressed sums resume from a checkpoint bit for bit. It contains the residuals of every replica, and the factors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +11,8 @@ import torch
 from rarely import every
 from saved import manifest, whole_and_killed
 
-from plait.checkpoint import state
-from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.checkpoint import training_state
+from plait.checkpoint.manifest import MANIFEST_NAME, seal_json, unseal_json
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
@@ -26,7 +26,7 @@ SAVED, LAST = 4, 8
 def train(
     folder: Path, text: str, *, resume: bool = False, allow: bool = False, last: int = LAST
 ) -> list[dict[str, Any]]:
-    """Each rank's weights and what the checkpoint's job differs in, after the last step; a checkpoint is made on the way."""
+    """Each rank's weights after the last step, and the differences to the checkpoint's job. Saves a checkpoint on the way."""
 
     def rank(place: Place) -> dict[str, Any]:
         job = replace(jobs_compressed.job("courses"), steps=100, seed=3)
@@ -40,9 +40,9 @@ def train(
             if engine.position.step == last:
                 break
         weights = {name: p.tolist() for name, p in engine.rank_model.params.items()}
-        return {"changed": engine.checkpoints.changed, "weights": weights}
+        return {"changed": engine.checkpoints.job_changes, "weights": weights}
 
-    return fork.run(rank, Plan.parse(text).world)
+    return fork.run_ranks(rank, Plan.parse(text).world)
 
 
 PLANS = ("dp=2 grad_compression=int8", "dp=3 grad_compression=powersgd compression_rank=1", "dp=2 grad_compression=bf16 microbatches=2",
@@ -59,18 +59,18 @@ def test_resumed_is_uninterrupted(tmp_path: Path, text: str) -> None:
 
 
 def unsaved(kind: str) -> Any:
-    """What is kept is not given to checkpoints, or only that of one kind is."""
-    real = state._compressed
+    """Compression state is not saved in checkpoints, or only that of one kind."""
+    real = training_state._iter_compressor_parts
     return lambda *given: (row for row in real(*given) if not row[1].startswith(kind))
 
 
 def of_copy_0(training: Any, model: Any) -> Iterator[tuple[str, str, Part]]:
-    """All copies' residuals are saved as if they were the same."""
+    """All replicas' residuals are saved as if they were equal."""
     for name, key, part in REAL(training, model):
         yield name.replace("/residual/1/", "/residual/0/"), key, part
 
 
-REAL = state._compressed
+REAL = training_state._iter_compressor_parts
 LOST = {"residuals are not saved": (PLANS[0], unsaved("residual")), "factors are not saved": (PLANS[1], unsaved("factor")),
         "one copy's residual is saved for all": (PLANS[0], of_copy_0)}  # fmt: skip
 
@@ -78,7 +78,7 @@ LOST = {"residuals are not saved": (PLANS[0], unsaved("residual")), "factors are
 @pytest.mark.parametrize("bug", LOST)
 def test_what_is_not_saved_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bug: str) -> None:
     text, patch = LOST[bug]
-    monkeypatch.setattr(state, "_compressed", patch)
+    monkeypatch.setattr(training_state, "_iter_compressor_parts", patch)
     assert train(tmp_path, text) != train(tmp_path, text, resume=True)
 
 
@@ -102,14 +102,14 @@ def test_residuals_begin_where_compression_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ("missing", "shape"))
 def test_a_checkpoint_without_its_residuals_is_damaged(tmp_path: Path, wrong: str) -> None:
     train(tmp_path, "dp=2 grad_compression=int8", last=SAVED)
-    path = tmp_path / f"step-{SAVED:06d}" / MANIFEST
-    content = unseal(path.read_bytes())
+    path = tmp_path / f"step-{SAVED:06d}" / MANIFEST_NAME
+    content = unseal_json(path.read_bytes())
     name = "compress/residual/1/first.weight"
     entry = content["tensors"].pop(name)
     if wrong == "shape":
         (piece,) = entry["pieces"]
         content["tensors"][name] = {**entry, "shape": [6, 8], "pieces": [{**piece, "size": [6, 8]}]}
-    path.write_bytes(seal(content))
+    path.write_bytes(seal_json(content))
     with pytest.raises(PlaitError, match="K002"):
         train(tmp_path, "dp=2 grad_compression=int8", resume=True)
 

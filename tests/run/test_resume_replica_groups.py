@@ -1,4 +1,4 @@
-"""Runs of replica groups go on from a checkpoint bit for bit: each group's weights and optimizer, the outer momentum, messages."""
+"""Runs with replica groups resume from a checkpoint bit for bit: each group's weights and optimizer, outer momentum, messages."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ from torch import nn
 
 from plait.checkpoint import replica_groups
 from plait.checkpoint.checkpoints import Checkpoints
-from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.checkpoint.manifest import MANIFEST_NAME, seal_json, unseal_json
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.replica_groups.synchronise import RareSynchroniser
+from plait.parallel.replica_groups.outer_synchronizer import OuterSynchronizer
 
 SAVED, LAST = 5, 12
 
@@ -32,11 +32,11 @@ SAVED, LAST = 5, 12
 def train(
     folder: Path, text: str, *, resume: bool = False, allow: bool = False, last: int = LAST
 ) -> list[dict[str, Any]]:
-    """Each rank's weights, its global ones and what the checkpoint's job differs in; a checkpoint is made on the way."""
+    """Each rank's weights and global weights, and the differences to the checkpoint's job. Saves a checkpoint on the way."""
 
     def rank(place: Place) -> dict[str, Any]:
         job = replace(jobs_compressed.job("pictures"), steps=100, seed=3)
-        if "tp" in text:  # it has five features, of which tp=2 shards nothing
+        if "tp" in text:  # it has five features, of which tp=2 shards none
             job = replace(job, model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)))
         engine = Engine(job, text, place=place, directory=folder, device="cpu")
         if resume:
@@ -48,11 +48,11 @@ def train(
             if engine.position.step == last:
                 break
         rare = engine.rank_model.techniques.replica_groups
-        common = {n: p.tensor.tolist() for n, p in rare.global_parts().items()} if rare is not None else {}
+        common = {n: p.tensor.tolist() for n, p in rare.reduce_global_parts().items()} if rare is not None else {}
         weights = {name: p.tolist() for name, p in engine.rank_model.params.items()}
-        return {"changed": engine.checkpoints.changed, "weights": weights, "global": common}
+        return {"changed": engine.checkpoints.job_changes, "weights": weights, "global": common}
 
-    return fork.run(rank, Plan.parse(text).world)
+    return fork.run_ranks(rank, Plan.parse(text).world)
 
 
 PLANS = (
@@ -79,21 +79,21 @@ def test_resumed_is_uninterrupted(tmp_path: Path, text: str) -> None:
 
 def without(what: str) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        real = RareSynchroniser.parts
+        real = OuterSynchronizer.get_state_parts
         kept = lambda self: {n: p for n, p in real(self).items() if not n.startswith(what)}  # noqa: E731
-        monkeypatch.setattr(RareSynchroniser, "parts", kept)
+        monkeypatch.setattr(OuterSynchronizer, "get_state_parts", kept)
 
     return patch
 
 
 def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     without("sent")(monkeypatch)
-    monkeypatch.setattr(RareSynchroniser, "values", lambda self: {"sent": []})
+    monkeypatch.setattr(OuterSynchronizer, "get_state_values", lambda self: {"sent": []})
 
 
 def all_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every group goes on with the weights and the optimizer of the first."""
-    monkeypatch.setattr(replica_groups, "prefix", lambda training: "groups/0/")
+    """Every group continues with the weights and the optimizer of the first."""
+    monkeypatch.setattr(replica_groups, "group_prefix", lambda training: "groups/0/")
 
 
 LOST = {
@@ -125,7 +125,7 @@ def test_another_number_of_groups_is_refused_unless_allowed(tmp_path: Path, text
 
 
 def test_groups_go_on_from_a_run_without_any(tmp_path: Path) -> None:
-    """Each begins with the run's weights and the state of its optimizer."""
+    """Each group starts with the run's weights and its optimizer state."""
     train(tmp_path, "dp=2", last=SAVED)
     ends = train(
         tmp_path, "replica_groups=2 outer_sync=diloco sync_every=1 outer_lr=1 outer_momentum=0.0", resume=True, last=SAVED + 1
@@ -135,30 +135,30 @@ def test_groups_go_on_from_a_run_without_any(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_groups_weights_is_damaged(tmp_path: Path) -> None:
     train(tmp_path, PLANS[0], last=SAVED)
-    path = tmp_path / f"step-{SAVED:06d}" / MANIFEST
-    content = unseal(path.read_bytes())
+    path = tmp_path / f"step-{SAVED:06d}" / MANIFEST_NAME
+    content = unseal_json(path.read_bytes())
     del content["tensors"]["groups/1/model/last.weight"]
-    path.write_bytes(seal(content))
+    path.write_bytes(seal_json(content))
     with pytest.raises(PlaitError, match="K002"):
         train(tmp_path, PLANS[0], resume=True)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words that were on their way when rank 0 began to publish say that files are written, and not that it is published."""
-    real = Checkpoints.publish
+    """Messages sent before rank 0 starts to publish report written files, not a published checkpoint."""
+    real = Checkpoints.publish_save
 
     def publish(self: Checkpoints, flight: Any, ranks: int) -> None:
         time.sleep(1.0)
         real(self, flight, ranks)
 
-    monkeypatch.setattr(Checkpoints, "publish", publish)
+    monkeypatch.setattr(Checkpoints, "publish_save", publish)
 
     def rank(place: Place) -> dict[str, Any]:
         plan = "replica_groups=2 outer_sync=diloco sync_every=4 num_fragments=2 fragment_delay=3"
         job = replace(jobs_compressed.job("pictures"), steps=400)
         engine, told = Engine(job, plan, place=place, directory=tmp_path, device="cpu"), list[bool]()
-        engine.checkpoints.told = lambda path: told.append((path / MANIFEST).exists())
+        engine.checkpoints.on_published = lambda path: told.append((path / MANIFEST_NAME).exists())
         for batch in engine.batches():
             engine.step(batch)
             time.sleep(0.02)
@@ -168,14 +168,14 @@ def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: p
                 break
         return {"told": told}
 
-    assert fork.run(rank, 2) == [{"told": [True]}] * 2
+    assert fork.run_ranks(rank, 2) == [{"told": [True]}] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, ("replica_groups=2 outer_sync=diloco sync_every=5", "replica_groups=2 dp=2 sync_every=3")))
 def test_killed_and_resumed(tmp_path: Path, plan: str) -> None:
-    """The command itself, killed between two checkpoints and between two synchronisations."""
-    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train by themselves", "--max-restarts", "0")
+    """The command itself, killed between two checkpoints and between two synchronizations."""
+    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train independently", "--max-restarts", "0")
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
     assert any(n.startswith("groups/1/") for n in ends[0])
 

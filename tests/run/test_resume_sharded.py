@@ -1,4 +1,4 @@
-"""A run that is killed and resumed under other layouts ends where an uninterrupted one ends, each sample used once."""
+"""A run that is killed and resumed under other layouts ends with the result of an uninterrupted one. Each sample is used once."""
 
 import random
 import time
@@ -12,7 +12,7 @@ import pytest
 import torch
 from launched import TEST_JOB, Command, rows
 from rarely import rarely, sampled
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 import plait
 from plait.config.plan import Plan
@@ -34,13 +34,13 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(autouse=True)
 def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a small model."""
+    """Each unit is a group, even in a small model."""
     monkeypatch.setattr(groups, "GROUP_BYTES", 0)
-    monkeypatch.setattr(groups, "TINY", 0)
+    monkeypatch.setattr(groups, "TINY_BYTES", 0)
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    return tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
+    return read_checkpoint_tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None
 
 
 def trained(folder: Path, layouts: tuple[str, ...], moments: random.Random) -> None:
-    """One attempt under each layout, all but the last killed after a few steps of their own."""
+    """One attempt under each layout. All but the last are killed after a few steps of their own."""
     for i, layout in enumerate(layouts):
         command = begun(folder, layout, first=i == 0)
         if i < len(layouts) - 1:
@@ -100,7 +100,7 @@ def test_resumed_with_slices_and_without(whole: dict[str, torch.Tensor], tmp_pat
 
 
 def losses(job: plait.Job, plan: str, folder: Path) -> list[float]:
-    """Of three steps more, from the checkpoint in the folder, if there is one; a checkpoint is left behind."""
+    """Losses of three further steps, from the checkpoint in the folder if there is one. Saves a checkpoint."""
 
     def run(place: Place) -> dict[str, list[float]]:
         engine = Engine(replace(job, steps=100), plan, place=place, directory=folder, cast=torch.float64)
@@ -110,7 +110,7 @@ def losses(job: plait.Job, plan: str, folder: Path) -> list[float]:
         engine.save()
         return {"losses": found}
 
-    told = fork.run(run, Plan.parse(plan).world)
+    told = fork.run_ranks(run, Plan.parse(plan).world)
     assert all(other == told[0] for other in told)
     return told[0]["losses"]
 
@@ -130,7 +130,7 @@ SHARED = ("tp=4", "dp=1", "tp=2", "fsdp=2", "tp=4 fsdp=2")
     ids=("shared", "fused", "fused-more", "shared-more"),
 )  # fmt: skip
 def test_slices_of_several_ranges_are_resumed(job: Any, plans: tuple[str, ...], tmp_path: Path) -> None:
-    """Query, key and value in one matrix: a rank's slice is three ranges of it. Heads that two ranks share."""
+    """Query, key and value in one matrix: a rank's slice has three ranges of it. Two ranks may share a head."""
     alone = [loss for _ in plans for loss in losses(job(), "dp=1", tmp_path / "whole")]
     found = [loss for plan in plans for loss in losses(job(), plan, tmp_path / "parts")]
     assert found == pytest.approx(alone, rel=1e-9)

@@ -1,4 +1,4 @@
-"""plait train with outer_sync=async: what a run leaves behind, a group and a server that are killed, a request to stop, refusals."""
+"""plait train with outer_sync=async: the files of a run, a killed group, a killed server, a request to stop, errors."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from launched import TEST_JOB, Command, rows
 from rarely import rarely
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -35,7 +35,7 @@ def samples_of(folder: Path) -> Counter[tuple[int, int]]:
 
 
 def same(folder: Path, other: Path) -> float:
-    a, b = (tensors(each / "runs/latest/checkpoints/step-000030") for each in (folder, other))
+    a, b = (read_checkpoint_tensors(each / "runs/latest/checkpoints/step-000030") for each in (folder, other))
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
@@ -48,7 +48,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def struck(folder: Path, plan: str, rank: int, *more: str) -> str:
-    """The output of a run of which a rank is killed after some steps."""
+    """The output of a run in which a rank is killed after some steps."""
     command = train(folder, plan, *more)
     try:
         command.until(lambda: len(rows(folder)) >= 12, 300)
@@ -63,16 +63,16 @@ def struck(folder: Path, plan: str, rank: int, *more: str) -> str:
 
 @pytest.mark.parametrize("plan, rank", ((f"{SYNC} servers=2", 1), *rarely((SYNC, 0), (f"{SYNC} microbatches=2", 2))))
 def test_a_killed_group_is_started_again(tmp_path: Path, one_device: Path, plan: str, rank: int) -> None:
-    """Its samples go to others, each is seen once, and without staleness the weights are those of one device."""
+    """Other groups compute its samples, each sample is used once, and without staleness the weights equal those of one device."""
     said = struck(tmp_path, plan, rank)
-    assert f"group {rank} is gone" in said and "it is started again" in said
+    assert f"group {rank} is gone" in said and "restarting it (" in said
     assert same(tmp_path, one_device) < 1e-12
 
 
 @pytest.mark.prove
 def test_a_run_goes_on_without_a_group(tmp_path: Path, one_device: Path) -> None:
     said = struck(tmp_path, SYNC, 1, "--max-restarts", "0")
-    assert "the run goes on with 2 of 3 groups" in said
+    assert "continuing with 2 of 3 groups" in said
     assert same(tmp_path, one_device) < 1e-12
     assert {row["group"] for row in ledger(tmp_path)[-9:]} == {0, 2}
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_without_a_group(tmp_path: Path, one_device: Path) -> None
 @pytest.mark.parametrize("rank", (3, 4))
 def test_after_a_servers_death_all_go_on_from_the_checkpoint(tmp_path: Path, one_device: Path, rank: int) -> None:
     said = struck(tmp_path, f"{SYNC} servers=2", rank)
-    assert "all start again from step-000010" in said
+    assert "restarting all processes from step-000010" in said
     assert same(tmp_path, one_device) < 1e-12
 
 

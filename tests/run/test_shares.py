@@ -1,4 +1,4 @@
-"""batch_split=auto while training: shares move to where they end together, and the run is the one of equal shares."""
+"""batch_split=auto during training: local batches change until ranks finish together, and results equal those of equal local batches."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import Command, rows
 from rarely import sampled
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 from run.test_train import ledger
 
@@ -27,7 +27,7 @@ def held(folder: Path) -> list[list[int]]:
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return tensors(folder / f"runs/latest/checkpoints/step-{step:06d}")
+    return read_checkpoint_tensors(folder / f"runs/latest/checkpoints/step-{step:06d}")
 
 
 def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -47,7 +47,7 @@ def used(folder: Path) -> dict[int, Any]:
 
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with equal shares, without any sleep."""
+    """A run with equal local batches, without any sleep."""
     folder = tmp_path_factory.mktemp("equal")
     train(folder, "dp=2", "--job.pause", "0")
     return folder
@@ -69,7 +69,7 @@ def test_shares_follow_a_slow_rank(equal: Path, tmp_path: Path, plan: str, more:
     output, full = train(tmp_path, plan, *more), held(tmp_path)
     assert full[0] == [8, 8]
     late = [row for row in full[22:] if sum(row) == 16]
-    assert late and all(10 <= fast <= 13 for fast, _ in late), full  # with fixed costs of a step, less than 12
+    assert late and all(10 <= fast <= 13 for fast, _ in late), full  # with fixed costs of a step, fewer than 12
     assert SLOW in output
     assert used(tmp_path) == used(equal)
     assert alike(weights(tmp_path, 30), weights(equal, 30))
@@ -82,14 +82,14 @@ def test_a_resumed_run_has_the_shares_and_the_samples_of_one_that_was_not_stoppe
     before = held(tmp_path)
     train(tmp_path, "dp=2 batch_split=auto", "--resume", "--job.steps", "30")
     after = held(tmp_path)
-    assert after[: len(before)] == before and after[20] == before[18], after  # step 19's is a short batch
+    assert after[: len(before)] == before and after[20] == before[18], after  # step 19 has a short batch
     assert used(tmp_path) == used(equal)
     assert alike(weights(tmp_path, 30), weights(equal, 30))
 
 
 @pytest.mark.prove
 def test_other_plans_go_on_with_equal_shares(equal: Path, tmp_path: Path) -> None:
-    """Shares of two ranks say nothing of three; nor are they asked for by a plan without them."""
+    """The local batches of two ranks do not apply to three. A plan without them does not request them."""
     train(tmp_path, "dp=2 batch_split=auto", "--job.steps", "20", "--save-every", "20")
     train(tmp_path, "dp=3 batch_split=auto", "--resume", "--job.steps", "25", "--job.pause", "0")
     train(tmp_path, "dp=2", "--resume", "--job.steps", "30", "--job.pause", "0")

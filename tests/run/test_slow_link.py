@@ -1,4 +1,4 @@
-"""`bench/slow_link.py`: its clock by hand, and a short run of it, whose bytes are those that the planner had predicted."""
+"""`bench/slow_link.py`: its clock on hand-computed cases, and a short run whose bytes equal the planner's prediction."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def begin(number: int) -> list:
 
 
 def test_a_clock_by_hand() -> None:
-    """A sum over two ranks sends its bytes once, in two hops: 1 s at 1,000 bytes a second, and 0.2 s."""
+    """An all-reduce over two ranks sends its bytes once, in two hops: 1 s at 1,000 bytes per second, and 0.2 s."""
     wire, waits = Wire(1000.0, 0.1), sums([2.0, begin(0), ["wait", 0]], [2.0, begin(1), ["wait", 1], 1.0])
     assert replay(waits, wire, (1.0, 1.0)).ends == pytest.approx([3.2, 7.4])
     assert replay(waits, wire, (1.0, 3.0)).ends == pytest.approx([7.2, 17.4]), (
@@ -79,7 +79,7 @@ def test_a_short_run(tmp_path: Path) -> None:
         for name, arm in row["arms"].items():
             assert arm["sent"] == pytest.approx(arm["predicted_sent"], rel=0.01), (
                 name
-            )  # and a few bytes beside the gradients
+            )  # plus a few bytes in addition to the gradients
             assert arm["step"] > 0 and arm["predicted_step"] > 0
         assert row["arms"]["local"]["step"] < row["arms"]["dp"]["step"]
         assert {*row["winners"]} == {"samples", "loss", "loss, all ranks"}

@@ -1,4 +1,4 @@
-"""Slurm itself, two machines of it: steps, allocations, signals, and jobs that are put back into the queue."""
+"""A real Slurm with two nodes: steps, allocations, signals, and requeued jobs."""
 
 import os
 import re
@@ -91,7 +91,7 @@ def test_torchrun_in_a_step(slurm: Cluster, alone: list[float], tmp_path: Path) 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("where", ("login", "n1"))
 def test_an_mpirun_in_an_allocation(slurm: Cluster, four: list[float], tmp_path: Path, name: str, where: str) -> None:
-    """It starts helpers on the machines by srun, whose numbers are not the ranks'."""
+    """It starts helpers on the nodes by srun, whose numbers are not those of the ranks."""
     (program, *_), environment = ENGINES[name](engine("mpi"))
     environment["LD_LIBRARY_PATH"] += os.pathsep + slurm.environment["LD_LIBRARY_PATH"]
     environment["PATH"] = slurm.environment["PATH"]
@@ -130,7 +130,7 @@ exit $code
 
 
 class Batch:
-    """A batch job that puts itself back into the queue when it is told to run again."""
+    """A batch job that requeues itself if plait's exit code requests another run."""
 
     def __init__(self, slurm: Cluster, folder: Path, options: str = "", pause: float = 0.3):
         self.slurm, self.folder = slurm, folder
@@ -151,7 +151,7 @@ class Batch:
         self.slurm.until(lambda: len(rows(self.folder)) >= step, f"step {step} of {self.output}")
 
     def ended(self, timeout: float = 150) -> None:
-        """Wait for the end of the last start."""
+        """Waits for the end of the last start."""
         end = time.monotonic() + timeout
         while "ended with 0" not in self.output:
             assert time.monotonic() < end, f"{self.state()}\n{self.output}\n{self.slurm.logs()}"
@@ -159,7 +159,7 @@ class Batch:
 
 
 def undisturbed(batch: Batch, whole: Any) -> None:
-    """The run's end is that of one that nobody disturbed."""
+    """The run ends with the result of an undisturbed one."""
     assert same(final(batch.folder), whole), batch.output
     assert [row["step"] for row in rows(batch.folder)] == list(range(1, STEPS + 1))
 
@@ -175,12 +175,12 @@ def test_a_signalled_job_is_requeued_and_ends_as_if_undisturbed(
         slurm.until(lambda step=step: batch.output.count("ended with 75") == (1 if step == 4 else 2), "the end")
     batch.ended()
     assert "restart 0 ended with 75" in batch.output and "restart 2 ended with 0" in batch.output, batch.output
-    assert "run me again with\n    srun … plait train" in batch.output
+    assert "continue with\n    srun … plait train" in batch.output
     undisturbed(batch, whole)
 
 
 def test_a_job_that_another_preempts(slurm: Cluster, whole: Any, tmp_path: Path) -> None:
-    """Slurm sends SIGTERM, and waits as long as the partition's GraceTime says."""
+    """Slurm sends SIGTERM, and waits for the partition's GraceTime."""
     batch = Batch(slurm, tmp_path, "--partition=low", pause=0.5)
     batch.until_step(4)
     code, output = slurm.run("srun", "-p", "high", "-N2", "--exclusive", "true", folder=tmp_path)
@@ -190,7 +190,7 @@ def test_a_job_that_another_preempts(slurm: Cluster, whole: Any, tmp_path: Path)
 
 
 def test_the_warning_before_the_time_limit(slurm: Cluster, whole: Any, tmp_path: Path) -> None:
-    """Slurm may send it a minute earlier than `--signal=USR1@60` says."""
+    """Slurm may send it up to a minute before the time of `--signal=USR1@60`."""
     batch = Batch(slurm, tmp_path, "--time=3 --signal=USR1@60", pause=3.5)
     batch.ended(400)
     assert "restart 0 ended with 75" in batch.output, batch.output

@@ -1,4 +1,4 @@
-"""A request to stop is heard within two seconds, whatever the process waits for: three signals in each of many waits.
+"""A process handles a request to stop within two seconds, during any wait: three signals in each of many waits.
 
 Before the first step the command ends at once, with 75, or 130 after a Ctrl-C. Afterwards it saves, and ends with 75.
 """
@@ -18,7 +18,7 @@ from run.test_mpi import SOURCES
 JOB = str(Path(__file__).parents[1] / "waits.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 HEARD = 2.0
-"""Seconds; a busy machine gets `BUSY` more."""
+"""Seconds. On a busy machine, `BUSY` is added."""
 BUSY = 6.0
 AT_ONCE = ("import", "data", "model", "first sample", "forward")
 SAVING = ("sample", "evaluation")
@@ -27,7 +27,7 @@ WHOM = ("launcher", "rank 0", "rank 1", "all")
 
 
 def environments(port: int) -> dict[str, dict[str, str]]:
-    """Of one process that a launcher started where nobody else comes."""
+    """Environments of one process that a launcher started, where no other process joins."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     slurm = {"SLURM_JOB_ID": str(port), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
              "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "1"}  # fmt: skip
@@ -56,7 +56,7 @@ def heard(command: Command, code: tuple[int, ...], began: float) -> None:
 
 
 def codes(number: int) -> tuple[int, ...]:
-    """Of a command that ends before its first step."""
+    """Exit codes of a command that ends before its first step."""
     return (130,) if number == signal.SIGINT else (75,)
 
 
@@ -105,7 +105,7 @@ def test_while_nobody_else_comes(name: str, number: int, tmp_path: Path) -> None
     environment = {} if words else environments(port)[name]
     environment["PLAIT_SECRET"] = "of these tests alone"
     command = waiting(tmp_path, "", *words, environment=environment)
-    time.sleep(2.5)  # it says nothing of what it waits for
+    time.sleep(2.5)  # it does not print the event that it waits for
     assert alive(command.pid), command.output
     began = time.monotonic()
     os.kill(command.pid, number)

@@ -1,5 +1,5 @@
-"""What `plait submit` writes is run: sbatch's script with programs in place of Slurm's, ssh's with one in place of ssh, and the
-commands of pods with the variables that Kubernetes sets. Two launchers on this machine train together, stop, and go on.
+"""The output of `plait submit` is run: sbatch's script with stand-ins for Slurm's programs, ssh's script with a stand-in for ssh, and the
+commands of pods with the variables that Kubernetes sets. Two launchers on this machine train together, stop, and resume.
 """
 
 import json
@@ -46,7 +46,7 @@ def programs(tmp_path: Path) -> Programs:
 
 
 def submitted(tmp_path: Path, kind: str, *more: str) -> str:
-    """What is written for the job of the launching tests, under dp=2 on two machines."""
+    """The files for the job of the launching tests, under dp=2 on two machines."""
     out = tmp_path / f"written.{kind}"
     own = ("--plan", "dp=2", "--device", "cpu", "--runs", str(tmp_path / "a run's folder"), "--output", str(out))
     if kind in ("slurm", "ssh"):
@@ -56,7 +56,7 @@ def submitted(tmp_path: Path, kind: str, *more: str) -> str:
 
 
 class Script:
-    """A script that runs in a folder; all that it starts ends with the test."""
+    """A script that runs in a folder. All processes that it starts end with the test."""
 
     def __init__(self, text: str, folder: Path, programs: Programs, **more: str):
         self.log = folder / f"script-{time.monotonic_ns()}.log"
@@ -77,7 +77,7 @@ class Script:
 
 
 def steps(folder: Path) -> list[int]:
-    """Of all runs under a folder: the steps in their metrics."""
+    """The steps in the metrics of all runs under a folder."""
     found = [json.loads(row) for path in folder.glob("**/metrics.jsonl") for row in path.read_text().splitlines()]
     return [row["step"] for row in found if "loss" in row]
 
@@ -141,7 +141,7 @@ def test_slurms_warning_saves_and_queues_again_and_the_next_start_goes_on(tmp_pa
 
 @pytest.mark.prove
 def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, programs: Programs) -> None:
-    """Slurm sends SIGTERM to the script and to the step: the run is saved, and that is all."""
+    """Slurm sends SIGTERM to the script and to the step: the run is saved, and not requeued."""
     text = submitted(tmp_path, "slurm", "--job.pause", "0.15")
     script = Script(text, tmp_path, programs)
     until_step(tmp_path / "a run's folder", 2, script)
@@ -164,7 +164,7 @@ def test_a_lost_rank_is_started_again_in_the_same_allocation_and_then_left_out(t
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("trainjob", *rarely("jobset", "skypilot")))
 def test_the_commands_of_pods_train_together(tmp_path: Path, kind: str) -> None:
-    """With the variables that each sets; the name of number 0 is this machine."""
+    """With the variables that each pod sets. The name of node 0 is this machine."""
     image = () if kind == "skypilot" else ("--image", "r/t:1")
     document, port = yaml.safe_load(submitted(tmp_path, kind, *image)), str(free_port())
     if kind == "skypilot":

@@ -1,4 +1,4 @@
-"""What `plait submit slurm` writes, given to Slurm itself: two machines of it, of Debian's packages."""
+"""The script of `plait submit slurm`, run by a real Slurm of two nodes from Debian's packages."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_words_of_options_arrive(slurm, tmp_path: Path) -> None:
 
 
 def test_before_its_time_is_over_it_is_saved_and_queued_again(slurm, tmp_path: Path) -> None:
-    """Of four minutes the warning leaves two, in which it runs; Slurm waits two more before it starts a job again."""
+    """Of four minutes the warning leaves two for the run. Slurm waits two more before it restarts a job."""
     out = written(tmp_path, "--job.steps", "60", "--job.pause", "3", "--time", "4m")
     code, number = slurm.run("sbatch", "--parsable", out, folder=tmp_path)
     log = tmp_path / f"net-{number.strip()}.out"

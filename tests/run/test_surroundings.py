@@ -1,6 +1,6 @@
-"""Odd surroundings: it trains, or says one clear error; no traceback, and nothing left in shared memory, temporary folders or the process table.
+"""Unusual environments: plait trains, or prints one clear error. It leaves no traceback, shared memory, temporary folder or process.
 
-Each case has its own process table, mounts and shared memory (`unshare`), so that nothing else on the machine is seen or disturbed.
+Each case has its own process table, mounts and shared memory (`unshare`), so the rest of the machine is neither seen nor disturbed.
 """
 
 import os
@@ -17,7 +17,7 @@ from run.test_mpi import SOURCES
 
 TRAINS, DEEP = "", "/".join(["d" * 200] * 15)
 Case = tuple[str, dict[str, str | None], str]
-"""The command; what its environment has besides; and the error that ends it, or several: each is right."""
+"""The command, additional environment variables, and the error that ends it. If there are several errors, each is valid."""
 STREAMS: dict[str, Case] = {
     "stdin is closed": ("{plait} <&-", {}, TRAINS),
     "all standard streams are closed": ("{plait} <&- >&- 2>&-", {}, TRAINS),
@@ -142,7 +142,7 @@ NO_SHM = (
 
 
 def limited(controller: str, file: str, file_v1: str) -> str:
-    """The command that puts a shell into a control group with a limit, which follows."""
+    """Prefix of a command that runs in a control group with a limit."""
     v1 = Path("/sys/fs/cgroup") / controller
     parent, name = (v1, file_v1) if v1.is_dir() else (Path("/sys/fs/cgroup"), file)
     group = parent / f"plait-test-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Trackers get the numbers of `metrics.jsonl`, every one and once, and are no danger to a run."""
+"""Trackers receive the values of `metrics.jsonl`, each exactly once, and cannot disturb a run."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from launched import TEST_JOB, Command, alive, rows
 from tracked import Told, read_back
 
 from plait.config.errors import PlaitError
-from plait.integrations.trackers import follow, packages
+from plait.integrations.trackers import packages, tracker_processes
 from plait.launch.child import Companion
 
 (
@@ -28,12 +28,12 @@ ALL = "tensorboard,wandb,mlflow,trackio"
 
 
 def written(run: Path) -> Told:
-    """The numbers of the metrics, as trackers are to have them."""
+    """The values of the metrics in the trackers' format."""
     found: Told = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         step = row.pop("step")
-        for name, value in packages.numbers(row):
+        for name, value in packages.flatten_metrics(row):
             found.setdefault(name, []).append([step, value])
     return found
 
@@ -41,7 +41,7 @@ def written(run: Path) -> Told:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_number_arrives_once_and_again_after_a_resume(tmp_path: Path) -> None:
-    """The run ends after 15 steps, its newest checkpoint is lost, and it goes on from step 10: five steps are made twice."""
+    """The run ends after 15 steps, its newest checkpoint is lost, and it continues from step 10: five steps run twice."""
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     words = ("train", TEST_JOB, "--nproc", "2", "--save-every", "10", "--tracker", ALL, "--tracker=wandb", "--job.loud", "false")
     first = Command(*words, "--steps", "15", folder=tmp_path, environment=environment)
@@ -68,7 +68,7 @@ def by_name(told: Told) -> Told:
 
 @pytest.mark.slow
 def test_trackers_that_fail_are_told_of_once_and_training_goes_on(tmp_path: Path) -> None:
-    """MLflow's place cannot be made; the process of TensorBoard is killed in the middle of the run."""
+    """MLflow's folder cannot be created. The process of TensorBoard is killed in the middle of the run."""
     environment = {"MLFLOW_TRACKING_URI": "file:///proc/no-such-place"}
     words = ("--tracker", "mlflow,tensorboard", "--job.pause", "0.1")
     command = Command("train", TEST_JOB, *words, folder=tmp_path, environment=environment)
@@ -77,7 +77,7 @@ def test_trackers_that_fail_are_told_of_once_and_training_goes_on(tmp_path: Path
     os.kill(process.pid, signal.SIGKILL)
     assert command.wait(100) == 0, command.output
     assert len(rows(tmp_path)) == 30
-    assert command.output.count("note  mlflow does not take the metrics; training goes on") == 1, command.output
+    assert command.output.count("note  mlflow rejects the metrics; training continues") == 1, command.output
     assert "note  mlflow has the metrics up to step 0 only: " in command.output
     assert command.output.count("note  tensorboard gets no more metrics: its process ended with status -9") == 1
 
@@ -102,7 +102,7 @@ def test_a_companion_ends_when_its_rank_dies(tmp_path: Path) -> None:
     assert found in (
         ["until it ends", "b''"],
         ["until it ends", "b''", "the end"],
-    )  # unsaid where its rank is gone already
+    )  # not reported if its rank is already gone
 
 
 def test_a_companion_says_lines_and_ends_with_a_word(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_a_companion_says_lines_and_ends_with_a_word(tmp_path: Path) -> None:
 
 
 def test_what_to_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    (processes,) = follow.chosen(["wandb,mlflow", "wandb"])
-    assert processes.names == ("wandb", "mlflow") and follow.chosen([]) == ()
-    (problem,) = packages.unknown(["wandb,aim"])
+    (processes,) = tracker_processes.make_trackers(["wandb,mlflow", "wandb"])
+    assert processes.names == ("wandb", "mlflow") and tracker_processes.make_trackers([]) == ()
+    (problem,) = packages.find_unknown_trackers(["wandb,aim"])
     assert problem.code == "U002" and "aim" in problem.what and "tensorboard, wandb, mlflow, trackio" in problem.why
     monkeypatch.setattr(packages.WeightsAndBiases, "module", "no_such_module")
     with pytest.raises(PlaitError) as caught:
-        follow.chosen(["wandb"])
+        tracker_processes.make_trackers(["wandb"])
     assert caught.value.codes == ["H004"] and caught.value.problems[0].fix == ("pip install wandb",)
 
 

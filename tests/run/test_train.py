@@ -1,4 +1,4 @@
-"""A whole run: what it leaves behind, what it prints, and that no one but loopback is listened on."""
+"""A complete run: its files, its output, and that it listens on no address other than loopback."""
 
 import json
 import subprocess
@@ -8,10 +8,10 @@ import psutil
 import pytest
 from launched import TEST_JOB, Command, rows
 from rarely import rarely
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 import plait
-from plait.randomness.keyed import permutation
+from plait.randomness.keyed import make_permutation
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_same_result_under_every_plan(tmp_path: Path) -> None:
         folder.mkdir()
         command = Command("train", TEST_JOB, "--plan", plan, "--workers", str(number % 2), folder=folder)
         assert command.wait() == 0, command.output
-        finals.append(tensors(folder / "runs/latest/checkpoints/step-000030"))
+        finals.append(read_checkpoint_tensors(folder / "runs/latest/checkpoints/step-000030"))
     for final in finals[1:]:
         for name, tensor in finals[0].items():
             assert float((final[name] - tensor).abs().max()) < 1e-12, name
@@ -64,7 +64,7 @@ def test_nothing_listens_but_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plain_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.cli.console.EVERY", 0.2)
+    monkeypatch.setattr("plait.cli.console.LINE_INTERVAL_S", 0.2)
     command = Command("train", TEST_JOB, "--nproc", "2", "--job.pause", "0.03", "--json", folder=tmp_path)
     assert command.wait() == 0
     lines = [line for line in command.output.splitlines() if " step=" in line]
@@ -113,7 +113,7 @@ def ledger(run: Path, length: int = 41) -> dict[int, list[int]]:
     used: dict[int, list[int]] = {}
     for line in (run / "events/rank0.jsonl").read_text().splitlines():
         row = json.loads(line)
-        order = permutation(5, row["epoch"], length)
+        order = make_permutation(5, row["epoch"], length)
         used.setdefault(row["epoch"], []).extend(order[row["start"] : row["start"] + row["size"]].tolist())
     return used
 
@@ -163,7 +163,7 @@ def job():
 def test_a_slow_loader_is_named_and_not_taken_for_communication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.cli.console.EVERY", 0.0)
+    monkeypatch.setattr("plait.cli.console.LINE_INTERVAL_S", 0.0)
     (tmp_path / "slow.py").write_text(SLOW)
     command = Command("train", "slow.py", "--nproc", "2", folder=tmp_path)
     assert command.wait() == 0, command.output
@@ -183,6 +183,6 @@ def test_a_complete_run_has_nothing_to_resume(tmp_path: Path) -> None:
     assert first.wait() == 0, first.output
     again = Command(*argv, "--resume", "--json", folder=tmp_path)
     assert again.wait() == 0, again.output
-    assert "complete at step 3: nothing was left to do · go on with --resume --steps 6" in again.output
+    assert "complete at step 3: nothing was left to do · continue with --resume --steps 6" in again.output
     assert "none" not in again.output and "done" not in again.output
     assert json.loads(again.output.splitlines()[-1])["checkpoint"].endswith("step-000003")

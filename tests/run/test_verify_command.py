@@ -1,4 +1,4 @@
-"""`plait verify` at the command line: what it proves when no plan is given, and what it does not prove."""
+"""`plait verify` at the command line: what it verifies if no plan is given, and what it does not verify."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> str:
 def test_without_a_plan_two_copies_are_tried(job: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", job]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0].startswith("plan        none was given: dp=2 is tried")
+    assert lines[0].startswith("plan        none given: trying dp=2")
     assert any(line.startswith("candidate   2 processes, dp=2") for line in lines)
     assert any(line.startswith("EQUAL") for line in lines)
     assert f'plait verify {job} --plan "fsdp=2"' in lines[-3]

@@ -1,4 +1,4 @@
-"""The way from the command line to the all-reduce of gradients is short, and docs/architecture.md names each file on it."""
+"""Few files are between the command line and the all-reduce of gradients, and docs/architecture.md names each of them."""
 
 import traceback
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_the_way_to_the_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(holder, name, spy)
 
-    spied(tensor, "wire")
+    spied(tensor, "wire_slices")
     spied(BucketSums, "__init__")
     spied(dist, "all_reduce")
     (tmp_path / "job.py").write_text(JOB)

@@ -1,4 +1,4 @@
-"""What others get of a run while it trains: weights in whole folders, and samples of what the model writes."""
+"""Outputs of a run during training: weights in complete folders, and samples of generated text."""
 
 import json
 import threading
@@ -11,23 +11,23 @@ import torch
 from launched import TEST_JOB, Command
 from rarely import sampled
 from safetensors.torch import load_file
-from saved import tensors
+from saved import read_checkpoint_tensors
 
 import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.integrations.export_weights import LINKED, linked
+from plait.integrations.export_weights import LINK_PREFIX, link_files
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.launch.supervise import Listener
+from plait.launch.supervisor import Listener
 
 PROMPTS = [[3], [1, 4, 1, 5, 9], [2, 6]]
 pytestmark = pytest.mark.timeout(300)
 
 
 def trained(at: Path, plan: str, steps: int, every: int, **options: Any) -> list[dict[str, Any]]:
-    """A run that saves every other step and keeps one checkpoint, with an export every `every` steps and samples."""
+    """A run that saves every second step and keeps one checkpoint, with an export every `every` steps and samples."""
 
     def run(place: Place) -> dict[str, Any]:
         with torch.random.fork_rng():
@@ -37,8 +37,8 @@ def trained(at: Path, plan: str, steps: int, every: int, **options: Any) -> list
                 PROMPTS, every=2, decode=lambda tokens: "-".join(map(str, tokens)), max_new_tokens=3
             )
             callbacks = [exports, samples]
-            engine.checkpoints.told = lambda path: exports.on_save(engine, path)
-            if engine.checkpoints.found():
+            engine.checkpoints.on_published = lambda path: exports.on_save(engine, path)
+            if engine.checkpoints.list_published():
                 engine.resume()
             for callback in callbacks:
                 callback.on_start(engine)
@@ -53,12 +53,12 @@ def trained(at: Path, plan: str, steps: int, every: int, **options: Any) -> list
             exports.on_end(engine)
             return {"texts": engine.generate(PROMPTS, max_new_tokens=3)}
 
-    listener = Listener(text=lambda _, text: print(text.decode(), end="", flush=True))
-    return fork.run(run, Plan.parse(plan).world, listener)
+    listener = Listener(on_text=lambda _, text: print(text.decode(), end="", flush=True))
+    return fork.run_ranks(run, Plan.parse(plan).world, listener)
 
 
 class Reader(threading.Thread):
-    """Looks at `latest` all the time, and opens what is there as soon as it is there."""
+    """Polls `latest`, and opens each export as soon as it exists."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -95,11 +95,11 @@ def test_what_is_exported_is_the_checkpoint_of_its_step(plan: str, tmp_path: Pat
     assert sorted(p.name for p in folder.iterdir() if p.name != "latest")[-1] == "step-000006"
     assert len([p for p in folder.iterdir() if p.name != "latest"]) <= 2
     assert (folder / "latest").resolve() == (folder / "step-000006").resolve()
-    found, kept = load_file(folder / "latest" / "model.safetensors"), tensors(tmp_path / "checkpoints" / "step-000006")
+    found, kept = load_file(folder / "latest" / "model.safetensors"), read_checkpoint_tensors(tmp_path / "checkpoints" / "step-000006")
     weights = {name.removeprefix("model/"): t for name, t in kept.items() if name.startswith("model/")}
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     assert json.loads((folder / "latest" / "config.json").read_text()) == {"model_type": "llama"}
-    assert not [*folder.glob("*.tmp"), *(tmp_path / "checkpoints").glob(f"{LINKED}*")]
+    assert not [*folder.glob("*.tmp"), *(tmp_path / "checkpoints").glob(f"{LINK_PREFIX}*")]
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_samples_are_written_once_per_step_also_after_a_resume(tmp_path: Path) -
 def test_sixteen_bits_and_a_folder_of_ones_own(tmp_path: Path) -> None:
     trained(tmp_path, "dp=1", 2, 2, dtype="bf16", folder=tmp_path / "served")
     found = load_file(tmp_path / "served" / "step-000002" / "model.safetensors")
-    kept = tensors(tmp_path / "checkpoints" / "step-000002")
+    kept = read_checkpoint_tensors(tmp_path / "checkpoints" / "step-000002")
     assert all(torch.equal(t, kept[f"model/{name}"].bfloat16()) for name, t in found.items())
 
 
@@ -125,17 +125,17 @@ def test_an_export_that_fails_is_said_and_training_goes_on(tmp_path: Path, capfd
     (tmp_path / "export").write_text("in the way")
     assert len(trained(tmp_path, "dp=1", 4, 2)) == 1
     said = capfd.readouterr().out
-    assert said.count("are not exported; training goes on: [K009] ") == 2 and "step-000004" in said
+    assert said.count("are not exported; training continues: [K009] ") == 2 and "step-000004" in said
     assert said.count("File exists") + said.count("Not a directory") == 2
 
 
 def test_a_checkpoint_that_is_pruned_is_still_read(tmp_path: Path) -> None:
     trained(tmp_path, "dp=1", 2, 100)
     checkpoint = tmp_path / "checkpoints" / "step-000002"
-    before, beside = tensors(checkpoint), linked(checkpoint)
+    before, beside = read_checkpoint_tensors(checkpoint), link_files(checkpoint)
     for file in checkpoint.iterdir():
         file.unlink()
-    after = tensors(beside)
+    after = read_checkpoint_tensors(beside)
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -145,7 +145,7 @@ def test_the_command_exports(tmp_path: Path) -> None:
     command = Command(*words, folder=tmp_path)
     assert command.wait() == 0, command.output
     assert {"step-000030", "latest"} <= {p.name for p in (tmp_path / "served").iterdir()}
-    kept = tensors(tmp_path / "runs/latest/checkpoints/step-000030")
+    kept = read_checkpoint_tensors(tmp_path / "runs/latest/checkpoints/step-000030")
     found = load_file(tmp_path / "served/latest/model.safetensors")
     assert all(torch.equal(t, kept[f"model/{name}"]) for name, t in found.items())
 
@@ -156,7 +156,7 @@ def test_the_command_exports(tmp_path: Path) -> None:
         (("--export-every", "150"), "U002", "not a multiple of --save-every"),
         (("--export-every", "0"), "U002", "--export-every 0"),
         (("--export-dir", "x"), "U002", "without --export-every"),
-        (("--tracker", "aim"), "U002", "there is no such tracker"),
+        (("--tracker", "aim"), "U002", "unknown tracker"),
         (
             ("--tracker", "tensorboard", "--plan", "replica_groups=2 outer_sync=async"),
             "H020",

@@ -1,6 +1,6 @@
-"""What people type and write wrongly: each gets the right exit code, what, why and fix, no traceback, within two seconds.
+"""Invalid user input: each case has the right exit code, what, why and fix, no traceback, within two seconds.
 
-The seconds are those of the processor, of the command and the processes it started, after torch is imported.
+The seconds are processor time of the command and the processes that it started, after torch is imported.
 """
 
 import os
@@ -21,7 +21,7 @@ JOBS = str(Path(__file__).parents[1] / "jobs_wrong.py")
 
 @dataclass
 class Answer:
-    """What a command answered."""
+    """The result of a command."""
 
     code: int
     output: str
@@ -29,7 +29,7 @@ class Answer:
 
 
 def answer(argv: list[str], folder: Path) -> Answer:
-    """Run one command line in a child of this process, which has imported torch."""
+    """Runs one command line in a child of this process, which has imported torch."""
     log = folder / "answer.log"
     pid = os.fork()
     if pid == 0:
@@ -79,7 +79,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     ([*J, "--scale-lr", "linear"], 2, "U002 --scale-lr linear needs --batch"),
     ([*J, "--scale-lr", "cubic", "--batch", "8"], 2, "U001 invalid choice: 'cubic'"),
     ([*J, "--device", "tpu"], 2, "U001 invalid choice: 'tpu'"),
-    ([*J, "--tracker", "aim"], 2, "U002 --tracker aim: there is no such tracker"),
+    ([*J, "--tracker", "aim"], 2, "U002 --tracker aim: unknown tracker"),
     ([*J, "--job.widht", "8"], 2, "J005 did you mean  --job.width ?"),
     ([*J, "--job.width", "eight"], 2, "J005 expected int"),
     ([*J, "--job.width"], 2, "J005 --job.width needs a value"),
@@ -185,7 +185,7 @@ WRONG: list[tuple[list[str], int, str]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands run: a job by another name, files that are something else, a broken one of each kind."""
+    """The working folder of the commands: a job under another name, files of other kinds, a broken file of each kind."""
     place = tmp_path_factory.mktemp("wrong")
     (place / "waves.py").write_text("import plait\ndef train(): pass\n")
     (place / "broken.py").write_text("import plait\ndef job(:\n")

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
 
 def clip_shards(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """By the norm of the rank's own parts."""
+    """Clips by the norm of the rank's own shards."""
     parts = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in parameters]
     norm = sum(float(part.square().sum()) for part in parts) ** 0.5
     for part in parts:

@@ -1,4 +1,4 @@
-"""DTensor: layers in parts by `parallelize_module`, alone or with fully_shard (`--data 2`). `--wrong NAME` makes a mistake."""
+"""DTensor: layers sharded by `parallelize_module`, alone or with fully_shard (`--data 2`). `--wrong NAME` makes a mistake."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ ranks = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Block(nn.Module):
-    """Two layers that are split, around them two that are not."""
+    """Two sharded layers between two that are not sharded."""
 
     def __init__(self) -> None:
         super().__init__()

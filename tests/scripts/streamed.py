@@ -1,4 +1,4 @@
-"""Rows that have no indices: an IterableDataset that ranks take turns in, or no DataLoader (`--bare`). `--spawn 2` starts ranks itself."""
+"""Rows without indices: an IterableDataset whose rows the ranks take in turn, or no DataLoader (`--bare`). `--spawn 2` starts ranks itself."""
 
 import argparse
 import os

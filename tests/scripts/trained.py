@@ -33,7 +33,7 @@ class Own(Trainer):
 
 
 class Losses(TrainerCallback):
-    """Writes down what the trainer logs."""
+    """Records the trainer's log."""
 
     def on_log(self, args, state, control, logs=None, **more):
         if given.losses and state.is_world_process_zero and "loss" in logs:

@@ -1,11 +1,11 @@
-"""Jobs in the shapes of bug reports that trackers of distributed trainers have; each docstring says what a report was about.
+"""Jobs that reproduce bug reports of distributed trainers. Each docstring describes a report.
 
-samples       data sets and models that they share
-sharing       weights that are used in several places, or made of other weights
-losses        what a loss is a mean over, and samples that it compares
-state         what the forward pass writes
-gradients     hooks, functions with a backward of their own, noise, frozen parts, derivatives in the forward pass
-models        forward passes that are no chain of layers
+samples       data sets and models that the jobs share
+sharing       shared weights, and weights that are made from other weights
+losses        the count that a loss divides by, and comparisons between samples
+state         state that the forward pass writes
+gradients     hooks, custom functions with a backward, noise, frozen parts, derivatives in the forward pass
+models        forward passes that are not a chain of layers
 inputs        samples, batches and their order
-optimizers    optimizers, rates and averages
+optimizers    optimizers, learning rates and averages
 """

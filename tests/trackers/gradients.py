@@ -1,4 +1,4 @@
-"""What changes gradients: hooks, functions of one's own, noise, frozen parts, derivatives in the forward pass."""
+"""Code that changes gradients: hooks, custom functions, noise, frozen parts, derivatives in the forward pass."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class _Hooked(Chain):
 
 
 def backward_hooks() -> plait.Job:
-    """Full backward hooks fire otherwise under wrappers: one scales the gradient that a block sends back."""
+    """Full backward hooks behave differently in a wrapper: one hook scales the gradient that a block returns."""
     return made(_Hooked)
 
 
@@ -53,7 +53,7 @@ class _Quantized(nn.Linear):
 
 
 def learned_step_size() -> plait.Job:
-    """Quantization-aware training: the gradient of a learned step size depends on the number of elements of the whole weight."""
+    """Quantization-aware training: the gradient of a learned step size depends on the element count of the full weight."""
     return made(lambda: nn.Sequential(_Quantized(6, 16), nn.Tanh(), _Quantized(16, 4)))
 
 
@@ -65,7 +65,7 @@ class _FakeQuantized(nn.Linear):
 
 
 def fake_quantized() -> plait.Job:
-    """Straight-through quantization by the largest element of the whole weight, of which a rank may hold a slice."""
+    """Straight-through quantization uses the largest element of the full weight, but a rank may have a slice."""
     return made(lambda: nn.Sequential(_FakeQuantized(6, 16), nn.ReLU(), _FakeQuantized(16, 4)), optimizer=sgd)
 
 
@@ -80,7 +80,7 @@ class _Ranged(Chain):
 
 
 def quantized_activations() -> plait.Job:
-    """Observers see a rank's batch: activations are quantized by the largest of the batch."""
+    """Observers see only a rank's batch: activations are quantized by the maximum of the batch."""
     return made(_Ranged)
 
 
@@ -100,7 +100,7 @@ class _Penalised(Chain):
 
 
 def jacobian_penalty() -> plait.Job:
-    """Double backward through a wrapped module: the loss has the slope of the outputs with regard to a hidden state."""
+    """Double backward through a wrapped module: the loss contains the gradient of the outputs by a hidden state."""
     return made(_Penalised, lambda o, y: F.cross_entropy(o[0], y) + 0.1 * o[1].mean())
 
 
@@ -116,7 +116,7 @@ class _Similar(nn.Module):
 
 
 def stopped_gradient() -> plait.Job:
-    """Batch norm is called twice before backward: two noisy views of one batch, one of which gets no gradient."""
+    """A batch norm runs twice before backward, on two noisy views of a batch. One view has no gradient."""
     return made(_Similar, first)
 
 
@@ -127,7 +127,7 @@ class _Leaky(Chain):
 
 
 def random_slopes() -> plait.Job:
-    """Randomized leaky ReLU in a recomputed unit: its noise is written by the operator, and saved for backward."""
+    """A randomized leaky ReLU is in a recomputed unit: the operator draws the noise and saves it for backward."""
     return made(_Leaky)
 
 
@@ -144,5 +144,5 @@ class _Frozen(nn.Module):
 
 
 def learned_prompt() -> plait.Job:
-    """Prompt tuning: learned positions come before those of the text, and are cut off the outputs again."""
+    """Prompt tuning: learned positions precede those of the text, and are removed from the outputs."""
     return made(_Frozen, next_token, Texts)

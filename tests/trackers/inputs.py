@@ -44,12 +44,12 @@ class _OfGraph(nn.Module):
 
 
 def dataclass_batches() -> plait.Job:
-    """Inputs are an object: a dataclass with nodes of all samples in one tensor, and their number as an int."""
+    """Inputs are a dataclass: one tensor has the nodes of all samples, and an int is their number."""
     return made(_OfGraph, data=_Graphs)
 
 
 class _Stream:
-    """An iterable that shuffles by Python's generator."""
+    """An iterable that shuffles with Python's generator."""
 
     def __iter__(self) -> Iterator[Any]:
         rows, order = Rows(40), [*range(40)]
@@ -59,7 +59,7 @@ class _Stream:
 
 
 def shuffled_stream() -> plait.Job:
-    """Duplicate samples of an IterableDataset: every rank reads the stream, which is shuffled by `random.shuffle`."""
+    """An IterableDataset yields duplicate samples: every rank reads the stream, which `random.shuffle` shuffles."""
     return made(Chain, data=_Stream)
 
 
@@ -83,7 +83,7 @@ class _Topics(Ragged):
 
 
 def token_buckets() -> plait.Job:
-    """Dynamic batches: steps hold as many texts as fit a number of tokens, in buckets of like lengths, into an EmbeddingBag."""
+    """Batch sizes vary: a step has as many texts as fit in a token budget, bucketed by length, for an EmbeddingBag."""
     lengths = lambda: [3 + i % 6 for i in range(60)]  # noqa: E731
     return made(_Bag, data=_Topics, token_budget=plait.TokenBudget(32, lengths))
 
@@ -108,12 +108,12 @@ class _Convolved(nn.Module):
 
 
 def cut_and_mixed() -> plait.Job:
-    """Loader processes draw the same numbers: CutMix in `__getitem__`, of a partner that Python's generator draws."""
+    """Loader processes draw equal random numbers: CutMix in `__getitem__`, with a partner that Python's generator draws."""
     return made(_Convolved, data=_CutMix)
 
 
 class _Sizes(Images):
-    """Images of unlike widths, padded with zeros to the widest; the model is not told where an image ends."""
+    """Images of unequal widths, padded with zeros to the widest. The model does not receive the widths."""
 
     def __getitem__(self, i: int) -> Any:
         x, y = super().__getitem__(i)
@@ -125,5 +125,5 @@ class _Sizes(Images):
 
 
 def padded_images() -> plait.Job:
-    """Variable image sizes: the mean over an image counts padding, whose width the widest image of the batch decides."""
+    """Image sizes vary: the mean over an image includes padding, whose width depends on the widest image of the batch."""
     return made(_Convolved, data=_Sizes)

@@ -1,4 +1,4 @@
-"""Losses: what they are a mean over, and samples that they compare."""
+"""Losses: the count that their mean divides by, and comparisons between samples."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ def _smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def smoothed_tokens() -> plait.Job:
-    """Loss averages over the tokens of each rank: smoothed labels, padding ignored, and the job says what counts."""
+    """Each rank averages over its own tokens: the loss smooths labels and ignores padding. `Job.weight` counts the tokens."""
     return made(_Tagger, _smoothed, Ragged, weight=lambda y: (y != -100).sum())
 
 
 def smoothed_tokens_unweighted() -> plait.Job:
-    """The same bug as it was reported: nothing says that tokens count, so each rank's mean counts by its samples."""
+    """The same bug as reported: `Job.weight` is missing, so each rank's mean is weighted by its samples."""
     return made(_Tagger, _smoothed, Ragged)
 
 
@@ -40,12 +40,12 @@ def _by_class(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def class_weights() -> plait.Job:
-    """Weighted cross-entropy divides by the weights of the labels: the job's weight is their sum."""
+    """Weighted cross-entropy divides by the class weights of the labels: `Job.weight` is their sum."""
     return made(Chain, _by_class, weight=lambda y: CLASS_WEIGHTS[y].sum())
 
 
 def class_weights_by_samples() -> plait.Job:
-    """The same as it was reported: the mean is over weights of labels, and the job's weight is the number of samples."""
+    """The same bug as reported: the loss divides by class weights, but `Job.weight` is the number of samples."""
     return made(Chain, _by_class)
 
 
@@ -82,7 +82,7 @@ def contrastive() -> plait.Job:
 
 
 def contrastive_by_rank() -> plait.Job:
-    """The same as it was reported: negatives are those of the rank only."""
+    """The same bug as reported: the negatives are only those of the rank."""
     return made(_TwoTowers, _contrast, _Views)
 
 
@@ -94,12 +94,12 @@ def _hardest(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def triplets() -> plait.Job:
-    """Triplet mining: the hardest positive and negative are those of the batch that a rank sees."""
+    """Triplet mining picks the hardest positive and negative of the batch that a rank has."""
     return made(Chain, _hardest, lambda: Rows(56))
 
 
 class _Labels(Rows):
-    """Three tasks, of which a sample has labels for some; the first task always."""
+    """Three tasks. A sample has labels for some of them, and always for the first."""
 
     def __getitem__(self, i: int) -> Any:
         x = torch.randn(6, generator=generator(i))
@@ -119,12 +119,12 @@ def _of_tasks(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def missing_labels() -> plait.Job:
-    """Sparse labels of several tasks: one mean over all labels that are there, which are what the job weighs."""
+    """Labels of several tasks are sparse: the loss is one mean over all present labels, which `Job.weight` counts."""
     return made(lambda: Chain(outputs=3), _of_labels, _Labels, weight=lambda y: (~y.isnan()).sum())
 
 
 def missing_labels_by_task() -> plait.Job:
-    """Sparse labels, as reported: each task's loss is divided by the labels that this rank has for it."""
+    """The same bug as reported: each task's loss is divided by the number of its labels on the rank."""
     return made(lambda: Chain(outputs=3), _of_tasks, _Labels)
 
 
@@ -144,7 +144,7 @@ def _kendall(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def uncertainty_weights() -> plait.Job:
-    """Learned weights of two losses: a parameter that is an output of the model and belongs to no sample."""
+    """Two losses have learned weights: an output of the model is a parameter, and has no batch dim."""
     return made(_Uncertain, _kendall, Numbers)
 
 
@@ -154,12 +154,12 @@ def _correlation(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def correlation() -> plait.Job:
-    """Metric as a loss: the correlation of outputs and targets is that of the batch of each rank."""
+    """A metric is the loss: each rank computes the correlation of outputs and targets over its own batch."""
     return made(lambda: Chain(outputs=1), _correlation, Numbers)
 
 
 def summed() -> plait.Job:
-    """Gradients are averaged over ranks, and the loss is a sum (`reduction="sum"`)."""
+    """Ranks average gradients, but the loss is a sum (`reduction="sum"`)."""
     return made(lambda: Chain(outputs=1), lambda o, y: F.mse_loss(o, y, reduction="sum") / 10, Numbers)
 
 
@@ -169,12 +169,12 @@ def _switched(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def branch_on_loss() -> plait.Job:
-    """Outlier batches are damped: a branch on the value of the batch's loss."""
+    """Outlier batches are damped by a branch on the value of the batch's loss."""
     return made(Chain, _switched)
 
 
 class _Field(nn.Module):
-    """Emissions, and the likelihood of tags by the forward algorithm; tags of padding are -100."""
+    """Emissions, and the likelihood of tags by the forward algorithm. Tags of padding are -100."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,5 +204,5 @@ class _Tagged(Ragged):
 
 
 def random_field() -> plait.Job:
-    """The loss needs the model's parameters (a CRF): the model is given the tags and returns likelihoods."""
+    """The loss needs the model's parameters (a CRF): the model takes the tags and returns likelihoods."""
     return made(_Field, first, _Tagged)

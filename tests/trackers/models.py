@@ -1,4 +1,4 @@
-"""Models whose forward pass is no chain of layers."""
+"""Models whose forward pass is not a chain of layers."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class _Ensemble(nn.Module):
 
 
 def vmapped_ensemble() -> plait.Job:
-    """`vmap` over stacked weights: an ensemble as one function, with members that are on the meta device."""
+    """`vmap` runs over stacked weights: an ensemble is one function, with members on the meta device."""
     return made(_Ensemble)
 
 
@@ -53,12 +53,12 @@ class _Waves(nn.Module):
 
 
 def spectral_filter() -> plait.Job:
-    """Collectives have no complex numbers: filters of waves, whose real parameters are seen as complex in forward."""
+    """Collectives do not support complex values: filters view their real parameters as complex in forward."""
     return made(_Waves, next_token, Texts)
 
 
 class _Scaled(Rows):
-    """Vectors of unlike sizes, so that some samples need many iterations."""
+    """Vectors of unequal sizes, so that some samples need many iterations."""
 
     def __getitem__(self, i: int) -> Any:
         x, y = super().__getitem__(i)
@@ -82,7 +82,7 @@ class _Equilibrium(nn.Module):
 
 
 def equilibrium() -> plait.Job:
-    """Deep equilibrium: iterations end if all samples of the batch are near enough, which other ranks see otherwise."""
+    """Deep equilibrium: iterations stop once all samples of the batch have converged, which differs between ranks."""
     return made(lambda: _Equilibrium(True), data=_Scaled)
 
 
@@ -111,7 +111,7 @@ class _Flow(nn.Module):
 
 
 def coupling_flow() -> plait.Job:
-    """Units return tuples: couplings of a flow hand on values and the logarithm of their determinant."""
+    """Units return tuples: each coupling of a flow passes on values and the log-determinant."""
     return made(_Flow, first)
 
 
@@ -133,7 +133,7 @@ class _Field(nn.Module):
 
 
 def neural_ode() -> plait.Job:
-    """One network is called eight times in a forward pass (a neural ODE by the midpoint rule)."""
+    """A forward pass calls one network eight times (a neural ODE with the midpoint rule)."""
     return made(_Field)
 
 
@@ -155,7 +155,7 @@ class _Masked(nn.Module):
 
 
 def masked_autoencoder() -> plait.Job:
-    """Random masks differ under another split: half of an image's patches are chosen by sorted random numbers."""
+    """Random masks differ under another split: sorted random numbers select half of an image's patches."""
     return made(_Masked, first, Images)
 
 
@@ -173,12 +173,12 @@ class _Diffusion(nn.Module):
 
 
 def antithetic_times() -> plait.Job:
-    """Diffusion with antithetic times: half of the batch draws, and the other half gets the mirrored times."""
+    """Diffusion with antithetic times: half of the batch draws times, the other half uses the mirrored times."""
     return made(_Diffusion, first)
 
 
 class _ExpertChoice(nn.Module):
-    """Each expert chooses the tokens that it scores highest, among all of the batch."""
+    """Each expert chooses the tokens with its highest scores, among all tokens of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _ExpertChoice(nn.Module):
 
 
 def expert_choice() -> plait.Job:
-    """Experts choose tokens: which ones depends on all tokens that come together, and so on the split."""
+    """Experts choose tokens among all tokens of the same forward pass, so the choice depends on the split."""
     return made(_ExpertChoice)
 
 
@@ -211,7 +211,7 @@ def _fake(model: Any, x: Tensor) -> Tensor:
 
 
 def least_squares_gan() -> plait.Job:
-    """Two optimizers in one loop: a GAN with other rates for both networks, the generator every second step."""
+    """A loop has two optimizers: a GAN with different learning rates, whose generator updates every second step."""
     halves = nn.Sequential, nn.Linear
     model = lambda: nn.ModuleDict({  # noqa: E731
         "generator": halves[0](halves[1](3, 12), nn.Tanh(), halves[1](12, 6)),
@@ -225,7 +225,7 @@ def least_squares_gan() -> plait.Job:
 
 
 class _Grouped(nn.Module):
-    """Attention with one key and value for all heads, and a bias of relative positions that the first layer makes."""
+    """Attention with one key and value for all heads, and a relative position bias that the first layer computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,12 +255,12 @@ class _Relative(nn.Module):
 
 
 def one_key_head() -> plait.Job:
-    """Fewer key heads than ranks (multi-query attention), and a position bias that all layers share."""
+    """The model has fewer key heads than ranks (multi-query attention), and a position bias that all layers share."""
     return made(_Relative, next_token, Texts)
 
 
 class _Fused(nn.Module):
-    """Queries, keys and values of each head lie next to each other in one weight, as Megatron has them."""
+    """Queries, keys and values of each head are adjacent in one weight, as in Megatron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,5 +287,5 @@ class _Windowed(nn.Module):
 
 
 def fused_by_head() -> plait.Job:
-    """Fused projections with an order by heads, norms in float32 whatever the model's format, and a sliding window."""
+    """Fused projections are ordered by head, norms run in float32 in every format, and attention has a sliding window."""
     return made(_Windowed, next_token, Texts)

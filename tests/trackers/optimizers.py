@@ -1,4 +1,4 @@
-"""Optimizers, rates and averages."""
+"""Optimizers, learning rates and averages."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trackers.samples import Chain, made
 
 
 class Lookahead(torch.optim.AdamW):
-    """AdamW whose weights are drawn back, every third step, to slow weights that follow them."""
+    """AdamW with slow weights (Lookahead): every third step the weights are reset to slow weights that follow them."""
 
     def step(self, closure: Any = None) -> Any:
         out = super().step(closure)
@@ -29,7 +29,7 @@ class Lookahead(torch.optim.AdamW):
 
 
 def lookahead() -> plait.Job:
-    """Optimizer wrappers lose state: slow weights are kept in the optimizer's state, and written back every third step."""
+    """Optimizer wrappers lose state: the optimizer's state contains slow weights, which overwrite the weights every third step."""
     return made(Chain, optimizer=lambda p: Lookahead(p, 1e-2))
 
 
@@ -39,7 +39,7 @@ def _by_width(parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 def rates_by_width() -> plait.Job:
-    """Rates from shapes (maximal update parametrization): 1 / width of a weight, of which a rank has a slice."""
+    """Learning rates depend on shapes (maximal update parametrization): 1 / width of a weight, of which a rank has a slice."""
     return made(Chain, optimizer=_by_width)
 
 
@@ -59,7 +59,7 @@ class UnitClipped(torch.optim.SGD):
 
 
 def unit_clipping() -> plait.Job:
-    """Clipping inside of the optimizer by norms of rows, of which a rank may have a part."""
+    """The optimizer clips by norms of rows, of which a rank may have a part."""
     return made(Chain, optimizer=lambda p: UnitClipped(p, 0.1, momentum=0.9))
 
 
@@ -77,5 +77,5 @@ class _PartFrozen(Chain):
 
 
 def groups_by_rank_of_tensor() -> plait.Job:
-    """Flattened parameters have one dim: groups by the number of dims, a frozen block, and a parameter that nothing uses."""
+    """Flattened parameters have one dim: groups depend on the number of dims. A block is frozen, and one parameter is unused."""
     return made(_PartFrozen, optimizer=_two)

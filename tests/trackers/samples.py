@@ -16,7 +16,7 @@ def generator(i: int) -> torch.Generator:
 
 
 class Rows:
-    """Vectors of 6 values and one of 4 classes."""
+    """Vectors of 6 values, with one of 4 classes."""
 
     def __init__(self, length: int = 60):
         self.length = length
@@ -30,7 +30,7 @@ class Rows:
 
 
 class Numbers(Rows):
-    """The same with one number to predict."""
+    """The same with one value to predict."""
 
     def __getitem__(self, i: int) -> Any:
         x = torch.randn(6, generator=generator(i))
@@ -38,7 +38,7 @@ class Numbers(Rows):
 
 
 class Images(Rows):
-    """Images of 3 x 8 x 8 and one of 4 classes."""
+    """Images of 3 x 8 x 8, with one of 4 classes."""
 
     def __getitem__(self, i: int) -> Any:
         x = torch.randn(3, 8, 8, generator=generator(i))
@@ -46,7 +46,7 @@ class Images(Rows):
 
 
 class Texts(Rows):
-    """Eight tokens of 16 and the next ones."""
+    """Eight tokens out of 16, and the next ones."""
 
     def __getitem__(self, i: int) -> Any:
         row = torch.randint(0, 16, (9,), generator=generator(i))
@@ -54,7 +54,7 @@ class Texts(Rows):
 
 
 class Ragged(Rows):
-    """Texts of 3 to 8 tokens, padded with zeros to the longest of those that come together; padding has the label -100."""
+    """Texts of 3 to 8 tokens, padded with zeros to the longest of the batch. Padding has the label -100."""
 
     def __getitem__(self, i: int) -> Any:
         row = torch.randint(1, 16, (4 + i % 6,), generator=generator(i))
@@ -84,12 +84,12 @@ def first(outputs: Tensor, targets: Any) -> Tensor:
 
 
 def made(model: Callable[[], nn.Module], loss: Any = F.cross_entropy, data: Callable[[], Any] = Rows, **fields: Any) -> plait.Job:
-    """A job of 8 samples a step with what most of them have."""
+    """A job of 8 samples per step, with the settings that most jobs have."""
     return plait.Job(**{"model": model, "loss": loss, "data": data, "optimizer": adamw, "batch": 8, "steps": 12} | fields)
 
 
 class Block(nn.Module):
-    """A residual layer, of which models are split by."""
+    """A residual layer. Models are split at these."""
 
     def __init__(self, width: int = 8):
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """A linear layer, blocks, and a linear layer; subclasses add what their report has."""
+    """A linear layer, blocks, and a linear layer. Subclasses add the code of their report."""
 
     def __init__(self, inputs: int = 6, outputs: int = 4, depth: int = 3, width: int = 8):
         super().__init__()

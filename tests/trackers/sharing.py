@@ -1,4 +1,4 @@
-"""Weights that are used in several places, or made of other weights."""
+"""Shared weights, and weights that are made from other weights."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class _Decoder(nn.Module):
 
 
 def tied_later() -> plait.Job:
-    """Wrapped model: the head is tied to the embedding by assignment, after both were built and put into another module."""
+    """The model is wrapped. Its head is tied to the embedding by assignment, after both were built and moved into another module."""
 
     def model() -> nn.Module:
         wrapper = nn.Module()
@@ -52,7 +52,7 @@ class _TwoHeads(Chain):
 
 
 def unused_head() -> plait.Job:
-    """Reducer waits for parameters: the second head's output is returned, and the loss does not use it."""
+    """The reducer waits for unused parameters: the model returns the output of a second head, but the loss ignores it."""
     return made(_TwoHeads, lambda o, y: F.cross_entropy(o["logits"], y))
 
 
@@ -69,7 +69,7 @@ class _Recursive(nn.Module):
 
 
 def recursive_checkpoint() -> plait.Job:
-    """Gradient reduced twice: one layer is used four times, each time in an activation checkpoint."""
+    """A gradient is reduced twice: the model uses one layer four times, each time in an activation checkpoint."""
     return made(_Recursive)
 
 
@@ -85,7 +85,7 @@ class _Compared(Chain):
 
 
 def chosen_and_rejected() -> plait.Job:
-    """Gradient computed twice: the model runs twice in a step, and a loss compares both outputs with a margin."""
+    """A gradient is computed twice: the model runs twice in a step, and the loss compares both outputs with a margin."""
     return made(lambda: _Compared(outputs=1), lambda o, m: -F.logsigmoid(o[:, 0] - m).mean(), _Pairs)
 
 
@@ -100,7 +100,7 @@ class _Siamese(nn.Module):
 
 
 def siamese() -> plait.Job:
-    """Other gradients than on one device: pairs run as one batch of twice the size, and their cosines are compared with a score."""
+    """Gradients differ from one device: pairs run as one batch of double size, and the loss compares their cosines with a score."""
     return made(_Siamese, lambda o, m: F.mse_loss(o, m / 3), _Pairs)
 
 
@@ -118,7 +118,7 @@ class _TiedAutoencoder(nn.Module):
 
 
 def transposed_decoder() -> plait.Job:
-    """Weight is empty outside of its module's forward: the decoder uses the encoder's weight, transposed."""
+    """A weight is empty outside its module's forward: the decoder uses the encoder's weight, transposed."""
     return made(_TiedAutoencoder, first)
 
 
@@ -136,7 +136,7 @@ class _Hyper(nn.Module):
 
 
 def hypernetwork() -> plait.Job:
-    """Module is called with weights that another network makes (`functional_call`), while its own are frozen."""
+    """A module with frozen weights is called with weights that another network makes (`functional_call`)."""
     return made(_Hyper)
 
 
@@ -146,7 +146,7 @@ class _Symmetric(nn.Module):
 
 
 def parametrized() -> plait.Job:
-    """Parametrized weights: one layer has a weight norm, one a symmetric weight that a parametrization makes."""
+    """Weights are parametrized: one layer has a weight norm, another a symmetric weight."""
 
     def model() -> nn.Module:
         middle = nn.Linear(8, 8)
@@ -176,5 +176,5 @@ class _ByTask(nn.Module):
 
 
 def parameters_by_task() -> plait.Job:
-    """Ranks use other parameters: a ParameterDict's entries are used if the batch has their task; one is used by none."""
+    """Ranks use different parameters: the batch's task selects entries of a ParameterDict. No task selects one of them."""
     return made(_ByTask, F.mse_loss, _Tasks)

@@ -1,4 +1,4 @@
-"""State that the forward pass writes: caches, codebooks, teachers, statistics, counts."""
+"""State that the forward pass writes: caches, codebooks, teachers, statistics, counters."""
 
 import copy
 from typing import Any
@@ -13,7 +13,7 @@ from trackers.samples import Chain, Images, Ragged, Texts, first, made, next_tok
 
 
 class _Rotary(nn.Module):
-    """Attention with rotary positions, whose tables grow if a longer text comes."""
+    """Attention with rotary positions, whose tables grow if a longer text arrives."""
 
     cos: Tensor
     sin: Tensor
@@ -53,7 +53,7 @@ class _Writer(nn.Module):
 
 
 def growing_tables() -> plait.Job:
-    """Buffers have other sizes on other ranks: tables of rotary positions are made again for a longer text."""
+    """Buffer sizes differ between ranks: a longer text makes the model extend its tables of rotary positions."""
     weight = lambda y: (y != -100).sum()  # noqa: E731
     return made(lambda: _Writer(_Rotary), next_token, Ragged, weight=weight)
 
@@ -72,12 +72,12 @@ class _Caching(nn.Module):
 
 
 def cached_keys() -> plait.Job:
-    """Memory grows under checkpointing: each attention leaves its keys and values in an attribute, with their graph."""
+    """Memory grows under checkpointing: each attention layer stores keys and values in an attribute, with their graph."""
     return made(lambda: _Writer(_Caching), next_token, Texts)
 
 
 class _Codebook(nn.Module):
-    """Nearest codes, straight through; the codes are moving means of the vectors that chose them."""
+    """Nearest codes with a straight-through gradient. The codes are moving means of the vectors that chose them."""
 
     codes: Tensor
 
@@ -101,17 +101,17 @@ class _Codebook(nn.Module):
 
 
 def codebook() -> plait.Job:
-    """Codebooks differ between ranks (VQ-VAE): codes are moving means of a rank's own vectors."""
+    """Codebooks differ between ranks (VQ-VAE): codes are moving averages of a rank's own vectors."""
     return made(lambda: _Codebook(False), first)
 
 
 def codebook_of_all() -> plait.Job:
-    """The same as it was mended: the means are those of the global batch."""
+    """The same model with the usual fix: codes are averages over the global batch."""
     return made(lambda: _Codebook(True), first)
 
 
 class _Queue(nn.Module):
-    """Keys of earlier samples, which new ones push out."""
+    """A queue of earlier samples' keys. New keys replace the oldest."""
 
     keys: Tensor
 
@@ -131,7 +131,7 @@ class _Queue(nn.Module):
 
 
 def queue_of_keys() -> plait.Job:
-    """Queues of negatives (MoCo): keys of all ranks are gathered before they go into the queue, which is a buffer."""
+    """Queues of negatives differ (MoCo): keys of all ranks are gathered before they enter the queue, which is a buffer."""
     return made(_Queue, first)
 
 
@@ -148,7 +148,7 @@ class _Learned(nn.Module):
 
 
 def learned_codebook() -> plait.Job:
-    """Unused parameters differ between ranks: codes are learned, and only those that a vector chose have a gradient."""
+    """Unused parameters differ between ranks: codes are learned, and only codes that a vector selects have a gradient."""
     return made(_Learned, first)
 
 
@@ -171,7 +171,7 @@ class _Teacher(nn.Module):
 
 
 def bootstrap() -> plait.Job:
-    """Sharded weights are no tensors for `lerp_` (BYOL): the teacher in the model is updated in the forward pass."""
+    """`lerp_` rejects sharded weights (BYOL): the forward pass updates a teacher inside the model."""
     return made(_Teacher, first)
 
 
@@ -196,12 +196,12 @@ class _ActNorm(nn.Module):
 
 
 def first_batch_norm() -> plait.Job:
-    """Replicas begin with other weights: an activation norm of a flow takes its weights from the first batch of a rank."""
+    """Replicas start from different weights: a flow's activation norm initializes its weights from a rank's first batch."""
     return made(lambda: _ActNorm(False))
 
 
 def first_batch_norm_of_all() -> plait.Job:
-    """The same as it was mended: weights are taken from the first global batch."""
+    """The same model with the usual fix: the weights are initialized from the first global batch."""
     return made(lambda: _ActNorm(True))
 
 
@@ -215,12 +215,12 @@ class _MaxNorm(nn.Module):
 
 
 def embedding_max_norm() -> plait.Job:
-    """Embedding with `max_norm` writes into its weight in the forward pass, in the rows of this rank's samples."""
+    """An embedding with `max_norm` rescales rows of its weight in the forward pass, for the tokens of this rank."""
     return made(lambda: _MaxNorm(max_norm=1.0), next_token, Texts)
 
 
 def embedding_by_frequency() -> plait.Job:
-    """Embedding with `scale_grad_by_freq` divides a row's gradient by how often this rank's batch has the token."""
+    """An embedding with `scale_grad_by_freq` divides a row's gradient by the token's count in this rank's batch."""
     return made(lambda: _MaxNorm(scale_grad_by_freq=True), next_token, Texts)
 
 
@@ -241,7 +241,7 @@ class _Metric(Chain):
 
 
 def metric_in_model() -> plait.Job:
-    """Metric with state in the model: buffers count right answers and samples, and each rank counts its own."""
+    """The model contains a metric: buffers count correct answers and samples, separately on each rank."""
     return made(_Metric)
 
 
@@ -258,7 +258,7 @@ class _Checkpointed(nn.Module):
 
 
 def checkpointed_batch_norm() -> plait.Job:
-    """Running statistics are updated twice: batch norms inside of the model's own activation checkpoints."""
+    """Running statistics are updated twice: batch norms are inside the model's own activation checkpoints."""
     return made(_Checkpointed, data=Images, optimizer=sgd)
 
 
@@ -273,5 +273,5 @@ class _Clamped(Chain):
 
 
 def clamped_scale() -> plait.Job:
-    """Logit scale of a two-tower model: a parameter without dims is clamped in place, through `.data`, before it is used."""
+    """A two-tower model clamps its logit scale, a scalar parameter, in place through `.data` before use."""
     return made(_Clamped)

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Plain:
-    """Sample i is (input [2], i); `where` tells which loader worker made it."""
+    """Sample i is (input [2], i). `where` shows which loader worker made it."""
 
     def __init__(self, length: int = 10):
         self.length = length
@@ -41,7 +41,7 @@ class Augmented(Plain):
 
 
 class Stream:
-    """An iterable; `noisy` adds numbers of all host generators."""
+    """An iterable. `noisy` adds random numbers of all host generators."""
 
     def __init__(self, length: int = 10, noisy: bool = False):
         self.length, self.noisy, self.next, self.epochs = length, noisy, 0, []
@@ -87,7 +87,7 @@ class Trees(Plain):
 
 
 class Padded(Plain):
-    """Ragged samples, collated by the data set itself."""
+    """Ragged samples, with the data set's own collate function."""
 
     def __getitem__(self, i: int) -> Tensor:
         return torch.arange(1, i + 2)
@@ -98,7 +98,7 @@ class Padded(Plain):
 
 
 class Torch(IterableDataset):
-    """torch's own base class has a __getitem__ that raises."""
+    """torch's base class has a __getitem__ that raises."""
 
     def __iter__(self):
         for i in range(10):

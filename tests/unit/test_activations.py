@@ -1,4 +1,5 @@
-"""What the planner says that a model keeps for backward, against real steps on the CPU; masks, and which attention is causal."""
+"""The planner's estimate of the activations that a model saves for backward, compared with real steps on the CPU. Masks, and detection
+of causal attention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +16,16 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.parallel.activation_checkpointing import marked
-from plait.planner.dryrun.measure import measure
-from plait.planner.estimate import estimate
-from plait.planner.question import PlanRequest
+from plait.parallel.activation_checkpointing import choose_units
+from plait.planner.dryrun.measure import measure_step
+from plait.planner.estimate import estimate_plan
+from plait.planner.plan_request import PlanRequest
 
 WIDTH, HEADS, LAYERS, WORDS = 64, 4, 3, 256
 
 
 class Padded:
-    """Tokens, and which of them are no padding."""
+    """Tokens, and which of them are not padding."""
 
     def __init__(self, length: int):
         self.length = length
@@ -59,8 +60,8 @@ MASKS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "bias": lambda there: torch.where(there[:, None, None, :] & there[:, None, :, None], 0.0, -1e9),
     "causal_mask": lambda there: there[:, None, None, :] & torch.ones(2 * there.shape[-1:], dtype=torch.bool).tril(),
 }
-"""Of which tokens are no padding [batch, length]: a mask [batch, 1, 1 or length, length], which all layers are given. Torch makes numbers of
-truth values in each layer."""
+"""Non-padding tokens [batch, length] as a mask [batch, 1, 1 or length, length] that all layers receive. Torch converts the truth values to
+numbers in each layer."""
 
 
 class Masked(nn.Module):
@@ -92,7 +93,7 @@ JOBS: dict[str, Callable[[int], Job]] = {
 
 
 def asked(job: Job) -> PlanRequest:
-    return PlanRequest.of(job, "", Machine.named("h100x8"), split=False)
+    return PlanRequest.from_job(job, "", Machine.from_name("h100x8"), split=False)
 
 
 def attention(request: PlanRequest) -> list[Any]:
@@ -103,9 +104,9 @@ def attention(request: PlanRequest) -> list[Any]:
 @pytest.mark.parametrize("name", JOBS)
 def test_what_a_step_keeps_is_what_the_planner_says(name: str, length: int) -> None:
     job = JOBS[name](length)
-    said = estimate(asked(job).pace, Plan(), job.batch).memory["activations"]
+    said = estimate_plan(asked(job).pace, Plan(), job.batch).memory["activations"]
     with Engine(job, "dp=1", device="cpu") as engine:
-        assert said == pytest.approx(measure(engine, 1).categories["activations"], rel=0.05)
+        assert said == pytest.approx(measure_step(engine, 1).categories["activations"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -121,13 +122,13 @@ def test_a_causal_product_counts_with_its_full_square() -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_that_layers_share_is_there_once(mask: str) -> None:
-    """Layers stay alike; each has an equal part of it. `activation_checkpointing=full` keeps the mask itself."""
+    """Layers are still recognized as equal, and each counts an equal part of the mask. `activation_checkpointing=full` saves the mask itself."""
     request = asked(masked(mask, 512))
     layers = next(block for block in request.pace.work.blocks if block.count == LAYERS)
     plain = next(block for block in asked(masked("causal", 512)).pace.work.blocks if block.count == LAYERS)
     own, square = 512 * WIDTH, 512 * 512
     inputs = {"causal": 0, "rows": 512 / 4, "pairs": square / 4, "bias": square, "causal_mask": square / 4}[mask]
     kept = {"causal": 0, "rows": 512 * LAYERS, "pairs": square * LAYERS, "bias": square, "causal_mask": square * LAYERS}[mask]
-    assert layers.given == pytest.approx(own + inputs / LAYERS)
+    assert layers.inputs == pytest.approx(own + inputs / LAYERS)
     assert layers.kept == pytest.approx(plain.kept + kept / LAYERS)
-    assert [name for name in marked(request.sketch) if "layers" in name] == [f"layers.{i}" for i in range(LAYERS)]
+    assert [name for name in choose_units(request.sketch) if "layers" in name] == [f"layers.{i}" for i in range(LAYERS)]

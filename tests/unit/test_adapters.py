@@ -1,4 +1,4 @@
-"""What adapters take from the objects of a script, and what they refuse, with the reason."""
+"""The adapters' results for objects of a script, and their errors, with the reason."""
 
 import warnings
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_groups_are_found_again_by_place() -> None:
         [{"params": biases, "lr": 0.3, "weight_decay": 0.0}, {"params": weights}], lr=0.1, betas=(0.8, 0.9)
     )
     other = list(model().parameters())
-    made = loop.optimizer_made_again(given, net, "J038")(other)
+    made = loop.make_optimizer_factory(given, net, "J038")(other)
     assert [[p.ndim for p in g["params"]] for g in made.param_groups] == [[1, 1], [2, 2]]
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in made.param_groups] == [
         (0.3, 0.0, (0.8, 0.9)),
@@ -77,7 +77,7 @@ def test_a_scheduler_is_played(make: Callable[[torch.optim.Optimizer], lr_schedu
         warnings.simplefilter("ignore")  # OneCycleLR and SequentialLR step before the optimizer
         scheduler = make(optimizer)
         factor, first = (
-            loop.factor(scheduler, lambda samples: samples // 4, "J038"),
+            loop.make_schedule(scheduler, lambda samples: samples // 4, "J038"),
             optimizer.param_groups[1]["initial_lr"],
         )
         for step in range(8):
@@ -87,17 +87,17 @@ def test_a_scheduler_is_played(make: Callable[[torch.optim.Optimizer], lr_schedu
 
 
 def test_steps_of_an_epoch_with_a_short_batch() -> None:
-    read = loaders.read(DataLoader(data(), 4), loaders.pair("J038"), "J038")
-    assert [read.steps_made(4)(n) for n in (0, 4, 8, 10, 14, 18, 20)] == [0, 1, 2, 3, 4, 5, 6]
+    read = loaders.read_loader(DataLoader(data(), 4), loaders.make_pair_split("J038"), "J038")
+    assert [read.make_step_counter(4)(n) for n in (0, 4, 8, 10, 14, 18, 20)] == [0, 1, 2, 3, 4, 5, 6]
     assert list(read.order(0, 0, 3)) == [0, 1, 2]
-    whole = loaders.read(DataLoader(data(), 4, shuffle=True, drop_last=True), loaders.pair("J038"), "J038")
-    assert (whole.length, whole.steps(4), len(whole.order(0, 1, 10))) == (8, 2, 8)
+    whole = loaders.read_loader(DataLoader(data(), 4, shuffle=True, drop_last=True), loaders.make_pair_split("J038"), "J038")
+    assert (whole.length, whole.steps_per_epoch(4), len(whole.order(0, 1, 10))) == (8, 2, 8)
 
 
 def test_labels_that_count() -> None:
     labels = torch.tensor([[5, -100, 3], [-100, -100, 1]])
-    assert loop.counted(True)(labels).tolist() == [1, 1]
-    assert loop.counted(False)(labels).tolist() == [2, 1]
+    assert loop.make_label_counter(True)(labels).tolist() == [1, 1]
+    assert loop.make_label_counter(False)(labels).tolist() == [2, 1]
 
 
 def stepped(net: nn.Module) -> torch.optim.Optimizer:
@@ -110,15 +110,15 @@ def stepped(net: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"make": stepped}, "has taken steps already"),
-        ({"make": lambda net: torch.optim.SGD(model().parameters(), 0.1)}, "that are not the model's"),
-        ({"scheduler": lr_scheduler.ReduceLROnPlateau}, "goes by a metric"),
+        ({"make": stepped}, "has already taken steps"),
+        ({"make": lambda net: torch.optim.SGD(model().parameters(), 0.1)}, "parameters of another model"),
+        ({"scheduler": lr_scheduler.ReduceLROnPlateau}, "depends on a metric"),
         ({"scheduler": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2), "make": lambda n: torch.optim.SGD(n.parameters(), 0.1, 0.9)},
-         "moves momentum"),
+         "changes momentum"),
         ({"loader": DataLoader(data(), 4, sampler=WeightedRandomSampler([1.0] * 10, 10))}, "WeightedRandomSampler"),
         ({"loader": data()}, "not a DataLoader"),
-        ({"steps": 3}, "both say how long"),
-        ({"epochs": None}, "nothing says how long"),
+        ({"steps": 3}, "are both given"),
+        ({"epochs": None}, "the training length is missing"),
     ],
 )  # fmt: skip
 def test_what_a_loop_may_not_have(given: dict, says: str) -> None:
@@ -148,7 +148,7 @@ def lightning(**methods) -> plait.Job:
     [
         ({"on_before_optimizer_step": lambda self, optimizer: None}, "overrides on_before_optimizer_step"),
         ({"configure_optimizers": lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2}, "returns 2 optimizers"),
-        ({"automatic_optimization": False}, "optimizes by hand"),
+        ({"automatic_optimization": False}, "uses manual optimization"),
     ],
 )
 def test_what_a_lightning_module_may_not_have(methods: dict, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Layers that compute the same are looked at once; layers that only look alike are not taken for each other."""
+"""Layers with the same computation are analyzed once. Layers that only look alike are not treated as equal."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from torch.nn import functional as F
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model import alike, trace
+from plait.model import equal_layers, trace
 from plait.model import sketch as sketches
-from plait.model.make import call
-from plait.model.sketch import Sketch, sketch
+from plait.model.build_model import run_model
+from plait.model.sketch import Sketch, sketch_model
 from plait.model.slices import Slices
-from plait.parallel.tensor import choose
-from plait.parallel.tensor.find.alike import found_of
+from plait.parallel.tensor import choose_slices
+from plait.parallel.tensor.find.repeated_layers import find_in_shortened
 
 LAYERS, WIDTH = 8, 12
 
 
 class Layer(nn.Module):
-    """A block. `kind` says what it does otherwise, by its number."""
+    """A block. `kind` selects a difference, by the block's number."""
 
     def __init__(self, number: int, kind: str):
         super().__init__()
@@ -79,7 +79,7 @@ def rows(samples: int) -> Tensor:
 
 
 def row_of(kind: str) -> tuple[tuple[str, ...], ...]:
-    return sketch(Model(kind), rows, call).alike
+    return sketch_model(Model(kind), rows, run_model).alike
 
 
 EVERY = tuple(f"layers.{i}" for i in range(LAYERS))
@@ -99,14 +99,14 @@ KINDS = ["plain", "window", "wide", "swapped", "nonlinear", "tied", "skip", "val
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sketches_are_those_of_all_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every field, also those that `==` leaves out."""
+    """Compares every field, including those that `==` ignores."""
     made, lengths = [], []
     run = trace.trace_run
     monkeypatch.setattr(sketches, "trace_run", lambda model, *args, **named: lengths.append(len(model.layers)) or run(model, *args, **named))
     for large in (0, 1 << 40):
-        monkeypatch.setattr(alike, "LARGE_MODEL", large)
+        monkeypatch.setattr(equal_layers, "LARGE_MODEL", large)
         torch.manual_seed(0)
-        made.append(sketch(Model(kind), rows, call))
+        made.append(sketch_model(Model(kind), rows, run_model))
     for field in dataclasses.fields(Sketch):
         assert repr(getattr(made[0], field.name)) == repr(getattr(made[1], field.name)), field.name
     left_out = sum(len(row) - 3 for row in made[1].alike)
@@ -115,11 +115,11 @@ def test_sketches_are_those_of_all_layers(kind: str, monkeypatch: pytest.MonkeyP
 
 
 def found(kind: str, monkeypatch: pytest.MonkeyPatch, large: int) -> Slices:
-    monkeypatch.setattr(alike, "LARGE_MODEL", large)
+    monkeypatch.setattr(equal_layers, "LARGE_MODEL", large)
     torch.manual_seed(0)
     model = Model(kind)
     job = Job(model=lambda: model, loss=F.mse_loss, data=list, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=8, steps=1)
-    return choose.slices_of(sketch(model, rows, call), model, rows, call, job, Plan(tp=2, sequence_parallel=False))
+    return choose_slices.find_plan_slices(sketch_model(model, rows, run_model), model, rows, run_model, job, Plan(tp=2, sequence_parallel=False))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,18 +137,18 @@ def test_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         followed.append([name for name, _ in model.layers.named_children()])
         raise ValueError("something else")
 
-    monkeypatch.setattr(alike, "LARGE_MODEL", 0)
-    assert found_of(model, alike.rows_of(model, (EVERY,)), find) is None
+    monkeypatch.setattr(equal_layers, "LARGE_MODEL", 0)
+    assert find_in_shortened(model, equal_layers.find_layer_rows(model, (EVERY,)), find) is None
     assert followed == [["0", "1", "7"]] and [name for name, _ in model.named_modules()] == before
     assert model(rows(2)).shape == (2, 6, 64)
 
 
 def test_reasons_that_name_other_layers_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in OLMoE, where nothing can be sliced: what is said of layer 1 names layers 0 and 1, and is wrong of layer 2."""
-    monkeypatch.setattr(alike, "LARGE_MODEL", 0)
+    """As in OLMoE, which has no slices: the reason for layer 1 names layers 0 and 1, and would be wrong for layer 2."""
+    monkeypatch.setattr(equal_layers, "LARGE_MODEL", 0)
     model = Model("plain")
-    known = found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "its code cannot run on a slice"),)))
-    guessed = found_of(model, (EVERY,), lambda: Slices(whole=(("layers.1.up", 0.1, "what layers.0.down returns reaches layers.1.up"),)))
+    known = find_in_shortened(model, (EVERY,), lambda: Slices(unsliced=(("layers.1.up", 0.1, "its code cannot run on a slice"),)))
+    guessed = find_in_shortened(model, (EVERY,), lambda: Slices(unsliced=(("layers.1.up", 0.1, "the output of layers.0.down reaches layers.1.up"),)))
     assert known is not None and guessed is None
 
 
@@ -158,8 +158,8 @@ def test_reasons_that_name_other_layers_are_not_guessed(monkeypatch: pytest.Monk
     lambda layer: layer.register_buffer("table", torch.zeros(1)), lambda layer: setattr(layer, "sizes", [1]),
 ])  # fmt: skip
 def test_layers_of_another_form_are_followed(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "LARGE_MODEL", 0)
+    monkeypatch.setattr(equal_layers, "LARGE_MODEL", 0)
     model = Model("plain")
-    assert alike.rows_of(model, (EVERY,)) == (EVERY,)
+    assert equal_layers.find_layer_rows(model, (EVERY,)) == (EVERY,)
     change(model.layers[4])
-    assert alike.rows_of(model, (EVERY,)) == ()
+    assert equal_layers.find_layer_rows(model, (EVERY,)) == ()

@@ -1,4 +1,4 @@
-"""The benches' counter of collectives: it sees all of them, also those that torch's DTensor makes inside of an operator."""
+"""The benches' counter of collectives: it sees all of them, including those that torch's DTensor calls inside an operator."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
-from plait.launch.fork import run
+from plait.launch.fork import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from sent import Sent
@@ -22,7 +22,7 @@ RANKS = 2
 
 
 def plain(rank: int, mesh: Any) -> list[tuple[str, float]]:
-    """Collectives of tensors; what each sends."""
+    """Collectives of tensors. Returns the bytes that each sends."""
     x = torch.ones(10)
     dist.all_reduce(x)
     dist.all_gather([torch.empty(10), torch.empty(10)], x)
@@ -39,7 +39,7 @@ def plain(rank: int, mesh: Any) -> list[tuple[str, float]]:
 
 
 def asked(rank: int, mesh: Any) -> list[tuple[str, float]]:
-    """What becomes of DTensors that are asked for."""
+    """Explicit redistributions of DTensors."""
     DTensor.from_local(torch.ones(4, 6), mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local()
     DTensor.from_local(torch.ones(4, 6), mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
     DTensor.from_local(torch.ones(4, 6), mesh, [Shard(0)]).full_tensor()
@@ -47,7 +47,7 @@ def asked(rank: int, mesh: Any) -> list[tuple[str, float]]:
 
 
 def inside(rank: int, mesh: Any) -> list[tuple[str, float]]:
-    """What nobody asked for: a partial sum is squared, and the loss of logits whose words are cut."""
+    """Implicit collectives: a partial sum is squared, and a loss is computed from logits that are sharded by vocabulary."""
     (DTensor.from_local(torch.ones(3), mesh, [Partial()]) ** 2).to_local()
     logits = torch.randn(6, 8, requires_grad=True)
     with loss_parallel():
@@ -58,21 +58,21 @@ def inside(rank: int, mesh: Any) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("body", (plain, asked, inside))
 def test_every_collective_is_counted(body: Any) -> None:
-    """As many as the process group was asked for, by torch's profiler, and of the sizes that they have."""
+    """Their number and sizes equal those that torch's profiler records for the process group."""
 
     def target(place: Any) -> dict[str, Any]:
         place.connect(torch.device("cpu"))
         mesh = init_device_mesh("cpu", (RANKS,))
-        body(place.rank, mesh)  # the first time groups are made
+        body(place.rank, mesh)  # the first call creates groups
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen, Sent(RANKS) as counter:
             expected = body(place.rank, mesh)
         names = [event.name for event in seen.events()]
         return {"expected": [list(m) for m in expected], "messages": counter.messages, "names": names}
 
-    found = run(target, RANKS)[0]
+    found = run_ranks(target, RANKS)[0]
     assert found["messages"] == found["expected"]
     works = [n for n in found["names"] if n.startswith("gloo:") and n not in ("gloo:barrier", "gloo:recv")]
-    lists = sum(op == "reduce_scatter_" for op, _ in found["expected"])  # gloo sums each part on its own
+    lists = sum(op == "reduce_scatter_" for op, _ in found["expected"])  # gloo sums each part separately
     assert len(works) == len(found["expected"]) + lists * (RANKS - 1), works
 
 
@@ -83,4 +83,4 @@ def test_an_unknown_collective_is_an_error() -> None:
             dist.broadcast(torch.ones(1), 0)
         return {}
 
-    run(target, RANKS)
+    run_ranks(target, RANKS)

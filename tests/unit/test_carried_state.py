@@ -1,4 +1,4 @@
-"""What a model or a loss carries from step to step is in a checkpoint: a resumed training goes on bit for bit."""
+"""State that a model or a loss carries from step to step is in a checkpoint, so a resumed training continues bit for bit."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.checkpoint.plain_values import Opaque, Restorer, Writer
+from plait.checkpoint.plain_values import OpaqueValueError, ValueReader, ValueWriter
 from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
 
@@ -44,17 +44,17 @@ def test_a_resumed_training_goes_on_with_what_was_carried(kind: str, tmp_path: P
 
 @pytest.mark.parametrize("kind, flag, carried", [("collecting", "collects", {"has_run", "seen"}), ("lazily", "ready", {"calls"})])
 def test_an_attribute_that_stands_for_what_a_process_has_is_not_carried(kind: str, flag: str, carried: set[str], tmp_path: Path) -> None:
-    """Another process has no such hooks or functions: with the attribute from a checkpoint its model would run without them."""
+    """Another process lacks such hooks or functions. With the attribute from a checkpoint its model would run without them."""
     _, engine = trained(kind, tmp_path, resume=False)
-    assert engine.rank_model.whole_sketch.process_flags == (flag,)
-    assert {*engine.carried.take().values} == carried
+    assert engine.rank_model.global_sketch.process_flags == (flag,)
+    assert {*engine.carried.snapshot().values} == carried
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["running", "queued", "drawing", "array", "runningloss", "centeredloss"])
 def test_building_leaves_what_is_carried_as_it_was_made(kind: str, tmp_path: Path) -> None:
     with Engine(jobs_stateful.job(kind), "dp=1", device="cpu", directory=tmp_path) as engine:
-        assert not engine.carried.take().values
+        assert not engine.carried.snapshot().values
         fresh = jobs_stateful.job(kind)
         assert repr(vars(engine.job.loss)) == repr(vars(fresh.loss)) or kind not in jobs_stateful.LOSSES
         if kind == "running":
@@ -62,19 +62,19 @@ def test_building_leaves_what_is_carried_as_it_was_made(kind: str, tmp_path: Pat
 
 
 def test_what_every_step_makes_anew_is_not_saved(tmp_path: Path) -> None:
-    assert set(trained("recurrent", tmp_path, resume=False)[1].carried.take().values) == {"hidden"}
+    assert set(trained("recurrent", tmp_path, resume=False)[1].carried.snapshot().values) == {"hidden"}
     _, engine = trained("scratch", tmp_path / "scratch", resume=False)
-    assert not engine.carried.take().values
+    assert not engine.carried.snapshot().values
     assert "similar" not in vars(jobs_stateful.Scratch)
 
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     engine = trained("unsavable", tmp_path, resume=False)[1]
-    assert engine.carried.take().unsaved == {"handle": "jobs_stateful.Handle"}
+    assert engine.carried.snapshot().unsaved == {"handle": "jobs_stateful.Handle"}
     with Engine(jobs_stateful.job("unsavable"), "dp=1", device="cpu", directory=tmp_path) as engine:
         engine.resume()
-        assert "handle (jobs_stateful.Handle) was not saved: it begins anew" in engine.checkpoints.changed
+        assert "handle (jobs_stateful.Handle) was not saved: it restarts from its initial value" in engine.checkpoints.job_changes
 
 
 def test_extra_state_that_cannot_be_saved_is_refused_before_training() -> None:
@@ -84,9 +84,9 @@ def test_extra_state_that_cannot_be_saved_is_refused_before_training() -> None:
 
 
 def through_json(value: Any, there: Any = None) -> Any:
-    writer = Writer()
+    writer = ValueWriter()
     told = json.loads(json.dumps(writer.write(value), allow_nan=False))
-    return Restorer([t.clone() for t in writer.tensors], torch.device("cpu")).read(told, there)
+    return ValueReader([t.clone() for t in writer.tensors], torch.device("cpu")).read(told, there)
 
 
 PLAIN = (
@@ -113,6 +113,6 @@ def test_plain_values_go_through_json() -> None:
         np.random.RandomState(1),
         random.Random(1),
     ):
-        assert repr(Writer().write(through_json(made))) == repr(Writer().write(made))
-    with pytest.raises(Opaque):
+        assert repr(ValueWriter().write(through_json(made))) == repr(ValueWriter().write(made))
+    with pytest.raises(OpaqueValueError):
         through_json(jobs_stateful.Handle(1))

@@ -1,4 +1,4 @@
-"""The table of what of a plan does not work together: each row refuses a plan that has both, and its fixes are plans without the conflict."""
+"""The table of conflicting plan options: each row rejects a plan with both options, and its fixes are plans without the conflict."""
 
 import re
 
@@ -6,21 +6,21 @@ import jobs_phased
 import jobs_small
 import pytest
 
-from plait.config.conflicts import CONFLICTS, Conflict, found
+from plait.config.conflicts import CONFLICTS, Conflict, find_conflicts
 from plait.config.errors import PlaitError
 from plait.config.job import EMA, Job
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
 
 VALUES = {"activation_checkpointing": "full", "offload": "all", "grad_compression": "bf16", "batch_split": "auto", "shard_over_cp": "true"}
-"""Of keys that are no numbers: one that is not the default."""
-IDS = [f"{row.first}, {row.second}{''.join(f', {term}' for term in row.given)}" for row in CONFLICTS]
+"""Non-default values for keys that are not numbers."""
+IDS = [f"{row.first}, {row.second}{''.join(f', {term}' for term in row.requires)}" for row in CONFLICTS]
 
 
 def both(row: Conflict) -> tuple[Job, Plan]:
-    """A job and a plan that have both things of a row."""
+    """A job and a plan with both options of a row."""
     words = {}
-    for term in (row.first, row.second, *row.given):
+    for term in (row.first, row.second, *row.requires):
         key, _, values = term.partition("=")
         if not key.startswith("Job."):
             words[key] = values.split("|")[0] or VALUES.get(key, "2")
@@ -43,7 +43,7 @@ def test_a_plan_with_both_is_refused(row: Conflict) -> None:
 @pytest.mark.parametrize("row", CONFLICTS, ids=IDS)
 def test_a_plan_that_is_proposed_instead_has_no_conflict(row: Conflict) -> None:
     job, plan = both(row)
-    mine = row.problem(job, plan)
+    mine = row.find_problem(job, plan)
     assert mine is not None
     for text in re.findall(r'--plan "([^"]*)"', " ".join(mine.fix)):
-        assert not [*found(job, Plan.parse(text).fill(None))]
+        assert not [*find_conflicts(job, Plan.parse(text).fill(None))]

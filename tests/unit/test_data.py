@@ -1,4 +1,4 @@
-"""Data sets of every kind, loaded by this process and by real loader workers: the same samples, the same numbers."""
+"""Data sets of every kind, loaded in this process and by real loader workers: the same samples, the same values."""
 
 import multiprocessing
 import random
@@ -17,12 +17,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Micro, Position, checked, collate, example, first_samples, opened, weigh
-from plait.data.loading import batches
+from plait.data.batch import (
+    Batch,
+    BatchShare,
+    MicroBatch,
+    Position,
+    collate,
+    make_sketch_batch,
+    open_data,
+    open_first_sample,
+    validate_data,
+    weigh_micro_batch,
+)
+from plait.data.loading import iter_batches
 
 from .datasets import Augmented, Padded, Plain, Sized, Stateful, Stream, Torch, Trees
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than a small machine has cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than the cores of a small machine
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +47,18 @@ def no_worker_stays():
 def take(
     data: Any, steps: int, share: BatchShare | None = None, at: Position | None = None, batch: int = 4, **more: Any
 ) -> list[Batch]:
-    source = batches(data, batch, 7, share or BatchShare(), at or Position(), **more)
+    source = iter_batches(data, batch, 7, share or BatchShare(), at or Position(), **more)
     rows = list(islice(source, steps))
     source.close()  # type: ignore[attr-defined]
     return rows
 
 
 def samples(rows: list[Batch]) -> dict[tuple[int, int], tuple[float, ...]]:
-    """(epoch, id) -> the numbers of the sample."""
+    """(epoch, id) -> the values of the sample."""
     return {
         (b.position.epoch, i): tuple(x.tolist())
         for b in rows
-        for m in b.micro
+        for m in b.micro_batches
         for i, x in zip(m.ids, m.inputs[: m.count], strict=True)
     }
 
@@ -57,9 +68,9 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
         return [
             (
                 r.position,
-                r.after,
+                r.next_position,
                 r.size,
-                [(m.first, m.ids, m.inputs.tolist(), m.targets.tolist()) for m in r.micro],
+                [(m.first, m.ids, m.inputs.tolist(), m.targets.tolist()) for m in r.micro_batches],
             )
             for r in rows
         ]
@@ -73,10 +84,10 @@ def test_workers_load_what_this_process_loads(workers: int) -> None:
     alone = take(Plain(10), 7, BatchShare(1, 3, 2))
     makers = {x[1] for x in samples(rows).values()}
     assert makers == ({-1.0} if workers == 0 else set(map(float, range(workers))))
-    assert [(b.position, b.after, [m.ids for m in b.micro]) for b in rows] == [
-        (b.position, b.after, [m.ids for m in b.micro]) for b in alone
+    assert [(b.position, b.next_position, [m.ids for m in b.micro_batches]) for b in rows] == [
+        (b.position, b.next_position, [m.ids for m in b.micro_batches]) for b in alone
     ]
-    assert all(m.targets.tolist() == list(m.ids) for b in rows for m in b.micro if m.count)
+    assert all(m.targets.tolist() == list(m.ids) for b in rows for m in b.micro_batches if m.count)
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "python", "all"])
@@ -92,7 +103,7 @@ def test_augmentation_knows_neither_rank_nor_layout_nor_workers(kind: str) -> No
 
 
 def test_a_worker_leaves_signals_to_its_rank_and_ends_with_what_reads_from_it() -> None:
-    source = batches(Plain(), 4, 7, BatchShare(), Position(), workers=1)
+    source = iter_batches(Plain(), 4, 7, BatchShare(), Position(), workers=1)
     next(source)
     (worker,) = multiprocessing.active_children()
     worker.terminate()
@@ -103,7 +114,7 @@ def test_a_worker_leaves_signals_to_its_rank_and_ends_with_what_reads_from_it() 
 
 
 class Stuck(Plain):
-    """Reads four samples, and then one for ever; `began` is there once it does. No lock of the loader is taken by then."""
+    """Reads four samples, and then one forever. It creates `began` when that starts. At that time no lock of the loader is taken."""
 
     def __init__(self, began: Path):
         super().__init__()
@@ -118,7 +129,7 @@ class Stuck(Plain):
 
 
 def test_a_worker_that_reads_for_long_is_not_waited_for(tmp_path: Path) -> None:
-    source = batches(Stuck(tmp_path / "began"), 4, 7, BatchShare(), Position(), workers=1)
+    source = iter_batches(Stuck(tmp_path / "began"), 4, 7, BatchShare(), Position(), workers=1)
     next(source)
     (worker,) = multiprocessing.active_children()
     while not (tmp_path / "began").exists():
@@ -130,11 +141,11 @@ def test_a_worker_that_reads_for_long_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_ends_though_a_worker_still_reads(tmp_path: Path) -> None:
-    """Python ends daemons by SIGTERM at exit, and joins them."""
+    """At exit Python sends SIGTERM to daemon processes, and joins them."""
     text = """
 import time
 from plait.data.batch import BatchShare, Position
-from plait.data.loading import batches
+from plait.data.loading import iter_batches
 
 class Slow:
     reads = 0
@@ -144,7 +155,7 @@ class Slow:
         if self.reads > 1: time.sleep(600)
         return i, i
 
-source = batches(Slow(), 1, 7, BatchShare(), Position(), workers=2)
+source = iter_batches(Slow(), 1, 7, BatchShare(), Position(), workers=2)
 next(source)
 print("ends", flush=True)
 """
@@ -155,7 +166,7 @@ print("ends", flush=True)
 
 def test_augmentation_survives_a_resume() -> None:
     rows = take(Augmented(10, "all"), 8)
-    assert same(take(Augmented(10, "all"), 4, at=rows[3].after), rows[4:])
+    assert same(take(Augmented(10, "all"), 4, at=rows[3].next_position), rows[4:])
 
 
 def test_augmentation_by_a_cached_normal_number() -> None:
@@ -168,7 +179,7 @@ def test_augmentation_by_a_cached_normal_number() -> None:
     found = {}
     for rank in range(2):
         np.random.seed(0)
-        np.random.randn()  # as a model's initialisation may: the next number is cached
+        np.random.randn()  # as a model's initialization may: the next number is cached
         found |= samples(take(OneNormal(8), 1, BatchShare(rank, 2), batch=2))
     assert found == expected
 
@@ -178,9 +189,9 @@ def test_augmentation_by_a_cached_normal_number() -> None:
 @pytest.mark.parametrize("length", [10, 8, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterables_over_layouts_and_resumes(kind: type, length: int, workers: int) -> None:
-    """8 ends exactly at a batch's end, 3 is shorter than a batch."""
+    """8 ends exactly at the end of a batch, 3 is shorter than a batch."""
     alone = take(kind(length, noisy=True), 6)
-    assert {i for b in alone if b.position.epoch == 0 for m in b.micro for i in m.ids} == set(range(length))
+    assert {i for b in alone if b.position.epoch == 0 for m in b.micro_batches for i in m.ids} == set(range(length))
     expected = samples(alone)
     together: dict[tuple[int, int], tuple[float, ...]] = {}
     for rank in range(2):
@@ -188,9 +199,9 @@ def test_iterables_over_layouts_and_resumes(kind: type, length: int, workers: in
     assert together == expected
     for done in (1, 2, 4) if workers == 0 else (1,):
         last = alone[done - 1]
-        again = take(kind(length, noisy=True), 6 - done, at=last.after, workers=workers)
+        again = take(kind(length, noisy=True), 6 - done, at=last.next_position, workers=workers)
         assert samples(again) == samples(alone[done:])
-        assert [b.after for b in again] == [b.after for b in alone[done:]]
+        assert [b.next_position for b in again] == [b.next_position for b in alone[done:]]
 
 
 def test_an_iterable_is_told_its_epoch() -> None:
@@ -203,16 +214,16 @@ def test_the_short_last_batch_and_empty_shares() -> None:
     rows = [take(Plain(5), 4, BatchShare(rank, 4)) for rank in range(4)]
     assert [b.size for b in rows[0]] == [4, 1, 4, 1]
     assert [r[1].count for r in rows] == [1, 0, 0, 0]
-    has, lacks = rows[0][1].micro[0], rows[3][1].micro[0]
+    has, lacks = rows[0][1].micro_batches[0], rows[3][1].micro_batches[0]
     assert (lacks.count, lacks.ids) == (0, ()) and torch.equal(lacks.inputs, has.inputs), "the sample of another rank"
-    has, lacks = (take(Stream(5), 2, BatchShare(rank, 4))[1].micro[0] for rank in (0, 3))
+    has, lacks = (take(Stream(5), 2, BatchShare(rank, 4))[1].micro_batches[0] for rank in (0, 3))
     assert (lacks.count, lacks.ids) == (0, ()) and torch.equal(lacks.inputs, has.inputs)
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
 def test_trees_of_inputs(kind: str) -> None:
     for rank, count in enumerate([1, 0]):
-        micro = take(Trees(kind), 2, BatchShare(rank, 2))[1].micro[0]
+        micro = take(Trees(kind), 2, BatchShare(rank, 2))[1].micro_batches[0]
         x, mask = micro.inputs.values() if kind == "dict" else micro.inputs
         assert (micro.count, x.shape, mask.shape, mask.dtype) == (count, (1, 3), (1, 3), torch.bool)
         assert [len(t) for t in micro.targets] == [1, 1]
@@ -221,7 +232,7 @@ def test_trees_of_inputs(kind: str) -> None:
 def test_a_data_set_collates_itself() -> None:
     for workers in (0, 1):
         for batch in take(Padded(5), 2, BatchShare(0, 2), workers=workers):
-            (micro,) = batch.micro
+            (micro,) = batch.micro_batches
             assert (micro.targets - 1).tolist() == list(micro.ids)
             assert micro.inputs["tokens"].shape == (micro.count, max(micro.targets))
 
@@ -243,9 +254,9 @@ def code(call: Any) -> str:
 
 def test_data_that_cannot_be_read() -> None:
     for data in ([], Plain(0), 3, object(), None):
-        assert code(partial(checked, data, "here")) == "J007"
+        assert code(partial(validate_data, data, "here")) == "J007"
     for data in ([(1, 2)], Plain(1), Stream(0)):
-        assert checked(data, "here") is data
+        assert validate_data(data, "here") is data
     assert code(partial(take, Stream(0), 1)) == "J007"
     for bad in ([1, 2, 3, 4], [(1, 2, 3)] * 4, [{"a": 1, "b": 2}] * 4):
         assert code(partial(take, bad, 1)) == "J007"
@@ -259,15 +270,15 @@ def problem(call: Any) -> Problem:
 
 def test_a_loader_that_makes_batches() -> None:
     """Its samples and its `collate_fn` are used."""
-    assert samples(take(checked(DataLoader(Plain(8), batch_size=4), "here"), 2)) == samples(take(Plain(8), 2))
-    own = checked(DataLoader(Plain(8), batch_size=4, collate_fn=lambda rows: (torch.ones(len(rows)), rows)), "here")
-    assert next(batches(own, 4, 7, BatchShare(), Position())).micro[0].inputs.tolist() == [1.0] * 4
+    assert samples(take(validate_data(DataLoader(Plain(8), batch_size=4), "here"), 2)) == samples(take(Plain(8), 2))
+    own = validate_data(DataLoader(Plain(8), batch_size=4, collate_fn=lambda rows: (torch.ones(len(rows)), rows)), "here")
+    assert next(iter_batches(own, 4, 7, BatchShare(), Position())).micro_batches[0].inputs.tolist() == [1.0] * 4
     single = DataLoader(Plain(8), batch_size=None)
-    assert len(samples(take(checked(single, "here"), 2))) == 8
+    assert len(samples(take(validate_data(single, "here"), 2))) == 8
 
 
 def test_samples_that_are_dicts() -> None:
-    """As of Hugging Face's data sets: the targets are what is called so, and lists become tensors."""
+    """As in Hugging Face's data sets: the targets are the item named `labels` or similar, and lists become tensors."""
     listed = [{"input_ids": [1, 2], "more": {"mask": [[True], [False]]}, "text": ["a"], "labels": i} for i in range(4)]
     inputs, targets = collate(listed, listed)
     assert inputs["input_ids"].tolist() == [[1, 2]] * 4 and inputs["more"]["mask"].shape == (4, 2, 1)
@@ -297,12 +308,12 @@ def test_a_generator_is_made_again_for_every_epoch() -> None:
     def numbers():
         yield from ((torch.tensor([float(i)]), torch.tensor(i)) for i in range(5))
 
-    data = opened(numbers)
+    data = open_data(numbers)
     rows = take(data, 5)
     assert [b.size for b in rows] == [4, 1, 4, 1, 4]
-    assert example(numbers, data)[0][1] == 0
+    assert open_first_sample(numbers, data)[0][1] == 0
     once = numbers()
-    assert problem(partial(opened, lambda: once)).code == "J007"
+    assert problem(partial(open_data, lambda: once)).code == "J007"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -313,7 +324,7 @@ def test_an_iterable_that_shuffles_as_it_is_opened(workers: int) -> None:
             return ((torch.tensor([float(i)]), torch.tensor(i)) for i in order)
 
     expected = samples(take(Shuffled(), 6))
-    torch.rand(3)  # the generators are elsewhere on another rank
+    torch.rand(3)  # the generators have another state on another rank
     found = samples(take(Shuffled(), 6, workers=workers))
     assert found == expected
     first, second = ([x for (epoch, _), x in sorted(expected.items()) if epoch == e] for e in (0, 1))
@@ -334,22 +345,22 @@ def test_a_resumed_data_set_that_became_shorter() -> None:
 
 @pytest.mark.parametrize("data", [pytest.param(Torch, id="IterableDataset"), pytest.param(Sized, id="with_len")])
 def test_torchs_iterable(data: type) -> None:
-    assert first_samples(data(), 2)[0].tolist() == [[0.0], [0.0]]
-    assert take(data(), 1)[0].micro[0].ids == (0, 1, 2, 3)
+    assert make_sketch_batch(data(), 2)[0].tolist() == [[0.0], [0.0]]
+    assert take(data(), 1)[0].micro_batches[0].ids == (0, 1, 2, 3)
 
 
 def test_the_first_sample_leaves_the_generators() -> None:
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    inputs, targets = first_samples(Augmented(3, "all"), 4)
+    inputs, targets = make_sketch_batch(Augmented(3, "all"), 4)
     assert inputs.shape == (4, 3)
     assert targets.tolist() == [0, 0, 0, 0]
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 def test_weights() -> None:
-    micro = Micro(0, 2, None, torch.tensor([1.0, 3.0]), (0, 1))
-    assert weigh(None, micro) == 2.0
-    assert weigh(lambda t: t, micro) == 4.0
-    assert weigh(lambda t: 2.5, micro) == 2.5
-    assert weigh(lambda t: t.new_tensor(9), Micro(0, 0, None, torch.zeros(0), ())) == 0.0
+    micro = MicroBatch(0, 2, None, torch.tensor([1.0, 3.0]), (0, 1))
+    assert weigh_micro_batch(None, micro) == 2.0
+    assert weigh_micro_batch(lambda t: t, micro) == 4.0
+    assert weigh_micro_batch(lambda t: 2.5, micro) == 2.5
+    assert weigh_micro_batch(lambda t: t.new_tensor(9), MicroBatch(0, 0, None, torch.zeros(0), ())) == 0.0
     assert collate([], [(torch.zeros(1), 1)] * 2)[0].shape == (2, 1)

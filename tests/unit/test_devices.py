@@ -1,4 +1,4 @@
-"""Devices are counted by what CUDA sees, and more ranks than devices are refused before a start."""
+"""Devices are counted as CUDA sees them. A start with more ranks than devices is rejected."""
 
 import subprocess
 import sys
@@ -12,24 +12,24 @@ import training
 from torch import nn
 
 from plait import Engine
-from plait.cli.request import Request
-from plait.cli.train import _notes as notes_of
-from plait.cli.train import headline
+from plait.cli.train import _list_notes as notes_of
+from plait.cli.train import format_headline
+from plait.cli.train_request import TrainRequest
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch import detect, devices
 from plait.launch.place import Place
-from plait.model.make import make_model
+from plait.model.build_model import make_model
 from plait.proof import verify
 from plait.tensors import torch_private
 
 
 @pytest.fixture
 def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A torch for ROCm, on a machine whose kernel lists a processor and three devices."""
+    """A torch for ROCm, on a machine whose kernel lists a CPU and three devices."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch_private, "devices_by_driver", lambda: None)
-    for name in devices.VISIBLE:
+    for name in devices.VISIBLE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for node, minor, name in (
         (0, 0, ""),
@@ -46,8 +46,8 @@ def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             board = tmp_path / f"class/drm/renderD{minor}/device"
             board.mkdir(parents=True)
             (board / "product_name").write_text(name)
-    amd = devices._amd
-    monkeypatch.setattr(devices, "_amd", lambda: amd(tmp_path))
+    amd = devices._list_amd_names
+    monkeypatch.setattr(devices, "_list_amd_names", lambda: amd(tmp_path))
     monkeypatch.setattr(devices.shutil, "which", lambda name: pytest.fail(f"{name} is asked on ROCm"))
     return tmp_path
 
@@ -69,18 +69,18 @@ def test_devices_of_rocm_are_listed_without_its_tools(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert devices.cuda_names() == names
-    assert devices.called("cuda") == ("ROCm", "rccl") and devices.called("cpu") == ("CPU", "gloo")
+    assert devices.list_cuda_devices() == names
+    assert devices.describe_kind("cuda") == ("ROCm", "rccl") and devices.describe_kind("cpu") == ("CPU", "gloo")
     if len(names) == 1:
         with pytest.raises(PlaitError, match="VISIBLE_DEVICES") as caught:
-            devices.check("cuda", 2)
+            devices.check_devices("cuda", 2)
         assert caught.value.codes == ["H003"]
 
 
 def test_the_headline_names_rocm(amd: Path) -> None:
-    request = Request("net.py", training.job(), Plan(dp=2), device="cuda")
-    assert "dp=2 on 2 ROCm processes (rccl)" in headline(request)
-    assert "on 2 CPU processes (gloo)" in headline(replace(request, device="cpu"))
+    request = TrainRequest("net.py", training.job(), Plan(dp=2), device="cuda")
+    assert "dp=2 on 2 ROCm processes (rccl)" in format_headline(request)
+    assert "on 2 CPU processes (gloo)" in format_headline(replace(request, device="cpu"))
 
 
 @pytest.mark.parametrize("wanted", ("xpu", "mps", "tpu"))
@@ -91,13 +91,13 @@ def test_other_kinds_of_devices_are_named(wanted: str) -> None:
 
 
 def test_a_kind_that_torch_has_and_plait_has_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.unused() == []
+    assert devices.list_unused_kinds() == []
     monkeypatch.setattr(torch.version, "xpu", "20250")
-    request = Request("net.py", training.job(), Plan())
-    assert notes_of(request) == ["note  torch can use xpu here, and plait does not yet: these are CPU processes"]
+    request = TrainRequest("net.py", training.job(), Plan())
+    assert notes_of(request) == ["note  xpu is not supported yet; running on CPU"]
     assert notes_of(replace(request, device="cpu")) == []
     with pytest.raises(PlaitError, match="it has xpu, which plait does not use yet"):
-        devices.kind_of("cuda")
+        devices.resolve_kind("cuda")
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_a_model_that_is_spread_over_devices(mapped: dict[str, Any], spread: boo
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A torch with CUDA on a machine whose files list four devices; `driver(n)`: the driver shows n of them."""
+    """A torch with CUDA on a machine whose files list four devices. `driver(n)`: the driver shows n of them."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_listed", lambda: [f"NVIDIA {n}" for n in "abcd"])
+    monkeypatch.setattr(devices, "_list_nvidia_names", lambda: [f"NVIDIA {n}" for n in "abcd"])
     return lambda count: monkeypatch.setattr(torch_private, "devices_by_driver", lambda: count)
 
 
@@ -133,26 +133,26 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_what_the_driver_shows_counts(count: int | None, names: list[str], driver: Any) -> None:
     driver(count)
-    assert devices.cuda_names() == names
-    assert devices.kind_of("auto") == ("cuda" if names else "cpu")
+    assert devices.list_cuda_devices() == names
+    assert devices.resolve_kind("auto") == ("cuda" if names else "cpu")
 
 
 def test_more_than_are_listed(driver: Any) -> None:
     driver(5)
-    assert devices.cuda_names()[3:] == ["NVIDIA d", "a device"]
+    assert devices.list_cuda_devices()[3:] == ["NVIDIA d", "a device"]
 
 
 def test_hip_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch_private, "devices_by_driver", lambda: 8)
-    assert len(devices.cuda_names()) == 8 and devices.kind_of("auto") == "cuda"
+    assert len(devices.list_cuda_devices()) == 8 and devices.resolve_kind("auto") == "cuda"
 
 
 def test_more_ranks_than_devices_are_refused_before_the_fork(driver: Any) -> None:
     driver(2)
-    devices.check("cuda", 2)
-    devices.check("cpu", 64)
-    for refused in (lambda: devices.check("cuda", 3), lambda: verify.verify(training.job(), Plan(dp=3), device="cuda")):
+    devices.check_devices("cuda", 2)
+    devices.check_devices("cpu", 64)
+    for refused in (lambda: devices.check_devices("cuda", 3), lambda: verify.verify(training.job(), Plan(dp=3), device="cuda")):
         with pytest.raises(PlaitError, match="2 are visible") as caught:
             refused()
         assert caught.value.codes == ["H003"] and "--nproc 2" in str(caught.value)
@@ -160,15 +160,15 @@ def test_more_ranks_than_devices_are_refused_before_the_fork(driver: Any) -> Non
 
 def test_the_device_of_a_rank(driver: Any) -> None:
     driver(2)
-    assert [devices.of_rank(Place(r, 4, r)) for r in range(2)] == [0, 1]
-    with pytest.raises(PlaitError, match="wants device 2; 2 are visible"):
-        devices.of_rank(Place(2, 4, 2))
-    for place, why in ((Place(0, 4, unsaid=True), "LOCAL_RANK is not"), (Place(0, 4, only=True), "1 would be idle")):
+    assert [devices.find_rank_device(Place(r, 4, r)) for r in range(2)] == [0, 1]
+    with pytest.raises(PlaitError, match="needs device 2; 2 are visible"):
+        devices.find_rank_device(Place(2, 4, 2))
+    for place, why in ((Place(0, 4, unsaid=True), "LOCAL_RANK is not"), (Place(0, 4, is_one_per_node=True), "1 would be idle")):
         with pytest.raises(PlaitError, match=why) as caught:
-            devices.of_rank(place)
+            devices.find_rank_device(place)
         assert caught.value.codes == ["L004"]
     driver(1)
-    assert devices.of_rank(Place(0, 4, unsaid=True)) == devices.of_rank(Place(0, 4, only=True)) == 0
+    assert devices.find_rank_device(Place(0, 4, unsaid=True)) == devices.find_rank_device(Place(0, 4, is_one_per_node=True)) == 0
 
 
 def test_a_device_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_device_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(devices, "cuda_names", lambda: ["NVIDIA L4"])
+    monkeypatch.setattr(devices, "list_cuda_devices", lambda: ["NVIDIA L4"])
     with pytest.raises(PlaitError, match="no CUDA-capable device") as caught:
-        detect.found()
+        detect.detect_machine()
     assert caught.value.codes == ["H009"]

@@ -1,4 +1,4 @@
-"""The documents say what the code does: generated ones are fresh, commands parse, error codes exist. Links are test_site.py's."""
+"""The documents match the code: generated ones are fresh, commands parse, error codes exist. test_site.py checks links."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait import Engine, Evaluate, Job
-from plait.cli.main import COMMANDS, parsed
+from plait.cli.main import COMMANDS, parse_command_line
 from plait.config.errors import PlaitError, explain
 from plait.config.job import load_job
 from plait.config.keys import KEYS
@@ -54,7 +54,7 @@ def commands(text: str) -> list[str]:
 
 
 def run_by(text: str, program: str) -> list[list[str]]:
-    """The words after `program` of each of its command lines, comments left out."""
+    """The words after `program` of each of its command lines, without comments."""
     words = [shlex.split(command, comments=True) for command in commands(text)]
     joined = [w[w.index("-m") + 1 :] if w[0] == "torchrun" and "-m" in w else w for w in words]
     return [w[1:] for w in joined if w and w[0] == program]
@@ -98,14 +98,14 @@ def test_a_technique_has_the_fixed_headings(path: Path) -> None:
 
 
 def picture(name: str) -> str:
-    """The text of a picture, which fetches nothing."""
+    """The text of a picture, which loads nothing."""
     content = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert re.findall(r"https?://[^\"' ]+", content) == ["http://www.w3.org/2000/svg"]
     return "".join(ElementTree.fromstring(content).itertext()).replace("\xa0", " ")
 
 
 def test_the_picture_is_of_the_command_beside_it() -> None:
-    """Its figures are those of the run it was made from; its rows are those of `plait verify`."""
+    """Its figures are those of the run that it shows, and its rows are those of `plait verify`."""
     shown = picture("verify.svg")
     assert '$ plait verify examples/stdlib_gpt/job.py --plan "dp=2"' in shown
     assert all(word in shown for word in ("reference", "candidate", "gradients, step 1", "collectives", "EQUAL"))
@@ -139,12 +139,12 @@ def test_commands_parse(text: str) -> None:
     found = run_by(text, "plait")
     assert len(found) >= 2
     for words in found:
-        _, options = parsed(words)
+        _, options = parse_command_line(words)
         if not hasattr(options, "job"):
-            assert explain(getattr(options, "code", "P001"))  # report and checkpoint take no job
+            assert explain(getattr(options, "code", "P001"))  # report and checkpoint have no job
             continue
         assert (ROOT / options.job.partition(":")[0]).is_file() or options.job in ("waves.py", "mine.py", "job.py")
-        if "presicion" not in (options.plan or "") and options.plan != "auto":  # the walk shows what a slip looks like
+        if "presicion" not in (options.plan or "") and options.plan != "auto":  # the walk shows the error for a typo
             Plan.parse(options.plan or "dp=*").fill(getattr(options, "nproc", None))
 
 
@@ -189,7 +189,7 @@ def test_files_the_source_speaks_of_exist() -> None:
 
 
 def plan_keys(text: str) -> list[str]:
-    """Words before = in plans that a page shows: inline code with at least one key, and the tables of plan files."""
+    """Words before = in plans of a page: inline code with at least one key, and the tables of plan files."""
     lines = [re.findall(r"(?<!\S)(\w+)=", code) for code in re.findall(r"`(\w+=[^`\n(]+)`", text)]
     files = [tomllib.loads(block) for block in re.findall(r"(?ms)^```toml plan\S*\n(.*?)^```$", text)]
     return [key for words in lines if set(words) & set(KEYS) for key in words] + [key for file in files for table in file.values() for key in table]
@@ -197,40 +197,40 @@ def plan_keys(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_plans_of_a_page_have_present_keys(path: Path) -> None:
-    """A key by its former name is accepted for one version, so that no command of a page fails for it."""
+    """A key's former name is accepted for one version, so it would not make a command of a page fail."""
     if path.name in ("log.md", "judged.md", "planner.md") or path.parent.name == "decisions":
-        return  # what programs printed at their time
+        return  # what programs printed at that time
     assert not set(plan_keys(path.read_text(encoding="utf-8"))) - set(KEYS)
 
 
 def test_every_commands_help_ends_with_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
     for name, command in COMMANDS.items():
         with pytest.raises(SystemExit):
-            parsed([name, "--help"])
+            parse_command_line([name, "--help"])
         text = capsys.readouterr().out
         for line in command.examples:
             assert f"  plait {name} {line}".rstrip() in text
-            _, options = parsed([name, *shlex.split(line)])
+            _, options = parse_command_line([name, *shlex.split(line)])
             assert Plan.parse(getattr(options, "plan", None) or "dp=1")
 
 
 def test_a_slip_in_a_document_is_seen() -> None:
     """The tests above can fail: a wrong command does not parse."""
     with pytest.raises(PlaitError, match="U001"):
-        parsed(["train", "job.py", "--plam", "dp=2"])
+        parse_command_line(["train", "job.py", "--plam", "dp=2"])
     assert commands("    plait train x.py --nproc 2   # two\n") == ["plait train x.py --nproc 2   # two"]
     assert run_by("`torchrun --nproc-per-node 2 -m plait train x.py`", "plait") == [["train", "x.py"]]
 
 
 def test_faults_that_are_told_have_their_tests() -> None:
-    told = (ROOT / "docs/gpu.md").read_text().partition("## Faults put there on purpose")[2].partition("\n## ")[0]
+    told = (ROOT / "docs/gpu.md").read_text().partition("## Injected faults")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(test_\w+)`", told))
     there = "".join(path.read_text() for folder in ("device", "unit") for path in (ROOT / "tests" / folder).glob("test_*.py"))
     assert len(named) >= 12 and not [name for name in named if f"def {name}(" not in there]
 
 
 def test_what_benches_take_from_plait_exists_and_is_public() -> None:
-    """A bench that is run rarely is not broken by a renaming in silence."""
+    """A renaming must not silently break a bench that runs rarely."""
     broken = []
     for path in [*ROOT.glob("bench/*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("examples/**/*.py")]:
         tree, modules = ast.parse(path.read_text(encoding="utf-8")), dict[str, object]()
@@ -254,5 +254,5 @@ def test_what_benches_take_from_plait_exists_and_is_public() -> None:
 def is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is a module, no package
+    except ModuleNotFoundError:  # its parent is a module, not a package
         return False

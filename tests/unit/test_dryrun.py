@@ -1,4 +1,4 @@
-"""What a dry run pretends, which ranks it takes for alike, and that it sees ranks that would wait for each other."""
+"""The fake groups and tensors of a dry run, its kinds of ranks, and its detection of ranks that would wait for each other."""
 
 import json
 from collections import Counter
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from plait import Job, PlaitError, Plan
 from plait.cli.main import main
-from plait.engine.traffic import Message, Traffic, agree
-from plait.parallel.order import shard_plan
-from plait.planner.dryrun.dry_run import RankKinds, dry_run, known
-from plait.planner.dryrun.measure import measure
-from plait.planner.dryrun.pretend import Pretending, process_group
+from plait.engine.traffic import Message, Traffic, check_agreement
+from plait.parallel.apply_order import make_shard_plan
+from plait.planner.dryrun.dry_run import RankKinds, dry_run, sketch_weights
+from plait.planner.dryrun.fake_rank_mode import FakeRankMode, fake_process_group
+from plait.planner.dryrun.measure import measure_step
 from plait.tensors.torch_private import FakeTensorMode
 
 WIDTH, BATCH = 8, 20
@@ -56,12 +56,12 @@ def job(model: Any = mlp, loss: Any = F.cross_entropy, batch: int = BATCH) -> Jo
     )
 
 
-# — what is pretended —
+# — fakes —
 
 
 def test_numbers_that_are_not_there_have_stand_ins() -> None:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with Pretending(fakes):
+    with FakeRankMode(fakes):
         hollow = fakes.from_tensor(torch.full((3,), 7.0))
         assert hollow.tolist() == [0.0, 0.0, 0.0] and float(hollow.sum()) == 0.0
         assert (hollow > 1).tolist() == [True, True, True]
@@ -70,7 +70,7 @@ def test_numbers_that_are_not_there_have_stand_ins() -> None:
 
 def test_a_real_tensor_keeps_its_numbers_when_one_without_is_written_into_it() -> None:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with Pretending(fakes):
+    with FakeRankMode(fakes):
         real = torch.arange(4.0, dtype=torch.float64)
         same = real.copy_(fakes.from_tensor(torch.ones(4, dtype=torch.float64)))
         assert same is real and real.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -79,7 +79,7 @@ def test_a_real_tensor_keeps_its_numbers_when_one_without_is_written_into_it() -
 
 
 def test_other_ranks_send_what_this_one_sends() -> None:
-    with process_group(1, 3), Pretending(FakeTensorMode(allow_non_fake_inputs=True)):
+    with fake_process_group(1, 3), FakeRankMode(FakeTensorMode(allow_non_fake_inputs=True)):
         gathered = [torch.empty(2, dtype=torch.int64) for _ in range(3)]
         torch.distributed.all_gather(gathered, torch.tensor([4, 5]))
         assert [t.tolist() for t in gathered] == [[4, 5]] * 3
@@ -99,37 +99,37 @@ PLANS = (
 
 def kinds_of(line: str, batch: int = BATCH) -> RankKinds:
     plan, asked = Plan.parse(line), job(batch=batch)
-    sketch = known(asked, plan)[0]
-    return RankKinds.of(shard_plan(asked, plan, sketch), sketch, batch)
+    sketch = sketch_weights(asked, plan)[0]
+    return RankKinds.from_table(make_shard_plan(asked, plan, sketch), sketch, batch)
 
 
 @pytest.mark.parametrize("line", PLANS)
 def test_every_rank_is_like_one_that_runs(line: str) -> None:
     kinds = kinds_of(line, 64)
-    counts = Counter(kinds.like(rank) for rank in range(Plan.parse(line).world))
-    assert counts == kinds.counts()
-    assert all(kinds.like(rank) == rank for rank in counts)
+    counts = Counter(kinds.get_first(rank) for rank in range(Plan.parse(line).world))
+    assert counts == kinds.count_kinds()
+    assert all(kinds.get_first(rank) == rank for rank in counts)
 
 
 def test_ranks_with_other_samples_or_shorter_parts_are_of_another_kind() -> None:
-    assert kinds_of("dp=3").counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
-    assert kinds_of("fsdp=5").counts() == {0: 3, 3: 1, 4: 1}  # of 3 rows: 1, 1, 1, 0, 0; of 8, 32
+    assert kinds_of("dp=3").count_kinds() == {0: 2, 2: 1}  # 7, 7 and 6 samples
+    assert kinds_of("fsdp=5").count_kinds() == {0: 3, 3: 1, 4: 1}  # of 3 rows: 1, 1, 1, 0, 0; of 8, 32
 
 
 def test_shards_of_one_size_of_unlike_slices_are_of_two_kinds() -> None:
-    """Shards are gathered as if all were as large as the largest, which is another for each slice: V012 of an LSTM under fsdp and tp."""
+    """Shards are gathered as if all had the size of the largest, which differs per slice: V012 for an LSTM under fsdp and tp."""
     asked, plan = jobs_pipeline.LISTED["recurrent"](), Plan.parse("fsdp=2 tp=2")
-    sketch = known(asked, plan)[0]
-    assert RankKinds.of(shard_plan(asked, plan, sketch), sketch, 4).counts() == {0: 1, 1: 2, 2: 1}
+    sketch = sketch_weights(asked, plan)[0]
+    assert RankKinds.from_table(make_shard_plan(asked, plan, sketch), sketch, 4).count_kinds() == {0: 1, 1: 2, 2: 1}
 
 
 def test_stages_without_uneven_parts_have_no_kinds_for_them() -> None:
-    """The layer of 3 rows is on the last of two stages; the others' rows divide."""
-    assert kinds_of("pp=2 fsdp=4 microbatches=2", 32).counts() == {0: 4, 4: 3, 7: 1}
+    """The layer of 3 rows is on the last of two stages. The others' rows divide evenly."""
+    assert kinds_of("pp=2 fsdp=4 microbatches=2", 32).count_kinds() == {0: 4, 4: 3, 7: 1}
 
 
 def test_sixteen_thousand_ranks_are_few_kinds() -> None:
-    counts = kinds_of("pp=4 dp=1024 tp=4 microbatches=2", 4096).counts()
+    counts = kinds_of("pp=4 dp=1024 tp=4 microbatches=2", 4096).count_kinds()
     assert sum(counts.values()) == 16384 and len(counts) == 4
 
 
@@ -138,17 +138,17 @@ def test_sixteen_thousand_ranks_are_few_kinds() -> None:
 
 @pytest.fixture(scope="module")
 def records() -> dict[int, Traffic]:
-    """Of the four ranks of a pipeline of two stages, each cut in two."""
+    """Traffic of the four ranks of a pipeline of two stages, each with tp=2."""
     from plait.planner.dryrun import dry_run as dryrun
 
     plan = Plan.parse("pp=2 tp=2 microbatches=2")
-    sketch = dryrun.known(job(), plan)[0]
+    sketch = dryrun.sketch_weights(job(), plan)[0]
     kinds = RankKinds((0, 1, 2, 3))
     found: dict[int, Traffic] = {}
-    for rank in kinds.counts():
+    for rank in kinds.count_kinds():
         found[rank] = Traffic(rank, plan)
-        with dryrun.alone(job(), found[rank], sketch, real=False) as (engine, given, _):
-            measure(engine, 1, given)
+        with dryrun.run_alone(job(), found[rank], sketch, real=False) as (engine, given, _):
+            measure_step(engine, 1, given)
     return found
 
 
@@ -157,7 +157,7 @@ def like(rank: int) -> int:
 
 
 def changed(records: dict[int, Traffic], rank: int, op: str, change: Any) -> dict[int, Traffic]:
-    """The records with the first message of that operator changed, or left out."""
+    """The records with the first message of that operator changed or removed."""
     traffic = records[rank]
     at = next(i for i, m in enumerate(traffic.messages) if m.op == op)
     made = change(traffic.messages[at])
@@ -166,7 +166,7 @@ def changed(records: dict[int, Traffic], rank: int, op: str, change: Any) -> dic
 
 
 def test_ranks_of_a_plan_agree(records: dict[int, Traffic]) -> None:
-    agree(records, like)
+    check_agreement(records, like)
     assert {c.axes for m in records.values() for c in m.groups} == {"pp", "tp", "pp×tp"}
     assert all(m.messages for m in records.values())
 
@@ -187,7 +187,7 @@ def test_ranks_that_would_wait_for_each_other_are_named(
     records: dict[int, Traffic], rank: int, op: str, change: Any, told: str
 ) -> None:
     with pytest.raises(PlaitError, match="D001") as caught:
-        agree(changed(records, rank, op, change), like)
+        check_agreement(changed(records, rank, op, change), like)
     assert told in str(caught.value)
 
 
@@ -196,14 +196,14 @@ def test_an_extra_message_is_seen(records: dict[int, Traffic]) -> None:
         3, records[3].plan, records[3].groups, [*records[3].messages, Message(0, "send", 8, "[2] float32", 1)]
     )
     with pytest.raises(PlaitError, match="nothing more"):
-        agree(records | {3: extra}, like)
+        check_agreement(records | {3: extra}, like)
 
 
-# — the whole —
+# — complete dry runs —
 
 
 class Looks(nn.Module):
-    """Takes another way when its input is large."""
+    """Takes another branch if its input is large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_nothing_of_a_dry_run_stays() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
-)  # torch's own, when it makes a fake tensor of a view
+)  # torch's own value, when it makes a fake tensor of a view
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "tests/training.py", "--plan", "pp=2 dp=2 microbatches=2", "--dry-run"]
     assert main(line) == 0

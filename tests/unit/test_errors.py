@@ -1,4 +1,4 @@
-"""How an error is said: what, why, where, fix, one code; several at once; and a page for every code."""
+"""The format of an error: what, why, where, fix, one code. Several errors at once, and a page for every code."""
 
 import ast
 import pickle
@@ -102,6 +102,6 @@ def test_refusals_exit_with_2_wherever_they_are_found() -> None:
 def test_a_file_of_a_library_is_named_as_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a virtual environment in the folder of the job."""
     monkeypatch.setattr("sys.path", ["", "/home/job", "/home/job/.venv/lib", "/home"])
-    assert failures._library("/home/job/.venv/lib/torch/nn/functional.py") == "torch/nn/functional.py"
-    assert failures._library("/home/job/train.py") == "train.py"
-    assert failures._library("/elsewhere/x.py") == "/elsewhere/x.py"
+    assert failures._strip_import_root("/home/job/.venv/lib/torch/nn/functional.py") == "torch/nn/functional.py"
+    assert failures._strip_import_root("/home/job/train.py") == "train.py"
+    assert failures._strip_import_root("/elsewhere/x.py") == "/elsewhere/x.py"

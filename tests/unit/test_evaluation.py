@@ -1,4 +1,4 @@
-"""Evaluation sees every sample once, whatever the number of ranks, and draws the same numbers for it."""
+"""Evaluation uses every sample once, for any number of ranks, and draws the same random numbers for it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait import Evaluate, Job
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.data.loading import DeviceCopies
+from plait.data.loading import DevicePrefetcher
 from plait.engine.evaluate import evaluate
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Watch(nn.Module):
-    """Notes its mode in every forward pass."""
+    """Records its mode in every forward pass."""
 
     def __init__(self, modes: list[bool]):
         super().__init__()
@@ -37,7 +37,7 @@ class Watch(nn.Module):
 def evaluated(
     data: Any, rank: int, ranks: int | Plan, model: nn.Module | None = None, batch: int = 6
 ) -> list[tuple[int, list[float]]]:
-    """What one of `ranks` ranks sees of an evaluation set of `data`."""
+    """The samples that one of `ranks` ranks receives from the evaluation set `data`."""
     seen: list[tuple[int, list[float]]] = []
 
     def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def evaluated(
     )
     mean = evaluate(
         SimpleNamespace(job=job, plan=plan, module=model or nn.Identity(), device=CPU, mesh=Mesh(plan, rank), batch_peers=BatchPeers(),
-                        setup=SimpleNamespace(place=Place(rank, plan.world), inputs=DeviceCopies(CPU), cast=None), techniques=Techniques())
+                        setup=SimpleNamespace(place=Place(rank, plan.world), device_copies=DevicePrefetcher(CPU), cast=None), techniques=Techniques())
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})
     return seen

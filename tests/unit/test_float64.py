@@ -1,4 +1,4 @@
-"""The float64 mode of proofs: what is written in place reaches its target. And how two results of float64 are compared."""
+"""The float64 mode of proofs: in-place writes reach their target. The comparison of two float64 results."""
 
 import math
 from collections.abc import Callable
@@ -8,27 +8,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.proof.probes import apart, size_of
-from plait.tensors.float64 import Shadow, Wide, near
-from plait.tensors.modules import convert
+from plait.proof.probes import measure_scale, relative_max_diff
+from plait.tensors.float64 import Float64Mode, Float64Shadow, is_close
+from plait.tensors.module_state import convert_module
 
 X = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64)
 
 
 def test_rounding_is_near_and_a_difference_is_not() -> None:
-    assert near(X, X * (1 + 1e-12))
-    assert not near(X, X + 1e-8)
-    assert not near(X, X.view(2, 3))
-    assert not near(X, X.float())
-    assert near(X * math.nan, X * math.nan)
-    assert near(torch.arange(3), torch.arange(3)) and not near(torch.arange(3), torch.arange(1, 4))
+    assert is_close(X, X * (1 + 1e-12))
+    assert not is_close(X, X + 1e-8)
+    assert not is_close(X, X.view(2, 3))
+    assert not is_close(X, X.float())
+    assert is_close(X * math.nan, X * math.nan)
+    assert is_close(torch.arange(3), torch.arange(3)) and not is_close(torch.arange(3), torch.arange(1, 4))
 
 
 def test_differences_are_relative_to_the_largest_number_or_a_floor() -> None:
-    assert apart(X, X + 1.0, size_of(X)) == 0.5
-    assert apart(0 * X, 0 * X + 1.0, size_of(0 * X, 4.0)) == 0.25
-    assert apart(X, X * math.nan, size_of(X)) == math.inf
-    assert apart(X[:0], X[:0], size_of(X[:0])) == 0.0
+    assert relative_max_diff(X, X + 1.0, measure_scale(X)) == 0.5
+    assert relative_max_diff(0 * X, 0 * X + 1.0, measure_scale(0 * X, 4.0)) == 0.25
+    assert relative_max_diff(X, X * math.nan, measure_scale(X)) == math.inf
+    assert relative_max_diff(X[:0], X[:0], measure_scale(X[:0])) == 0.0
 
 
 TABLE, SLOTS = torch.zeros(3, 4), torch.full((4,), 0.5)
@@ -110,7 +110,7 @@ def test_writes_reach_narrow_tensors_in_the_float64_mode(work: Callable[[Tensor]
     after = [t.clone() for t in (TABLE, SLOTS, PHASES, HALF)]
     for t, value in zip((TABLE, SLOTS, PHASES, HALF), before):
         t.copy_(value)
-    with Wide():
+    with Float64Mode():
         wide = work(wide_given)
     wide.sum().backward()
     assert wide.dtype == torch.float64
@@ -125,26 +125,26 @@ def test_writes_reach_narrow_tensors_in_the_float64_mode(work: Callable[[Tensor]
 def test_a_narrow_tensor_keeps_what_float64_wrote_into_it() -> None:
     kept = torch.zeros(2)
     for _ in range(3):
-        with Wide():
+        with Float64Mode():
             kept += torch.tensor([1e-12, 1.0], dtype=torch.float64)
             read = kept - torch.tensor([0.0, 1.0])
     assert float(read[0]) == pytest.approx(3e-12, rel=1e-9)
     kept.zero_()  # outside of the mode
-    with Wide():
+    with Float64Mode():
         assert float((kept + 0.0).sum()) == 0.0
 
 
 def test_what_is_not_used_any_more_has_no_shadow() -> None:
     for _ in range(3):
-        with Wide():
+        with Float64Mode():
             torch.from_numpy(np.zeros(4, np.float32)).add_(1.0)
-    assert len(Shadow.known) <= 6
+    assert len(Float64Shadow.by_storage) <= 6
 
 
 def test_a_module_is_converted_with_its_complex_tensors() -> None:
     module = nn.Module()
     module.register_buffer("phases", torch.polar(torch.ones(2), torch.arange(2.0)))
     module.weight = nn.Parameter(torch.ones(2))
-    convert(module, None, torch.float64)
+    convert_module(module, None, torch.float64)
     assert module.phases.dtype == torch.complex128 and module.weight.dtype == torch.float64
-    assert near(module.phases, module.phases * (1 + 1e-12)) and not near(module.phases, module.phases + 1e-8j)
+    assert is_close(module.phases, module.phases * (1 + 1e-12)) and not is_close(module.phases, module.phases + 1e-8j)

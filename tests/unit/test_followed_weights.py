@@ -1,4 +1,4 @@
-"""A teacher outside of the model that follows its weights: refused where a rank has no whole weight for the code that writes it."""
+"""A teacher outside of the model that follows the model's weights. It is rejected if a rank lacks a full weight that the update reads."""
 
 import copy
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.plan import Plan
-from plait.model.make import call
-from plait.model.sketch import sketch
+from plait.model.build_model import run_model
+from plait.model.sketch import sketch_model
 from plait.parallel import mutations
 from plait.parallel.fsdp import groups
 
 
 class Student(nn.Module):
-    """Two blocks, and copies of them in a list that follow in a hook, in the forward pass, or in a hook of the first block."""
+    """Two blocks and a list of their copies. The copies are updated in a hook, in the forward pass, or in a hook of the first block."""
 
     def __init__(self, where: str):
         super().__init__()
@@ -44,20 +44,20 @@ class Student(nn.Module):
             y = y + block(y)
         if self.where == "forward":
             self.move(self.blocks, self.teacher[0])
-        x = x + self.blocks[0][0].bias.detach().clone().mul_(self.blocks[0][0].bias)  # a tensor of its own follows nobody
+        x = x + self.blocks[0][0].bias.detach().clone().mul_(self.blocks[0][0].bias)  # a separate tensor follows no weight
         return y, self.teacher[0][1](self.teacher[0][0](x))
 
 
 @pytest.mark.parametrize("where", ["before", "after", "forward", "block", "never"])
 def test_a_teacher_outside_of_the_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     student = Student(where)
-    found = sketch(student, lambda n: torch.ones(n, 8), call)
-    assert set(found.followed) == {
+    found = sketch_model(student, lambda n: torch.ones(n, 8), run_model)
+    assert set(found.outside_writes) == {
         n for n, _ in student.named_parameters() if where != "never" and (where != "block" or n.startswith("blocks.0"))
     }
     cut = lambda plan: ("blocks.0.0.weight",) if plan.tp > 1 else ()  # noqa: E731
-    refused = lambda line: mutations.refused(plan := Plan.parse(line), found, cut(plan)) is not None  # noqa: E731
+    refused = lambda line: mutations.find_lost_write(plan := Plan.parse(line), found, cut(plan)) is not None  # noqa: E731
     assert not refused("dp=2") and not refused("fsdp=2"), "all is gathered with the root"
     assert refused("tp=2") == (where != "never") and refused("pp=2") == (where in ("before", "after", "forward"))
-    monkeypatch.setattr(groups, "TINY", 0)
+    monkeypatch.setattr(groups, "TINY_BYTES", 0)
     assert not refused("fsdp=2"), "units whose weights other code uses are gathered with the root"

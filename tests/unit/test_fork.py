@@ -1,7 +1,7 @@
-"""No verb computes gradients, or anything else that a device has threads for, before it forks its processes.
+"""No command computes gradients before it forks its processes, or runs anything else that starts threads for a device.
 
-Where torch sees a GPU, autograd starts a thread for it at the first backward pass, and a process that did so cannot be
-forked for training. A library of 25 lines (`tests/guard.cpp`) pretends that there is one. Every verb then runs in a fork
+If torch sees a GPU, autograd starts a thread for it at the first backward pass, and that process cannot be
+forked for training. A library of 25 lines (`tests/guard.cpp`) simulates such a GPU. Every command then runs in a fork
 of one fresh process.
 """
 
@@ -108,58 +108,58 @@ def test_every_verb_runs_where_torch_sees_a_device(verbs: dict[str, Sequence[str
 def test_a_process_that_has_used_cuda_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(PlaitError) as caught:
-        fork.run(lambda place: {}, 1)
+        fork.run_ranks(lambda place: {}, 1)
     assert caught.value.codes == ["H011"] and caught.value.exit_code == 2
 
 
 @pytest.fixture
 def with_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cuda_names", lambda: ["one", "two"])
+    monkeypatch.setattr(devices, "list_cuda_devices", lambda: ["one", "two"])
 
 
 @pytest.mark.parametrize(
     "name, value, why",
     (
-        ("autograd_threads", ["pt_autograd_0"], "autograd has threads for devices here (pt_autograd_0)"),
-        ("driver_started", True, "something in this process has started the CUDA driver"),
-        ("_fork_is_marked", True, "something in this process has asked the CUDA runtime"),
+        ("list_autograd_threads", ["pt_autograd_0"], "autograd has threads for devices here (pt_autograd_0)"),
+        ("is_driver_started", True, "this process has started the CUDA driver"),
+        ("_is_fork_marked", True, "this process has called the CUDA runtime"),
     ),
 )
 def test_what_spoils_a_process_is_said_before_the_fork(
     name: str, value: object, why: str, monkeypatch: pytest.MonkeyPatch, with_devices: None
 ) -> None:
-    devices.check("cuda", 2)
+    devices.check_devices("cuda", 2)
     monkeypatch.setattr(forkable, name, lambda: value)
-    devices.check("cpu", 2)
+    devices.check_devices("cpu", 2)
     with pytest.raises(PlaitError, match=re.escape(why)) as caught:
-        devices.check("cuda", 2)
+        devices.check_devices("cuda", 2)
     assert caught.value.codes == ["H011"] and "torchrun" in str(caught.value)
 
 
 def test_a_mark_on_forks_is_seen_by_a_fork_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getpid()
-    assert not forkable.spoilt(on_devices=True)
+    assert not forkable.find_fork_obstacle(on_devices=True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
-    assert "asked the CUDA runtime" in forkable.spoilt(on_devices=True) and not forkable.spoilt()
+    assert "called the CUDA runtime" in forkable.find_fork_obstacle(on_devices=True) and not forkable.find_fork_obstacle()
 
 
 def test_the_driver_itself_says_whether_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library in the driver's place. Open files do not tell: NVML opens /dev/nvidia-uvm too, and may be asked before a fork."""
+    """A library replaces the driver. Open files are no evidence: NVML opens /dev/nvidia-uvm too, and may be used before a fork."""
     source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
     source.write_text(
         "static int on; void cuInit(void) { on = 1; } int cuDeviceGetCount(int *count) { return on ? *count = 1, 0 : 3; }"
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    monkeypatch.setattr(forkable, "DRIVER", str(library))
-    assert not forkable.driver_started(), "nobody has loaded it"
+    monkeypatch.setattr(forkable, "DRIVER_LIBRARY", str(library))
+    assert not forkable.is_driver_started(), "nobody has loaded it"
     driver = ctypes.CDLL(str(library))
-    assert not forkable.spoilt(on_devices=True) and not forkable.autograd_threads()
+    assert not forkable.find_fork_obstacle(on_devices=True) and not forkable.list_autograd_threads()
     driver.cuInit()
-    assert "started the CUDA driver" in forkable.spoilt(on_devices=True)
+    assert "started the CUDA driver" in forkable.find_fork_obstacle(on_devices=True)
 
 
 def test_what_a_library_asks_of_a_device_while_it_is_imported_is_asked_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao asks whether there is Triton, torch then for the device's properties: that starts CUDA, and ranks could not be forked."""
+    """torchao checks for Triton, and torch then queries the device's properties. That starts CUDA, and ranks could not be forked."""
     asked = []
 
     class Properties:
@@ -180,7 +180,7 @@ def test_what_a_library_asks_of_a_device_while_it_is_imported_is_asked_by_a_fork
     forkable.answer_by_forks()
     assert torch.cuda.get_device_properties is get_device_properties, "a torch without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with forkable.answered_by_forks():
+    with forkable.use_fork_answers():
         assert torch.cuda.get_device_properties(1).major == 9 and not asked
     assert torch.cuda.get_device_properties is get_device_properties, "afterwards all is as before"
     forkable.answer_by_forks()
@@ -201,5 +201,5 @@ def test_a_job_that_asks_whether_cuda_is_there_asks_nvml(monkeypatch: pytest.Mon
     main.main(["help", "H011"])
     assert os.environ[forkable.NVML_CHECK] == "1"
     monkeypatch.setenv(forkable.NVML_CHECK, "0")
-    forkable.stay()
+    forkable.keep_forkable()
     assert os.environ[forkable.NVML_CHECK] == "0", "the user's own choice"

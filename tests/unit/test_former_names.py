@@ -1,4 +1,4 @@
-"""Names of the version before: plan keys, options and values are accepted with a warning, and old files are read without one."""
+"""Names of the previous version: plan keys, options and values are accepted with a warning, and old files are read without one."""
 
 import warnings
 from dataclasses import fields
@@ -11,27 +11,27 @@ import pytest
 import plait
 from plait.cli import main
 from plait.config import command_options as of
-from plait.config.command_options import options_of
+from plait.config.command_options import list_options
 from plait.config.errors import PlaitError
 from plait.config.former_names import FormerName
-from plait.config.keys import FORMER, KEYS
+from plait.config.keys import FORMER_KEYS, KEYS
 from plait.config.plan import Plan
 
 OPTIONS = [
     (command, option) for command in vars(of).values() if isinstance(command, type) and issubclass(command, of.CommandOptions)
-    for option in options_of(command).values() if option.former or option.former_values
+    for option in list_options(command).values() if option.former or option.former_values
 ]  # fmt: skip
 
 
 def example(key: str) -> str:
     """A value of a plan key that is not its default."""
     found, usual = KEYS[key], str(getattr(Plan, key))
-    return next((choice for choice in found.choices if choice != usual), str(found.least + 2))
+    return next((choice for choice in found.choices if choice != usual), str(found.minimum + 2))
 
 
-@pytest.mark.parametrize("former", FORMER)
+@pytest.mark.parametrize("former", FORMER_KEYS)
 def test_a_plan_is_read_by_the_former_name_of_a_key(former: str, tmp_path: Path) -> None:
-    now = FORMER[former]
+    now = FORMER_KEYS[former]
     value = example(now)
     right = Plan.parse(f"{now}={value}")
     with pytest.warns(FormerName, match=f"plan key {former} is now called {now};"):
@@ -67,7 +67,7 @@ def test_no_former_name_is_a_present_one(command: type[of.CommandOptions], optio
 def test_former_options_on_the_command_line() -> None:
     words = ["train", "job.py", "--restarts", "5", "--fewer", "--patience=60", "--ranks", "0,1", "--to", "wandb", "--to=mlflow", "--save", "all"]
     with pytest.warns(FormerName) as warned:
-        _, given = main.parsed(words)
+        _, given = main.parse_command_line(words)
     assert isinstance(given, of.TrainOptions)
     assert (given.max_restarts, given.allow_shrink, given.hang_timeout, given.log_ranks) == (5, True, 60.0, "0,1")
     assert given.tracker == ("wandb", "mlflow") and given.checkpoint_params == "all"
@@ -77,7 +77,7 @@ def test_former_options_on_the_command_line() -> None:
 
 def test_a_former_value_of_an_option() -> None:
     with pytest.warns(FormerName, match="value --objective fewest is now called min-devices"):
-        _, given = main.parsed(["plan", "job.py", "--objective", "fewest", "--deadline", "24h"])
+        _, given = main.parse_command_line(["plan", "job.py", "--objective", "fewest", "--deadline", "24h"])
     assert isinstance(given, of.PlanOptions) and given.objective == "min-devices"
 
 

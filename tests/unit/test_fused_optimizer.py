@@ -1,4 +1,4 @@
-"""The kernel that updates the weights on a GPU, where the job leaves it open."""
+"""The fused kernel that updates the weights on a GPU, unless the job sets `fused`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def fused(kind: Any, devices: tuple[str, ...], dtype: torch.dtype = torch.float3
     with FakeTensorMode():
         held = [nn.Parameter(torch.empty(2, device=device, dtype=dtype)) for device in devices]
     optimizer = kind([{"params": [p]} for p in held], lr=0.1, **given)
-    optimizers.choose(optimizer, torch.device("cpu" if "cpu" in devices[:1] else "cuda"))
+    optimizers.fuse_update(optimizer, torch.device("cpu" if "cpu" in devices[:1] else "cuda"))
     return [group.get("fused") for group in optimizer.param_groups]
 
 
@@ -38,20 +38,20 @@ def test_what_the_job_says_is_kept() -> None:
 
 
 def test_momentum_begins_as_without_fusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of parameters that get their first gradient late, also in a step that is left out."""
-    monkeypatch.setattr(optimizers, "_there", lambda p: True)
+    """For parameters that get their first gradient late, also in a skipped step."""
+    monkeypatch.setattr(optimizers, "_can_fuse", lambda p: True)
 
     def trained(gradients: list[tuple[float | None, float | None]], left_out: int = -1, **given: Any) -> list[Any]:
         held = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
         optimizer = torch.optim.SGD([{"params": [p]} for p in held], lr=0.1, momentum=0.9, nesterov=True, **given)
-        optimizers.choose(optimizer, torch.device("cuda" if not given else "cpu"))
+        optimizers.fuse_update(optimizer, torch.device("cuda" if not given else "cpu"))
         for step, numbers in enumerate(gradients):
             for p, number in zip(held, numbers):
                 p.grad = None if number is None else torch.full((3,), number)
             finite = torch.tensor(step != left_out) if not given else None
             if given and step == left_out:
                 continue
-            train_step.step(optimizer, Hooks(), finite)
+            train_step.step_optimizer(optimizer, Hooks(), finite)
         return [p.tolist() for p in held] + [bool(group.get("fused")) for group in optimizer.param_groups]
 
     for left_out in (-1, 1):
@@ -59,12 +59,12 @@ def test_momentum_begins_as_without_fusing(monkeypatch: pytest.MonkeyPatch) -> N
         (*mine, one, two), (*its, _, _) = trained(course, left_out), trained(course, left_out, foreach=False)
         assert one and two and mine == [pytest.approx(numbers) for numbers in its]
     damped = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9, dampening=0.5)
-    optimizers.choose(damped, torch.device("cuda"))
+    optimizers.fuse_update(damped, torch.device("cuda"))
     assert not damped.param_groups[0]["fused"], "its first gradient counts otherwise than the next"
 
 
 def test_it_is_no_hyperparameter() -> None:
-    """A run that goes on elsewhere updates as it is best there."""
+    """A run that continues on other hardware uses the fastest update there."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
-    (group,) = optimizer_state.hyperparameters(optimizer)
+    (group,) = optimizer_state.list_hyperparameters(optimizer)
     assert "lr" in group and not {"fused", "foreach"} & set(group)

@@ -1,4 +1,4 @@
-"""One word for one thing: what the code names is in docs/glossary.md, and documents use no second word for it."""
+"""One word per concept: docs/glossary.md contains the names of the code, and documents use no synonyms."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ import pytest
 
 import plait
 from plait.config.keys import KEYS
-from plait.engine.step import SPANS
-from plait.parallel.order import ORDER
+from plait.engine.step import SPAN_NAMES
+from plait.parallel.apply_order import ORDER
 
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
@@ -20,7 +20,7 @@ AXES = {"replica_groups", "dp", "fsdp", "tp", "cp", "ep", "pp"}
 NAMES = {
     "plan key": set(KEYS),
     "public name": set(plait.__all__),
-    "span": set(SPANS),
+    "span": set(SPAN_NAMES),
     "axis": {strategy.AXIS for strategy in ORDER if strategy.AXIS},
 }
 

@@ -1,4 +1,4 @@
-"""`plait plan` and tensor parallelism run no model at its real size: short rows, a bound on memory, and nothing that a pin rules out."""
+"""`plait plan` and tensor parallelism run no model at its full size: short rows, a memory limit, and no step for options that a pin excludes."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch.nn import functional as F
 import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.model.fake_model import sketched
-from plait.model.make import call
-from plait.parallel.tensor import choose
-from plait.planner.from_sketch import cuts_of
+from plait.model.build_model import run_model
+from plait.model.fake_model import sketch_fake_model
+from plait.parallel.tensor import choose_slices
+from plait.planner.workload import find_shardable
 
 LENGTH, WORDS, WIDTH = 512, 1000, 32
 
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """Its loss is in its forward, which takes a view of what it is given."""
+    """Its loss is in its forward, which takes a view of its input."""
 
     def __init__(self, fixed: bool = False):
         super().__init__()
@@ -66,20 +66,20 @@ def inputs(n: int) -> Any:
 
 def test_a_forward_that_takes_a_view_of_its_inputs_is_followed_on_short_rows() -> None:
     asked = job()
-    _, sketch = sketched(asked)
+    _, sketch = sketch_fake_model(asked)
     model = Own()
-    found = choose.slices_of(sketch, model, inputs, call, asked, Plan(tp=2), most=1e6)
+    found = choose_slices.find_plan_slices(sketch, model, inputs, run_model, asked, Plan(tp=2), most=1e6)
     assert [group.row for group in found.groups] == ["layers.0.down", "layers.1.down"] and model.longest < 20
 
 
 def test_a_model_for_whole_rows_alone_is_followed_within_a_bound_that_is_told() -> None:
     asked = job(fixed=True)
-    _, sketch = sketched(asked)
+    _, sketch = sketch_fake_model(asked)
     model = Own(fixed=True)
-    with pytest.raises(PlaitError, match="takes more than 977 KiB") as caught:
-        choose.slices_of(sketch, model, inputs, call, asked, Plan(tp=2), most=1e6)
+    with pytest.raises(PlaitError, match="needs more than 977 KiB") as caught:
+        choose_slices.find_plan_slices(sketch, model, inputs, run_model, asked, Plan(tp=2), most=1e6)
     assert caught.value.codes == ["P034"]
-    found = choose.slices_of(sketch, model, inputs, call, asked, Plan(tp=2))
+    found = choose_slices.find_plan_slices(sketch, model, inputs, run_model, asked, Plan(tp=2))
     assert [group.row for group in found.groups] == ["layers.0.down", "layers.1.down"]
 
 
@@ -88,7 +88,7 @@ def test_what_a_pin_rules_out_is_not_looked_for_and_lists_of_layers_run_on_few_w
     asked, seen = job(), list[int]()
     forward = Own.forward
     monkeypatch.setattr(Own, "forward", lambda self, x, y: seen.append(x.shape[1]) or forward(self, x, y))
-    model, sketch = sketched(asked)
+    model, sketch = sketch_fake_model(asked)
     seen.clear()
-    cuts = cuts_of(sketch, model, inputs, asked, tp)
+    cuts = find_shardable(sketch, model, inputs, asked, tp)
     assert bool(cuts.slices.groups) == tp and not cuts.mixtures and max(seen) <= 257, seen

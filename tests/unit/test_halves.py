@@ -1,4 +1,4 @@
-"""A backward in two halves gives the gradients of a plain one, for graphs of every shape."""
+"""A backward pass in two halves gives the gradients of an undivided one, for graphs of every shape."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.parallel.pipeline.stage import halves
+from plait.parallel.pipeline.stage import split_backward
 
 WIDTH = 3
 
@@ -42,9 +42,9 @@ class Graph:
                 values.append(x * y.tanh())
             elif kind == 4:
                 values.append(x + y)
-            elif kind == 5:  # off the way to the inputs: two weights meet first
+            elif kind == 5:  # not on the path to the inputs: two weights meet first
                 values.append(x @ (weight @ self.weights[0]).tanh())
-            else:  # of weights alone
+            else:  # of weights only
                 values.append((weight * self.weights[1]).sin() + x.detach())
         return [values[-1], *(values[int(e * len(values))] for e in self.ends)]
 
@@ -59,7 +59,7 @@ class Graph:
 def backward(
     graph: Graph, order: Callable[[list[Callable[[], None]]], None] | None, micros: int
 ) -> list[Tensor | None]:
-    """Gradients of the weights and the inputs; `order` runs the second halves, without it backward is a plain one."""
+    """Gradients of the weights and the inputs. `order` runs the second halves; without it backward is undivided."""
     found: list[Tensor | None] = []
     later: list[Callable[[], None]] = []
     for weight in graph.weights:
@@ -73,7 +73,7 @@ def backward(
     for inputs, outputs, gradients in runs:
         wanted = [t for t in inputs if t.requires_grad]
         if order is not None:
-            later.append(halves(outputs, gradients, wanted))
+            later.append(split_backward(outputs, gradients, wanted))
         elif outputs:
             torch.autograd.backward(outputs, gradients)
         found += [None if t.grad is None else t.grad.clone() for t in wanted]
@@ -99,14 +99,14 @@ def test_equals_a_plain_backward(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_several_micro_batches_open_at_once(seed: int, last_first: bool) -> None:
-    """Second halves come when the schedule says, in any order, and each belongs to its own graph."""
+    """Second halves run when the schedule requires it, in any order, and each belongs to its own graph."""
     graph = Graph(seed)
     order = lambda later: [w() for w in (reversed(later) if last_first else later)] and None  # noqa: E731
     same(backward(graph, order, 3), backward(graph, None, 3))
 
 
 class Times(torch.autograd.Function):
-    """x @ w, and how often its gradients were computed."""
+    """Computes x @ w, and counts how often its gradients were computed."""
 
     calls = 0
 
@@ -123,12 +123,12 @@ class Times(torch.autograd.Function):
 
 
 def test_what_the_second_half_could_only_find_on_the_way_to_the_inputs_is_not_put_off() -> None:
-    """A weight that two operators lead to, and one behind an operator in Python; the first half gives no other a gradient."""
+    """A weight that two operators lead to, and one behind a Python operator. The first half gives no other weight a gradient."""
     shared, own, python = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
     x = torch.randn(2, 3, requires_grad=True)
     Times.calls = 0
     out = Times.apply(((x @ shared).relu() @ own).relu() @ shared, python)
-    later = halves([out.sum()], [None], [x])
+    later = split_backward([out.sum()], [None], [x])
     assert x.grad is not None and shared.grad is not None and python.grad is not None and own.grad is None
     first = shared.grad.clone()
     later()
@@ -136,26 +136,26 @@ def test_what_the_second_half_could_only_find_on_the_way_to_the_inputs_is_not_pu
 
 
 def test_what_a_decoder_computes_by_itself_is_gone_through_once() -> None:
-    """A norm that an attention to the encoder's states leads to, on the way to weights which the sum behind it leads to too."""
+    """Two paths lead to the same weights: a norm behind attention to the encoder's states, and the sum after it."""
     own, norm, query, key = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(4))
     states = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     Times.calls = 0
     hidden = torch.ones(2, 3, dtype=torch.float64) @ own
     asked = Times.apply(hidden @ norm, query)
     out = (hidden + asked * (states @ key)).sin()
-    later = halves([out.sum()], [None], [states])
+    later = split_backward([out.sum()], [None], [states])
     assert states.grad is not None and own.grad is not None and key.grad is None
     later()
     assert key.grad is not None and norm.grad is not None and query.grad is not None and Times.calls == 1
 
 
 def test_the_two_halves_are_apart() -> None:
-    """Of a chain of products, the first half gives the input its gradient, the second the weights theirs."""
+    """For a chain of products, the first half computes the gradient of the input, the second those of the weights."""
     weights = [torch.randn(3, 3, requires_grad=True) for _ in range(3)]
     x = h = torch.randn(2, 3, requires_grad=True)
     for w in weights:
         h = (h @ w).relu()
-    later = halves([h.sum()], [None], [x])
+    later = split_backward([h.sum()], [None], [x])
     assert x.grad is not None and all(w.grad is None for w in weights)
     later()
     assert all(w.grad is not None for w in weights)
@@ -171,7 +171,7 @@ def test_a_weight_used_before_and_after_a_skip(skip: bool) -> None:
         h = (x @ w).tanh()
         out = ((h @ w) + (x if skip else 0.0)).sin() @ w
         if split:
-            halves([out], [torch.ones_like(out)], [x])()
+            split_backward([out], [torch.ones_like(out)], [x])()
         else:
             out.backward(torch.ones_like(out))
         return x.grad, w.grad

@@ -1,4 +1,5 @@
-"""What a job's data opened before ranks and loader processes are forked: files have an offset in each, connections are refused."""
+"""Handles that a job's data opened before ranks and loader processes are forked: each process has its own file offset, and connections are
+rejected."""
 
 import io
 import multiprocessing
@@ -28,15 +29,15 @@ import plait
 from plait import PlaitError
 from plait.config.plan import Plan
 from plait.data.batch import BatchShare, Position
-from plait.data.loading import batches
-from plait.data.reachable import check_loaders, check_unshared, connection_in
+from plait.data.loading import iter_batches
+from plait.data.reachable_objects import check_loader_data, check_unshared, find_connection
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.proof.verify import verify
 
 LENGTH, READS = 24, 400
 OPENED: Any = None
-"""What a job file opens at its module level."""
+"""Handles that a job file opens at its module level."""
 
 
 def row(i: int) -> np.ndarray:
@@ -44,7 +45,7 @@ def row(i: int) -> np.ndarray:
 
 
 class Rows:
-    """Samples that `read(i)` gives."""
+    """Samples that `read(i)` returns."""
 
     def __init__(self, read: Callable[[int], bytes]):
         self.read = read
@@ -79,7 +80,7 @@ def descriptor(path: Path, closing: ExitStack) -> Callable[[int], bytes]:
 
 
 def deleted(path: Path, closing: ExitStack) -> Callable[[int], bytes]:
-    """A temporary file, which has no name any more."""
+    """A temporary file that no longer has a name."""
     file = closing.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
     file.write((path / "rows").read_bytes())
 
@@ -135,7 +136,7 @@ def hdf5(path: Path, closing: ExitStack) -> Callable[[int], bytes]:
 
 @pytest.fixture
 def closing() -> Iterator[ExitStack]:
-    """What is open while a test runs."""
+    """Handles that are open while a test runs."""
     with ExitStack() as stack:
         yield stack
 
@@ -152,7 +153,7 @@ def test_ranks_that_seek_in_one_file_do_not_move_each_other(tmp_path: Path, clos
         both.wait(60)
         return {"read": list(file.read(4))}
 
-    assert fork.run(reads, 2) == [{"read": [0, 1, 2, 3]}, {"read": [4, 5, 6, 7]}]
+    assert fork.run_ranks(reads, 2) == [{"read": [0, 1, 2, 3]}, {"read": [4, 5, 6, 7]}]
 
 
 @pytest.mark.slow
@@ -168,15 +169,15 @@ def test_every_rank_and_loader_process_reads_a_file_at_its_own_offset(
         for k in range(READS):
             i = (k * (7 + 4 * place.rank)) % LENGTH
             wrong += not np.array_equal(data[i][0].numpy(), row(i) / np.float32(100))
-        source = batches(data, 8, 0, BatchShare(), Position(), workers=2)
+        source = iter_batches(data, 8, 0, BatchShare(), Position(), workers=2)
         for _ in range(6):
-            micro = next(source).micro[0]
+            micro = next(source).micro_batches[0]
             wrong += sum(
                 not np.array_equal(x.numpy(), row(i) / np.float32(100)) for x, i in zip(micro.inputs, micro.ids)
             )
         return {"wrong": wrong}
 
-    assert fork.run(reads, 2) == [{"wrong": 0}] * 2
+    assert fork.run_ranks(reads, 2) == [{"wrong": 0}] * 2
 
 
 class Lazy(Rows):
@@ -188,7 +189,7 @@ class Lazy(Rows):
 
 
 class Global(Rows):
-    """A database of the module's, named in a method only."""
+    """A database of the module, named only in a method."""
 
     def __getitem__(self, i: int) -> Any:
         return OPENED.execute("SELECT 1").fetchone()
@@ -215,11 +216,11 @@ def test_what_each_process_has_for_itself_is_not_refused(
     monkeypatch.setitem(globals(), "OPENED", memory)
     for held in (Lazy(tmp_path), memory, file, closed, threading.Lock(), [1, 2], {"log": plait}, queue.Queue(), Global):
         check_unshared(job(lambda held=held: Rows(lambda i: held)))  # pyrefly: ignore
-        check_loaders(held)
+        check_loader_data(held)
 
 
 def connection(name: str, path: Path, closing: ExitStack) -> Any:
-    """One that is open."""
+    """An open connection."""
     if name in ("database", "inside a slot"):
         database = closing.enter_context(closed_after(sqlite3.connect(path / "rows.db")))
         return database if name == "database" else Slotted([database])
@@ -254,7 +255,7 @@ def test_an_open_connection_is_refused_before_ranks_and_loader_processes(
             check_unshared(job(data))
         assert error.value.codes == ["J046"], error.value
     with pytest.raises(PlaitError) as error:
-        next(batches(Rows(lambda i: held), 4, 0, BatchShare(), Position(), workers=1))
+        next(iter_batches(Rows(lambda i: held), 4, 0, BatchShare(), Position(), workers=1))
     assert error.value.codes == ["J046"] and "--workers 0" in str(error.value)
 
 
@@ -262,7 +263,7 @@ def test_a_database_of_the_module_is_refused_by_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: ExitStack
 ) -> None:
     monkeypatch.setitem(globals(), "OPENED", connection("database", tmp_path, closing))
-    assert connection_in(lambda: Global(lambda i: b"")) is not None
+    assert find_connection(lambda: Global(lambda i: b"")) is not None
     with pytest.raises(PlaitError) as error:
         verify(job(lambda: Global(lambda i: b"")), Plan.parse("dp=2"))
     assert error.value.codes == ["J046"] and "OPENED" in str(error.value)

@@ -1,4 +1,5 @@
-"""Plans, machines and weights that no person wrote: pipes, devices, giants, deep or endless text. Refused by name, at once."""
+"""Plans, machines and weights of unexpected kinds: pipes, devices, huge files, deeply nested or endless text. Each is rejected by name, at
+once."""
 
 import os
 import socket
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint.opening import open_weights
+from plait.checkpoint.foreign_weights import open_weights
 from plait.cli.main import main
 from plait.config.errors import PlaitError
-from plait.config.files import open_plain, read_plain
+from plait.config.files import open_plain_file, read_plain_file
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.launch import gate
@@ -21,7 +22,7 @@ Maker = Callable[[Path], None]
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         here = os.getcwd()
-        os.chdir(path.parent)  # a socket's name may have no more than 107 characters
+        os.chdir(path.parent)  # a socket's name may have at most 107 characters
         try:
             listening.bind(path.name)
         finally:
@@ -114,21 +115,21 @@ def test_paths_that_no_file_has(path: str, capfd: pytest.CaptureFixture[str], tm
 def test_a_plain_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"abc")
-    assert read_plain(path, 3) == b"abc"
+    assert read_plain_file(path, 3) == b"abc"
     (tmp_path / "link").symlink_to(path)
-    with open_plain(tmp_path / "link") as file:
+    with open_plain_file(tmp_path / "link") as file:
         assert file.read() == b"abc"
-    for wrong in (lambda: read_plain(path, 2), lambda: open_plain(tmp_path / "link", follow=False)):
+    for wrong in (lambda: read_plain_file(path, 2), lambda: open_plain_file(tmp_path / "link", follow=False)):
         with pytest.raises(OSError, match=r"at most 2|a link"):
             wrong()
     with open(tmp_path / "holes", "wb") as file:
         file.truncate(1 << 20)
-    assert read_plain(tmp_path / "holes", 1 << 20) == bytes(1 << 20), "a file may have holes"
+    assert read_plain_file(tmp_path / "holes", 1 << 20) == bytes(1 << 20), "a file may have holes"
 
 
 @pytest.mark.parametrize("kind", ("fifo", "folder", "large", "no text"))
 def test_a_secret_that_is_no_small_file_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fifo that nobody writes would be waited for without end."""
+    """A read of a fifo without a writer would never end."""
     monkeypatch.delenv("PLAIT_SECRET", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     file = tmp_path / "plait" / "secret"
@@ -141,5 +142,5 @@ def test_a_secret_that_is_no_small_file_is_refused(kind: str, tmp_path: Path, mo
         file.write_bytes(b"0" * 10_000 if kind == "large" else b"\xff" * 40)
         file.chmod(0o600)
     with pytest.raises(PlaitError) as caught:
-        gate.key("job")
+        gate.make_job_key("job")
     assert caught.value.codes == ["L008"] and str(file) in str(caught.value)

@@ -1,7 +1,7 @@
-"""The house rules, read off the source: sizes, private torch names, the environment, unsafe calls, state, docstrings.
+"""The house rules, checked in the source: sizes, private torch names, the environment, unsafe calls, state, docstrings.
 
-Each rule is a function from one file's syntax tree to the places that break it, as ``file:line what``; a test says
-which. Limits and lists stand at the top, so that changing a rule is one visible line.
+Each rule is a function from one file's syntax tree to the places that break it, as ``file:line what``. A test names
+them. Limits and lists are at the top, so that changing a rule is one visible line.
 """
 
 import ast
@@ -27,15 +27,15 @@ LINES, STRATEGY_LINES, FUNCTION_LINES, PARAMETERS = 500, 150, 50, 6
 SHORT = 12
 """Lines of a function that may have no docstring."""
 UNTYPED = 4
-"""Parameters and attributes annotated `Any`; fewer is better."""
+"""Parameters and attributes annotated `Any`. Fewer is better."""
 SEAMS = (SOURCE / "tensors" / "torch_private.py", SOURCE / "scripts" / "recorder.py")
-"""Where private names of torch stand: of plait, and of what is loaded into a process without plait."""
+"""Files with private names of torch: files of plait, and files that are loaded into processes without plait."""
 STANDARD = {"_exit"}
 """Underscore names of the standard library that are its documented interface (`os._exit`)."""
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-FROM_ITSELF = (SOURCE / "launch" / "fresh.py", SOURCE / "launch" / "fork.py")
-"""The files that unpickle: what the process that started this one, or one that this one forked, has made of itself, from a pipe or a file
-without a name, never from a file that others could write."""
+FROM_ITSELF = (SOURCE / "launch" / "fresh_process.py", SOURCE / "launch" / "fork.py")
+"""Files that unpickle. Their input was written by the parent process or a forked child, through a pipe or a file without a name, and never
+comes from a file that others could write."""
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_NAMES = {"torch.load", "torch.save", "torch.package", "numpy.load", "np.load"}
 OBJECT_COLLECTIVES = {
@@ -87,7 +87,7 @@ def our_private_names() -> frozenset[str]:
 
 
 def torch_aliases(path: Path) -> dict[str, str]:
-    """What a file calls torch's modules and names: `nn` -> torch.nn, `tree_map` -> torch.utils._pytree.tree_map."""
+    """The names under which a file imports torch's modules and names: `nn` -> torch.nn, `tree_map` -> torch.utils._pytree.tree_map."""
     found: dict[str, str] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -100,7 +100,7 @@ def torch_aliases(path: Path) -> dict[str, str]:
 
 
 def private_torch_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    """(node, full name) of every use of a torch name with a private part, and of private attributes of unknown things."""
+    """(node, full name) of every use of a torch name with a private part, and of private attributes of unknown objects."""
     aliases = torch_aliases(path)
     inner: set[int] = set()
     for node in ast.walk(tree(path)):
@@ -147,14 +147,14 @@ def report(broken: list[str]) -> None:
 
 
 def untyped(annotation: ast.AST | None) -> bool:
-    """`Any`, alone or as one of a union."""
+    """`Any`, alone or as a member of a union."""
     if isinstance(annotation, ast.BinOp):
         return untyped(annotation.left) or untyped(annotation.right)
     return isinstance(annotation, ast.Name) and annotation.id == "Any"
 
 
 def test_what_has_a_type_says_it() -> None:
-    """Of parameters and attributes; autograd's `ctx` takes any attribute, which no type of torch does."""
+    """Checks parameters and attributes. Autograd's `ctx` accepts any attribute, and no torch type does."""
     found = []
     for path in FILES:
         for function in functions(path):
@@ -173,7 +173,7 @@ def test_files_are_short() -> None:
 
 @pytest.mark.parametrize("path", STRATEGIES, ids=lambda p: p.stem)
 def test_a_strategy_is_short(path: Path) -> None:
-    """Lines with code in them; the explanation at the top may be as long as it needs to be."""
+    """Counts lines of code. The explanation at the top may have any length."""
     first = tree(path).body[0]
     skip = first.end_lineno or 0 if ast.get_docstring(tree(path)) else 0
     lines = [s.strip() for s in path.read_text(encoding="utf-8").splitlines()[skip:]]
@@ -187,7 +187,7 @@ def test_functions_are_short() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    """By position; a parameter that can only be given by name explains itself where it is given. (Triton's kernels have none.)"""
+    """Counts positional parameters. A keyword-only parameter is named at its call. (Triton's kernels have no keyword-only ones.)"""
     broken = []
     for path in FILES:
         for f in functions(path):
@@ -219,7 +219,7 @@ def test_only_launch_reads_the_environment() -> None:
 
 
 def test_nothing_runs_code_from_data() -> None:
-    """No pickle, torch.load, eval or exec, and no collective that would unpickle what it receives."""
+    """No pickle, torch.load, eval or exec, and no collective that would unpickle received data."""
     broken = []
     for path in FILES:
         for node in ast.walk(tree(path)):
@@ -237,7 +237,7 @@ def test_nothing_runs_code_from_data() -> None:
 
 
 def test_modules_hold_no_mutable_state() -> None:
-    """A list, dict or set at the top of a file is a constant by its name, and nothing in the file changes it."""
+    """A list, dict or set at the top of a file has a constant's name, and no code in the file changes it."""
     broken = []
     for path in FILES:
         held = {name for _, name, value in module_names(path) if mutable(value)}
@@ -253,8 +253,9 @@ def test_modules_hold_no_mutable_state() -> None:
 
 
 def test_public_functions_and_classes_have_docstrings() -> None:
-    """A short function may leave it to its name and signature; a strategy's face (wanted, refuse, ...) is explained once, in the contract."""
-    contract = {f.name for f in functions(SOURCE / "parallel" / "order.py")}
+    """A short function needs only its name and signature. The functions of a strategy (is_enabled, validate, ...) are explained once, in the
+    contract."""
+    contract = {f.name for f in functions(SOURCE / "parallel" / "apply_order.py")}
     broken = []
     for path in FILES:
         for node in tree(path).body:
@@ -275,7 +276,7 @@ def test_a_module_says_what_it_is(path: Path) -> None:
     "folder", sorted({p.parent for p in FILES} - {SOURCE}), ids=lambda p: str(p.relative_to(SOURCE))
 )
 def test_a_folder_says_what_each_of_its_files_does(folder: Path) -> None:
-    """Its `__init__.py` is the map: a line for each file and each folder in it, and nothing else."""
+    """Its `__init__.py` is the map: one line for each file and each folder in it, and nothing else."""
     told = (ast.get_docstring(tree(folder / "__init__.py")) or "").split("\n\n", 1)[1]
     here = {
         f"{p.stem}/" if p.is_dir() else p.stem
@@ -296,7 +297,7 @@ def test_help_imports_no_torch() -> None:
 
 
 def processor_seconds(*words: str) -> float:
-    """Of Python with these words, the least of five: others that use the machine hardly change it."""
+    """Processor seconds of Python with these arguments, the least of five runs, because other load then hardly matters."""
     seconds = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -307,7 +308,7 @@ def processor_seconds(*words: str) -> float:
 
 
 def test_help_answers_at_once() -> None:
-    """A slow machine takes long for an empty program too; torch would take a hundred times that."""
+    """A slow machine takes long for an empty program too. An import of torch would take a hundred times as long."""
     limit = max(HELP_SECONDS, 15 * processor_seconds("-c", "import argparse, json, pathlib, textwrap"))
     took = processor_seconds("-m", "plait", "--help")
     assert took <= limit, f"best of five: {took:.3f} s, at most {limit:.3f}"

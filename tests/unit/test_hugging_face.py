@@ -1,4 +1,4 @@
-"""Jobs made of a Hugging Face config alone: `hf:FOLDER` is understood by every command, runs no code and fetches nothing."""
+"""Jobs made from a Hugging Face config alone: every command accepts `hf:FOLDER`, runs no code of it and downloads nothing."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import torch
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.job import Job, load_job
-from plait.model.fake_model import sketched
+from plait.model.fake_model import sketch_fake_model
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 37}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -31,14 +31,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def written(folder: Path, kind: str, **changes: Any) -> str:
-    """A folder with the config of a model type, changed; its name as a job."""
+    """A folder with a changed config of a model type. Returns its name as a job."""
     values = {"model_type": kind, **CONFIGS.get(kind, {}), **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     return f"hf:{folder}"
 
 
 def refused(name: str, **arguments: str) -> str:
-    """The one problem that a job has."""
+    """The single problem of a job."""
     with pytest.raises(PlaitError) as raised:
         load_job(name, arguments)
     (problem,) = raised.value.problems
@@ -112,7 +112,7 @@ def test_a_table_of_positions_bounds_the_length(kind: str, most: int, tmp_path: 
 
 def test_rotary_positions_go_on_and_a_warning_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert loss_of(load_job(written(tmp_path, "llama"), {"seq": "40"}))[1].isfinite()
-    assert "--seq is beyond max_position_embeddings 24" in capsys.readouterr().err
+    assert "--seq exceeds max_position_embeddings 24" in capsys.readouterr().err
     assert refused(written(tmp_path, "llama"), seq="0").startswith("error[J057]")
 
 
@@ -138,7 +138,7 @@ def test_code_of_a_config_is_never_run(tmp_path: Path) -> None:
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     text = refused(written(tmp_path, "own", auto_map=code))
     assert text.startswith("error[J056]") and "trust_remote_code" in text
-    own = load_job(written(tmp_path, "llama", auto_map=code, attn_implementation="some/kernels"))  # transformers has a class of its own
+    own = load_job(written(tmp_path, "llama", auto_map=code, attn_implementation="some/kernels"))  # transformers has a separate class
     assert type(own.model()).__module__ == "transformers.models.llama.modeling_llama"
     assert not (tmp_path / "ran").exists()
 
@@ -196,7 +196,7 @@ def test_a_folder_without_the_prefix_is_recognized(tmp_path: Path) -> None:
 
 def test_a_large_mixture_is_sketched_without_its_weights(tmp_path: Path) -> None:
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_local_experts": 8, "num_hidden_layers": 8, "num_attention_heads": 8}
-    model, sketch = sketched(load_job(written(tmp_path, "mixtral", **large), {"seq": "16"}))
+    model, sketch = sketch_fake_model(load_job(written(tmp_path, "mixtral", **large), {"seq": "16"}))
     assert sum(p.numel() for p in model.parameters()) > 7e8
     assert not sketch.unmeasured
 
@@ -206,4 +206,4 @@ def test_the_longest_sequence_that_fits_ends_at_the_table_of_positions(tmp_path:
     assert main(["plan", name, "--machine", "h100x1", "--batch", "2", "--objective", "max-batch", "--maximize", "seq", "--json"]) == 0
     out = capsys.readouterr()
     told = json.loads(out.out)["told"]
-    assert 190 <= int(told.split()[1]) <= 200 and out.err.count("random tokens") == 2  # the default's, and one for all that are tried
+    assert 190 <= int(told.split()[1]) <= 200 and out.err.count("random tokens") == 2  # that of the default, and one for all candidates

@@ -1,4 +1,4 @@
-"""Loading a job: every way a user's file can be wrong has its code, and their own file and line."""
+"""Loading a job: every possible mistake in a user's file has a code, and the error names the user's own file and line."""
 
 import sys
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_a_job_that_returns_something_else(write, value: str, kind: str) -> None
 
 
 def test_two_jobs_whose_neighbours_have_one_name(write) -> None:
-    """Each imports its own, whichever came before it in this process."""
+    """Each job imports its own module, whichever was loaded earlier in this process."""
     body = "import neighbour_of_two\ndef job():\n    return make(batch=neighbour_of_two.BATCH)\n"
     paths = []
     for folder, batch in (("one", 5), ("two", 7)):

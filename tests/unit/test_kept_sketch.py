@@ -1,6 +1,7 @@
-"""A second plan of a job uses the sketch of the first, unless anything that the job looked at has changed."""
+"""A second plan of a job uses the cached sketch of the first, unless one of the job's inputs has changed."""
 
 import ctypes.util
+import json
 import os
 import shutil
 import socket
@@ -15,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from plait.cli import kept_sketch
-from plait.cli.kept_sketch import Findings, request
+from plait.cli import cached_sketch
+from plait.cli.cached_sketch import JobFindings, build_plan_request
 from plait.config.command_options import PlanOptions
 from plait.config.job import load_job
 from plait.config.machine import Machine
-from plait.launch import kept
-from plait.launch.kept import FileWatch, State, key_of, load, save, state_of
-from plait.planner.answer import ask, text
-from plait.planner.question import PlanRequest
+from plait.launch import sketch_cache
+from plait.launch.sketch_cache import FileWatch, State, load_record, make_cache_key, read_file_state, save_record
+from plait.planner.answer import find_answer, format_answer
+from plait.planner.plan_request import PlanRequest
 
 JOB = """
 import torch, plait
@@ -49,14 +50,14 @@ def job(width: int = 16):
         evaluate=plait.Evaluate(data=Data, metrics=lambda o, t: {"error": (o - t).mean(1)}), ema=plait.EMA(0.9),
     )
 """
-MACHINE = Machine.named("h100x8")
+MACHINE = Machine.from_name("h100x8")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for caches; files that the test has just written count as old."""
+    """An empty folder for caches. Files that the test has just written count as old."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "EARLIER", -(10**18))
+    monkeypatch.setattr(sketch_cache, "START_MARGIN_NS", -(10**18))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / "cache" / "plait" / "sketches"
 
@@ -71,7 +72,7 @@ def job(tmp_path: Path) -> Iterator[Path]:
 
 
 def asked(job: Path, **given: Any) -> PlanRequest:
-    """As of a process of its own, where no job was loaded before."""
+    """Runs as in a separate process, in which no job was loaded before."""
     path = sys.path[:]
     try:
         return _asked(job, **given)
@@ -80,21 +81,48 @@ def asked(job: Path, **given: Any) -> PlanRequest:
 
 
 def _asked(job: Path, **given: Any) -> PlanRequest:
-    return request(PlanOptions(job=str(job), **given), MACHINE, split=True, tp=True, say=lambda text: None)
+    return build_plan_request(PlanOptions(job=str(job), **given), MACHINE, split=True, tp=True, say=lambda text: None)
 
 
 def answer(found: PlanRequest) -> dict[str, Any]:
-    facts = ask(found, {}).to_dict()
+    facts = find_answer(found, {}).to_dict()
     return {name: value for name, value in facts.items() if name not in ("took_seconds", "sketch_age_seconds")}
 
 
 def test_a_second_plan_runs_nothing_of_the_job(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = asked(job)
-    monkeypatch.setattr(kept_sketch, "load_job", lambda *_: pytest.fail("the job was loaded"))
+    monkeypatch.setattr(cached_sketch, "load_job", lambda *_: pytest.fail("the job was loaded"))
     second = asked(job)
-    assert first.age is None and second.age is not None and answer(first) == answer(second)
-    assert "sketch of" in text(ask(second, {})) and "sketch of" not in text(ask(first, {}))
+    assert first.sketch_age is None and second.sketch_age is not None and answer(first) == answer(second)
+    assert "sketch of" in format_answer(find_answer(second, {})) and "sketch of" not in format_answer(find_answer(first, {}))
     assert answer(asked(job, batch=32))["batch"] == 32
+
+
+@pytest.mark.slow
+def test_a_second_plan_of_a_config_loads_no_model_and_prints_the_same(tmp_path: Path) -> None:
+    """Of a Hugging Face config too: the values that it takes by default are printed again. A changed config is read again."""
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 32, "n_positions": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = """
+import sys
+from plait.launch import sketch_cache
+sketch_cache.START_MARGIN_NS, sys.dont_write_bytecode = -(10**18), True
+from plait.cli.main import main
+main(["plan", f"hf:{sys.argv[1]}", "--machine", "h100x8"])
+print("loaded", "transformers" in sys.modules)
+"""
+
+    def plan() -> tuple[str, str, str]:
+        words = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        head, *rest, loaded = done.stdout.splitlines()
+        return done.stderr, head.partition(" · sketch of")[0] + "\n".join(row for row in rest if not row.startswith("searched")), loaded
+
+    first, second = plan(), plan()
+    assert f"job       hf:{tmp_path}: GPT2LMHeadModel on random tokens" in first[0] and first[:2] == second[:2]
+    assert (first[2], second[2]) == ("loaded True", "loaded False")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    assert plan()[2] == "loaded True"
 
 
 def test_what_a_second_plan_does_not_need_is_not_imported() -> None:
@@ -106,7 +134,7 @@ def test_what_a_second_plan_does_not_need_is_not_imported() -> None:
 def test_what_was_kept_calls_the_job_for_the_rest(job: Path) -> None:
     asked(job)
     second = asked(job)
-    assert second.age is not None and second.job.schedule is not None and second.job.evaluate is not None
+    assert second.sketch_age is not None and second.job.schedule is not None and second.job.evaluate is not None
     assert len(second.job.data()) == len(second.job.evaluate.data()) == 64 and second.job.schedule(8) == 1.0
     assert (second.job.clip, second.job.ema, second.job.tensor) == (1.0, load_job(str(job)).ema, {"*.up": "column"})
 
@@ -117,13 +145,13 @@ def test_a_sketch_is_made_again(job: Path, cache: Path, monkeypatch: pytest.Monk
         (job.parent / "sizes.py").write_text("FACTOR = 1\n")
         job.write_text(JOB.replace("import torch, plait", "import torch, plait, sizes"))
     asked(job)
-    assert asked(job).age is not None
+    assert asked(job).sketch_age is not None
     given: dict[str, Any] = {}
     if change == "edited":
         job.write_text(JOB + "# later\n")
     elif change == "helper":
         (job.parent / "sizes.py").write_text("FACTOR = 16\n")
-    elif change == "new file":  # the job only asked whether it exists
+    elif change == "new file":  # the job only checked whether it exists
         (job.parent / "width.txt").write_text("16")
     elif change == "argument":
         given = {"arguments": {"width": "16"}}
@@ -139,19 +167,19 @@ def test_a_sketch_is_made_again(job: Path, cache: Path, monkeypatch: pytest.Monk
     if change in ("edited", "helper"):
         for name in ("plait_job_job", "sizes"):
             sys.modules.pop(name, None)
-    assert asked(job, **given).age is None
+    assert asked(job, **given).sketch_age is None
 
 
 def test_what_cannot_be_told_by_values_is_not_kept(job: Path) -> None:
-    first = PlanRequest.of(load_job(str(job)), str(job), MACHINE)
-    assert Findings.of(first) is not None
-    assert Findings.of(replace(first, cuts=replace(first.cuts, unfollowed="too large"))) is None
+    first = PlanRequest.from_job(load_job(str(job)), str(job), MACHINE)
+    assert JobFindings.from_request(first) is not None
+    assert JobFindings.from_request(replace(first, shardable=replace(first.shardable, tp_failure="too large"))) is None
 
 
 def test_new_files_may_have_changed_after_they_were_read(job: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "EARLIER", 10**18)
+    monkeypatch.setattr(sketch_cache, "START_MARGIN_NS", 10**18)
     asked(job)
-    assert asked(job).age is None and not cache.exists()
+    assert asked(job).sketch_age is None and not cache.exists()
 
 
 def test_bytecode_beside_the_job_is_no_new_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +187,12 @@ def test_bytecode_beside_the_job_is_no_new_file(job: Path, monkeypatch: pytest.M
     job.write_text(f"import sizes\n{job.read_text()}")
     for file in (job.parent / "sizes.py", job, job.parent):
         os.utime(file, (1, 1))
-    began = time.time_ns() + kept.EARLIER
-    monkeypatch.setattr(kept.psutil.Process, "create_time", lambda self: began / 1e9)
+    began = time.time_ns() + sketch_cache.START_MARGIN_NS
+    monkeypatch.setattr(sketch_cache.psutil.Process, "create_time", lambda self: began / 1e9)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.delitem(sys.modules, "sizes", raising=False)
     asked(job)
-    assert (job.parent / "__pycache__").exists() and asked(job).age is not None
+    assert (job.parent / "__pycache__").exists() and asked(job).sketch_age is not None
 
 
 def test_a_library_that_is_looked_for_starts_processes() -> None:
@@ -172,20 +200,20 @@ def test_a_library_that_is_looked_for_starts_processes() -> None:
     with FileWatch() as watch:
         found = ctypes.util.find_library("c")
     assert ctypes.util.find_library is plain and found == plain("c")
-    assert not watch.reason and kept.LIBRARIES in watch.paths
+    assert not watch.reason and sketch_cache.LIBRARY_CACHE in watch.paths
 
 
 # — what is watched —
 
 
 def states(*paths: Path) -> dict[str, State]:
-    return {str(path): state_of(str(path), path.is_dir()) for path in paths}
+    return {str(path): read_file_state(str(path), path.is_dir()) for path in paths}
 
 
 def kept_of(tmp_path: Path, *paths: Path, content: bytes = b"content") -> bool:
     watch = FileWatch()
     watch.paths = {str(path): path.is_dir() for path in paths}
-    return save("key", content, watch, states(*paths))
+    return save_record("key", content, watch, states(*paths))
 
 
 def test_a_changed_file_or_folder_is_seen(tmp_path: Path) -> None:
@@ -197,10 +225,10 @@ def test_a_changed_file_or_folder_is_seen(tmp_path: Path) -> None:
         os.utime(file, (1, 1))
         os.utime(folder, (1, 1))
         assert kept_of(tmp_path, file, folder, missing)
-        found = load("key")
+        found = load_record("key")
         assert found is not None and found.content == b"content" and found.age >= 0
         change()
-        assert load("key") is None
+        assert load_record("key") is None
 
 
 def test_what_code_looks_at_is_noted(tmp_path: Path) -> None:
@@ -209,7 +237,7 @@ def test_what_code_looks_at_is_noted(tmp_path: Path) -> None:
         Path(tmp_path / "read").read_text()
         os.listdir(tmp_path)
         os.path.exists(tmp_path / "missing")
-        with kept.unnoted():
+        with sketch_cache.pause_watches():
             os.path.getsize(tmp_path / "read")
     assert watch.paths[str(tmp_path / "read")] is False and watch.paths[str(tmp_path)] is True
     assert str(tmp_path / "missing") in watch.paths and not watch.reason
@@ -229,21 +257,21 @@ def test_code_that_may_do_something_else_next_time_is_not_trusted(tmp_path: Path
 
 
 def test_the_key_names_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = key_of("job")
-    assert key_of("job") == before != key_of("other")
+    before = make_cache_key("job")
+    assert make_cache_key("job") == before != make_cache_key("other")
     monkeypatch.setenv("WIDTH", "32")
-    assert key_of("job") != before
+    assert make_cache_key("job") != before
     monkeypatch.delenv("WIDTH")
-    assert key_of("job") == before
+    assert make_cache_key("job") == before
     monkeypatch.chdir(tmp_path)
-    assert key_of("job") != before
+    assert make_cache_key("job") != before
 
 
 def test_another_shell_has_the_same_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two shells of the system itself, one of them inside the other, in the other's folder, and after another command."""
+    """Two system shells: one nested in the other, one that changes folders, and both after another command."""
     if (bash := shutil.which("bash")) is None:
         pytest.skip("bash is not there")
-    code = f"{sys.executable} -c 'from plait.launch.kept import key_of; print(key_of(1))'"
+    code = f"{sys.executable} -c 'from plait.launch.sketch_cache import make_cache_key; print(make_cache_key(1))'"
     monkeypatch.chdir(tmp_path)
     found = [
         subprocess.run([bash, "-c", shell], capture_output=True, text=True, check=True).stdout
@@ -256,8 +284,8 @@ def test_another_shell_has_the_same_key(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_damaged_record_counts_as_none(cache: Path, tmp_path: Path, damage: bytes) -> None:
     assert kept_of(tmp_path)
     (cache / "key").write_bytes(damage)
-    assert load("key") is None
-    assert kept_of(tmp_path) and load("key") is not None
+    assert load_record("key") is None
+    assert kept_of(tmp_path) and load_record("key") is not None
 
 
 def test_a_flipped_bit_is_seen(cache: Path, tmp_path: Path) -> None:
@@ -266,13 +294,13 @@ def test_a_flipped_bit_is_seen(cache: Path, tmp_path: Path) -> None:
     for at in range(0, len(raw), 7):
         raw[at] ^= 1
         (cache / "key").write_bytes(raw)
-        assert load("key") is None
+        assert load_record("key") is None
         raw[at] ^= 1
 
 
 def test_without_room_or_right_nothing_is_kept(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, job: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert not kept_of(tmp_path) and load("key") is None and asked(job).age is None
+    assert not kept_of(tmp_path) and load_record("key") is None and asked(job).sketch_age is None
     (tmp_path / "cache").unlink()
 
     def full(self: Path, data: bytes) -> int:
@@ -281,7 +309,7 @@ def test_without_room_or_right_nothing_is_kept(tmp_path: Path, cache: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert not kept_of(tmp_path) and load("key") is None and not [*cache.iterdir()]
+    assert not kept_of(tmp_path) and load_record("key") is None and not [*cache.iterdir()]
 
 
 def test_two_plans_at_once(tmp_path: Path) -> None:
@@ -289,16 +317,16 @@ def test_two_plans_at_once(tmp_path: Path) -> None:
     threads = [Thread(target=lambda c=c: [kept_of(tmp_path, content=c) for _ in range(20)]) for c in contents]
     for thread in threads:
         thread.start()
-    seen = [load("key") for _ in range(50)]
+    seen = [load_record("key") for _ in range(50)]
     for thread in threads:
         thread.join()
-    last = load("key")
+    last = load_record("key")
     assert last is not None and last.content in contents and all(one is None or one.content in contents for one in seen)
 
 
 def test_old_records_are_removed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 3)
+    monkeypatch.setattr(sketch_cache, "MAX_RECORDS", 3)
     for k in range(6):
-        assert save(f"key{k}", b"", FileWatch(), {})
+        assert save_record(f"key{k}", b"", FileWatch(), {})
         os.utime(cache / f"key{k}", (k + 1, k + 1))
     assert sorted(path.name for path in cache.iterdir()) == ["key3", "key4", "key5"]

@@ -1,4 +1,4 @@
-"""Environments as launchers leave them, recorded or written after their sources, and what plait makes of each."""
+"""Environments of launchers, recorded or written from their sources, and plait's interpretation of each."""
 
 import os
 import re
@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import training
 
-from plait.cli.main import parsed
-from plait.cli.plan_and_job import both
+from plait.cli.main import parse_command_line
+from plait.cli.plan_and_job import load_plan_and_job
 from plait.config.command_options import CheckOptions
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch import find_launcher as finder
-from plait.launch.find_launcher import LAUNCHERS, find
-from plait.launch.launchers import Launcher, Membership, first_host, unused
+from plait.launch.find_launcher import LAUNCHERS, find_membership
+from plait.launch.launchers import Launcher, Membership, describe_unused_tasks, parse_first_host
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
@@ -43,7 +43,7 @@ IN_SLURM = {
     "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_GTIDS": "1",
     "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }  # fmt: skip
-"""What ranks of an mpirun see whose helpers `srun` started on the machines of an allocation (recorded, Slurm 22.05)."""
+"""The environment of mpirun's ranks if `srun` started its helpers on the nodes of an allocation (recorded, Slurm 22.05)."""
 TRAIN_JOB = {
     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
@@ -161,16 +161,16 @@ def words(found: Membership | None) -> tuple[object, ...] | None:
     if found is None:
         return None
     place = (found.local_rank, found.local_count, found.nodes)
-    return (found.launcher, found.of, found.index, found.count, *place, found.master, found.port)
+    return (found.launcher, found.member_kind, found.index, found.count, *place, found.master, found.port)
 
 
 @pytest.mark.parametrize("case", FOUND)
 def test_what_is_found(case: str) -> None:
     environment, expected = FOUND[case]
-    found = find(environment)
+    found = find_membership(environment)
     assert words(found) == expected
     assert found is not None and all(name in environment or name.startswith("--") for name in found.variables)
-    assert found.launcher in found.told() and found.variables[0] in found.told()
+    assert found.launcher in found.describe() and found.variables[0] in found.describe()
 
 
 ALONE = {
@@ -190,18 +190,18 @@ ALONE = {
 
 @pytest.mark.parametrize("case", ALONE)
 def test_one_that_is_meant_to_be_alone_is_not_joined(case: str) -> None:
-    assert find(ALONE[case]) is None
+    assert find_membership(ALONE[case]) is None
 
 
 WRONG = {
     "no world": ({"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "L001", "RANK is set, but WORLD_SIZE is not"),
     "no address": ({"RANK": "1", "WORLD_SIZE": "2"}, "L001", "MASTER_ADDR and MASTER_PORT is not"),
-    "no number": (BY_HAND | {"RANK": "one"}, "L001", "RANK=one is no number"),
+    "no number": (BY_HAND | {"RANK": "one"}, "L001", "RANK=one is not a number"),
     "too many": (BY_HAND | {"RANK": "4"}, "L001", "RANK=4 of WORLD_SIZE=4: numbers begin at 0"),
     "no port": (BY_HAND | {"MASTER_PORT": "http"}, "L001", "MASTER_PORT=http"),
     "a negative place": (BY_HAND | {"LOCAL_RANK": "-1"}, "L001", "LOCAL_RANK=-1"),
-    "half a TrainJob": ({"PET_NODE_RANK": "1", "PET_NNODES": "two"}, "L001", "PET_NNODES=two is no number"),
-    "a range that is none": (TRAIN_JOB | {"PET_NNODES": "3:2"}, "L001", "PET_NNODES=3:2 is no number, and no range such as 1:2"),
+    "half a TrainJob": ({"PET_NODE_RANK": "1", "PET_NNODES": "two"}, "L001", "PET_NNODES=two is not a number"),
+    "a range that is none": (TRAIN_JOB | {"PET_NNODES": "3:2"}, "L001", "PET_NNODES=3:2 is not a number or a range such as 1:2"),
     "a PyTorchJob of two minds": (
         PYTORCH_JOB | {"WORLD_SIZE": "20", "PET_NNODES": "3"}, "L001", "WORLD_SIZE=20, but PET_NNODES=3 times 8",
     ),
@@ -213,14 +213,14 @@ WRONG = {
     "ranks on another machine than SkyPilot says": (
         SKYPILOT | BY_HAND | {"LOCAL_RANK": "1"}, "L005", "SKYPILOT_NODE_RANK=1",
     ),
-    "an indexed Job": ({"JOB_COMPLETION_INDEX": "1"}, "L006", "number 1 of an indexed Job, and nobody says of how many"),
-    "a rank without a count": ({"PLAIT_NODE_RANK": "1"}, "L006", "belong to --nnodes"),
-    "a master without a count": ({"PLAIT_MASTER": "a:1"}, "L006", "belong to --nnodes"),
-    "a count alone": ({"PLAIT_NNODES": "2"}, "L006", "--nnodes 2 wants --node-rank and --master too"),
+    "an indexed Job": ({"JOB_COMPLETION_INDEX": "1"}, "L006", "number 1 of an indexed Job, and the number of pods is unknown"),
+    "a rank without a count": ({"PLAIT_NODE_RANK": "1"}, "L006", "--nnodes is missing"),
+    "a master without a count": ({"PLAIT_MASTER": "a:1"}, "L006", "--nnodes is missing"),
+    "a count alone": ({"PLAIT_NNODES": "2"}, "L006", "--nnodes 2 needs --node-rank and --master too"),
     "a rank too high": ({"PLAIT_NNODES": "2", "PLAIT_NODE_RANK": "2", "PLAIT_MASTER": "a"}, "L006", "--node-rank 2 of --nnodes 2"),
-    "no machine": ({"PLAIT_NNODES": "0"}, "L006", "there is at least one machine"),
+    "no machine": ({"PLAIT_NNODES": "0"}, "L006", "the minimum is 1"),
     "no address of a port": (
-        {"PLAIT_NNODES": "2", "PLAIT_NODE_RANK": "1", "PLAIT_MASTER": "a:http"}, "L006", "--master a:http is no address",
+        {"PLAIT_NNODES": "2", "PLAIT_NODE_RANK": "1", "PLAIT_MASTER": "a:http"}, "L006", "--master a:http is not an address",
     ),
     "many tasks on two machines": (SLURM | {"PLAIT_NNODES": "2"}, "L006", "--nnodes 2, but srun started 8 processes"),
 }  # fmt: skip
@@ -230,7 +230,7 @@ WRONG = {
 def test_what_does_not_go_together_is_an_error_with_both_numbers(case: str) -> None:
     environment, code, text = WRONG[case]
     with pytest.raises(PlaitError, match=text) as caught:
-        find(environment)
+        find_membership(environment)
     assert caught.value.codes == [code] and caught.value.problems[0].fix
 
 
@@ -259,10 +259,10 @@ AGREED = {
 
 def _plan(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], typed: list[str]) -> Plan:
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(finder.find, "__defaults__", (environment,))
-    _, options = parsed(["check", "job.py", *typed])
+    monkeypatch.setattr(finder.find_membership, "__defaults__", (environment,))
+    _, options = parse_command_line(["check", "job.py", *typed])
     assert isinstance(options, CheckOptions)
-    return both(replace(options, loaded=training.job()))[0]
+    return load_plan_and_job(replace(options, loaded=training.job()))[0]
 
 
 @pytest.mark.parametrize("case", LEFT_OVER)
@@ -284,26 +284,30 @@ def test_a_command_that_agrees_with_the_environment(case: str, monkeypatch: pyte
     ("n1", "n1"), ("n1,n2", "n1"), ("n[08-11,15],login", "n08"), ("rack[0-1]n[00-03]", "rack0n00"), ("gpu[7,9]-ib", "gpu7-ib"),
 ))  # fmt: skip
 def test_the_first_of_a_list_of_hosts(listed: str, first: str) -> None:
-    assert first_host(listed) == first
+    assert parse_first_host(listed) == first
 
 
 def test_an_allocation_that_is_not_used_is_told() -> None:
-    told = unused(BATCH | {"SLURM_JOB_NUM_NODES": "2"})
+    told = describe_unused_tasks(BATCH | {"SLURM_JOB_NUM_NODES": "2"})
     assert told is not None and "4 tasks on 2 machines" in told and "srun plait train" in told
-    assert unused(ALONE["salloc with a step"]) is not None
-    assert unused({}) is None and unused(SLURM) is None and unused({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}) is None
+    assert describe_unused_tasks(ALONE["salloc with a step"]) is not None
+    assert (
+        describe_unused_tasks({}) is None
+        and describe_unused_tasks(SLURM) is None
+        and describe_unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}) is None
+    )
 
 
 def test_a_launcher_is_one_description(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Launcher("toyrun", "TOY_RANK", ("TOY_RANKS",))
     monkeypatch.setattr(finder, "LAUNCHERS", LAUNCHERS | {"toyrun": toy})
     said = {"TOY_RANK": "2", "TOY_RANKS": "3", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    assert words(find(said)) == ("toyrun", "ranks", 2, 3, None, None, None, "host", 29500)
+    assert words(find_membership(said)) == ("toyrun", "ranks", 2, 3, None, None, None, "host", 29500)
 
 
 @pytest.mark.parametrize(
     "found", (TRAIN_JOB | {"PET_NNODES": "1:2"}, {"PLAIT_NNODES": "1:2", "PLAIT_NODE_RANK": "1", "PLAIT_MASTER": "a"})
 )
 def test_a_range_of_machines(found: dict[str, str]) -> None:
-    member = find(found)
-    assert member is not None and (member.count, member.least, member.index) == (2, 1, 1)
+    member = find_membership(found)
+    assert member is not None and (member.count, member.min_count, member.index) == (2, 1, 1)

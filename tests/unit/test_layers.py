@@ -1,7 +1,7 @@
-"""Which folder may import which, read off the source: six floors, an arrow only down, and no circle of files anywhere.
+"""Which folder may import which, checked in the source: six layers, imports only downward, and no import cycle between files.
 
-An import inside a function and one for type checkers count as any other: they are arrows in a reader's head. The core imports
-no integration; `cli/` alone loads those that a command or an option names, inside of a function.
+An import inside a function and one for type checkers count like any other, because readers follow them too. The core imports
+no integration. Only `cli/` loads the integration that a command or an option names, inside of a function.
 """
 
 import ast
@@ -15,35 +15,35 @@ import plait
 
 SOURCE = Path(__file__).parents[2] / "src" / "plait"
 FLOORS = (
-    ("config", "tensors", "launch", "randomness", "data"),  # ground: what is said, and what torch lacks
-    ("model", "losses"),  # what a model is
-    ("parallel",),  # how it is split
-    ("checkpoint", "engine"),  # a run
-    ("planner", "report", "proof", "chaos", "scripts", "cli", "api"),  # who uses one
-    ("integrations", "ray"),  # what connects it to other software: `ray` is the public name of a file of integrations
+    ("config", "tensors", "launch", "randomness", "data"),  # base: messages, and functions that torch lacks
+    ("model", "losses"),  # models
+    ("parallel",),  # splitting
+    ("checkpoint", "engine"),  # running
+    ("planner", "report", "proof", "chaos", "scripts", "cli", "api"),  # users of a run
+    ("integrations", "ray"),  # connections to other software: `ray` is the public name of a file of integrations
 )
-"""From the ground up. On a floor a folder may import those before it."""
+"""From the bottom up. In a layer a folder may import those before it."""
 ORDER = [folder for floor in FLOORS for folder in floor]
 TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline", "server")
-"""Of `parallel`, in the order in which one may import the ones before it."""
+"""Folders of `parallel`, in the order in which one may import the ones before it."""
 WITHOUT_TORCH = (
     "config/", "report/", "integrations/submit/", "cli/main", "cli/plan_options", "parallel/pipeline/schedules",
     "parallel/pipeline/simulate",
 )  # fmt: skip
-"""What `plait --help`, `plait report` and a plan's words load: no import of torch at the top of these files."""
+"""Files loaded by `plait --help`, `plait report` and the plan parser: they must not import torch at the top."""
 LOADED_LATER = {"config/phase_optimizers.py"}
-"""Of these, what is imported only when an optimizer is made."""
+"""Of these, files that are imported only when an optimizer is made."""
 
 
 def modules() -> dict[str, Path]:
-    """Every file by the name it is imported by."""
+    """Every file by its import name."""
     paths = sorted(SOURCE.rglob("*.py"))
     names = (".".join(("plait", *p.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__") for p in paths)
     return dict(zip(names, paths))
 
 
 def imports(path: Path, known: dict[str, Path], nodes: Callable[[ast.Module], Iterable[ast.AST]] = ast.walk) -> set[str]:
-    """The files that one imports, wherever in it the import stands, or in these nodes of its tree."""
+    """The files that one file imports, anywhere in it or in these nodes of its syntax tree."""
     found = set()
     for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "plait":

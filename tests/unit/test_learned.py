@@ -1,4 +1,4 @@
-"""`plait plan` learns from run directories: measured steps correct predictions, their order and how sure they are; what is unusable is skipped."""
+"""`plait plan` learns from run directories: measured steps correct predictions, their order and their uncertainty. Unusable runs are skipped."""
 
 import json
 import shutil
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
-from plait.cli.measured_runs import WARM, MeasuredRuns
+from plait.cli.measured_runs import WARMUP_STEPS, MeasuredRuns
 from plait.config.plan import Plan
-from plait.engine.run_directory import RunDirectory, environment
+from plait.engine.run_directory import RunDirectory, describe_environment
 
 JOB = '''
 import torch
@@ -30,18 +30,18 @@ def job(width: int = 32) -> plait.Job:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a job, on a machine of two cores whatever this one has."""
+    """A folder with a job, on a simulated machine of two cores."""
     (tmp_path / "job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def ran(plan: str, seconds: float, steps: int = 12, job: str = "job.py", batch: int = 8, **arguments: str) -> RunDirectory:
-    """A run directory that says that a step of a plan took so long; the first steps, an evaluation and a checkpoint took longer."""
+    """A run directory with this step time for a plan. The first steps, an evaluation and a checkpoint took longer."""
     run = RunDirectory.create(job, Plan.parse(plan), arguments, Path("runs"))
     rows = list[dict[str, Any]]()
     for step in range(1, steps + 1):
-        slow = 50 if step <= WARM or step in (7, 8, 9) else 1
+        slow = 50 if step <= WARMUP_STEPS or step in (7, 8, 9) else 1
         ranks = Plan.parse(plan).devices
         rows.append({"step": step, "loss": 1.0, "samples": batch * step, "seconds": slow * seconds, "samples_per_s": 1.0, "ranks": ranks})
         rows += [{"step": 6, "evaluation": {"loss": 1.0}}] if step == 6 else []
@@ -63,9 +63,9 @@ def seconds_of(facts: dict[str, Any]) -> dict[str, float]:
 def test_the_median_of_typical_steps_is_what_a_run_measured() -> None:
     run = ran("dp=2", 0.5)
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    rows = [row | {"seconds": row["seconds"] + row["step"]} if "loss" in row else row for row in rows]  # typical are 4, 5, 6, 10, 11 and 12
+    rows = [row | {"seconds": row["seconds"] + row["step"]} if "loss" in row else row for row in rows]  # 4, 5, 6, 10, 11 and 12 are typical
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = MeasuredRuns.read(Path("runs"), environment()).runs
+    (found,) = MeasuredRuns.read(Path("runs"), describe_environment()).runs
     assert (found.path.name, found.job, found.plan, found.batch, found.seconds) == (run.path.name, "job.py", Plan(dp=2), 8, 8.5)
 
 
@@ -157,7 +157,7 @@ def test_runs_of_one_plan_that_differ_make_predictions_less_sure(capsys: pytest.
 
 
 def test_a_report_predicts_as_plan_did_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """By runs that were started before it: not by itself, nor by later ones."""
+    """It uses runs that started before it: not itself, and no later ones."""
     times = seconds_of(planned(capsys=capsys))
     first, second = [plan for plan in times if Plan.parse(plan).devices == 2][:2]
     runs = [ran(first, 3 * times[first]), ran(second, 30 * times[second])]

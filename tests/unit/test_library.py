@@ -1,4 +1,4 @@
-"""Code of a library, wherever it lies, is told from the user's own: by where errors point, and by what a run's fingerprint reads."""
+"""Library code, wherever it is installed, is distinguished from the user's own: in the locations of errors, and in a run's fingerprint."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint import fingerprint
-from plait.config.job import execute
+from plait.config.job import import_job_file
 from plait.config.library import is_library
 from plait.launch.hangs import StackFrame
 
@@ -25,7 +25,7 @@ def loss(outputs, targets):
 
 
 def put(folder: Path, name: str, listed: bool = True) -> Path:
-    """A package, and, if it is `listed`, the folder by which pip knows that it has put it there."""
+    """A package. If it is `listed`, it has the folder by which pip identifies installed packages."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(LAYERS)
     if listed:
@@ -44,18 +44,18 @@ def test_what_is_installed_is_a_library_wherever_it_lies(tmp_path: Path, monkeyp
     assert not is_library(str(target)), "nobody can import it"
     for folder in ("opt", "centre/site-packages/", "project/src"):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
-    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])  # a Path there, which Python passes over, is no reason to fail
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])  # a Path there, which Python ignores, must not cause a failure
     assert is_library(str(target)) and is_library(str(plain))
     assert not is_library(str(mine)) and not is_library(str(source)) and not is_library(str(tmp_path / "opt" / "job.py"))
     assert StackFrame(str(target), "1", "loss").owner == "library" and StackFrame(str(mine), "1", "loss").owner == "user"
     import importlib
 
     layers, own = importlib.import_module("layers_of_a_module_system"), importlib.import_module("mine")
-    assert fingerprint.code(own.loss)["code"] != fingerprint.code(layers.loss)["code"]
-    before = [fingerprint.code(module.loss)["code"] for module in (layers, own)]
+    assert fingerprint.digest_function(own.loss)["code"] != fingerprint.digest_function(layers.loss)["code"]
+    before = [fingerprint.digest_function(module.loss)["code"] for module in (layers, own)]
     for module in (layers, own):
         module.loss.__defaults__ = (0, 1)
-    after = [fingerprint.code(module.loss)["code"] for module in (layers, own)]
+    after = [fingerprint.digest_function(module.loss)["code"] for module in (layers, own)]
     assert before[0] == after[0] and before[1] != after[1], "a library is told by its name, the user's code by what it does"
 
 
@@ -63,9 +63,9 @@ def test_a_job_beside_installed_packages_is_the_user_s_own(tmp_path: Path, monke
     put(tmp_path, "vendored")
     (tmp_path / "job.py").write_text("import vendored\n\ndef loss(a, b):\n    return vendored.loss(a, b)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    loss = execute(tmp_path / "job.py").loss
+    loss = import_job_file(tmp_path / "job.py").loss
     assert not is_library(str(tmp_path / "job.py")) and is_library(str(tmp_path / "vendored" / "__init__.py"))
-    assert fingerprint.code(loss)["code"] != fingerprint.code(lambda a, b: a)["code"]
+    assert fingerprint.digest_function(loss)["code"] != fingerprint.digest_function(lambda a, b: a)["code"]
 
 
 NOISY = """
@@ -88,7 +88,8 @@ def test_what_libraries_log_while_they_are_imported_is_not_shown(tmp_path: Path)
     (tmp_path / "asks.py").write_text("import logging\nlogging.basicConfig()\nimport noisy\n")
 
     def said(job: str, then: str = "") -> list[str]:
-        program = f"from pathlib import Path; from plait.config.job import execute; module = execute(Path('{tmp_path}/{job}.py')){then}"
+        imports = "from pathlib import Path; from plait.config.job import import_job_file"
+        program = f"{imports}; module = import_job_file(Path('{tmp_path}/{job}.py')){then}"
         environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{tmp_path / 'opt'}"}
         done = subprocess.run([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True, check=True)
         return [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
@@ -99,8 +100,8 @@ def test_what_libraries_log_while_they_are_imported_is_not_shown(tmp_path: Path)
 
 
 def told(value: object) -> dict[str, object]:
-    """Of a function that uses a value."""
-    return fingerprint.code(lambda: value)
+    """The digest of a function that uses a value."""
+    return fingerprint.digest_function(lambda: value)
 
 
 def test_values_that_share_their_parts_are_read_once() -> None:
@@ -116,12 +117,12 @@ def test_values_that_share_their_parts_are_read_once() -> None:
 
     one = Shared()
     tangled: list[object] = [one, one]
-    for _ in range(fingerprint.DEPTH - 3):
+    for _ in range(fingerprint.MAX_DEPTH - 3):
         tangled = [tangled] * 12
     found = told(tangled)
     assert 0 < Shared.reads < 5 and "most" not in found
     again: list[object] = [Shared(), Shared()]
-    for _ in range(fingerprint.DEPTH - 3):
+    for _ in range(fingerprint.MAX_DEPTH - 3):
         again = [[*again] for _ in range(12)]
     assert found["code"] == told(again)["code"], "equal values, whether they are the same or not"
     again[0] = []
@@ -134,7 +135,7 @@ def test_what_refers_to_itself_ends_and_what_is_too_much_is_told() -> None:
     other: list[object] = [1]
     other.append({"ring": other})
     assert told(ring)["code"] == told(other)["code"]
-    many = [[[number] for number in range(1000)] for _ in range(fingerprint.MOST // 1000)]
+    many = [[[number] for number in range(1000)] for _ in range(fingerprint.MAX_REFERENCES // 1000)]
     found = told(many)
-    assert found["most"] == fingerprint.MOST
-    assert fingerprint.function_changes("loss", found, found) == ["loss: of what it uses, 100,000 values were compared and the rest was not"]
+    assert found["most"] == fingerprint.MAX_REFERENCES
+    assert fingerprint.describe_code_changes("loss", found, found) == ["loss: only the first 100,000 values that it uses were compared"]

@@ -1,4 +1,4 @@
-"""A job's data as people have it: a DataLoader whose batches are those of the job, and Hugging Face's data sets."""
+"""Common forms of a job's data: a DataLoader with the job's batches, and Hugging Face's data sets."""
 
 import dataclasses
 from typing import Any
@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 import plait
 from plait import PlaitError
 from plait.config.plan import Plan
-from plait.data.loaders import with_batch
-from plait.data.sampling import data_of
+from plait.data.loaders import override_batch
+from plait.data.sampling import open_job_data
 from plait.proof.verify import verify
 
 
@@ -26,7 +26,7 @@ def job(order: Any = None, **settings: Any) -> plait.Job:
 
 def refused(made: plait.Job) -> str:
     with pytest.raises(PlaitError) as error:
-        data_of(made)
+        open_job_data(made)
     assert set(error.value.codes) == {"J007"}
     return str(error.value)
 
@@ -43,16 +43,16 @@ class Endless(IterableDataset):
 
 
 def test_what_says_how_samples_are_read_is_plaits_own() -> None:
-    assert len(data_of(job(num_workers=2, pin_memory=True, generator=torch.Generator()))) == 21
-    assert len(data_of(job(shuffle=False, drop_last=True, order=plait.orders.drop_last(8)))) == 21
+    assert len(open_job_data(job(num_workers=2, pin_memory=True, generator=torch.Generator()))) == 21
+    assert len(open_job_data(job(shuffle=False, drop_last=True, order=plait.orders.drop_last(8)))) == 21
 
 
 WRONG = {
     "batch_size=4, and Job(batch=8)": {"batch_size": 4},
     "plait.orders.sequential": {"shuffle": False},
     "plait.orders.weighted": {"shuffle": False, "sampler": WeightedRandomSampler([1.0] * 21, 21)},
-    "plait shares out": {"shuffle": False, "sampler": DistributedSampler(Numbers(21), 2, 0)},
-    "the indices that the sampler gives": {"shuffle": False, "sampler": [1, 2, 3]},
+    "plait splits": {"shuffle": False, "sampler": DistributedSampler(Numbers(21), 2, 0)},
+    "the sampler's indices": {"shuffle": False, "sampler": [1, 2, 3]},
     "plait.orders.drop_last(8)": {"drop_last": True},
     "a batch sampler of its own": {"shuffle": False, "batch_size": 1, "batch_sampler": [[1, 2], [3]]},
 }
@@ -66,11 +66,11 @@ def test_a_loader_that_makes_other_batches_is_refused(told: str) -> None:
 def test_a_batch_sampler_of_torch_is_its_sampler() -> None:
     batches = BatchSampler(range(21), 8, False)
     assert "in sequence" not in refused(job(shuffle=False, batch_size=1, batch_sampler=batches))
-    data_of(job(plait.orders.sequential, shuffle=False, batch_size=1, batch_sampler=batches))
+    open_job_data(job(plait.orders.sequential, shuffle=False, batch_size=1, batch_sampler=batches))
 
 
 def test_a_command_that_gives_the_batch_overrules_it() -> None:
-    assert len(data_of(with_batch(job(), 4))) == 21 and with_batch(job(), 4).batch == 4
+    assert len(open_job_data(override_batch(job(), 4))) == 21 and override_batch(job(), 4).batch == 4
 
 
 def test_a_proof_refuses_it_too() -> None:
@@ -96,7 +96,7 @@ def rows() -> dict[str, Any]:
 
 @pytest.mark.parametrize("streamed", [0, 1])
 def test_a_data_set_of_hugging_face_is_proved(streamed: int) -> None:
-    """Its samples are dicts of lists; as it is, and as a stream."""
+    """Its samples are dicts of lists. Tested as a map-style data set and as a stream."""
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict(rows())
     made = dataclasses.replace(job(), data=lambda: data.to_iterable_dataset(num_shards=2) if streamed else data)

@@ -1,4 +1,4 @@
-"""The loss without logits: equal to torch's in float64, small in memory, and clear about what it cannot do."""
+"""The loss without logits: equal to torch's in float64, small in memory, and with clear errors for unsupported arguments."""
 
 import copy
 import dataclasses
@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait import Evaluate, LinearCrossEntropy, PlaitError, linear_cross_entropy
 from plait.engine.engine import Engine
 from plait.launch.place import Place
-from plait.losses.linear_cross_entropy import Headed
-from plait.tensors.torch_private import leaves
+from plait.losses.linear_cross_entropy import HeadOutput
+from plait.tensors.torch_private import dataclass_leaves
 
 
 def drawn(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[list[Tensor], Tensor]:
-    """hidden [3, 7, 5], weight [11, 5] (and bias [11]); targets [3, 7], some of which do not count."""
+    """hidden [3, 7, 5], weight [11, 5] (and bias [11]). Some of the targets [3, 7] are ignored."""
     g = torch.Generator().manual_seed(1)
     shapes = [(3, 7, 5), (11, 5), (11,)][: 3 if bias else 2]
     tensors = [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
@@ -91,7 +91,7 @@ def test_a_tied_weight_gets_both_gradients_and_backward_runs_twice() -> None:
 
 @pytest.mark.parametrize("format", [torch.bfloat16, torch.float16])
 def test_mixed_precision_is_as_exact_as_torchs(format: torch.dtype) -> None:
-    """16-bit products, 32-bit softmax and sums; what autocast does, and no further from float64 than it."""
+    """16-bit products, 32-bit softmax and sums, as autocast does, with an error against float64 no larger than autocast's."""
     tensors, targets = drawn(torch.float32)
     truth = torch.autograd.grad(whole([t.double() for t in tensors], targets), tensors)
     with torch.autocast("cpu", dtype=format):
@@ -105,7 +105,7 @@ def test_mixed_precision_is_as_exact_as_torchs(format: torch.dtype) -> None:
 
 
 def test_small_gradients_survive_fp16() -> None:
-    """They are kept as sums and divided when the scaled gradient arrives: a mean over many tokens would vanish."""
+    """They are stored as sums and divided when the scaled gradient arrives. An average over many tokens would underflow."""
     g = torch.Generator().manual_seed(1)
     hidden = (torch.randn(4096, 8, generator=g) * 1e-3).half().requires_grad_()
     weight = (torch.randn(32, 8, generator=g) * 1e-3).half()
@@ -125,7 +125,7 @@ def test_sums_of_16_bit_weights_are_taken_in_32() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the largest new tensor, and the most that lived at once."""
+    """Bytes of the largest new tensor, and the maximum that was alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in leaves(args) if isinstance(t, Tensor)}
-        for tensor in (t for t in leaves(result) if isinstance(t, Tensor)):
+        given = {t.untyped_storage().data_ptr() for t in dataclass_leaves(args) if isinstance(t, Tensor)}
+        for tensor in (t for t in dataclass_leaves(result) if isinstance(t, Tensor)):
             storage = tensor.untyped_storage()
             where, size = storage.data_ptr(), storage.nbytes()
             if where not in self.known | given and size:
@@ -152,7 +152,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_the_logits_are_never_whole() -> None:
-    """4,096 tokens over 32,768 words: 512 MiB of logits, 32 MiB of them at a time."""
+    """4,096 tokens with a vocabulary of 32,768: 512 MiB of logits, 32 MiB of them at a time."""
     tokens, vocabulary, width, chunk = 4096, 32768, 16, 256
     hidden, weight = torch.randn(tokens, width).requires_grad_(), torch.randn(vocabulary, width).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,))
@@ -169,7 +169,7 @@ def test_the_logits_are_never_whole() -> None:
 
 
 class Gpt(nn.Module):
-    """An embedding, a layer and a head; what it does with the logits is `after`."""
+    """An embedding, a layer and a head. `after` processes the logits."""
 
     def __init__(self, bias: bool = False, after: Any = lambda logits: logits):
         super().__init__()
@@ -185,12 +185,12 @@ def test_evaluation_gets_logits_and_training_does_not() -> None:
     x, targets = torch.randint(0, 11, (3, 7)), torch.randint(0, 11, (3, 7))
     expected = F.cross_entropy(model(x).flatten(0, 1), targets.flatten())
     loss.attach(model)
-    loss.attach(model)  # again changes nothing
+    loss.attach(model)  # the second call changes nothing
     torch.testing.assert_close(loss(model(x), targets), expected)
     with torch.no_grad():
-        assert isinstance(model(x), Headed)
+        assert isinstance(model(x), HeadOutput)
         assert isinstance(model.eval()(x), Tensor)
-    assert isinstance(model(x), Headed), "a model that is trained in eval mode"
+    assert isinstance(model(x), HeadOutput), "a model that is trained in eval mode"
     assert list(model.state_dict()) == list(Gpt(bias=True).state_dict())
 
 
@@ -243,7 +243,7 @@ def test_outputs_without_one_head_are_refused(after: Any, times: int) -> None:
     loss, model = LinearCrossEntropy(), Gpt(after=after)
     loss.attach(model)
     x = torch.zeros(3, 7, dtype=torch.long)
-    with pytest.raises(PlaitError, match=f"J017.*lm_head returned {times} times, not once"):
+    with pytest.raises(PlaitError, match=f"J017.*lm_head {times} times, not once"):
         loss(model(x), x)
 
 
@@ -258,9 +258,9 @@ def test_targets_must_fit_the_tokens() -> None:
 
 
 def Gpt_flat(model: nn.Module, x: Tensor) -> Any:
-    """As of a model that flattens batch and time before its head."""
+    """Targets for a model that flattens batch and time before its head."""
     out = model(x)
-    return Headed(out.hidden.flatten(0, 1), out.head)
+    return HeadOutput(out.hidden.flatten(0, 1), out.head)
 
 
 class Scaled(nn.Linear):

@@ -1,4 +1,4 @@
-"""docs/matrix.md is what its generator would run: the same rows and columns, no empty cell; a few cells run again."""
+"""docs/matrix.md has the rows and columns of its generator, and no empty cell. A few cells run again."""
 
 import importlib.util
 from itertools import combinations
@@ -27,7 +27,7 @@ MATRIX = generator()
 
 
 def test_every_axis_and_every_pair_is_a_column() -> None:
-    assert {*MATRIX.AXES} == {*AXES, "ep"} - {"replica_groups"}  # another training: tests/exact/test_replica_groups.py
+    assert {*MATRIX.AXES} == {*AXES, "ep"} - {"replica_groups"}  # changes the training result: tests/exact/test_replica_groups.py
     assert len(MATRIX.COLUMNS) == 6 + len([*combinations(MATRIX.AXES, 2)])
     for column in MATRIX.COLUMNS:
         plan = Plan.parse(MATRIX.plan(column))

@@ -1,4 +1,4 @@
-"""The arithmetic of a dry run's memory by hand, on a multi-layer perceptron; the meter on what it is hard to see."""
+"""A dry run's memory compared with manual calculations for a multi-layer perceptron. The meter on cases that are hard to measure."""
 
 import gc
 import json
@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from plait import Job, PlaitError, Plan, sketch_of
 from plait.cli.main import main
-from plait.parallel.data.buckets import fill
-from plait.planner.dryrun.allocations import Allocations
+from plait.parallel.data.buckets import fill_buckets
+from plait.planner.dryrun.allocations import AllocationRecorder
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.dryrun.optimizer_step import optimizer_state
+from plait.planner.dryrun.memory_table import make_memory_table
+from plait.planner.dryrun.optimizer_step import measure_state_bytes
 
 WIDTH, BATCH = 100, 60
 PARAMETERS = 4 * (20 * WIDTH + WIDTH + WIDTH * 10 + 10)
@@ -47,64 +47,64 @@ def job(optimizer: Any = torch.optim.SGD, model: Any = mlp) -> Job:
 
 
 def of(plan: str, **given: Any) -> dict[str, int]:
-    return memory_table(job(**given), Plan.parse(plan)).categories
+    return make_memory_table(job(**given), Plan.parse(plan)).categories
 
 
 # — the meter —
 
 
 def test_the_meter_sees_what_a_step_by_hand_makes() -> None:
-    """What forward keeps: the output of the ReLU, which both it and the head need, and the sum. The rest is freed."""
+    """Forward saves the output of the ReLU, which both it and the head need, and the sum. The rest is freed."""
     model, x = mlp(), torch.randn(BATCH, 20)
-    with Allocations() as meter:
-        meter.hold("parameters", model.parameters())
-        meter.hold("batch", [x])
+    with AllocationRecorder() as meter:
+        meter.add_existing("parameters", model.parameters())
+        meter.add_existing("batch", [x])
         loss = model(x).sum()
-        forward = meter.tape.level(len(meter.tape.changes))
+        forward = meter.tape.sum_categories(len(meter.tape.changes))
         loss.backward()
         for parameter in model.parameters():
             meter.label("gradients", parameter.grad)
         del loss, parameter
-    after = meter.tape.level(len(meter.tape.changes))
+    after = meter.tape.sum_categories(len(meter.tape.changes))
     assert forward == {"parameters": PARAMETERS, "batch": 4 * BATCH * 20, "temporary": 4 * BATCH * WIDTH + 4}
     assert after == {"parameters": PARAMETERS, "batch": 4 * BATCH * 20, "gradients": PARAMETERS}
 
 
 def test_views_share_resizing_counts_and_what_is_freed_is_gone() -> None:
-    with Allocations() as meter:
+    with AllocationRecorder() as meter:
         base = torch.zeros(1000)
         view = base[10:20]
-        assert meter.tape.peak().total == 4000
+        assert meter.tape.find_peak().total == 4000
         base.untyped_storage().resize_(0)
-        assert sum(meter.tape.level(len(meter.tape.changes)).values()) == 0
+        assert sum(meter.tape.sum_categories(len(meter.tape.changes)).values()) == 0
         base.untyped_storage().resize_(8000)
         del base
-        assert sum(meter.tape.level(len(meter.tape.changes)).values()) == 8000
+        assert sum(meter.tape.sum_categories(len(meter.tape.changes)).values()) == 8000
         del view
-    assert sum(meter.tape.level(len(meter.tape.changes)).values()) == 0
-    assert meter.tape.peak().total == 8000
+    assert sum(meter.tape.sum_categories(len(meter.tape.changes)).values()) == 0
+    assert meter.tape.find_peak().total == 8000
 
 
 def test_the_meter_is_on_in_backward_and_in_what_is_computed_again_there() -> None:
     inner = nn.Sequential(nn.Linear(50, 4000), nn.ReLU(), nn.Linear(4000, 50))
     x = torch.randn(10, 50, requires_grad=True)
-    with Allocations() as meter:
-        meter.hold("parameters", inner.parameters(), free=True)
+    with AllocationRecorder() as meter:
+        meter.add_existing("parameters", inner.parameters(), free=True)
         y = checkpoint(inner, x, use_reentrant=False)
-        kept = sum(meter.tape.level(len(meter.tape.changes)).values())
+        kept = sum(meter.tape.sum_categories(len(meter.tape.changes)).values())
         assert kept < 4 * 10 * 4000
-        meter.moment("backward")
+        meter.mark_moment("backward")
         y.sum().backward()
-    assert meter.tape.peak().total > 2 * 4 * 10 * 4000
-    assert meter.tape.peak().moment == "backward"
+    assert meter.tape.find_peak().total > 2 * 4 * 10 * 4000
+    assert meter.tape.find_peak().moment == "backward"
 
 
 def test_nothing_of_the_meter_stays_behind() -> None:
     before = torch.UntypedStorage.resize_
-    with pytest.raises(ZeroDivisionError), Allocations():
+    with pytest.raises(ZeroDivisionError), AllocationRecorder():
         raise ZeroDivisionError
     assert torch.UntypedStorage.resize_ is before
-    with Allocations() as meter:
+    with AllocationRecorder() as meter:
         pass
     torch.zeros(10)
     assert meter.tape.changes == []
@@ -124,14 +124,14 @@ def test_one_device() -> None:
 @pytest.mark.slow
 def test_the_optimizers_state_is_found_by_running_it() -> None:
     assert "optimizer" not in of("dp=1")
-    assert of("dp=1", optimizer=torch.optim.AdamW)["optimizer"] == 2 * PARAMETERS + 4 * 4  # and a step for each
+    assert of("dp=1", optimizer=torch.optim.AdamW)["optimizer"] == 2 * PARAMETERS + 4 * 4  # and one per step
     momentum = lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)  # noqa: E731
     assert of("dp=1", optimizer=momentum)["optimizer"] == PARAMETERS
 
 
 @pytest.mark.slow
 def test_copies_hold_gradients_in_buckets_with_a_flag_for_each_and_the_row_of_the_step() -> None:
-    assert len(fill([((10,), torch.float32)])) == 1
+    assert len(fill_buckets([((10,), torch.float32)])) == 1
     assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 6 + 3 * 2)
     assert of("dp=2")["parameters"] == PARAMETERS
 
@@ -148,15 +148,15 @@ def test_shards_hold_parts_padded_to_the_largest() -> None:
 
 @pytest.mark.slow
 def test_host_copies_count_where_the_host_is() -> None:
-    found = memory_table(job(torch.optim.AdamW), Plan.parse("dp=2 offload=optimizer"))
+    found = make_memory_table(job(torch.optim.AdamW), Plan.parse("dp=2 offload=optimizer"))
     assert found.host_categories["host copies"] == PARAMETERS
-    assert found.host_categories["temporary"] >= PARAMETERS  # gradients: the fullest moment is the update
+    assert found.host_categories["temporary"] >= PARAMETERS  # gradients: the maximum is during the update
     assert found.host_categories["optimizer"] == 2 * PARAMETERS + 4 * 4
     assert not {"host copies", "optimizer"} & found.categories.keys()
     assert "device" in str(found) and "of its host's memory" in str(found)
-    everything = memory_table(job(torch.optim.AdamW), Plan.parse("fsdp=2 offload=all"))
+    everything = make_memory_table(job(torch.optim.AdamW), Plan.parse("fsdp=2 offload=all"))
     assert "parameters" in everything.host_categories and "parameters" not in everything.categories
-    staged = memory_table(job(torch.optim.AdamW), Plan.parse("pp=2 microbatches=2 offload=optimizer"))
+    staged = make_memory_table(job(torch.optim.AdamW), Plan.parse("pp=2 microbatches=2 offload=optimizer"))
     assert {"host copies", "optimizer"} <= staged.host_categories.keys() and "optimizer" not in staged.categories
 
 
@@ -178,7 +178,7 @@ class Reading(torch.optim.Optimizer):
 
 
 class Choosing(Reading):
-    """How much it allocates depends on numbers."""
+    """The size of its allocation depends on values of tensors."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -196,9 +196,9 @@ def test_optimizers_that_read_their_tensors_are_followed(optimizer: Any) -> None
 
 
 def test_an_optimizer_that_is_too_large_to_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.planner.dryrun.optimizer_step.HOLDS", 100)
+    monkeypatch.setattr("plait.planner.dryrun.optimizer_step.MOST_REAL_BYTES", 100)
     with pytest.raises(PlaitError, match="M015"):
-        optimizer_state(job(Choosing), sketch_of(job(Choosing)))
+        measure_state_bytes(job(Choosing), sketch_of(job(Choosing)))
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_recomputation_forgets_and_the_table_says_so() -> None:
 @pytest.mark.slow
 def test_the_table_is_the_same_every_time() -> None:
     plans = [Plan.parse(p) for p in ("dp=1", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero_stage=1 microbatches=3", "dp=1")]
-    tables = [memory_table(job(torch.optim.AdamW), plan) for plan in plans]
+    tables = [make_memory_table(job(torch.optim.AdamW), plan) for plan in plans]
     for found in tables:
         assert all(size > 0 and f"  {name} " in str(found) for name, size in found.categories.items())
     gc.collect()
@@ -232,24 +232,24 @@ def test_the_table_is_the_same_every_time() -> None:
 @pytest.mark.slow
 def test_ranks_that_are_not_alike_have_the_table_of_the_fullest() -> None:
     wide = lambda: nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 3000), nn.ReLU(), nn.Linear(3000, 10))  # noqa: E731
-    found = memory_table(job(torch.optim.AdamW, wide), Plan.parse("pp=2 microbatches=2"))
+    found = make_memory_table(job(torch.optim.AdamW, wide), Plan.parse("pp=2 microbatches=2"))
     assert found.total == dry_run(job(torch.optim.AdamW, wide), Plan.parse("pp=2 microbatches=2")).fullest.peak.total and not found.notes
     assert found.categories["parameters"] == 4 * (20 * 20 + 20 + 20 * 3000 + 3000)  # of the first stage
     assert found.samples == BATCH // 2
-    half = memory_table(job(torch.optim.AdamW), Plan.parse("tp=2"))
-    assert half.categories["parameters"] == (PARAMETERS + 4 * 10) // 2  # the bias of the last layer is whole
+    half = make_memory_table(job(torch.optim.AdamW), Plan.parse("tp=2"))
+    assert half.categories["parameters"] == (PARAMETERS + 4 * 10) // 2  # the bias of the last layer is not sharded
 
 
 def test_a_plan_that_cannot_work_has_no_table() -> None:
     with pytest.raises(Exception, match="P012"):
-        memory_table(job(), Plan.parse(f"dp={BATCH + 1}"))
+        make_memory_table(job(), Plan.parse(f"dp={BATCH + 1}"))
 
 
 @pytest.mark.slow
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sketch", "examples/digits/job.py", "--plan", "fsdp=2"]) == 0
     shown = capsys.readouterr().out
-    assert "per rank under fsdp=2" in shown and "  parameters" in shown and "the parts that rank 0 has" in shown
+    assert "per rank under fsdp=2" in shown and "  parameters" in shown and "the shards on rank 0" in shown
 
 
 @pytest.mark.prove

@@ -1,18 +1,18 @@
-"""A module's forward wrapped and taken back, with whatever class and forward it has; its state put back after a trial."""
+"""A module's forward is wrapped and restored, for any class and forward. Its state is restored after a trial."""
 
 import copy
 
 import torch
 from torch import nn
 
-from plait.tensors.modules import (
-    attributes_of,
-    evaluating,
-    forwards_kept,
-    own_forward,
-    put_back,
-    put_parameters,
-    state_kept,
+from plait.tensors.module_state import (
+    bind_forward,
+    replace_parameters,
+    restore_attributes,
+    restore_forwards,
+    restore_module_state,
+    save_attributes,
+    use_eval_mode,
 )
 
 
@@ -31,14 +31,14 @@ class Triple(Double):
 
 
 def wrap(module: nn.Module) -> None:
-    own = own_forward(module)
+    own = bind_forward(module)
     module.forward = lambda x: own(x) + 1.0  # pyrefly: ignore[bad-assignment]
 
 
 def test_wrapped_twice_the_last_is_outermost() -> None:
     module, x = Double(), torch.ones(())
     wrap(module)
-    own = own_forward(module)
+    own = bind_forward(module)
     module.forward = lambda x: own(x) * 10.0  # pyrefly: ignore[bad-assignment]
     assert module(x) == 30.0
 
@@ -52,7 +52,7 @@ def test_the_class_is_that_of_the_call() -> None:
 
 def test_a_copy_of_the_module_has_a_forward_of_its_own() -> None:
     module = Double()
-    module.forward = own_forward(module)  # pyrefly: ignore[bad-assignment]
+    module.forward = bind_forward(module)  # pyrefly: ignore[bad-assignment]
     other = copy.deepcopy(module)
     other.factor = 5.0
     assert (module(torch.ones(())), other(torch.ones(()))) == (2.0, 5.0)
@@ -62,7 +62,7 @@ def test_forwards_are_taken_back_to_those_that_were_there() -> None:
     plain, wrapped = Double(), Double()
     wrap(wrapped)
     before = wrapped.forward
-    with forwards_kept([plain, wrapped]):
+    with restore_forwards([plain, wrapped]):
         wrap(plain)
         wrap(wrapped)
         assert (plain(torch.ones(())), wrapped(torch.ones(()))) == (3.0, 4.0)
@@ -71,7 +71,7 @@ def test_forwards_are_taken_back_to_those_that_were_there() -> None:
 
 
 class Hooking(nn.Module):
-    """Installs a hook in its first forward pass, and notes that it has."""
+    """Installs a hook in its first forward pass, and records it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class Hooking(nn.Module):
 
 def test_hooks_that_a_trial_installs_do_not_stay() -> None:
     model = Hooking()
-    with state_kept(model.modules()):
+    with restore_module_state(model.modules()):
         model(torch.ones(2, 4))
     assert not model.hooked and not model.inner._forward_hooks
 
 
 class Caching(nn.Module):
-    """Keeps a cache, counts its calls in a buffer that another module has too, and makes a buffer when first called."""
+    """Stores a cache, counts its calls in a buffer that another module shares, and creates a buffer in its first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class Caching(nn.Module):
 def test_attributes_and_buffers_are_those_of_before() -> None:
     model = Caching()
     calls = model.calls
-    with state_kept(model.modules(), hooks=False):
-        assert model(torch.ones(1)) == 2.0  # a copy, and one for both modules
+    with restore_module_state(model.modules(), hooks=False):
+        assert model(torch.ones(1)) == 2.0  # one copy for both modules
     assert model.cache is None
     assert model.calls is calls and model.inner.calls is calls and calls == 0.0
     assert [name for name, _ in model.named_buffers(remove_duplicate=False)] == ["calls", "inner.calls"]
@@ -120,16 +120,16 @@ def test_attributes_and_buffers_are_those_of_before() -> None:
 
 def test_attributes_alone() -> None:
     model = Caching()
-    before = attributes_of(model.modules())
+    before = save_attributes(model.modules())
     model(torch.ones(1))
-    put_back(before)
+    restore_attributes(before)
     assert model.cache is None and model.calls == 1.0
 
 
 def test_modes_are_those_of_before() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Dropout())
     model[1].eval()
-    with evaluating(model):
+    with use_eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, True, False]
 
@@ -138,5 +138,5 @@ def test_tied_parameters_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     bias, new = model[0].bias, nn.Parameter(torch.zeros(2, 2))
-    put_parameters(model, {id(model[0].weight): new})
+    replace_parameters(model, {id(model[0].weight): new})
     assert model[0].weight is new and model[1].weight is new and model[0].bias is bias

@@ -1,4 +1,4 @@
-"""What a forward pass makes through `global_mean` and `global_batch` is the same on all ranks; what it makes otherwise is not."""
+"""Values that a forward pass computes with `global_mean` and `global_batch` are equal on all ranks. Other values differ."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import plait
 from plait.config.plan import Plan
 from plait.engine.build import sketch_without_ranks
-from plait.model.make import CPU
-from plait.model.sketch import sketch
-from plait.parallel.mutations import apart, refused
+from plait.model.build_model import CPU
+from plait.model.sketch import sketch_model
+from plait.parallel.mutations import find_lost_write, list_inexact_buffers
 from plait.proof import reference
 
 WRITERS = {
@@ -48,24 +48,24 @@ class _Written(nn.Module):
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_copies_write_alike_is_known(name: str, weight: bool) -> None:
     make, alike = WRITERS[name]
-    found = sketch(_Written(make, weight), lambda n: torch.randn(n, 4), reference.call)
-    assert found.sampled == ("kept",)
+    found = sketch_model(_Written(make, weight), lambda n: torch.randn(n, 4), reference.call_model)
+    assert found.from_samples == ("kept",)
     for text, exact in (("dp=2", alike), ("dp=2 cp=2", False), ("dp=2 processes=one", False)):
         plan = Plan.parse(text)
-        named = refused(plan, found, ()) is not None if weight else [*apart(plan, found, 2)] != []
+        named = find_lost_write(plan, found, ()) is not None if weight else [*list_inexact_buffers(plan, found, 2)] != []
         assert named is not exact, text
 
 
 def test_no_weight_is_taken_for_what_is_made_from_samples() -> None:
-    """Torch forgets a fake tensor that nobody holds, and another one gets the number of its storage: the last bias was accused."""
+    """Torch frees an unused fake tensor, and another one gets the number of its storage. The last bias was reported by mistake."""
     found = sketch_without_ranks(jobs_higher.job("vmap"), Plan.parse("dp=2"), CPU)
-    assert not found.sampled and not found.unshared
+    assert not found.from_samples and not found.rank_dependent
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_of_instance_norms_are_made_from_samples(training: bool) -> None:
-    """torch's schema does not say that its operator writes them: copies had other statistics, without a word."""
+    """torch's schema does not mark the operator's write: replicas had different statistics, without a warning."""
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4, track_running_stats=True), nn.Conv1d(4, 2, 1))
     model[1].train(training)
-    found = sketch(model, lambda n: torch.randn(n, 4, 6), reference.call)
-    assert set(found.unshared) == ({"1.running_mean", "1.running_var"} if training else set())
+    found = sketch_model(model, lambda n: torch.randn(n, 4, 6), reference.call_model)
+    assert set(found.rank_dependent) == ({"1.running_mean", "1.running_var"} if training else set())

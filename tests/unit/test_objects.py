@@ -1,4 +1,4 @@
-"""Which objects torch's trees learn to see into, and that they come back whole."""
+"""Which objects torch's trees learn to traverse, and that their round trip is lossless."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from plait.tensors.torch_private import tree_flatten, tree_map_only, tree_unflatten
-from plait.tensors.trees import learn, refill
+from plait.tensors.trees import refill, register_classes
 
 
 class Plain:
@@ -15,7 +15,7 @@ class Plain:
 
 
 class Named(dict):
-    """Has attributes beside its items."""
+    """Has attributes in addition to its items."""
 
 
 class Listed(list):
@@ -35,14 +35,14 @@ class Made:
 
 
 class Weighted(Plain):
-    """Holds a parameter, which does not travel."""
+    """Contains a parameter, which is not exchanged."""
 
 
 def test_an_object_in_an_object_comes_back_as_it_was() -> None:
     inner = Named(a=torch.ones(2), b=3)
     inner.depth, inner.more = 4, Listed([torch.zeros(1), "x"])
     tree = (Plain(inner, None), 5)
-    learn(tree)
+    register_classes(tree)
     found, spec = tree_flatten(tree)
     assert sum(isinstance(t, torch.Tensor) for t in found) == 2
     back, five = tree_unflatten(found, spec)
@@ -55,7 +55,7 @@ def test_other_objects_stay_leaves() -> None:
     slotted = Slotted()
     slotted.h = torch.ones(1)
     others = [slotted, Made(torch.ones(1)), Weighted(nn.Parameter(torch.ones(1))), nn.Linear(1, 1), object()]
-    learn(others)
+    register_classes(others)
     assert [a is b for a, b in zip(tree_flatten(others)[0], others)] == [True] * len(others)
 
 

@@ -1,8 +1,8 @@
-"""NCCL runs messages of both directions in the order in which each end asks for them: no table may leave ranks waiting.
+"""NCCL runs messages of both directions in the order in which each end issues them. No table may deadlock.
 
-What `PointToPoint` asks of torch, in every rank's row, is written down and then played under these rules: a message takes its
-turn on a stream, one for each pair of ranks or one for all that a rank sends and receives (groups made with a
-`device_id`); it is over once both ends have come to it; and what is asked for after a wait starts after it.
+The calls of `PointToPoint` to torch, in every rank's row, are recorded and then replayed under three rules. A message takes its
+turn on a stream. There is one stream for each pair of ranks, or one for all messages of a rank (groups made with a
+`device_id`). A message ends once both ends have reached it, and a call after a wait starts after that wait.
 """
 
 from collections import Counter, deque
@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from plait.config.keys import SCHEDULES
-from plait.parallel.pipeline.p2p import PointToPoint, Routes, StageMessage, routes
-from plait.parallel.pipeline.schedule_search import table
-from plait.parallel.pipeline.schedules import Table, problems
+from plait.parallel.pipeline.p2p import PointToPoint, Routes, StageMessage, plan_routes
+from plait.parallel.pipeline.schedule_search import build_table
+from plait.parallel.pipeline.schedules import ScheduleTable, find_schedule_errors
 
 Message = tuple[int, int, int]
 """Sender, receiver, tag."""
 
 
 class Noted:
-    """A message that was asked for; noted again when its rank waits for it."""
+    """An issued message. Its wait is recorded too."""
 
     def __init__(self, log: list[tuple[str, Message]], message: Message):
         self.log, self.message = log, message
@@ -33,7 +33,7 @@ class Noted:
 
 
 class Wire:
-    """The group of one rank, without a network; `log` is what it asks for and waits for, in order."""
+    """The group of one rank, without a network. `log` has its messages and waits, in order."""
 
     def __init__(self, rank: int):
         self.own, self.log = rank, list[tuple[str, Message]]()
@@ -55,8 +55,8 @@ def unwired(monkeypatch: pytest.MonkeyPatch) -> None:
 NOTHING = [torch.empty(0)]
 
 
-def asked(planned: Table, found: Routes, rank: int, ahead: int) -> list[tuple[str, Message]]:
-    """What a rank asks for and waits for in its row, as `Pipe.step` goes through it."""
+def asked(planned: ScheduleTable, found: Routes, rank: int, ahead: int) -> list[tuple[str, Message]]:
+    """The messages and waits of a rank's row, in the order of `PipelineRuntime.step`."""
     wire = Wire(rank)
     post = PointToPoint(wire, found, lambda message: NOTHING, ahead)
     to = {message: b for (a, b), route in found.items() if a == rank for message in route.messages}
@@ -74,7 +74,7 @@ def asked(planned: Table, found: Routes, rank: int, ahead: int) -> list[tuple[st
 
 
 def stuck(logs: list[list[tuple[str, Message]]], one_stream: bool) -> list[Any]:
-    """Played under rendezvous: where each rank that never ends has come to. Empty when all end."""
+    """Replays under rendezvous. Returns the position of each rank that never ends, or nothing if all end."""
     at, over = [0] * len(logs), Counter[Message]()
     streams: list[dict[int, deque[Message]]] = [{} for _ in logs]
     going = True
@@ -103,17 +103,17 @@ def stuck(logs: list[list[tuple[str, Message]]], one_stream: bool) -> list[Any]:
     return rest + [queue[0] for own in streams for queue in own.values() if queue]
 
 
-def tables(schedule: str) -> list[Table]:
-    """Every table of a schedule in a good range; those that are searched for, in a smaller one."""
+def tables(schedule: str) -> list[ScheduleTable]:
+    """Every table of a schedule for many sizes. Searched tables for fewer sizes."""
     few = schedule == "auto"
     sizes = product((2, 3, 4) if few else (2, 3, 4, 8), (1, 2, 3, 4) if few else (1, 2, 3, 4, 8, 16), (1, 2, 3))
-    return [table(schedule, *size) for size in sizes if not problems(schedule, *size)]
+    return [build_table(schedule, *size) for size in sizes if not find_schedule_errors(schedule, *size)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nobody_waits_forever_where_messages_run_in_order(schedule: str) -> None:
     for planned in tables(schedule):
-        found = routes(planned.rows, planned.owner, lambda message: True)
+        found = plan_routes(planned.rows, planned.owner, lambda message: True)
         logs = [asked(planned, found, rank, 0) for rank in range(planned.ranks)]
         for one_stream in (False, True):
             told = stuck(logs, one_stream)
@@ -121,16 +121,16 @@ def test_nobody_waits_forever_where_messages_run_in_order(schedule: str) -> None
 
 
 def test_nobody_waits_forever_where_some_messages_are_empty() -> None:
-    """A model whose stages hand on no gradients for some micro-batches: those messages do not exist."""
+    """A model whose stages pass on no gradients for some micro-batches: those messages do not exist."""
     for schedule, crosses in product(("1f1b", "gpipe"), (lambda x: x.forward, lambda x: x.micro % 2 or x.stage > 1)):
-        planned = table(schedule, 4, 6)
-        found = routes(planned.rows, planned.owner, crosses)
+        planned = build_table(schedule, 4, 6)
+        found = plan_routes(planned.rows, planned.owner, crosses)
         logs = [asked(planned, found, rank, 0) for rank in range(4)]
         assert not stuck(logs, False) and not stuck(logs, True)
 
 
 def test_the_play_finds_ranks_that_wait_for_each_other() -> None:
-    """Two neighbours of 1f1b that both send before they receive."""
+    """Two adjacent ranks of 1f1b that both send before they receive."""
     there, back = (0, 1, 7), (1, 0, 8)
     crossed = [[("ask", there), ("ask", back), ("wait", back)], [("ask", back), ("ask", there), ("wait", there)]]
     assert len(stuck(crossed, False)) == len(stuck(crossed, True)) == 4
@@ -140,7 +140,7 @@ def test_few_receives_are_posted_before_they_are_needed() -> None:
     most = 0
     for schedule in ("1f1b", "interleaved", "zb", "zbv"):
         for planned in tables(schedule):
-            found = routes(planned.rows, planned.owner, lambda message: True)
+            found = plan_routes(planned.rows, planned.owner, lambda message: True)
             for rank in range(planned.ranks):
                 open_ = set[Message]()
                 for what, message in asked(planned, found, rank, 0):

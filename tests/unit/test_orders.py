@@ -1,4 +1,4 @@
-"""The order of an epoch, and how many samples of it a step takes: pure, in range, and what their names say."""
+"""The order of an epoch, and the number of samples per step: pure functions, in range, with the properties of their names."""
 
 from collections import Counter
 from itertools import islice
@@ -12,8 +12,8 @@ import plait
 from plait import PlaitError, orders
 from plait.config.job import Job, TokenBudget
 from plait.data.batch import BatchShare, Position
-from plait.data.loading import batches
-from plait.data.sampling import Sampling, check, epoch_order, example
+from plait.data.loading import iter_batches
+from plait.data.sampling import Sampling, check_sampling, epoch_order, open_sketch_data
 
 LENGTHS = [3, 14, 5, 5, 9, 1, 7, 2, 12, 4, 6, 8] * 8
 ALL = {
@@ -48,7 +48,7 @@ def test_an_order_is_pure_and_another_in_each_epoch(name: str) -> None:
 
 
 def test_weighted_draws_as_often_as_weights_say() -> None:
-    """As torch's sampler: the same shares, within what a draw varies."""
+    """The same frequencies as torch's sampler, within random variation."""
     drawn = Counter(orders.weighted([0.0, 1.0, 3.0, 0.0], samples=40_000)(0, 0, 4).tolist())
     torch.manual_seed(0)
     theirs = Counter(WeightedRandomSampler([0.0, 1.0, 3.0, 0.0], 40_000))
@@ -65,7 +65,7 @@ def test_mixed_has_the_shares_and_every_sample_of_a_set_as_often_as_any_other() 
 
 
 def test_length_grouped_pads_little_and_begins_with_the_longest() -> None:
-    """A permutation, sorted in stretches: what padding a step costs is far less than in any order."""
+    """A permutation, sorted in chunks: a step has far less padding than in an arbitrary order."""
     lengths = np.array(LENGTHS)
 
     def padding(ids: np.ndarray) -> int:
@@ -103,9 +103,9 @@ def test_what_is_no_order_is_refused(returned: object, told: str) -> None:
 
 
 def test_an_order_that_is_not_a_function_of_its_arguments_is_refused() -> None:
-    found, text = code(lambda: check(job(order=lambda s, e, n: np.random.default_rng().permutation(n)), range(96)))
-    assert found == "J027" and "when it was called again" in text
-    check(job(order=lambda s, e, n: torch.randperm(n)), range(96))  # torch's own generator is seeded
+    found, text = code(lambda: check_sampling(job(order=lambda s, e, n: np.random.default_rng().permutation(n)), range(96)))
+    assert found == "J027" and "in two calls" in text
+    check_sampling(job(order=lambda s, e, n: torch.randperm(n)), range(96))  # torch's own generator is seeded
 
 
 def test_the_generators_are_afterwards_as_they_were() -> None:
@@ -118,21 +118,21 @@ def test_the_generators_are_afterwards_as_they_were() -> None:
 
 def test_an_iterable_has_neither() -> None:
     stream = (i for i in range(3))
-    assert code(lambda: check(job(order=orders.sequential), stream))[0] == "J027"
-    assert code(lambda: check(job(token_budget=TokenBudget(4, lambda: LENGTHS)), stream))[0] == "J028"
+    assert code(lambda: check_sampling(job(order=orders.sequential), stream))[0] == "J027"
+    assert code(lambda: check_sampling(job(token_budget=TokenBudget(4, lambda: LENGTHS)), stream))[0] == "J028"
 
 
 @pytest.mark.parametrize("lengths", [lambda: [1.5] * 96, lambda: [1] * 95, lambda: [-1] * 96, lambda: 1 / 0])
 def test_wrong_lengths_are_refused(lengths) -> None:
-    assert code(lambda: check(job(token_budget=TokenBudget(8, lengths)), range(96)))[0] == "J028"
+    assert code(lambda: check_sampling(job(token_budget=TokenBudget(8, lengths)), range(96)))[0] == "J028"
 
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_step_takes_samples_as_long_as_they_fit(padded: bool) -> None:
     budget, lengths = TokenBudget(20, lambda: LENGTHS, padded), np.array(LENGTHS)
     sampling, start, sizes = Sampling(96, 4, 0, orders.weighted([1] * 96), budget), 0, list[int]()
-    ids = sampling.epoch(0)
-    while size := sampling.size(0, start):
+    ids = sampling.epoch_indices(0)
+    while size := sampling.step_size(0, start):
         cost = lambda n, at=start: lengths[ids[at : at + n]].max() * n if padded else lengths[ids[at : at + n]].sum()  # noqa: E731
         assert size == 1 or cost(size) <= 20
         assert size == 4 or start + size == 96 or cost(size + 1) > 20
@@ -146,16 +146,16 @@ def test_ranks_and_loader_processes_take_the_steps_of_one_device(workers: int) -
     sampling = Sampling(96, 6, 3, ALL["length_grouped"], TokenBudget(30, lambda: LENGTHS))
 
     def ids(share: BatchShare, at: Position) -> list[list[int]]:
-        source = batches(data, 6, 3, share, at, workers=workers, sampling=sampling)
-        return [[i for m in batch.micro for i in m.ids] for batch in islice(source, 30)]
+        source = iter_batches(data, 6, 3, share, at, workers=workers, sampling=sampling)
+        return [[i for m in batch.micro_batches for i in m.ids] for batch in islice(source, 30)]
 
     whole, parts = ids(BatchShare(), Position()), [ids(BatchShare(rank, 4), Position()) for rank in range(4)]
     assert [[i for part in step for i in part] for step in zip(*parts)] == whole
     assert any(not part for step in zip(*parts) for part in step) and len(whole[0]) < 6
-    at = next(islice(batches(data, 6, 3, BatchShare(), Position(), sampling=sampling), 9, None)).after
+    at = next(islice(iter_batches(data, 6, 3, BatchShare(), Position(), sampling=sampling), 9, None)).next_position
     assert ids(BatchShare(), at)[:20] == whole[10:]
 
 
 def test_a_sketch_sees_a_sample_of_which_a_batch_takes_the_budget() -> None:
-    of = lambda tokens: example(job(token_budget=TokenBudget(tokens, lambda: LENGTHS)), range(96))[0]  # noqa: E731
+    of = lambda tokens: open_sketch_data(job(token_budget=TokenBudget(tokens, lambda: LENGTHS)), range(96))[0]  # noqa: E731
     assert LENGTHS[of(8 * 6)] == 6 and LENGTHS[of(8 * 10)] == 12 and LENGTHS[of(8 * 100)] == 14

@@ -1,28 +1,28 @@
-"""What a trial writes into tensors from outside is undone; and what it makes is gone when it is not used any more."""
+"""Writes of a trial to outside tensors are undone, and its results are freed once they are unused."""
 
 import torch
 from torch import Tensor, nn
 
-from plait.model.mutations import FollowedWrites, OutsideWrites
-from plait.tensors.float64 import Shadow, Wide
+from plait.model.mutations import RestoredWrites, TrackedWrites
+from plait.tensors.float64 import Float64Mode, Float64Shadow
 from plait.tensors.torch_private import storage_key
 
 
 def test_a_trial_keeps_no_memory_that_it_does_not_use() -> None:
-    """Of the process: 40 results of 16 MB each, and gradients."""
+    """Memory of the process: 40 results of 16 MB each, and gradients."""
     layer = nn.Linear(2000, 2000, bias=False)
-    with FollowedWrites() as trial:
+    with TrackedWrites() as trial:
         began = resident()
         for _ in range(40):
             layer(torch.ones(2000, 2000)).sum().backward()
             layer.weight.grad = None
         assert resident() - began < 400 << 20
-        assert len(trial.own) < 20 and len(trial._origins) < 20
+        assert len(trial.own_storages) < 20 and len(trial._origins) < 20
 
 
 def test_a_number_that_is_used_again_is_another_storage() -> None:
     table = torch.zeros(3)
-    with OutsideWrites():
+    with RestoredWrites():
         for _ in range(100):
             torch.ones(3).mul_(2)
         table.add_(1)
@@ -30,16 +30,16 @@ def test_a_number_that_is_used_again_is_another_storage() -> None:
 
 
 def test_shadows_end_with_what_they_stand_for() -> None:
-    before = len(Shadow.known)
+    before = len(Float64Shadow.by_storage)
     kept = torch.zeros(8)
-    with Wide():
+    with Float64Mode():
         for _ in range(20):
             torch.from_numpy(torch.zeros(1 << 20).numpy()).add_(1.0)
         kept += 1e-12
-    assert len(Shadow.known) <= before + 2
-    assert storage_key(kept) in Shadow.known
+    assert len(Float64Shadow.by_storage) <= before + 2
+    assert storage_key(kept) in Float64Shadow.by_storage
     del kept
-    assert len(Shadow.known) <= before + 1
+    assert len(Float64Shadow.by_storage) <= before + 1
 
 
 def resident() -> int:
@@ -49,7 +49,7 @@ def resident() -> int:
 
 def test_a_trial_is_undone() -> None:
     average: Tensor = torch.ones(4)
-    with FollowedWrites() as trial:
-        trial.mark(weight := torch.zeros(4))
+    with TrackedWrites() as trial:
+        trial.mark_weights(weight := torch.zeros(4))
         average.mul_(0.9).add_(weight)
-    assert trial.follows and average.tolist() == [1.0] * 4
+    assert trial.has_outside_write and average.tolist() == [1.0] * 4

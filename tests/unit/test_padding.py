@@ -1,4 +1,4 @@
-"""Padding pinned to the global batch's longest: which collate functions it follows, and what it leaves alone."""
+"""Padding to the longest sample of the global batch: which collate functions it supports, and which batches it leaves unchanged."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from jobs_padded import Pairs, Sentences, Streamed, tagger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from plait.data.batch import BatchShare, Micro, Position, beside, collate, rows_of
-from plait.data.loading import batches
-from plait.data.padding import Padding, fetching, packed, unpacked
+from plait.data.batch import BatchShare, MicroBatch, Position, collate, collate_with_others, find_sample_rows
+from plait.data.loading import iter_batches
+from plait.data.padding import BatchPadder, make_fetch, pack_samples, unpack_samples
 from plait.engine.engine import Engine
 
 
 class Lengths:
-    """Sample i has i + 1 tokens. `how` the batch is made of them."""
+    """Sample i has i + 1 tokens. `how` selects the collate function."""
 
     def __init__(self, how: str, n: int = 12):
         self.how, self.n = how, n
@@ -44,22 +44,22 @@ class Lengths:
         return {"x": padded, "longest": max(sizes), "names": [str(n) for n in sizes]}, torch.tensor(sizes)
 
 
-def micros(how: str, parts: int = 3) -> tuple[Padding, list[Any], Any]:
+def micros(how: str, parts: int = 3) -> tuple[BatchPadder, list[Any], Any]:
     data = Lengths(how)
-    padding = Padding(data, None)
+    padding = BatchPadder(data, None)
     share = BatchShare(0, 1, parts)
-    source = batches(data, len(data), 0, share, Position())
+    source = iter_batches(data, len(data), 0, share, Position())
     batch = next(source)
-    pinned = padding.batch(batch, fetching(data, 0, batch, BatchShare()))
-    whole = collate(data, [data[i] for micro in batch.micro for i in micro.ids])
-    return padding, list(pinned.micro), whole
+    pinned = padding.pad_batch(batch, make_fetch(data, 0, batch, BatchShare()))
+    whole = collate(data, [data[i] for micro in batch.micro_batches for i in micro.ids])
+    return padding, list(pinned.micro_batches), whole
 
 
 @pytest.mark.parametrize("how", ("pads", "time first", "square"))
 def test_parts_have_the_rows_of_the_whole(how: str) -> None:
     padding, parts, (inputs, targets) = micros(how)
     dim = 1 if how == "time first" else 0
-    assert torch.equal(torch.cat([m.inputs["x"] for m in parts], dim), inputs["x"]) and not padding.loose
+    assert torch.equal(torch.cat([m.inputs["x"] for m in parts], dim), inputs["x"]) and not padding.has_loose_shapes
     assert torch.equal(torch.cat([m.targets for m in parts]), targets)
     assert all(m.inputs["longest"] == 12 for m in parts)
     assert [name for m in parts for name in m.inputs["names"]] == inputs["names"]
@@ -67,9 +67,9 @@ def test_parts_have_the_rows_of_the_whole(how: str) -> None:
 
 @pytest.mark.parametrize("how", ("sorts", "packs", "draws", "crops", "flat"))
 def test_what_does_not_pad_is_left_alone(how: str) -> None:
-    """A flat batch of padded rows has no sizes that a dim tells; the others have other rows beside other samples."""
+    """A flat batch of padded rows has no dim of the padded size. In the other cases a row depends on the other samples of its batch."""
     padding, parts, _ = micros(how)
-    assert padding.loose
+    assert padding.has_loose_shapes
     for micro in parts:
         torch.manual_seed(0)
         assert sorted(micro.inputs["names"]) == sorted(str(len(s)) for s in micro.samples)
@@ -81,29 +81,29 @@ def test_samples_of_one_shape_are_not_touched() -> None:
             return torch.full((4,), i)
 
     data = Alike("pads")
-    batch = next(batches(data, 12, 0, BatchShare(0, 1, 3), Position()))
-    padding = Padding(data, None)
-    found = padding.batch(batch, fetching(data, 0, batch, BatchShare()))
-    assert all(a.inputs["x"] is b.inputs["x"] for a, b in zip(found.micro, batch.micro)) and not padding.loose
+    batch = next(iter_batches(data, 12, 0, BatchShare(0, 1, 3), Position()))
+    padding = BatchPadder(data, None)
+    found = padding.pad_batch(batch, make_fetch(data, 0, batch, BatchShare()))
+    assert all(a.inputs["x"] is b.inputs["x"] for a, b in zip(found.micro_batches, batch.micro_batches)) and not padding.has_loose_shapes
 
 
 def test_rows_tell_where_samples_are() -> None:
     data = Pairs()
-    rows, pair = rows_of(data, data[0]), collate(data, [data[i] for i in range(5)])
-    assert rows.form(pair, 5) == (pair[0]["ids"].shape[1], pair[0]["mask"].shape[1], pair[1].shape[1]) or rows.form(
+    rows, pair = find_sample_rows(data, data[0]), collate(data, [data[i] for i in range(5)])
+    assert rows.measure_sizes(pair, 5) == (pair[0]["ids"].shape[1], pair[0]["mask"].shape[1], pair[1].shape[1]) or rows.measure_sizes(
         pair, 5
     ) == (1, pair[0]["ids"].shape[1], 1, pair[0]["mask"].shape[1], 1, pair[1].shape[1])
-    assert rows.first(pair, 2, 5)[1].shape[0] == 2
+    assert rows.take_first(pair, 2, 5)[1].shape[0] == 2
 
 
 def test_beside_has_the_lengths_of_the_company() -> None:
     data = Sentences()
-    inputs, _ = beside(data, [data[0]], [data[i] for i in range(20)])
+    inputs, _ = collate_with_others(data, [data[0]], [data[i] for i in range(20)])
     assert inputs["ids"].shape == (1, max(len(data.rows[i]) for i in range(20)))
 
 
 class Clouds:
-    """Sample i has `points[i]` points, and a pair of points for all but the first. Samples are put together in one row."""
+    """Sample i has `points[i]` points, and pairs of points for all but the first. Samples are concatenated to one row."""
 
     def __init__(self, *points: int, square: bool = False):
         self.points, self.square = points, square
@@ -128,16 +128,16 @@ class Clouds:
     "points, square", (((2, 5, 9), False), ((1, 5, 9), False), ((2, 5, 9), True), ((1, 1, 4), True))
 )
 def test_samples_in_one_row_are_no_rows_of_a_larger_batch(points: tuple[int, ...], square: bool) -> None:
-    """Their share of a larger batch's rows begins with theirs, and has rows of other samples, or fewer than they have."""
+    """Their part of a larger batch's rows starts with their own rows, and has rows of other samples, or too few rows."""
     data = Clouds(*points, square=square)
     for some in ([0], [0, 1]):
-        inputs, targets = beside(data, [data[i] for i in some], [data[2]])
+        inputs, targets = collate_with_others(data, [data[i] for i in some], [data[2]])
         alone = data.collate([data[i] for i in some])
         assert all(torch.equal(inputs[key], alone[0][key]) for key in inputs) and torch.equal(targets, alone[1])
 
 
 def test_a_part_takes_no_rows_of_the_longest_sample() -> None:
-    """Points of a part are 4 a sample, and 5 beside the longest sample, which is as many as another part has."""
+    """A part has 4 points per sample, and 5 if it is collated with the longest sample, as many as another part has."""
 
     class Points(Clouds):
         def __getitem__(self, i: int) -> Any:
@@ -147,10 +147,10 @@ def test_a_part_takes_no_rows_of_the_longest_sample() -> None:
             return tuple(torch.cat(each) for each in zip(*samples))
 
     data = Points(4, 4, 3, 7)
-    parts = [Micro(i, 2, *data.collate([data[i], data[i + 1]]), (i, i + 1), (data[i], data[i + 1])) for i in (0, 2)]
-    padding = Padding(data, None)
-    found = padding.alike(parts, data.__getitem__)
-    assert [len(micro.targets) for micro in found] == [8, 10] and padding.loose
+    parts = [MicroBatch(i, 2, *data.collate([data[i], data[i + 1]]), (i, i + 1), (data[i], data[i + 1])) for i in (0, 2)]
+    padding = BatchPadder(data, None)
+    found = padding.pad_micro_batches(parts, data.__getitem__)
+    assert [len(micro.targets) for micro in found] == [8, 10] and padding.has_loose_shapes
 
 
 @pytest.mark.parametrize("data", (Sentences, Streamed))
@@ -159,8 +159,8 @@ def test_loader_processes_change_nothing(data: type) -> None:
         with Engine(tagger(data), "microbatches=3", workers=workers) as engine:
             found = []
             for batch in engine.batches():
-                found.append([(m.inputs["ids"].tolist(), m.targets.tolist()) for m in batch.micro])
-                engine.position = batch.after
+                found.append([(m.inputs["ids"].tolist(), m.targets.tolist()) for m in batch.micro_batches])
+                engine.position = batch.next_position
             return found
 
     alone = shapes(0)
@@ -169,7 +169,7 @@ def test_loader_processes_change_nothing(data: type) -> None:
 
 def test_samples_travel_as_bytes() -> None:
     sample = {"x": torch.randn(3, 2).bfloat16().t(), "y": torch.tensor(3), "z": torch.empty(0), "w": "text"}
-    back = unpacked(packed(sample))
+    back = unpack_samples(pack_samples(sample))
     assert (
         all(torch.equal(back[k], sample[k]) and back[k].dtype == sample[k].dtype for k in "xyz") and back["w"] == "text"
     )

@@ -1,4 +1,4 @@
-"""`plait plan --show parameters`: what each rank has of each parameter, and how its gradient is summed and why."""
+"""`plait plan --show parameters`: each rank's part of each parameter, and how its gradient is reduced and why."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
-from plait.cli.plan_tables import parameter_text, parameters_shown
+from plait.cli.plan_tables import build_parameter_table, format_parameters
 from plait.config.plan import Plan
 
 GPT = str(Path(__file__).parents[2] / "examples" / "stdlib_gpt" / "job.py")
@@ -33,14 +33,14 @@ def test_slices_and_copies(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stages_experts_owners_and_what_is_frozen() -> None:
-    tied = parameter_text(parameters_shown(jobs_real.gpt2(), Plan.parse("pp=2 microbatches=2")), "job.py")
-    assert "sum over pp of 0–1: several stages use it, and each has its share" in tied
-    experts = parameters_shown(jobs_moe.gpt(stacked=True), Plan.parse("fsdp=4 ep=2"))
+    tied = format_parameters(build_parameter_table(jobs_real.gpt2(), Plan.parse("pp=2 microbatches=2")), "job.py")
+    assert "sum over pp of 0–1: several stages use it, and each has a part of its gradient" in tied
+    experts = build_parameter_table(jobs_moe.gpt(stacked=True), Plan.parse("fsdp=4 ep=2"))
     of_experts = [row for row in experts.rows if any("ep" in one.split()[-1:] for one in row.split)]
     assert of_experts and all(row.gradient[0] == "scatter over efsdp" and len(row.split) == 2 for row in of_experts)
     job = jobs_real.gpt()
     muon = replace(job, optimizer=lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], 1e-2))
-    owners = [[row.updated_by for row in parameters_shown(one, Plan.parse("fsdp=2")).rows] for one in (muon, job)]
+    owners = [[row.updated_by for row in build_parameter_table(one, Plan.parse("fsdp=2")).rows] for one in (muon, job)]
     assert any(owners[0]) and not any(owners[1])
 
     def model() -> torch.nn.Module:
@@ -49,5 +49,5 @@ def test_stages_experts_owners_and_what_is_frozen() -> None:
             parameter.requires_grad_(False)
         return made
 
-    frozen = parameters_shown(replace(job, model=model), Plan.parse("dp=2"))
-    assert any(not row.trainable and row.gradient == () for row in frozen.rows) and " frozen" in parameter_text(frozen, "job.py")
+    frozen = build_parameter_table(replace(job, model=model), Plan.parse("dp=2"))
+    assert any(not row.trainable and row.gradient == () for row in frozen.rows) and " frozen" in format_parameters(frozen, "job.py")

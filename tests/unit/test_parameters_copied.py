@@ -1,4 +1,4 @@
-"""A copy of a module shares what cannot be copied, and nothing else."""
+"""A copy of a module shares only what cannot be copied."""
 
 import threading
 import warnings
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.tensors.fake import FakeTensorMode, emptied
+from plait.tensors.fake import FakeTensorMode, make_fake_copy
 from plait.tensors.parameters import copy_module
 
 
@@ -24,7 +24,7 @@ def scripted() -> Any:
 
 
 class Holds(nn.Module):
-    """Keeps a value in an attribute, beside a list of its own that steps change."""
+    """Stores a value in an attribute, and a list of its own that steps change."""
 
     def __init__(self, value: object):
         super().__init__()
@@ -45,7 +45,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 def test_what_cannot_be_copied_is_shared(name: str) -> None:
     value = VALUES[name]()
     model = nn.Sequential(Holds(value), Holds(7))
-    for made in (copy_module(model), emptied(model, FakeTensorMode(allow_non_fake_inputs=True))):
+    for made in (copy_module(model), make_fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))):
         shared: Any = made[0].value
         assert shared[1] is value[1] if isinstance(value, list) else shared is value
         assert made[0].seen == [1] and made[0].seen is not model[0].seen and made[1].value == 7

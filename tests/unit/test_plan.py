@@ -1,4 +1,4 @@
-"""The plan: the same words as a line, a TOML file and JSON; every fault at once; no input hangs it."""
+"""The plan: the same keys as a line, a TOML file and JSON. All errors are reported at once, and no input hangs the parser."""
 
 import json
 import time
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from plait.config.conflicts import without_effect
+from plait.config.conflicts import find_ineffective_keys
 from plait.config.errors import PlaitError, Problem
 from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
 
 
 def problems(call, *arguments) -> list[Problem]:
-    """What `call` refuses; it must do so within a second."""
+    """The errors of `call`, which must come within a second."""
     began = time.perf_counter()
     with pytest.raises(PlaitError) as caught:
         call(*arguments)
@@ -287,20 +287,20 @@ def test_hostile_paths(path: str) -> None:
 
 @pytest.mark.parametrize("text", ("zero_stage=2", "dp=2 schedule=gpipe", "stages_per_rank=2 fsdp=2"))
 def test_a_key_without_effect_is_refused(text: str) -> None:
-    assert codes(without_effect(Plan.parse(text))) == ["P030"]
+    assert codes(find_ineffective_keys(Plan.parse(text))) == ["P030"]
 
 
 @pytest.mark.parametrize("text", ("", "fsdp=2 zero_stage=2", "pp=2 schedule=gpipe", "zero_stage=2 offload=all"))
 def test_a_key_with_effect_is_not(text: str) -> None:
-    assert without_effect(Plan.parse(text)) == []
+    assert find_ineffective_keys(Plan.parse(text)) == []
 
 
 @pytest.mark.parametrize(
     "given", ("compile=true", "dp=2 compile=true precision=bf16", "tp=2 compile=true", "tp=2 dp=2")
 )
 def test_the_uncompiled_plan_is_a_plan_that_can_be_given(given: str) -> None:
-    """Dry runs of compiled plans are runs of it, and a plan in which a key has no effect is refused."""
+    """Dry runs of compiled plans run the uncompiled plan, and a plan in which a key has no effect is rejected."""
     plan = Plan.parse(given)
-    assert not plan.uncompiled.compile and not without_effect(plan.uncompiled)
+    assert not plan.uncompiled.compile and not find_ineffective_keys(plan.uncompiled)
     assert Plan.parse(str(plan.uncompiled)) == plan.uncompiled
-    assert plan.tp == 1 or plan.uncompiled.stretched is plan.stretched
+    assert plan.tp == 1 or plan.uncompiled.uses_sequence_shards is plan.uses_sequence_shards

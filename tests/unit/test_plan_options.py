@@ -1,4 +1,4 @@
-"""What is wrong with the options of `plait plan` is said before anything is loaded that takes seconds."""
+"""Errors in the options of `plait plan` are reported before any import or load that takes seconds."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ SAYS = {
     "--dry-run --plan dp=2 --machine mispelled": "M010", "--map --machine mispelled": "M010",
     "--dry-run --plan no.toml": "T", "--show tensor --plan tq=2": "T001",
 }  # fmt: skip
-"""By options, what the code of the error begins with."""
+"""By options, the start of the error code."""
 
 
 @pytest.mark.parametrize("words", [*SAYS, "missing.py"])
@@ -24,4 +24,4 @@ def test_wrong_options_load_neither_torch_nor_the_job(tmp_path: Path, words: str
     code = f"import sys; from plait.cli.main import main; done = main({arguments}); print(done, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert f"error[{SAYS.get(words, 'J001')}" in done.stderr and "the job was loaded" not in done.stderr
-    assert done.stdout.split() == ["2", str("--try" in words)]  # whether there is a device to try on, torch is asked
+    assert done.stdout.split() == ["2", str("--try" in words)]  # whether there is a device for --try, torch is queried

@@ -1,4 +1,4 @@
-"""The planner: a sketch boiled down, times and bytes of a plan, the search, and what is said about it."""
+"""The planner: a condensed sketch, times and bytes of a plan, the search, and the printed answer."""
 
 import json
 from dataclasses import replace
@@ -14,30 +14,30 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import plait
 from plait.cli.main import main
-from plait.cli.plan import impossible, toml
-from plait.cli.progress import ROOM, ProgressLine, bar
+from plait.cli.plan import answer_to_toml, explain_no_plan
+from plait.cli.progress import BAR_WIDTH, ProgressLine, format_bar
 from plait.config.errors import PlaitError
 from plait.config.hardware import Matmuls
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.config.plan_question import size
+from plait.config.plan_question import parse_size
 from plait.engine.build import sketch_without_ranks
 from plait.launch.detect import read_machine
-from plait.parallel.order import shard_plan
-from plait.parallel.pipeline.schedule_search import simulate, table
-from plait.planner import goals, question
-from plait.planner.answer import alone, answer, ask, text, why_not
+from plait.parallel.apply_order import make_shard_plan
+from plait.parallel.pipeline.schedule_search import build_table, simulate
+from plait.planner import goals, plan_request
+from plait.planner.answer import build_answer, describe_baseline, explain_choice, find_answer, format_answer
 from plait.planner.constants import FITTED
-from plait.planner.correction import NOISE, Traits, correction
-from plait.planner.dryrun.memory_table import memory_table
-from plait.planner.estimate import StageSchedule, StageTimes, alive, estimate, played, touched
-from plait.planner.formulas import Cores, Software, TimeModel, weights
-from plait.planner.from_sketch import Block, PlannedProduct, Workload
-from plait.planner.goals import compared, halves
-from plait.planner.question import PlanRequest
-from plait.planner.search import PREFERENCES, Candidate, Found, factors, search
-from plait.planner.search_space import branch_samples, branches, shardings
+from plait.planner.correction import NOISE, RunTraits, fit_correction
+from plait.planner.dryrun.memory_table import make_memory_table
+from plait.planner.estimate import StageSchedule, StageTimes, count_live, estimate_plan, time_optimizer, time_schedule
+from plait.planner.formulas import CoreCosts, RuntimeCosts, TimeModel, count_rank_weights
+from plait.planner.goals import add_baseline, list_device_counts
+from plait.planner.plan_request import PlanRequest
+from plait.planner.search import PREFERENCES, Candidate, SearchResult, compute_factors, find_best_plans
+from plait.planner.search_space import count_branch_samples, iter_branches, list_shardings
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 class Layer(nn.Module):
@@ -67,8 +67,8 @@ class Model(nn.Module):
 
 
 def leaving(size: float) -> float:
-    """Memory of a device of which a plan may take so many bytes."""
-    return (size + question.CONTEXT) / question.ROOM
+    """Memory of a device of which a plan may use this many bytes."""
+    return (size + plan_request.CONTEXT_BYTES) / plan_request.USABLE_MEMORY
 
 
 def job(layers: int = 4, width: int = 64, batch: int = 32, steps: int = 10) -> Job:
@@ -84,7 +84,7 @@ def job(layers: int = 4, width: int = 64, batch: int = 32, steps: int = 10) -> J
 
 @pytest.fixture(scope="module")
 def asked() -> PlanRequest:
-    return PlanRequest.of(job(), "gpt.py", Machine.named("h100x8"))
+    return PlanRequest.from_job(job(), "gpt.py", Machine.from_name("h100x8"))
 
 
 def test_a_sketch_is_boiled_down_to_what_its_formulas_say(asked: PlanRequest) -> None:
@@ -95,10 +95,10 @@ def test_a_sketch_is_boiled_down_to_what_its_formulas_say(asked: PlanRequest) ->
     assert sum(p.flops for p in layer.products) == maps + 2 * 2 * length * length * width  # both products of attention
     assert {p.cut for p in layer.products if p.weight} == {"columns", "inner"}
     assert all(p.cut == "batch" and p.fused for p in layer.products if not p.weight)
-    assert layer.keys == 2 * length * width and layer.handovers == 2 and layer.out == length * width
+    assert layer.keys == 2 * length * width and layer.tp_sums == 2 and layer.out == length * width
     assert layer.weights == sum(p.numel() for p in Layer(64).parameters())
     assert work.weights == sum(p.numel() for p in Model(4, 64).parameters())
-    assert asked.software == Software(4.0, 4.0, asked.software.state) and 8 <= asked.software.state < 8.1
+    assert asked.software == RuntimeCosts(4.0, 4.0, asked.software.state) and 8 <= asked.software.state < 8.1
 
 
 def test_weights_that_two_units_share_are_counted_once() -> None:
@@ -107,53 +107,54 @@ def test_weights_that_two_units_share_are_counted_once() -> None:
         model.head.weight = model.embed.weight
         return model
 
-    found = PlanRequest.of(replace(job(), model=tied), "tied", Machine.named("h100"), split=False).pace.work
+    found = PlanRequest.from_job(replace(job(), model=tied), "tied", Machine.from_name("h100"), split=False).pace.work
     assert found.weights == sum(p.numel() for p in tied().parameters())
 
 
 def test_parts_add_up_and_more_work_takes_longer(asked: PlanRequest) -> None:
     pace = asked.pace
-    plain = estimate(pace, Plan(), 8)
+    plain = estimate_plan(pace, Plan(), 8)
     assert plain.seconds == pytest.approx(sum(plain.parts.values()))
-    again = estimate(pace, Plan(activation_checkpointing="full"), 8)
+    again = estimate_plan(pace, Plan(activation_checkpointing="full"), 8)
     assert again.seconds > plain.seconds and again.memory["activations"] < plain.memory["activations"]
-    twice = estimate(pace, Plan(microbatches=2), 8)
+    twice = estimate_plan(pace, Plan(microbatches=2), 8)
     assert twice.seconds > plain.seconds and twice.memory["activations"] == plain.memory["activations"]
-    shard = estimate(pace, Plan(fsdp=8), 8)
+    shard = estimate_plan(pace, Plan(fsdp=8), 8)
     assert shard.memory["optimizer"] == pytest.approx(plain.memory["optimizer"] / 8)
     assert shard.memory["parameters"] == pytest.approx(plain.memory["parameters"] / 8)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_beyond_the_heads_of_keys_share_them(tp: int) -> None:
-    """Of a model with two heads of keys and values each of four ranks has one. It has as many weights as in training, and sums gradients."""
+    """In a model with two heads of keys and values each of four ranks has one. Its weights and gradient reductions equal those in training."""
     llama = jobs_real.llama()
-    pace = PlanRequest.of(llama, "llama.py", Machine.named("h100x8")).pace
+    pace = PlanRequest.from_job(llama, "llama.py", Machine.from_name("h100x8")).pace
     plan, at = Plan(tp=tp, sequence_parallel=False), {"tp": 0}
-    table = shard_plan(llama, plan, sketch_without_ranks(llama, plan, torch.device("cpu")))
-    assert 4 * sum(weights(b, plan) * b.count for b in pace.work.blocks) == pytest.approx(table.bytes(at), rel=0.005)  # 31 words
-    heads = [p for b in pace.work.blocks for p in b.products if p.head and p.columns_of(4) > p.columns / 4]
+    table = make_shard_plan(llama, plan, sketch_without_ranks(llama, plan, torch.device("cpu")))
+    assert 4 * sum(count_rank_weights(b, plan) * b.count for b in pace.work.blocks) == pytest.approx(table.count_bytes(at), rel=0.005)  # 31 words
+    heads = [p for b in pace.work.blocks for p in b.products if p.head and p.count_columns(4) > p.columns / 4]
     assert len(heads) == 2, "keys and values"
-    assert ("gradients" in estimate(pace, plan, 4).parts) and (estimate(pace, plan, 4).parts["gradients"] > 0) == (tp == 4)
+    assert ("gradients" in estimate_plan(pace, plan, 4).parts) and (estimate_plan(pace, plan, 4).parts["gradients"] > 0) == (tp == 4)
 
 
 def test_shards_over_cp_have_a_price_where_they_are_given(asked: PlanRequest) -> None:
-    """That of as many shards of fsdp, in bytes and in messages."""
-    whole, over, fully = (estimate(asked.pace, Plan.parse(words), 4) for words in ("cp=4", "cp=4 shard_over_cp=true", "fsdp=4"))
+    """The price of an equal number of fsdp shards, in bytes and in messages."""
+    whole, over, fully = (estimate_plan(asked.pace, Plan.parse(words), 4) for words in ("cp=4", "cp=4 shard_over_cp=true", "fsdp=4"))
     for part in ("parameters", "gradients", "optimizer"):
         assert over.memory[part] == pytest.approx(whole.memory[part] / 4) == pytest.approx(fully.memory[part])
-    assert over.sent == {"cp": pytest.approx(fully.sent["fsdp"])} and whole.sent == {}
-    assert estimate(asked.pace, Plan.parse("fsdp=2 cp=2 shard_over_cp=true"), 4).sent == {"fsdp×cp": pytest.approx(fully.sent["fsdp"])}
+    assert over.sent_bytes == {"cp": pytest.approx(fully.sent_bytes["fsdp"])} and whole.sent_bytes == {}
+    estimate = estimate_plan(asked.pace, Plan.parse("fsdp=2 cp=2 shard_over_cp=true"), 4)
+    assert estimate.sent_bytes == {"fsdp×cp": pytest.approx(fully.sent_bytes["fsdp"])}
     for zero in (1, 3):
-        found = ask(asked, {"cp": 8, "shard_over_cp": True, "zero_stage": zero})
+        found = find_answer(asked, {"cp": 8, "shard_over_cp": True, "zero_stage": zero})
         assert found.best is not None and (found.best.plan.shards, found.best.plan.zero_stage) == (8, zero)
 
 
 @pytest.mark.parametrize("ep, left", [(2, 4), (4, 2), (8, 1), (16, 1)])
 def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> None:
-    """With fsdp=8 a rank has 1/8 of what is no expert, and 1/left of its 1/ep of the experts; the rest it gathers."""
-    pace = TimeModel(Workload("mixture", (Block("layer", 4, (), 800.0, experts=64000.0),)), Machine.named("h100x8"))
-    need = {zero: estimate(pace, Plan(dp=2, fsdp=8, ep=ep, zero_stage=zero), 4).memory for zero in (1, 2, 3)}
+    """With fsdp=8 a rank has 1/8 of the non-expert weights, and 1/left of its 1/ep of the experts. It gathers the rest."""
+    pace = TimeModel(Workload("mixture", (Block("layer", 4, (), 800.0, experts=64000.0),)), Machine.from_name("h100x8"))
+    need = {zero: estimate_plan(pace, Plan(dp=2, fsdp=8, ep=ep, zero_stage=zero), 4).memory for zero in (1, 2, 3)}
     parts, whole = 4 * (800 / 8 + 64000 / ep / left), 4 * (800 + 64000 / ep)
     software = pace.software
     assert need[3]["parameters"] == pytest.approx(parts * software.weights)
@@ -166,22 +167,22 @@ def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> N
 
 
 def test_a_part_of_a_tile_takes_as_long_as_a_whole_one() -> None:
-    """On a device; a core has no tiles of that size."""
-    seconds = lambda pace, columns: pace.product(PlannedProduct(1e5, 4096, columns), Plan(precision="bf16"), 1)  # noqa: E731
-    device = TimeModel(Workload("", ()), Machine.named("h100"))
+    """On a device. A CPU core has no tiles of that size."""
+    seconds = lambda pace, columns: pace.time_product(PlannedProduct(1e5, 4096, columns), Plan(precision="bf16"), 1)  # noqa: E731
+    device = TimeModel(Workload("", ()), Machine.from_name("h100"))
     assert seconds(device, 4040) == seconds(device, 4096) < seconds(device, 4097) == seconds(device, 4160)
-    core = TimeModel(Workload("", ()), Machine.named("h100"), Software(cores=Cores(1e-6)))
+    core = TimeModel(Workload("", ()), Machine.from_name("h100"), RuntimeCosts(cores=CoreCosts(1e-6)))
     assert seconds(core, 4040) < seconds(core, 4096)
 
 
 def test_attention_goes_by_its_mask_and_the_generation_of_its_kernels() -> None:
-    """A causal mask leaves half of the work. Kernels written for an A100 reach less of a faster device's peak; those made for it do not."""
+    """A causal mask halves the work. Kernels written for an A100 reach less of a faster device's peak than kernels made for it."""
 
     def part(machine: str, causal: bool = True, **given: Any) -> float:
-        pace = TimeModel(Workload("", ()), Machine.named(machine), Software(**given))
+        pace = TimeModel(Workload("", ()), Machine.from_name(machine), RuntimeCosts(**given))
         product = PlannedProduct(65536, 128, 65536, 32, weight=False, fused=True, causal=causal)
         needed = product.flops / (2 if causal else 1)
-        return needed / pace.product(product, Plan(precision="bf16"), 1) / pace.peak("bf16")
+        return needed / pace.time_product(product, Plan(precision="bf16"), 1) / pace.get_peak("bf16")
 
     assert part("a100", causal=False) == pytest.approx(part("a100"), rel=0.02)
     assert part("a100", attention="earlier") < part("a100") == part("a100", attention="portable")
@@ -191,9 +192,9 @@ def test_attention_goes_by_its_mask_and_the_generation_of_its_kernels() -> None:
 
 
 def test_a_matmul_loses_a_part_of_its_last_wave_of_tiles() -> None:
-    """What it loses grows with the inner dim and the multiprocessors, and not with rows or columns; a measured curve has it in it."""
-    device = Machine.named("h100")
-    seconds = lambda machine, rows, inner: TimeModel(Workload("", ()), machine).product(  # noqa: E731
+    """The loss grows with the inner dim and the multiprocessors, and not with rows or columns. A measured curve includes it."""
+    device = Machine.from_name("h100")
+    seconds = lambda machine, rows, inner: TimeModel(Workload("", ()), machine).time_product(  # noqa: E731
         PlannedProduct(rows, inner, 8192), Plan(precision="bf16"), 1)  # fmt: skip
     lost = lambda machine, inner: 2 * seconds(machine, 4096, inner) - seconds(machine, 8192, inner)  # noqa: E731
     ramp = FITTED.ramp
@@ -205,14 +206,15 @@ def test_a_matmul_loses_a_part_of_its_last_wave_of_tiles() -> None:
 
 
 def test_a_ring_of_short_pieces_is_slow() -> None:
-    """Each of its steps is a kernel with few keys, whose result is added to what is there: a long sequence gains all of cp, a short one less."""
+    """Each ring step is a kernel with few keys, whose result is merged into the previous ones. A long sequence gains all of cp, a short one
+    less."""
 
     def gained(tokens: int, cp: int) -> float:
         heads = (PlannedProduct(tokens, 128, tokens, 32, cut="batch", weight=False, fused=True, grows="batch", causal=True),
                  PlannedProduct(tokens, tokens, 128, 32, cut="batch", weight=False, fused=True, grows="batch", causal=True))  # fmt: skip
-        pace = TimeModel(Workload("", ()), Machine.named("h100x8"))
+        pace = TimeModel(Workload("", ()), Machine.from_name("h100x8"))
         block = Block("b", products=heads, keys=2 * tokens * 128)
-        one, many = (pace.block(block, Plan(cp=n, precision="bf16"), 1).forward for n in (1, cp))
+        one, many = (pace.time_block(block, Plan(cp=n, precision="bf16"), 1).forward for n in (1, cp))
         return one / many / cp
 
     assert gained(131072, 8) > 0.75 > gained(8192, 8)
@@ -221,8 +223,8 @@ def test_a_ring_of_short_pieces_is_slow() -> None:
 
 def test_convolutions_are_slower_than_matmuls_unless_channels_are_last() -> None:
     def seconds(precision: str, convolution: bool, **given: Any) -> float:
-        pace = TimeModel(Workload("", ()), Machine.named("a100"), Software(**given))
-        return pace.product(PlannedProduct(1e6, 1152, 128, convolution=convolution), Plan(precision=precision), 1)
+        pace = TimeModel(Workload("", ()), Machine.from_name("a100"), RuntimeCosts(**given))
+        return pace.time_product(PlannedProduct(1e6, 1152, 128, convolution=convolution), Plan(precision=precision), 1)
 
     for precision in ("bf16", "fp32"):
         assert seconds(precision, True) > 1.2 * seconds(precision, False)
@@ -231,36 +233,36 @@ def test_convolutions_are_slower_than_matmuls_unless_channels_are_last() -> None
 
 def test_compiling_moves_fewer_bytes_and_launches_fewer_operators() -> None:
     block = Block("b", 32, (PlannedProduct(4096, 4096, 4096),), weights=4096**2, moved=55 * 4096**2, out=4096**2, kernels=39)
-    pace = TimeModel(Workload("", (block,)), Machine.named("h100"))
-    eager, compiled = (pace.block(block, Plan(precision="bf16", compile=on), 1) for on in (False, True))
+    pace = TimeModel(Workload("", (block,)), Machine.from_name("h100"))
+    eager, compiled = (pace.time_block(block, Plan(precision="bf16", compile=on), 1) for on in (False, True))
     assert compiled.forward < 0.85 * eager.forward
     tiny = replace(block, products=(), moved=1.0)
-    assert pace.block(tiny, Plan(compile=True), 1).forward == pytest.approx(pace.block(tiny, Plan(), 1).forward / 2)
+    assert pace.time_block(tiny, Plan(compile=True), 1).forward == pytest.approx(pace.time_block(tiny, Plan(), 1).forward / 2)
 
 
 def test_an_optimizer_on_the_host_is_slow_for_all_devices_of_a_node() -> None:
-    """Its step is bound by the memory of the host, which the devices of a node share."""
-    pace = TimeModel(Workload("", ()), Machine.named("h100x8"))
+    """Its step is limited by the memory bandwidth of the host, which the devices of a node share."""
+    pace = TimeModel(Workload("", ()), Machine.from_name("h100x8"))
     one = replace(pace, machine=replace(pace.machine, devices_per_node=1))
-    away, here = (touched(pace, Plan(fsdp=8, offload=where), 1e9) for where in ("optimizer", "none"))
-    assert away > 20 * here and away > 4 * touched(one, Plan(fsdp=8, offload="optimizer"), 1e9)
+    away, here = (time_optimizer(pace, Plan(fsdp=8, offload=where), 1e9) for where in ("optimizer", "none"))
+    assert away > 20 * here and away > 4 * time_optimizer(one, Plan(fsdp=8, offload="optimizer"), 1e9)
 
 
 def test_hidden_messages_slow_computing_down() -> None:
-    pace = TimeModel(Workload("", ()), Machine.named("h100"))
-    assert pace.exposed(1.0, 100.0) == pytest.approx(FITTED.contention)
-    assert pace.exposed(1.0, 0.0) == pytest.approx(1.0)
-    assert replace(pace, software=Software(overlapped=False)).exposed(1.0, 100.0) == 1.0
+    pace = TimeModel(Workload("", ()), Machine.from_name("h100"))
+    assert pace.time_exposed(1.0, 100.0) == pytest.approx(FITTED.contention)
+    assert pace.time_exposed(1.0, 0.0) == pytest.approx(1.0)
+    assert replace(pace, software=RuntimeCosts(overlapped=False)).time_exposed(1.0, 100.0) == 1.0
 
 
 def test_messages_take_longer_between_nodes_than_inside_one() -> None:
     block = Block(
-        "layer", 8, (PlannedProduct(512, 4096, 4096, cut="columns"),), 4096.0**2, 4096.0**2, handovers=1, out=512 * 4096
+        "layer", 8, (PlannedProduct(512, 4096, 4096, cut="columns"),), 4096.0**2, 4096.0**2, tp_sums=1, out=512 * 4096
     )
     work = Workload("wide", (block,))
-    near, far = (TimeModel(work, Machine.named(name)) for name in ("h100x8", "h100x1x8"))
+    near, far = (TimeModel(work, Machine.from_name(name)) for name in ("h100x8", "h100x1x8"))
     for plan in (Plan(dp=8), Plan(fsdp=8), Plan(tp=8)):
-        assert estimate(far, plan, 4).seconds > estimate(near, plan, 4).seconds
+        assert estimate_plan(far, plan, 4).seconds > estimate_plan(near, plan, 4).seconds
 
 
 @pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("gpipe", 1)])
@@ -270,124 +272,124 @@ def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: in
         micro -= micro % ranks
     n = ranks * v
     times = StageTimes(*(tuple(base + 0.1 * ((s * 7) % n) for s in range(n)) for base in (1.0, 1.1, 0.9)), 0.05)
-    kind, real = StageSchedule(schedule, ranks, v), simulate(table(schedule, ranks, micro, v), *times)
-    assert played(kind, micro, times) == pytest.approx(real.makespan, rel=0.02)
-    assert 0.6 * real.makespan < times.least(kind, micro) <= min(real.makespan, played(kind, micro, times))
+    kind, real = StageSchedule(schedule, ranks, v), simulate(build_table(schedule, ranks, micro, v), *times)
+    assert time_schedule(kind, micro, times) == pytest.approx(real.makespan, rel=0.02)
+    assert 0.6 * real.makespan < times.bound_makespan(kind, micro) <= min(real.makespan, time_schedule(kind, micro, times))
     if schedule != "gpipe":
-        assert alive(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.table.live
+        assert count_live(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.table.peak_live
 
 
 @pytest.mark.slow
 def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_the_host_has_room() -> None:
-    machine = Machine.named("h100x2")
-    tall = PlanRequest.of(job(layers=4, width=512, batch=64), "tall.py", machine)
+    machine = Machine.from_name("h100x2")
+    tall = PlanRequest.from_job(job(layers=4, width=512, batch=64), "tall.py", machine)
     pins = {"dp": 2, "precision": "bf16", "microbatches": 1}
-    need = estimate(tall.pace, Plan(dp=2, precision="bf16", offload="optimizer"), 32)
+    need = estimate_plan(tall.pace, Plan(dp=2, precision="bf16", offload="optimizer"), 32)
     memory = leaving(need.reserved * 1.02)
-    chosen = ask(tall, pins, memory).rows[0].plan
+    chosen = find_answer(tall, pins, memory).rows[0].plan
     assert (chosen.offload, chosen.activation_checkpointing) == ("optimizer", "none")
-    small = replace(machine, host_memory=round(need.hosted))  # of both ranks
-    assert ask(tall.on(small), pins | {"offload": "optimizer"}, memory).best is None
-    everything = estimate(tall.pace, Plan(fsdp=2, precision="bf16", offload="all"), 32)
+    small = replace(machine, host_memory=round(need.host_bytes))  # of both ranks
+    assert find_answer(tall.with_machine(small), pins | {"offload": "optimizer"}, memory).best is None
+    everything = estimate_plan(tall.pace, Plan(fsdp=2, precision="bf16", offload="all"), 32)
     assert everything.memory["parameters"] == everything.memory["gradients"] == 0 < everything.parts["host"]
-    assert everything.hosted == pytest.approx(need.hosted / 2)
+    assert everything.host_bytes == pytest.approx(need.host_bytes / 2)
 
 
 def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: PlanRequest) -> None:
-    """The model has four heads: four ranks can share them out, eight cannot."""
+    """The model has four heads: four ranks can split them, eight cannot."""
     for cp, contexts in ((2, {"ring", "ulysses"}), (4, {"ring", "ulysses"}), (8, {"ring"})):
-        assert {b.cp_method for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
-    times = {c: ask(asked, {"cp": 4, "cp_method": c}).rows[0].seconds for c in ("ring", "ulysses")}
-    assert ask(asked, {"cp": 4}).rows[0].seconds <= min(times.values()) * 1.02
+        assert {b.cp_method for b in iter_branches(asked.make_space({"cp": cp, "pp": 1, "tp": 1}))} == contexts
+    times = {c: find_answer(asked, {"cp": 4, "cp_method": c}).rows[0].seconds for c in ("ring", "ulysses")}
+    assert find_answer(asked, {"cp": 4}).rows[0].seconds <= min(times.values()) * 1.02
 
 
 def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
-    cores = PlanRequest.of(job(layers=2, width=32, batch=8), "tiny.py", read_machine("here").sized(2))
-    assert {b.sequence_parallel for b in branches(cores.question({"tp": 2}))} == {True, False}
-    assert not ask(cores, {"tp": 2}).rows[0].plan.sequence_parallel
+    cores = PlanRequest.from_job(job(layers=2, width=32, batch=8), "tiny.py", read_machine("here").resize(2))
+    assert {b.sequence_parallel for b in iter_branches(cores.make_space({"tp": 2}))} == {True, False}
+    assert not find_answer(cores, {"tp": 2}).rows[0].plan.sequence_parallel
 
 
 @pytest.mark.parametrize("machine, gib, pins", [("h100x8", 80, {}), ("h100x2x4", 2.16, {}), ("h100x8", 2.16, {"compile": False})])
 def test_nothing_that_is_left_out_would_have_been_shown(machine: str, gib: float, pins: dict[str, Any], asked: PlanRequest) -> None:
-    """Every plan of every branch priced, without bounds: the same best plan of each of the first meshes. With less memory some are tight."""
-    there = asked.on(Machine.named(machine))
-    question = there.question(pins | {"precision": "bf16"}, gib * 2**30)
-    refused, pace, costs = there.refused(), there.pace, dict[tuple[int, ...], float]()
+    """Every plan of every branch is priced without bounds: each of the first meshes has the same best plan. With less memory some are tight."""
+    there = asked.with_machine(Machine.from_name(machine))
+    question = there.make_space(pins | {"precision": "bf16"}, gib * 2**30)
+    refused, pace, costs = there.make_refusal(), there.pace, dict[tuple[int, ...], float]()
     pipelines = [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("interleaved", 4)]
-    for branch in branches(question):
-        orders = [pair for pair in pipelines if branch.pp * pair[1] <= question.stages] if branch.pp > 1 else [("1f1b", 1)]
-        for fsdp in shardings(branch, question, there.machine.devices_per_node):
+    for branch in iter_branches(question):
+        orders = [pair for pair in pipelines if branch.pp * pair[1] <= question.most_stages] if branch.pp > 1 else [("1f1b", 1)]
+        for fsdp in list_shardings(branch, question, there.machine.devices_per_node):
             shapes = [replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=s, stages_per_rank=v, shard_over_cp=over)
                       for s, v in orders for over in ((False, True) if branch.cp > 1 else (False,))]  # fmt: skip
             keys = product((1, 2, 3) if fsdp > 1 or branch.cp > 1 else (3,), ("none", "selective", "full"), ("none", "optimizer", "all"))
             for shape, (zero, recompute, offload) in product(shapes, keys):
                 plan = replace(shape, zero_stage=zero, activation_checkpointing=recompute, offload=offload)
-                got = estimate(pace, plan, branch_samples(plan, question), question.memory)
-                if question.holds(got) and not refused(plan):
-                    known = factors(plan, there.machine.devices_per_node)
-                    tight = PREFERENCES.tight if question.spare(got) < question.margin else 1.0
+                got = estimate_plan(pace, plan, count_branch_samples(plan, question), question.memory)
+                if question.can_hold(got) and not refused(plan):
+                    known = compute_factors(plan, there.machine.devices_per_node)
+                    tight = PREFERENCES.tight if question.count_spare(got) < question.margin else 1.0
                     mesh = Candidate(plan).mesh
                     costs[mesh] = min(costs.get(mesh, 1e9), got.seconds * prod(known.values()) * tight)
-    found = search(pace, question, refused)
+    found = find_best_plans(pace, question, refused)
     assert [c.cost for c in found.best][:8] == pytest.approx(sorted(costs.values())[:8], rel=1e-6)
     assert gib == 80 or any("tight" in c.warnings for c in found.best)
 
 
 def test_the_words_of_an_answer(asked: PlanRequest) -> None:
-    """What a reader knows: which messages count, which count of attention, what a warning means; and no gain over one device that offloads."""
-    found = ask(asked, {"dp": 8, "compile": False})
-    said = text(found)
-    assert "pruned" in said and "exposed communication" in said and "MFU counts attention as a full square" in said
+    """Explanations for the reader: which messages count, which attention FLOPs, the meaning of a warning. No gain over one offloading device."""
+    found = find_answer(asked, {"dp": 8, "compile": False})
+    said = format_answer(found)
+    assert "pruned" in said and "exposed communication" in said and "MFU counts the full square of attention" in said
     assert not any(word in said for word in ("sent*", "bounded", "less simple", "tight:"))
     assert found.best is not None and found.best.warnings == []
     row = replace(found.rows[0], factors={"keys": 1.0, "tight": 10.0})
-    tight = text(replace(found, rows=(row, *found.rows[1:])))
+    tight = format_answer(replace(found, rows=(row, *found.rows[1:])))
     assert "tight: nothing else fits" in tight and "tight: less than 5 % of a device's memory" in tight
     away = replace(found.rows[0], plan=Plan(fsdp=8, offload="all"))
-    chosen = replace(found, rows=(away, *found.rows[1:]), without=Found((), (), {}))
-    assert "without offload nothing fits" in text(chosen)
+    chosen = replace(found, rows=(away, *found.rows[1:]), without_offload=SearchResult((), (), {}))
+    assert "without offload nothing fits" in format_answer(chosen)
     slower = replace(away, estimate=replace(away.estimate, seconds=2 * away.seconds), factors={"tight": 10.0})
-    assert "without offload 100 % slower, tight" in text(replace(chosen, without=Found((slower,), (), {})))
+    assert "without offload 100 % slower, tight" in format_answer(replace(chosen, without_offload=SearchResult((slower,), (), {})))
     lone = Plan(offload="all", precision="bf16")
-    one = Candidate(lone, estimate(asked.pace, lone, 32), 32)
-    assert alone(one, found.best, 32).endswith(" samples/s, with offload=all")
-    compiled = ask(asked, {"dp": 8, "compile": True})
-    assert 'plan gpt.py --plan "dp=8' in text(compiled) and "compile=true\" --dry-run" not in text(compiled)
+    one = Candidate(lone, estimate_plan(asked.pace, lone, 32), 32)
+    assert describe_baseline(one, found.best, 32).endswith(" samples/s, with offload=all")
+    compiled = find_answer(asked, {"dp": 8, "compile": True})
+    assert 'plan gpt.py --plan "dp=8' in format_answer(compiled) and "compile=true\" --dry-run" not in format_answer(compiled)
     plain = replace(asked, sketch=replace(asked.sketch, calls=tuple(replace(c, work=replace(c.work, keys=0.0)) for c in asked.sketch.calls)))
-    assert "MFU counts" not in text(ask(plain, {"dp": 8}))
+    assert "MFU counts" not in format_answer(find_answer(plain, {"dp": 8}))
 
 
 def test_how_far_the_search_is_moves_and_is_taken_away(asked: PlanRequest, capsys) -> None:
     heard, line = list[str](), ProgressLine("plan")
     line.is_shown = True
-    ask(replace(asked, say=heard.append), {"precision": "bf16"})
+    find_answer(replace(asked, say=heard.append), {"precision": "bf16"})
     steps = [text for text in heard if text.startswith("comparing plans: ")]
     assert len(set(steps)) == len(steps) > 10
     for said in ("comparing plans: 0 of 9", "comparing plans: 1 of 9", "reading", ""):
         line(said)
-    assert capsys.readouterr().err.split("\r\x1b[K") == ["", f"plan  comparing plans {bar(0, ROOM)} 0/9", "plan  reading …", ""]
+    assert capsys.readouterr().err.split("\r\x1b[K") == ["", f"plan  comparing plans {format_bar(0, BAR_WIDTH)} 0/9", "plan  reading …", ""]
 
 
 def test_a_model_of_single_layers_is_compiled_only_whole(asked: PlanRequest) -> None:
-    """Ranks that exchange something need units that are compiled one by one; P018 says so in training."""
+    """Ranks that exchange data need units that are compiled separately. Training raises P018."""
     plain = replace(job(), model=lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)))
-    refused = PlanRequest.of(plain, "plain.py", Machine.named("h100x8")).refused()
+    refused = PlanRequest.from_job(plain, "plain.py", Machine.from_name("h100x8")).make_refusal()
     assert "single layers" in refused(Plan(pp=2, compile=True)) and not refused(Plan(dp=2, compile=True))
-    assert not asked.refused()(Plan(pp=2, compile=True))
-    assert any(b.compile for b in branches(asked.question({}))) and not any(b.compile for b in branches(asked.question({"cp": 2})))
+    assert not asked.make_refusal()(Plan(pp=2, compile=True))
+    assert any(b.compile for b in iter_branches(asked.make_space({}))) and not any(b.compile for b in iter_branches(asked.make_space({"cp": 2})))
 
 
 def test_the_same_question_has_the_same_answer(asked: PlanRequest) -> None:
-    first, second = (json.dumps([str(c.plan) for c in ask(asked, {}).found.best]) for _ in range(2))
+    first, second = (json.dumps([str(c.plan) for c in find_answer(asked, {}).result.best]) for _ in range(2))
     assert first == second
 
 
 def test_pins_are_kept_and_refusals_honoured(asked: PlanRequest) -> None:
-    found = ask(asked, {"tp": 2, "activation_checkpointing": "full"}, top=50)
+    found = find_answer(asked, {"tp": 2, "activation_checkpointing": "full"}, top=50)
     assert {row.plan.tp for row in found.rows if row.why != "" and row.fits and row in found.rows[:1]} == {2}
-    assert all(c.plan.tp == 2 and c.plan.activation_checkpointing == "full" for c in found.found.best)
-    assert all(c.plan.devices == 8 and c.plan.shares <= 32 for c in found.found.best)
-    refused = asked.refused()
+    assert all(c.plan.tp == 2 and c.plan.activation_checkpointing == "full" for c in found.result.best)
+    assert all(c.plan.devices == 8 and c.plan.shares <= 32 for c in found.result.best)
+    refused = asked.make_refusal()
     assert (
         "stages" in refused(Plan(pp=64))
         and refused(Plan(pp=2, schedule="zb", compile=True))
@@ -406,90 +408,90 @@ class Clipped(torch.optim.SGD):
 
 @pytest.mark.parametrize("optimizer, cuts", [(Clipped, False), (torch.optim.Adafactor, True), (torch.optim.SGD, True)])
 def test_an_optimizer_of_several_tensors_has_no_plans_that_cut_parameters(optimizer: Any, cuts: bool) -> None:
-    found = ask(
-        PlanRequest.of(replace(job(), optimizer=lambda p: optimizer(p, lr=1e-2)), "a.py", Machine.named("h100x2")), {}
+    found = find_answer(
+        PlanRequest.from_job(replace(job(), optimizer=lambda p: optimizer(p, lr=1e-2)), "a.py", Machine.from_name("h100x2")), {}
     )
-    cutting = [c for c in found.found.best if c.plan.fsdp * c.plan.tp > 1]
+    cutting = [c for c in found.result.best if c.plan.fsdp * c.plan.tp > 1]
     assert bool(cutting) == cuts
     if not cuts:
-        assert "Clipped cannot update parts of parameters, which tp=2 needs" in text(found)
+        assert "Clipped cannot update parts of parameters, which tp=2 needs" in format_answer(found)
 
 
 def test_what_does_not_fit_is_never_chosen_and_said() -> None:
-    small = PlanRequest.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
-    need = estimate(small.pace, Plan(dp=4, precision="bf16"), 16).reserved
-    found = ask(small, {"offload": "none"}, memory=leaving(need * 0.6))
+    small = PlanRequest.from_job(job(width=256, batch=64), "big.py", Machine.from_name("h100x4"))
+    need = estimate_plan(small.pace, Plan(dp=4, precision="bf16"), 16).reserved
+    found = find_answer(small, {"offload": "none"}, memory=leaving(need * 0.6))
     assert found.best is not None and found.best.plan.dp != 4
     assert any(" over: " in row.why for row in found.rows)
-    nothing = ask(small, {}, memory=leaving(1e6))
-    assert nothing.best is None and "nothing fits" in text(nothing)
+    nothing = find_answer(small, {}, memory=leaving(1e6))
+    assert nothing.best is None and "no plan fits" in format_answer(nothing)
 
 
 def test_pins_that_no_plan_keeps_are_said(asked: PlanRequest) -> None:
-    found = ask(asked, {"tp": 3})
-    assert found.best is None and "no plan for 8 devices" in text(found) and "tp=3" in text(found)
-    assert "chosen" not in text(found)
-    said = impossible(found)
+    found = find_answer(asked, {"tp": 3})
+    assert found.best is None and "no plan for 8 devices" in format_answer(found) and "tp=3" in format_answer(found)
+    assert "chosen" not in format_answer(found)
+    said = explain_no_plan(found)
     assert said.code == "P070" and "tp=3 does not divide 8 devices" in said.why and "--gpus 3" in said.fix
-    assert "too few for 8 stages" in impossible(ask(asked, {"pp": 8})).why
+    assert "too few for 8 stages" in explain_no_plan(find_answer(asked, {"pp": 8})).why
     plain = replace(job(), model=lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)))
-    found = ask(PlanRequest.of(plain, "plain.py", Machine.named("h100x8")), {"cp": 2})
-    assert "only for models that call scaled_dot_product_attention" in impossible(found).why
+    found = find_answer(PlanRequest.from_job(plain, "plain.py", Machine.from_name("h100x8")), {"cp": 2})
+    assert "only for models that call scaled_dot_product_attention" in explain_no_plan(found).why
 
 
 @pytest.mark.slow
 def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(asked: PlanRequest) -> None:
-    """A thousand parameters gain nothing from eight devices; a wide model with a large batch does."""
-    tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x8"))
-    found = compared(ask(tiny, {}), {}, None)
-    assert found.best is not None and found.best.plan.devices == 1 and "the fewest devices" in text(found)
-    assert "one device alone" in text(found) and "which is the choice" in text(found)
+    """A thousand parameters gain nothing from eight devices. A wide model with a large batch does."""
+    tiny = PlanRequest.from_job(job(layers=2, width=8, batch=8), "tiny.py", Machine.from_name("h100x8"))
+    found = add_baseline(find_answer(tiny, {}), {}, None)
+    assert found.best is not None and found.best.plan.devices == 1 and "the fewest devices" in format_answer(found)
+    assert "one device alone" in format_answer(found) and "which is the choice" in format_answer(found)
     assert any("same speed, but 8 devices" in row.why for row in found.rows)
-    fastest = min(c.seconds for c in found.found.best)
+    fastest = min(c.seconds for c in found.result.best)
     assert found.best.seconds <= fastest * 1.02
-    kept = compared(ask(tiny, {"dp": 8}), {"dp": 8}, None)
-    assert kept.best is not None and kept.best.plan.dp == 8 and "8 devices, is" in text(kept)
-    assert compared(ask(tiny, {}), {}, None, choose=False).rows[0].plan.devices == 8
-    wide = PlanRequest.of(job(layers=8, width=1024, batch=4096), "wide.py", Machine.named("h100x8"))
-    large = compared(ask(wide, {"precision": "fp32", "tp": 1, "pp": 1}), {"precision": "fp32", "tp": 1, "pp": 1}, None)
+    kept = add_baseline(find_answer(tiny, {"dp": 8}), {"dp": 8}, None)
+    assert kept.best is not None and kept.best.plan.dp == 8 and "8 devices, is" in format_answer(kept)
+    assert add_baseline(find_answer(tiny, {}), {}, None, choose=False).rows[0].plan.devices == 8
+    wide = PlanRequest.from_job(job(layers=8, width=1024, batch=4096), "wide.py", Machine.from_name("h100x8"))
+    large = add_baseline(find_answer(wide, {"precision": "fp32", "tp": 1, "pp": 1}), {"precision": "fp32", "tp": 1, "pp": 1}, None)
     assert large.best is not None and large.best.plan.devices == 8
     assert json.loads(json.dumps(large.to_dict()))["one_device"]["samples_per_s"] > 0
-    assert large.one is not None and float(alone(large.one, large.best, 4096).split(" is ")[1].split()[0]) > 4
+    assert large.baseline is not None and float(describe_baseline(large.baseline, large.best, 4096).split(" is ")[1].split()[0]) > 4
 
 
 def test_a_plan_that_waits_for_its_host_says_so() -> None:
-    """Whatever part of the step a loser loses most by has a word, or stands for itself."""
-    tall = PlanRequest.of(job(layers=4, width=256, batch=64), "tall.py", Machine.named("h100x2"))
+    """The part of the step in which a slower plan loses most has an explanation, or is named itself."""
+    tall = PlanRequest.from_job(job(layers=4, width=256, batch=64), "tall.py", Machine.from_name("h100x2"))
     plan = Plan(fsdp=2, precision="bf16", offload="all")
-    best = Candidate(plan, estimate(tall.pace, plan, 32), 32)
+    best = Candidate(plan, estimate_plan(tall.pace, plan, 32), 32)
     assert best.estimate is not None
     for part, said in (("host", "waits for weights from the host"), ("other", "other"), ("fixed", "slower")):
         longer = replace(best.estimate, seconds=best.seconds + 1, parts=best.estimate.parts | {part: 1.0})
-        assert said in why_not(Candidate(plan, longer, 32), best)
+        assert said in explain_choice(Candidate(plan, longer, 32), best)
 
 
 def test_the_choice_of_a_number_format_is_in_the_headline(asked: PlanRequest) -> None:
     large = replace(asked, job=replace(asked.job, batch=1 << 16))
-    head = next(line for line in text(ask(large, {})).splitlines() if line.startswith("choice"))
+    head = next(line for line in format_answer(find_answer(large, {})).splitlines() if line.startswith("choice"))
     assert "in bf16" in head and "--set precision=fp32" in head
-    assert "in bf16" not in text(ask(large, {"precision": "bf16"}))
+    assert "in bf16" not in format_answer(find_answer(large, {"precision": "bf16"}))
 
 
 def test_memory_has_a_unit(asked: PlanRequest) -> None:
     with pytest.raises(PlaitError, match="80GiB"):
-        size("80")
-    nothing = text(ask(asked, {}, memory=1 << 30))
+        parse_size("80")
+    nothing = format_answer(find_answer(asked, {}, memory=1 << 30))
     assert "0.0" not in nothing and "own context" in nothing and "the least is" in nothing
 
 
 @pytest.mark.slow
 def test_host_memory_of_a_plan_is_that_of_a_dry_run() -> None:
     given = job(layers=4, width=256, batch=8)
-    found = memory_table(given, Plan.parse("dp=2 offload=optimizer"))
-    priced = estimate(
-        PlanRequest.of(given, "a.py", Machine.named("h100x2")).pace, Plan.parse("dp=2 offload=optimizer"), 4
+    found = make_memory_table(given, Plan.parse("dp=2 offload=optimizer"))
+    priced = estimate_plan(
+        PlanRequest.from_job(given, "a.py", Machine.from_name("h100x2")).pace, Plan.parse("dp=2 offload=optimizer"), 4
     )
-    assert priced.hosted == pytest.approx(found.hosted, rel=0.05)
+    assert priced.host_bytes == pytest.approx(found.hosted, rel=0.05)
     assert sum(priced.memory.values()) == pytest.approx(found.total, rel=0.25)
     assert not {"optimizer", "host copies"} & found.categories.keys()
 
@@ -515,30 +517,30 @@ def test_a_dry_run_says_whether_a_machine_holds_it(tmp_path, capsys) -> None:
 
 
 def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: PlanRequest, tmp_path) -> None:
-    found = ask(asked, {})
+    found = find_answer(asked, {})
     plans = [row.plan for row in found.rows]
     assert any(p.dp == 8 for p in plans) and any(p.fsdp == 8 for p in plans) and len(plans) <= 8
-    said = text(found)
+    said = format_answer(found)
     assert "confidence" in said and "memory of #1" in said and all(str(p) in said for p in plans)
-    (tmp_path / "plan.toml").write_text(toml(found))
+    (tmp_path / "plan.toml").write_text(answer_to_toml(found))
     assert Plan.load(tmp_path / "plan.toml") == plans[0]
     assert json.loads(json.dumps(found.to_dict()))["plans"][0]["fits"] is True
 
 
 def test_of_plans_alike_the_simplest_comes_first() -> None:
-    tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x2"))
-    found = ask(tiny, {"precision": "fp32", "compile": False})
-    first, fastest = found.rows[0], min(c.seconds for c in found.found.best)
+    tiny = PlanRequest.from_job(job(layers=2, width=8, batch=8), "tiny.py", Machine.from_name("h100x2"))
+    found = find_answer(tiny, {"precision": "fp32", "compile": False})
+    first, fastest = found.rows[0], min(c.seconds for c in found.result.best)
     assert first.seconds <= fastest * 1.02 and len(first.plan.changed()) == 1
 
 
 def test_attention_takes_its_time_with_few_keys_and_narrow_heads() -> None:
-    """Half of the rate with a thousand keys of a causal mask, more without one; heads of 64 reach five sixths of the rate of 128."""
-    pace = TimeModel(Workload("", ()), Machine.named("a100"))
+    """Half of the full rate with a thousand keys and a causal mask, more without one. Heads of 64 reach five sixths of the rate of 128."""
+    pace = TimeModel(Workload("", ()), Machine.from_name("a100"))
 
     def rate(keys: int, head: int = 128, causal: bool = True, **keywords: Any) -> float:
         product = PlannedProduct(keys, head, keys, 32, weight=False, fused=True, causal=causal)
-        return pace.attention(product, Plan(precision="bf16", **keywords))
+        return pace.get_attention_fraction(product, Plan(precision="bf16", **keywords))
 
     assert rate(1000) == pytest.approx(rate(10**9) / 2, rel=1e-3) and rate(1000, causal=False) == pytest.approx(rate(10**9) * 0.8, rel=1e-3)
     assert rate(8192, 64) == pytest.approx(rate(8192) * 5 / 6) and rate(8192, 256) > rate(8192)
@@ -547,126 +549,127 @@ def test_attention_takes_its_time_with_few_keys_and_narrow_heads() -> None:
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
-    """By an operator that reads and writes the sums; of one micro-batch nothing is added, and of frozen weights nothing."""
-    block = Block("layer", 1, (PlannedProduct(4096, 4096, 4096),), 4096.0**2, given=1.0, out=1.0, kernels=1)
+    """An operator reads and writes the sums. For one micro-batch nothing is added, and for frozen weights nothing."""
+    block = Block("layer", 1, (PlannedProduct(4096, 4096, 4096),), 4096.0**2, inputs=1.0, out=1.0, kernels=1)
     work = Workload("", (block,))
-    times = [TimeModel(each, Machine.named("h100"), software).block(block, Plan(microbatches=n, precision="bf16"), 1).back_weight
-             for each, software, n in ((work, Software(), 1), (work, Software(), 2), (work, Software(adds=False), 2),
-                                       (replace(work, frozen=1.0), Software(), 2))]  # fmt: skip
-    stream = TimeModel(work, Machine.named("h100")).stream
+    times = [TimeModel(each, Machine.from_name("h100"), software).time_block(block, Plan(microbatches=n, precision="bf16"), 1).back_weight
+             for each, software, n in ((work, RuntimeCosts(), 1), (work, RuntimeCosts(), 2), (work, RuntimeCosts(adds=False), 2),
+                                       (replace(work, frozen=1.0), RuntimeCosts(), 2))]  # fmt: skip
+    stream = TimeModel(work, Machine.from_name("h100")).memory_bandwidth
     assert times[1] - times[0] == pytest.approx(4096**2 * 10 / stream) and times[2] == times[0] and times[3] == 0
 
 
 def test_rows_that_travel_while_others_compute_are_hidden() -> None:
-    routed = Block("experts", 1, (PlannedProduct(65536, 4096, 4096, experts=8),), 0.0, experts=8 * 4096.0**2, given=1.0, out=1.0, kernels=1,
+    routed = Block("experts", 1, (PlannedProduct(65536, 4096, 4096, experts=8),), 0.0, experts=8 * 4096.0**2, inputs=1.0, out=1.0, kernels=1,
                    routed=8192.0 * 4096)  # fmt: skip
-    paces = [TimeModel(Workload("", (routed,)), Machine.named("h100x8"), Software(hidden=hidden)) for hidden in (False, True)]
-    shown, hidden = (pace.block(routed, Plan(ep=8, dp=8, precision="bf16"), 1).sent for pace in paces)
+    paces = [TimeModel(Workload("", (routed,)), Machine.from_name("h100x8"), RuntimeCosts(hidden=hidden)) for hidden in (False, True)]
+    shown, hidden = (pace.time_block(routed, Plan(ep=8, dp=8, precision="bf16"), 1).sent for pace in paces)
     assert 0 < hidden < shown
 
 
 def test_a_row_goes_to_a_rank_once() -> None:
-    """With the vendor's dispatcher, whatever number of its experts are there: of 8 choices among 2 ranks, to 1.99 of them."""
-    routed = Block("experts", 1, (PlannedProduct(8192.0, 64, 64), PlannedProduct(65536, 64, 64, experts=8)), 0.0, experts=8 * 64.0**2, given=1.0,
+    """With the vendor's dispatcher, for any number of its experts there: 8 choices among 2 ranks go to 1.99 of them."""
+    routed = Block("experts", 1, (PlannedProduct(8192.0, 64, 64), PlannedProduct(65536, 64, 64, experts=8)), 0.0, experts=8 * 64.0**2, inputs=1.0,
                    out=1.0, kernels=1, routed=65536.0 * 2**20)  # fmt: skip
-    paces = [TimeModel(Workload("", (routed,)), Machine.named("h100x8"), Software(portable=portable)) for portable in (False, True)]
+    paces = [TimeModel(Workload("", (routed,)), Machine.from_name("h100x8"), RuntimeCosts(portable=portable)) for portable in (False, True)]
     for ep in (2, 8):
-        once, each = (pace.exchanged(routed, Plan(ep=ep, dp=8, precision="bf16"), 1) for pace in paces)
+        once, each = (pace.time_expert_exchange(routed, Plan(ep=ep, dp=8, precision="bf16"), 1) for pace in paces)
         assert once / each == pytest.approx(ep * (1 - (1 - 1 / ep) ** 8) / 8, rel=0.01)
 
 
 def test_weights_gathered_in_pieces_pay_for_each() -> None:
-    block = Block("layer", 1, (PlannedProduct(64, 16384, 16384),), 4 * 16384.0**2, given=1.0, out=1.0, kernels=1)
-    waits = [estimate(TimeModel(Workload("", (block,)), Machine.named("a100x8x64"), Software(piece=piece)), Plan(fsdp=512, precision="bf16"), 1)
+    block = Block("layer", 1, (PlannedProduct(64, 16384, 16384),), 4 * 16384.0**2, inputs=1.0, out=1.0, kernels=1)
+    waits = [estimate_plan(TimeModel(Workload("", (block,)), Machine.from_name("a100x8x64"),
+        RuntimeCosts(piece=piece)), Plan(fsdp=512, precision="bf16"), 1)
              .parts["gradients"] for piece in (1e12, 5e8, 5e7)]  # fmt: skip
     assert waits[0] < waits[1] < waits[2]
 
 
 def test_frozen_weights_that_are_sharded_are_gathered() -> None:
-    """Adapters' gradients are nothing to send; what they adapt is gathered all the same."""
-    block = Block("layer", 4, (PlannedProduct(64, 4096, 4096),), 4096.0**2, given=1.0, out=1.0, kernels=1)
-    pace = TimeModel(Workload("", (block,), frozen=1.0), Machine.named("h100x8"))
-    waits = [estimate(pace, Plan(fsdp=8, zero_stage=zero, precision="bf16"), 1).parts["gradients"] for zero in (3, 1)]
+    """The gradients of adapters are small, but the frozen weights must be gathered."""
+    block = Block("layer", 4, (PlannedProduct(64, 4096, 4096),), 4096.0**2, inputs=1.0, out=1.0, kernels=1)
+    pace = TimeModel(Workload("", (block,), frozen=1.0), Machine.from_name("h100x8"))
+    waits = [estimate_plan(pace, Plan(fsdp=8, zero_stage=zero, precision="bf16"), 1).parts["gradients"] for zero in (3, 1)]
     assert waits[0] > 0 == waits[1]
 
 
 def test_measured_runs_correct_what_is_like_them() -> None:
     words = {"occasion": "a", "device": "d", "model": "m", "precision": "p", "layout": "l"}
-    here, other = Traits(words), Traits({key: value + "2" for key, value in words.items()})
-    before = correction(here)
-    after = correction(here, [(here, log(1.3))] * 4)
+    here, other = RunTraits(words), RunTraits({key: value + "2" for key, value in words.items()})
+    before = fit_correction(here)
+    after = fit_correction(here, [(here, log(1.3))] * 4)
     assert before.factor == 1 and 1.15 < after.factor < 1.3 and after.deviation < before.deviation
-    assert correction(other, [(here, log(1.3))] * 4).factor == pytest.approx(1.0)
+    assert fit_correction(other, [(here, log(1.3))] * 4).factor == pytest.approx(1.0)
     assert before.low == pytest.approx(exp(-1.645 * before.deviation))
 
 
 def test_a_slow_network_shows_where_a_step_is_messages() -> None:
-    sending, computing = Traits({}, {"gradients": 0.5}), Traits({}, {"gradients": 0.0})
+    sending, computing = RunTraits({}, {"gradients": 0.5}), RunTraits({}, {"gradients": 0.0})
     slow = [(sending, log(1.4))] * 4
-    assert correction(sending, slow).factor > 1.3
-    assert 1.05 < correction(Traits({}, {"gradients": 0.25}), slow).factor < correction(sending, slow).factor
-    assert correction(computing, slow).factor == 1
+    assert fit_correction(sending, slow).factor > 1.3
+    assert 1.05 < fit_correction(RunTraits({}, {"gradients": 0.25}), slow).factor < fit_correction(sending, slow).factor
+    assert fit_correction(computing, slow).factor == 1
 
 
 def test_an_unmeasured_step_is_as_unsure_as_published_ones_were_wrong(asked: PlanRequest) -> None:
-    """Not as two runs of one machine are: everything about it may be wrong."""
-    sure = ask(asked, {}).sure
+    """Not like the difference between two runs of one machine: every part of the prediction may be wrong."""
+    sure = find_answer(asked, {}).confidence
     assert sure.deviation > 1.5 * NOISE and sure.low < 0.85
 
 
 def test_more_devices_are_not_linearly_faster(asked: PlanRequest) -> None:
-    found = goals.scale(asked, {"precision": "bf16"}, None, [1, 2, 8])
+    found = goals.compare_sizes(asked, {"precision": "bf16"}, None, [1, 2, 8])
     assert [s.devices for s in found.sizes] == [1, 2, 8] and found.sizes[0].efficiency == 1
-    assert found.sizes[2].efficiency < found.sizes[1].efficiency < 1 and "devices" in found.text()
+    assert found.sizes[2].efficiency < found.sizes[1].efficiency < 1 and "devices" in found.to_text()
 
 
 @pytest.mark.prove
 def test_the_cheapest_the_fewest_and_the_largest(asked: PlanRequest) -> None:
-    cheap = goals.cheapest(asked, {}, None)
+    cheap = goals.find_cheapest(asked, {}, None)
     assert (
         cheap.chosen is not None and cheap.sizes[cheap.chosen].devices == 1
-    )  # nothing is gained by splitting so little
-    few = goals.fewest(asked, {}, None, 1000.0)
+    )  # such a small split gains nothing
+    few = goals.find_fewest(asked, {}, None, 1000.0)
     assert few.chosen == 0 and few.sizes[0].devices == 1
-    never = goals.fewest(asked, {}, None, 1e-9)
-    assert never.chosen is None and "not even" in never.told
-    large = goals.largest(asked, {"precision": "bf16"}, leaving(1 << 30))
+    never = goals.find_fewest(asked, {}, None, 1e-9)
+    assert never.chosen is None and "not even" in never.note
+    large = goals.find_largest_batch(asked, {"precision": "bf16"}, leaving(1 << 30))
     assert large.batch > 32
     tight = replace(asked, job=replace(asked.job, batch=large.batch * 2))
-    assert ask(tight, {"precision": "bf16", "microbatches": 1}, leaving(1 << 30)).best is None
+    assert find_answer(tight, {"precision": "bf16", "microbatches": 1}, leaving(1 << 30)).best is None
 
 
 @pytest.mark.slow
 def test_the_longest_argument_that_fits() -> None:
-    machine, tried = Machine.named("h100x2"), []
+    machine, tried = Machine.from_name("h100x2"), []
 
     def again(arguments: dict[str, str]) -> PlanRequest:
         tried.append(int(arguments["layers"]))
-        return PlanRequest.of(job(layers=tried[-1], width=512, batch=2), "gpt.py", machine, split=False)
+        return PlanRequest.from_job(job(layers=tried[-1], width=512, batch=2), "gpt.py", machine, split=False)
 
     memory = leaving(2.1e8)
-    goal = goals.longest("layers", {"layers": "2"}, again)
+    goal = goals.make_largest_goal("layers", {"layers": "2"}, again)
     pins = {"fsdp": 2, "activation_checkpointing": "none", "precision": "fp32", "offload": "none"}
     found = goal(again({"layers": "2"}), pins, memory)
-    best = int(found.told.split()[1])
+    best = int(found.note.split()[1])
     assert 2 < best < max(tried) and found.chosen == 0
-    assert not goals.at(again({"layers": str(best + max(2, best // 16))}), pins, memory, 2).seconds
+    assert not goals.plan_devices(again({"layers": str(best + max(2, best // 16))}), pins, memory, 2).seconds
 
 
 def test_sizes_of_a_machine() -> None:
-    machine = Machine.named("h100x8x4")
-    assert halves(machine) == [1, 2, 4, 8, 16, 32]
-    assert machine.sized(4).devices == 4 and machine.sized(16).nodes == 2
+    machine = Machine.from_name("h100x8x4")
+    assert list_device_counts(machine) == [1, 2, 4, 8, 16, 32]
+    assert machine.resize(4).devices == 4 and machine.resize(16).nodes == 2
 
 
 @pytest.mark.parametrize("given, what", [("80GiB", 80 * 2**30), ("40gb", 40e9), ("1e9", 1e9)])
 def test_sizes_of_memory(given: str, what: float) -> None:
-    assert size(given) == what
+    assert parse_size(given) == what
 
 
 def test_a_machine_of_which_nothing_is_known_is_guessed_and_said() -> None:
-    found = ask(PlanRequest.of(job(), "gpt.py", _unknown()), {})
-    assert found.asked.guessed and "plait bench" in text(found)
+    found = find_answer(PlanRequest.from_job(job(), "gpt.py", _unknown()), {})
+    assert found.request.is_guessed and "plait bench" in format_answer(found)
 
 
 def _unknown() -> Machine:
@@ -692,13 +695,13 @@ def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_pa
 
 
 def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
-    from plait.cli.trial_run import measure
+    from plait.cli.trial_run import measure_trial
     from plait.config.command_options import TrainOptions
 
-    assert "J001" in measure(TrainOptions(job=str(tmp_path / "none.py"), plan="dp=1")).failed
+    assert "J001" in measure_trial(TrainOptions(job=str(tmp_path / "none.py"), plan="dp=1")).failed
 
 
 def test_answers_of_nothing_are_empty(asked: PlanRequest) -> None:
-    question = asked.question({})
-    found = answer(asked, question, Found((), (), {}), 5, 0.0)
+    question = asked.make_space({})
+    found = build_answer(asked, question, SearchResult((), (), {}), 5, 0.0)
     assert found.best is None or found.best.fits

@@ -1,4 +1,4 @@
-"""`bench/planner.py`: its scores are right, what it prints is whole, and the planner is as good as its docs say."""
+"""`bench/planner.py`: its scores are right, its output is complete, and the planner is as good as its docs state."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ from sites import machine_of, network  # noqa: E402
 
 from plait.config.machine import Machine  # noqa: E402
 from plait.planner import correction  # noqa: E402
-from plait.planner.correction import Traits  # noqa: E402
+from plait.planner.correction import RunTraits  # noqa: E402
 
 
 def case(measured: float, predicted: float, group: str = "g", **others) -> Case:
@@ -78,7 +78,7 @@ def test_networks_are_read(text: str, node: int, speed: float | None) -> None:
     ],
 )  # fmt: skip
 def test_image_networks_are_their_layers(model: str, operations: float, weights: float) -> None:
-    """Operations of an image and weights, as their papers and libraries have them."""
+    """Operations per image and weights, as in their papers and libraries."""
     plain, fast = convolutional(model, False), convolutional(model, True)
     assert plain and fast
     assert plain.flops == pytest.approx(operations, rel=0.01) and plain.weights == pytest.approx(weights, rel=0.01)
@@ -97,7 +97,7 @@ def test_image_networks_are_their_layers(model: str, operations: float, weights:
     ],
 )  # fmt: skip
 def test_models_known_by_name_have_their_size(model: str, billions: float) -> None:
-    """Parameters, as their papers count them; positions that are learned are not in a shape."""
+    """Parameters, as their papers count them. Learned positions are not part of a shape."""
     shape = shapes.known(model)
     assert shape
     assert shapes.transformer(shape, 512, flash=True).weights / 1e9 == pytest.approx(billions, rel=0.025)
@@ -108,7 +108,7 @@ def test_models_known_by_name_have_their_size(model: str, billions: float) -> No
     [("Stable Diffusion v1.5", 0.68e12, 0.86e9), ("SD 2.1", 0.68e12, 0.865e9), ("SDXL", 5.98e12, 2.57e9)],
 )
 def test_denoisers_are_their_layers(model: str, operations: float, weights: float) -> None:
-    """Operations of a forward pass of one latent image, and weights, as their papers and libraries have them."""
+    """Operations of a forward pass of one latent image, and weights, as in their papers and libraries."""
     work, whole = convolutional(model, False, "latents cached"), convolutional(model, False)
     assert work and whole and whole.flops > 1.15 * work.flops, "images are encoded in training, unless a row says that they are before"
     assert work.flops == pytest.approx(operations, rel=0.15) and work.weights == pytest.approx(weights, rel=0.1)
@@ -158,7 +158,7 @@ def test_what_a_row_lacks_is_said(gone: str, why: str) -> None:
 
 
 def test_samples_in_bins_have_their_mean_length() -> None:
-    """NVIDIA's BERT recipe prints 512, the longest; other rows are believed."""
+    """NVIDIA's BERT recipe prints 512, the longest. Other rows are taken as printed."""
     bert = ROW | {
         "source": "NVIDIA/DeepLearningExamples",
         "model": "BERT-large",
@@ -175,18 +175,24 @@ def test_samples_in_bins_have_their_mean_length() -> None:
 
 
 def test_the_fit_corrects_as_the_planner_does() -> None:
-    """`bench/fit.py` has the formula once more, with arrays; with and without measured runs it gives the same."""
+    """`bench/fit.py` repeats the formula with arrays. With and without measured runs the results are equal."""
     words = (("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", ""))
     pairs = [
-        (Traits({**dict.fromkeys(correction.PARTS, ""), "occasion": one, "model": other},
-                dict.fromkeys(correction.SPENT, 0.1 * at), dict.fromkeys(correction.NEAR, 0.7 * at), at % 2 == 1), 0.3 - 0.1 * at)
+        (RunTraits({**dict.fromkeys(correction.ERROR_DEVIATIONS, ""), "occasion": one, "model": other},
+                dict.fromkeys(correction.PART_DEVIATIONS, 0.1 * at), dict.fromkeys(correction.SIZE_DEVIATIONS, 0.7 * at),
+                    at % 2 == 1), 0.3 - 0.1 * at)
         for at, (one, other) in enumerate(words)
     ]  # fmt: skip
-    sizes = correction.PARTS | correction.NEAR | correction.SPENT | {"noise": correction.NOISE, "routed": correction.ROUTED}
+    sizes = (
+        correction.ERROR_DEVIATIONS
+        | correction.SIZE_DEVIATIONS
+        | correction.PART_DEVIATIONS
+        | {"noise": correction.NOISE, "routed": correction.MOE_NOISE}
+    )
     for chosen in ([], [0, 3], [1, 2, 4]):
         left, deviations = fit.Errors.of(pairs).left(sizes, chosen)
         rest = [at for at in range(len(pairs)) if at not in chosen]
-        said = [correction.correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
+        said = [correction.fit_correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
         assert left == pytest.approx([pairs[at][1] - np.log(one.factor) for at, one in zip(rest, said)])
         assert deviations == pytest.approx([one.deviation for one in said])
 
@@ -202,7 +208,7 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
 )  # fmt: skip
 def test_a_device_has_its_own_data_sheet(said: str, sheet: str | None) -> None:
     found = machine_of({"gpu": said, "gpus": "1"})
-    assert (found and found.device.name) == (sheet and Machine.named(sheet).device.name)
+    assert (found and found.device.name) == (sheet and Machine.from_name(sheet).device.name)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_a_device_has_its_own_data_sheet(said: str, sheet: str | None) -> None:
      ("densenet121", 5.7e9, 8.0), ("mobilenet_v2", 0.6e9, 3.5)],
 )  # fmt: skip
 def test_vision_models_have_their_published_size(model: str, flops: float, millions: float) -> None:
-    """Operations (two of each multiply-add) and weights of torchvision's and timm's tables."""
+    """Operations (two per multiply-add) and weights from torchvision's and timm's tables."""
     work = run_of({"model": model, "gpu": "A100", "gpus": "1", "micro_batch": "1", "source": "", "note": "", "precision": "bf16"}).work
     assert work is not None and work.flops == pytest.approx(flops, rel=0.15)
     assert sum(b.weights * b.count for b in work.blocks) / 1e6 == pytest.approx(millions, rel=0.12)
@@ -246,7 +252,7 @@ def test_megatron_deepspeed_shards_its_optimizer() -> None:
 
 @pytest.mark.prove
 def test_a_measured_time_never_reaches_its_own_prediction(tmp_path: Path) -> None:
-    """Twice as long a measurement, the same prediction: nothing of the answer is looked at."""
+    """A measurement twice as long, and the same prediction: the measured time is not used."""
 
     def predicted(seconds: str) -> float:
         file = tmp_path / "runs.csv"

@@ -1,4 +1,4 @@
-"""How far a command is: one line on a terminal, nothing elsewhere."""
+"""The progress of a command: one line on a terminal, nothing elsewhere."""
 
 import json
 import os
@@ -16,7 +16,7 @@ JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 
 
 def terminal(command: list[str]) -> tuple[int, str]:
-    """The exit code of a command on a terminal, and all that it wrote there."""
+    """The exit code of a command on a terminal, and its full output there."""
     pid, descriptor = pty.fork()
     if pid == 0:
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)

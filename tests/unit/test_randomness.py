@@ -1,6 +1,6 @@
-"""Random numbers in parts equal the stretch of the whole: every drawing function, whatever dim the batch is in.
+"""Random numbers of a part equal the same part of the full tensor: every drawing function, for each position of the batch dim.
 
-The batch is 4 and its parts are 1 and 3 samples; the other dims are 3 and 4, so that a guess by size goes wrong.
+The batch is 4 and its parts are 1 and 3 samples. The other dims are 3 and 4, so that a guess by size fails.
 """
 
 import random
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.model.make import call
-from plait.model.sketch import sketch
-from plait.randomness.distributions import dropout_call
-from plait.randomness.keyed import Randomness, first_draws, host_kept, seed_host
+from plait.model.build_model import run_model
+from plait.model.sketch import sketch_model
+from plait.randomness.distributions import parse_dropout_call
+from plait.randomness.keyed import Randomness, draw_host_numbers, preserve_host_state, seed_host
 
 BATCH, PARTS = 4, ((0, 1), (1, 3))
 
 
 def batch_of(n: int, shape: tuple[Any, ...]) -> Tensor:
-    """The first n of the same eight samples, the batch where `shape` says "b"."""
+    """The first n of the same eight samples. The letter b in `shape` is the batch dim."""
     generator = torch.Generator().manual_seed(3)
     whole = torch.rand([8 if d == "b" else d for d in shape], generator=generator) + 0.5
     return whole.narrow(shape.index("b"), 0, n).contiguous()
@@ -43,22 +43,22 @@ class Of(nn.Module):
 def keyed(model: nn.Module, shape: tuple[Any, ...], seed: int = 5) -> Randomness:
     torch.manual_seed(0)
     random.seed(2)  # 0.96, 0.95: the sketch skips a first layer that is dropped half of the time
-    return Randomness(seed, sketch(model, lambda n: batch_of(n, shape), call).places).install(model.train())
+    return Randomness(seed, sketch_model(model, lambda n: batch_of(n, shape), run_model).places).install(model.train())
 
 
 @torch.no_grad()
 def differences(model: nn.Module, shape: tuple[Any, ...], steps: Iterable[int] = (0, 1)) -> float:
-    """Largest difference between a batch computed whole and in parts."""
+    """Largest difference between a batch computed at once and in parts."""
     randomness, dim, worst = keyed(model, shape), shape.index("b"), 0.0
     x = batch_of(BATCH, shape)
     for step in steps:
-        with randomness.at(step, 0, BATCH):
+        with randomness.forward_pass(step, 0, BATCH):
             whole = model(x)
         rows = []
         for first, count in PARTS:
-            with randomness.at(step, first, count):
+            with randomness.forward_pass(step, first, count):
                 rows.append(model(x.narrow(dim, first, count)))
-        with randomness.at(step, 0, BATCH):
+        with randomness.forward_pass(step, 0, BATCH):
             assert torch.equal(model(x), whole)
         worst = max(worst, float((whole - torch.cat(rows, dim)).abs().max()))
     return worst
@@ -105,7 +105,7 @@ draw = {
 
 
 class Last(nn.Module):
-    """The first of what a module returns; `times` inputs."""
+    """The first of a module's outputs. `times` inputs."""
 
     def __init__(self, inner: nn.Module, times: int = 1):
         super().__init__()
@@ -173,7 +173,7 @@ def test_other_steps_and_seeds_draw_other_numbers(name: str) -> None:
     model, x = make(), batch_of(BATCH, shape)
     outputs = []
     for seed, step in ((5, 0), (5, 1), (6, 0)):
-        with torch.no_grad(), keyed(model, shape, seed).at(step, 0, BATCH):
+        with torch.no_grad(), keyed(model, shape, seed).forward_pass(step, 0, BATCH):
             outputs.append(model(x))
     assert not torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
@@ -182,7 +182,7 @@ def test_other_steps_and_seeds_draw_other_numbers(name: str) -> None:
 def test_other_places_draw_other_numbers() -> None:
     model = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
     model.forward = lambda x: torch.stack([model[0](x), model[1](x), model[0](x)])  # type: ignore[method-assign]
-    with keyed(model, B).at(0, 0, BATCH):
+    with keyed(model, B).forward_pass(0, 0, BATCH):
         a, b, c = model(torch.ones(4, 3, 4))
     assert len({tuple(t.flatten().tolist()) for t in (a, b, c)}) == 3
 
@@ -230,8 +230,8 @@ def test_what_is_not_keyed_is_named(name: str) -> None:
     """Equal in parts, or named by the sketch: never silently another mask."""
     make, shape = HARD[name]
     random.seed(2)
-    found = sketch(make(), lambda n: batch_of(n, shape), call)
-    assert differences(make(), shape, range(6)) < 1e-5 or found.unkeyed or found.uneven or found.packed
+    found = sketch_model(make(), lambda n: batch_of(n, shape), run_model)
+    assert differences(make(), shape, range(6)) < 1e-5 or found.unkeyed or found.uneven_draws or found.packed_rnns
 
 
 @pytest.mark.parametrize("args, kwargs, expected", (
@@ -243,14 +243,14 @@ def test_what_is_not_keyed_is_named(name: str) -> None:
 ))  # fmt: skip
 def test_calls_of_dropout_functions(args: tuple[Any, ...], kwargs: dict[str, Any], expected: tuple[Any, ...]) -> None:
     x = torch.ones(2)
-    found = dropout_call(args[0], x, *args[1:], **kwargs)
+    found = parse_dropout_call(args[0], x, *args[1:], **kwargs)
     assert found.input is x and (found.p, found.drops, found.inplace) == expected
 
 
 def test_generators_are_as_they_were_also_after_an_error() -> None:
     seed_host("kept")
-    expected = first_draws()
+    expected = draw_host_numbers()
     seed_host("kept")
-    with pytest.raises(ZeroDivisionError), host_kept():
-        raise ZeroDivisionError(first_draws())
-    assert host_kept()(first_draws)() == expected == first_draws()
+    with pytest.raises(ZeroDivisionError), preserve_host_state():
+        raise ZeroDivisionError(draw_host_numbers())
+    assert preserve_host_state()(draw_host_numbers)() == expected == draw_host_numbers()

@@ -1,4 +1,4 @@
-"""A rank's state is made once, in `engine/build.py`, and nobody assigns it afterwards."""
+"""A rank's state is made once, in `engine/build.py`, and no code assigns it afterwards."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from plait.parallel.spec import ParamSpec, Reduce, ShardPlan, Split
 SOURCES = Path(plait.__file__).parent
 RECORDS = (RankSetup, SplitModel, RankModel, Techniques, Hooks, ShardPlan, ParamSpec, Split, Reduce)
 HOLDERS = ("rank_model", "split", "setup", "techniques", "hooks", "table")
-"""What variables and fields with such a record are called."""
+"""Names of variables and fields with such a record."""
 CHANGING = ("update", "pop", "popitem", "clear", "setdefault")
 FIELDS = {field.name for record in RECORDS for field in fields(record)}
 
@@ -34,7 +34,7 @@ def test_a_rank_has_few_fields() -> None:
 
 
 def test_building_a_rank_fits_on_a_page() -> None:
-    assert len(inspect.getsource(build.build).splitlines()) <= 80
+    assert len(inspect.getsource(build.build_rank_model).splitlines()) <= 80
 
 
 def of_a_record(target: ast.expr) -> bool:
@@ -46,7 +46,7 @@ def of_a_record(target: ast.expr) -> bool:
 
 
 def changes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, code) of each statement that assigns a field of a record, or changes a dict that it has."""
+    """(line, code) of each statement that assigns a field of a record, or changes a dict of it."""
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
@@ -62,8 +62,8 @@ def changes(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)  # type: ignore[attr-defined]
 
 
-ALLOWED = {"own[name].data.copy_(split.setup.shares.pop(name))", "split.setup.shares.pop(name)"}
-"""Parts that wait for their place: whoever puts one there takes it out, and its memory with it."""
+ALLOWED = {"own[name].data.copy_(split.setup.meta_shards.pop(name))", "split.setup.meta_shards.pop(name)"}
+"""Parts that are stored temporarily. The code that places them in the model also removes them here, with their memory."""
 
 
 def test_nobody_assigns_a_ranks_state() -> None:

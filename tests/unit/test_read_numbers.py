@@ -1,4 +1,4 @@
-"""Other numbers in the place of those that code reads from tensors."""
+"""Replacement of the values that code reads from tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait.tensors.opaque_code import Lines, OtherNumbers, elsewhere, other_outcomes, uneven
+from plait.tensors.opaque_code import AlteredReads, Lines, format_read_lines, scale_unevenly, try_altered_reads
 
 
 def outcomes(run: Callable[[], Any]) -> list[tuple[Lines, Any]]:
-    """What `run` returns with the numbers that it reads, and with others."""
-    with OtherNumbers() as numbers:
+    """The results of `run` with the values that it reads, and with others."""
+    with AlteredReads() as numbers:
         result = run()
-    return [(frozenset(), result), *other_outcomes(run, numbers.read)]
+    return [(frozenset(), result), *try_altered_reads(run, numbers.read)]
 
 
 def branches(x: torch.Tensor) -> str:
@@ -67,17 +67,17 @@ def test_reads_of_any_kind(read, other) -> None:
     x = torch.tensor([1.0, 2.0])
     ((_, plain), (lines, found), *_) = outcomes(lambda: read(x))
     assert plain == read(x) and found == other and len(lines) == 1
-    assert "test_read_numbers.py" in elsewhere(lines) and not elsewhere(frozenset())
+    assert "test_read_numbers.py" in format_read_lines(lines) and not format_read_lines(frozenset())
 
 
 def test_the_numbers_of_tensors_stay() -> None:
     x = torch.arange(3.0)
     (_, (lines, _)) = outcomes(lambda: x.tolist())
-    with OtherNumbers(lines):
+    with AlteredReads(lines):
         assert torch.equal(x + 0, x)
     assert x.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_uneven_rows() -> None:
     x = torch.ones(2, 3, 2)
-    assert uneven(x, 1, (16.0, 0.5))[0, :, 0].tolist() == [0.5, 0.5, 16.0] and uneven(x, -1, (0.0, 1.0))[0, 0].tolist() == [1.0, 0.0]
+    assert scale_unevenly(x, 1, (16.0, 0.5))[0, :, 0].tolist() == [0.5, 0.5, 16.0] and scale_unevenly(x, -1, (0.0, 1.0))[0, 0].tolist() == [1.0, 0.0]

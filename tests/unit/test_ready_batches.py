@@ -1,4 +1,4 @@
-"""Data whose items are ready batches is refused, however it says so; samples with a leading dim of their own are not."""
+"""Data whose items are complete batches is rejected, in every form. Samples with a leading dim of their own are accepted."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ import plait
 from plait import PlaitError
 from plait.config.plan import Plan
 from plait.data import loading
-from plait.data.sampling import data_of, example
-from plait.proof.notes import first_of
+from plait.data.sampling import open_job_data, open_sketch_data
+from plait.proof.activation_recorder import take_first
 from plait.proof.scenario import harden
 from plait.proof.verify import verify
 
@@ -30,7 +30,7 @@ def loader(**settings: Any) -> DataLoader[Any]:
 
 
 class Wrapped:
-    """A loader inside something that is no loader."""
+    """A loader inside an object that is not a loader."""
 
     def __init__(self, inner: Any):
         self.inner = inner
@@ -45,7 +45,7 @@ class Sized(Wrapped):
 
 
 class Ready(IterableDataset):
-    """Batches, of a size that an attribute has."""
+    """Batches, whose size is in an attribute."""
 
     def __init__(self, batch_size: int = 8):
         self.batch_size = batch_size
@@ -68,7 +68,7 @@ class Rows(Dataset):
 
 
 class BatchedRows(Dataset):
-    """The same, which only its name says."""
+    """The same, recognizable only by its name."""
 
     def __len__(self) -> int:
         return 8
@@ -78,7 +78,7 @@ class BatchedRows(Dataset):
 
 
 class ByList(Dataset):
-    """Takes a list of indices, as torch's bulk loading gives it."""
+    """Accepts a list of indices, as torch passes it to `__getitems__`."""
 
     def __len__(self) -> int:
         return 64
@@ -103,7 +103,7 @@ def _batched(source: Any, count: int) -> Iterator[Any]:
 
 
 class Stage:
-    """As pipelines of WebDataset hold their steps: a generator function, and what it is called with."""
+    """As pipelines of WebDataset store their steps: a generator function, and its arguments."""
 
     def __init__(self, source: Any, step: Callable[..., Iterator[Any]], *args: Any):
         self.source, self.step, self.args = source, step, args
@@ -139,7 +139,7 @@ BATCHES: dict[str, Callable[[], Any]] = {
 
 
 class Sequences(Dataset):
-    """Sequences, as long as the batch is large, a label at each position: one sample each."""
+    """Sequences as long as the batch is large, with a label at each position: one sample each."""
 
     def __init__(self, length: int = 8):
         self.length, self.block_size = length, length
@@ -162,7 +162,7 @@ def collate_batch(samples: list[Any]) -> Any:
 
 
 class Taken:
-    """Samples that are taken out of a loader's batches."""
+    """Samples extracted from a loader's batches."""
 
     def __iter__(self) -> Iterator[Any]:
         for x, y in loader():
@@ -189,8 +189,8 @@ def job(data: Callable[[], Any]) -> plait.Job:
 
 def looked_at(data: Callable[[], Any]) -> None:
     made = job(data)
-    opened = data_of(made)
-    loading.check(made, opened, example(made, opened)[0])
+    opened = open_job_data(made)
+    loading.check_not_batches(made, opened, open_sketch_data(made, opened)[0])
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -206,7 +206,7 @@ def test_samples_with_a_leading_dim_are_not(name: str) -> None:
 
 
 class Padded(Sequences):
-    """Sequences that are padded together, so that a proof keeps samples of the first batch for the sketch."""
+    """Sequences that are padded together, so a proof keeps samples of the first batch for the sketch."""
 
     collate = staticmethod(collate_batch)
 
@@ -214,8 +214,8 @@ class Padded(Sequences):
 @pytest.mark.parametrize("length", [2, 3, 5, 6])
 def test_what_plait_wraps_around_data_does_not_say_that_it_has_batches(length: int) -> None:
     hard = harden(job(lambda: Padded(length)), Plan.parse("dp=2"), 1)
-    for data in (hard.data(), first_of(Padded(length), 4)):
-        loading.check(dataclasses.replace(hard, batch=length if length > 3 else 8), data, data[0])
+    for data in (hard.data(), take_first(Padded(length), 4)):
+        loading.check_not_batches(dataclasses.replace(hard, batch=length if length > 3 else 8), data, data[0])
 
 
 @pytest.mark.slow

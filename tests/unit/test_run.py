@@ -1,4 +1,4 @@
-"""The run directory: numbers, the link to the newest, the lock, and forgetting what a resumed run writes again."""
+"""The run directory: its number, the link to the newest, the lock, and removal of the records that a resumed run writes again."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.engine.run_directory import RunDirectory, environment, job_name
+from plait.engine.run_directory import RunDirectory, describe_environment, get_job_name
 
 
 def create(root: Path, job: str = "net.py", plan: Plan | None = None) -> RunDirectory:
@@ -32,13 +32,13 @@ def create(root: Path, job: str = "net.py", plan: Plan | None = None) -> RunDire
     ],
 )
 def test_a_run_is_named_after_its_job(job: str, name: str) -> None:
-    assert job_name(job) == name
+    assert get_job_name(job) == name
 
 
 def test_job_py_is_named_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "digits").mkdir()
     monkeypatch.chdir(tmp_path / "digits")
-    assert job_name("job.py") == "digits"
+    assert get_job_name("job.py") == "digits"
 
 
 def test_runs_are_numbered(tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_what_is_written_before_the_start(tmp_path: Path) -> None:
     job = json.loads((run.path / "job.json").read_text())
     assert (job["job"], job["arguments"]) == ("some/net.py", {"depth": "8"})
     facts = json.loads((run.path / "env.json").read_text())
-    assert facts == json.loads(json.dumps(environment()))
+    assert facts == json.loads(json.dumps(describe_environment()))
     assert {"plait", "python", "torch", "platform", "cores", "cuda", "variables"} <= set(facts)
     assert run.checkpoints.is_dir()
-    assert run.events(3) == run.path / "events" / "rank3.jsonl"
-    assert run.log(3) == run.path / "logs" / "rank3.log"
+    assert run.get_events_path(3) == run.path / "events" / "rank3.jsonl"
+    assert run.get_log_path(3) == run.path / "logs" / "rank3.log"
     assert run.metrics.parent == run.path
 
 
@@ -78,7 +78,7 @@ def test_latest_points_to_the_newest(tmp_path: Path) -> None:
     second = create(tmp_path, "other.py")
     assert os.readlink(tmp_path / "latest") == "other-1"
     assert (tmp_path / "latest").samefile(second.path)
-    first.point()
+    first.link_latest()
     assert os.readlink(tmp_path / "latest") == "net-1"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "net-1", "other-1"]
 
@@ -86,18 +86,18 @@ def test_latest_points_to_the_newest(tmp_path: Path) -> None:
 def test_what_is_resumed(tmp_path: Path) -> None:
     runs = [create(tmp_path) for _ in range(11)]
     create(tmp_path, "net.py:big")
-    assert RunDirectory.latest("net.py", tmp_path) == runs[10]
+    assert RunDirectory.find_latest("net.py", tmp_path) == runs[10]
     (runs[1].checkpoints / "step-000100").mkdir()
-    assert RunDirectory.latest("net.py", tmp_path) == runs[1]
+    assert RunDirectory.find_latest("net.py", tmp_path) == runs[1]
     (runs[9].checkpoints / "step-000001").mkdir()
-    assert RunDirectory.latest("elsewhere/net.py", tmp_path) == runs[9]
+    assert RunDirectory.find_latest("elsewhere/net.py", tmp_path) == runs[9]
 
 
 @pytest.mark.parametrize("root", [".", "none"])
 def test_nothing_to_resume(tmp_path: Path, root: str) -> None:
     create(tmp_path, "netting.py")
     with pytest.raises(PlaitError) as caught:
-        RunDirectory.latest("net.py", tmp_path / root)
+        RunDirectory.find_latest("net.py", tmp_path / root)
     assert caught.value.codes == ["K001"]
     assert "net" in caught.value.problems[0].what
 
@@ -106,12 +106,12 @@ def test_a_run_killed_in_its_first_save_is_not_resumed(tmp_path: Path) -> None:
     good, killed = create(tmp_path), create(tmp_path)
     (good.checkpoints / "step-000100").mkdir()
     (killed.checkpoints / "step-000050.tmp").mkdir()
-    assert RunDirectory.latest("net.py", tmp_path) == good
+    assert RunDirectory.find_latest("net.py", tmp_path) == good
 
 
 def test_a_name_with_brackets(tmp_path: Path) -> None:
     run = create(tmp_path, "net[1].py")
-    assert RunDirectory.latest("net[1].py", tmp_path) == run
+    assert RunDirectory.find_latest("net[1].py", tmp_path) == run
 
 
 def test_a_folder_with_an_odd_number(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path, what: str) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock asks for a while before it gives up; here it does not wait in between."""
+    """The lock is tried several times before an error. Here there is no wait between the attempts."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
@@ -193,17 +193,17 @@ def rows(*steps: int) -> str:
 )
 def test_cut_forgets_later_and_torn_rows(tmp_path: Path, content: str, step: int, left: str) -> None:
     run = create(tmp_path)
-    for path in (run.metrics, run.events(0), run.events(1)):
+    for path in (run.metrics, run.get_events_path(0), run.get_events_path(1)):
         path.write_text(content)
-    run.cut(step)
-    for path in (run.metrics, run.events(0), run.events(1)):
+    run.truncate(step)
+    for path in (run.metrics, run.get_events_path(0), run.get_events_path(1)):
         assert path.read_text() == left
     assert sorted(p.name for p in (run.path / "events").iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
 
 
 def test_cut_of_a_run_that_wrote_nothing(tmp_path: Path) -> None:
     run = create(tmp_path)
-    run.cut(3)
+    run.truncate(3)
     assert not run.metrics.exists()
 
 
@@ -211,5 +211,5 @@ def test_cut_of_a_run_that_wrote_nothing(tmp_path: Path) -> None:
 def test_cut_survives_damage(tmp_path: Path, row: bytes) -> None:
     run = create(tmp_path)
     run.metrics.write_bytes(rows(1).encode() + row)
-    run.cut(3)
+    run.truncate(3)
     assert run.metrics.read_text() == rows(1)

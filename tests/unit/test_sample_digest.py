@@ -1,4 +1,4 @@
-"""What `verify` notes of a sample changes when the sample does, whatever a sample is made of."""
+"""The digest that `verify` stores of a sample changes if the sample does, for samples of any kind."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.proof.notes import sample_digest
+from plait.proof.activation_recorder import digest_sample
 
 
 class Pair(NamedTuple):
@@ -47,8 +47,8 @@ SAMPLES = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_digest_changes_with_the_sample(name: str) -> None:
     make = SAMPLES[name]
-    assert sample_digest(make(2.0)) == sample_digest(make(2.0)) != sample_digest(make(3.5))
+    assert digest_sample(make(2.0)) == digest_sample(make(2.0)) != digest_sample(make(3.5))
 
 
 def test_an_object_without_values_has_a_digest() -> None:
-    assert sample_digest((object(), None, lambda: 0)) == sample_digest((object(), None, lambda: 0))
+    assert digest_sample((object(), None, lambda: 0)) == digest_sample((object(), None, lambda: 0))

@@ -45,7 +45,7 @@ def test_the_factors_are_those_of_the_scheduler(name: str) -> None:
         (torchs.ReduceLROnPlateau, "looks at a metric"),
         (lambda o: torchs.LambdaLR(o, [lambda k: 1.0, lambda k: 0.5]), "one parameter group"),
         (lambda o: torchs.OneCycleLR(o, 1.0, total_steps=9), "also sets momentum"),
-        (lambda o: lambda k: 1.0, "made a function"),
+        (lambda o: lambda k: 1.0, "returned a function"),
     ),
 )
 def test_what_is_more_than_a_factor_is_refused(make: Callable[[Any], Any], told: str) -> None:
@@ -55,11 +55,11 @@ def test_what_is_more_than_a_factor_is_refused(make: Callable[[Any], Any], told:
 
 
 def test_checkpoints_know_it_again() -> None:
-    """Its digest depends on what it is made of, and not on how far it was asked."""
+    """Its digest depends on its definition, and not on the number of steps computed so far."""
     one, other = (plait.schedule_of(lambda o: torchs.StepLR(o, 5), 8) for _ in range(2))
     one(800)
-    assert fingerprint.code(one) == fingerprint.code(other)
-    assert fingerprint.code(one) != fingerprint.code(plait.schedule_of(lambda o: torchs.StepLR(o, 6), 8))
+    assert fingerprint.digest_function(one) == fingerprint.digest_function(other)
+    assert fingerprint.digest_function(one) != fingerprint.digest_function(plait.schedule_of(lambda o: torchs.StepLR(o, 6), 8))
 
 
 def test_a_job_trains_by_it_everywhere() -> None:

@@ -1,4 +1,4 @@
-"""What killed processes left behind is removed by the next one of the same user, and nothing else is."""
+"""Files that killed processes left behind are removed by the next process of the same user. No other files are."""
 
 import os
 import signal
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from plait.config.errors import PlaitError
-from plait.engine.elastic import Memory
+from plait.engine.elastic import SnapshotStore
 from plait.launch import limits, scratch
-from plait.launch.scratch import Scratch
+from plait.launch.scratch import ScratchFolder
 
 
 def left_by_a_killed_process(base: Path) -> Path:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        made = Scratch("memory", base)
+        made = ScratchFolder("memory", base)
         (made.path / "snapshot").write_bytes(b"x" * 1000)
         if os.fork() == 0:  # a rank of it, which has the lock too
             time.sleep(600)
@@ -25,12 +25,12 @@ def left_by_a_killed_process(base: Path) -> Path:
         time.sleep(600)
         os._exit(0)
     path = Path(os.read(reading, 4096).decode())
-    with Scratch("other", base):
+    with ScratchFolder("other", base):
         assert path.exists(), "its process lives"
     ranks = Path(f"/proc/{child}/task/{child}/children").read_text().split()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with Scratch("other", base):
+    with ScratchFolder("other", base):
         assert path.exists(), "a process that was forked from it lives"
     for rank in ranks:
         os.kill(int(rank), signal.SIGKILL)
@@ -41,7 +41,7 @@ def until(gone: Path, base: Path) -> None:
     end = time.monotonic() + 30
     while gone.exists():
         assert time.monotonic() < end
-        Scratch("other", base).close()
+        ScratchFolder("other", base).close()
 
 
 def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
@@ -58,13 +58,13 @@ def test_nothing_else_is(tmp_path: Path) -> None:
     for name in (f"plait-{os.getuid() + 1}-memory-abc", f"plait-{os.getuid()}-123-abc", "plait-runs", f"plait-{os.getuid()}-memory-new"):
         (tmp_path / name).mkdir()
     before = sorted(tmp_path.iterdir())
-    with Scratch("memory", tmp_path) as mine:
+    with ScratchFolder("memory", tmp_path) as mine:
         assert mine.stat().st_mode & 0o777 == 0o700 and sorted(tmp_path.iterdir()) == sorted([*before, mine])
     assert sorted(tmp_path.iterdir()) == before and (kept / "data").exists()
-    old = time.time() - 2 * scratch.NEW
+    old = time.time() - 2 * scratch.NEW_FOLDER_S
     os.utime(before[-1], (old, old))
     os.utime(tmp_path / f"plait-{os.getuid()}-memory-new", (old, old))
-    Scratch("memory", tmp_path).close()
+    ScratchFolder("memory", tmp_path).close()
     assert not (tmp_path / f"plait-{os.getuid()}-memory-new").exists(), "it never got a lock"
 
 
@@ -72,14 +72,14 @@ def test_a_start_that_finds_no_room_for_a_process_leaves_nothing(tmp_path: Path,
     def full(folder: Path) -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("plait.engine.elastic._remove_after", full)
+    monkeypatch.setattr("plait.engine.elastic._remove_at_exit", full)
     monkeypatch.setattr("plait.engine.elastic.os.access", lambda *_: False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     with pytest.raises(PlaitError, match="the process that frees snapshots could not be started") as caught:
-        Memory()
+        SnapshotStore()
     assert caught.value.codes == ["H006"] and not list(tmp_path.iterdir())
 
 
 def test_other_errors_of_a_fork_are_not_its() -> None:
-    with pytest.raises(PermissionError), limits.forking("a rank"):
+    with pytest.raises(PermissionError), limits.catch_fork_failure("a rank"):
         raise PermissionError(1, "no")

@@ -1,4 +1,4 @@
-"""What `plait prove` makes of recordings: the batches of a step, the rows of an epoch, causes, and the seams of torch that it hooks."""
+"""`plait prove` on recordings: the batches of a step, the rows of an epoch, causes, and the torch functions that it hooks."""
 
 import itertools
 import json
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from plait.config.errors import PlaitError
 from plait.proof.probes import Probe
 from plait.scripts import recorder, recordings, values
-from plait.scripts.differences import StepDifference, settings
-from plait.scripts.recordings import Readers, Recording, faults, notes, replayed, surplus_rows
+from plait.scripts.differences import StepDifference, check_settings
+from plait.scripts.recordings import Readers, Recording, count_surplus, find_faults, list_notes, make_replay
 
 
 def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int = 2, group: Sequence[int] = ()) -> Recording:
@@ -26,7 +26,7 @@ def recorded(tmp_path: Path, events: Sequence[dict], rank: int = 0, world: int =
     folder = tmp_path / str(len([*tmp_path.iterdir()]))
     folder.mkdir()
     (folder / "1.jsonl").write_text("\n".join(map(json.dumps, [start, *events])) + '\n{"is": "st')
-    return recordings.recordings(folder)[0]
+    return recordings.read_recordings(folder)[0]
 
 
 def batch(rows: str, epoch: int = 0, loader: int = 0) -> dict:
@@ -48,48 +48,48 @@ def order(*batches: str, epoch: int = 0, complete: bool = True) -> dict:
 
 
 def used(recording: Recording) -> list[list[str]]:
-    return [["".join(each.rows) for each in batches] for batches in recording.used]
+    return [["".join(each.rows) for each in batches] for batches in recording.used_batches]
 
 
 @pytest.mark.parametrize(("events", "expected"), [
     ([batch("a"), step(1), batch("b"), step(2)], [["a"], ["b"]]),
-    ([batch("a"), batch("b"), step(1), batch("c"), step(2), step(3)], [["a"], ["b"], ["c"]]),  # one batch is read ahead
+    ([batch("a"), batch("b"), step(1), batch("c"), step(2), step(3)], [["a"], ["b"], ["c"]]),  # one batch is prefetched
     ([batch("a"), batch("b"), step(1, 2), batch("c"), batch("d"), step(2, 2)], [["a", "b"], ["c", "d"]]),  # accumulation
     ([batch("a"), step(1), step(1, 1, 1), batch("b"), step(2), step(2, 1, 1)], [["a"], ["b"]]),  # two optimizers, one batch
     ([batch("a"), batch("b"), step(1), batch("c"), batch("d"), step(2)], [["a", "b"], ["c", "d"]]),  # batches of several ranks, read by one
     ([batch("a"), step(1), batch("b", 1), step(2, epoch=1)], [["a"], ["b"]]),
-    ([batch("x", loader=1), batch("a"), step(1), batch("x", loader=1), batch("b"), step(2)], [["a"], ["b"]]),  # an evaluation between
+    ([batch("x", loader=1), batch("a"), step(1), batch("x", loader=1), batch("b"), step(2)], [["a"], ["b"]]),  # an evaluation in between
 ])  # fmt: skip
 def test_batches_belong_to_steps(events: list[dict], expected: list[list[str]], tmp_path: Path) -> None:
     assert used(recorded(tmp_path, events)) == expected
 
 
 def two(tmp_path: Path, mine: Sequence[dict], other: Sequence[dict], **more: Sequence[int]) -> Readers:
-    return Readers.of((recorded(tmp_path, mine, 0, **more), recorded(tmp_path, [*other, order("", epoch=9)], 1, **more)))
+    return Readers.from_ranks((recorded(tmp_path, mine, 0, **more), recorded(tmp_path, [*other, order("", epoch=9)], 1, **more)))
 
 
 def test_rows_of_ranks_are_joined_micro_batch_by_micro_batch(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("a"), batch("b"), step(1, 2), order("a", "b")], [batch("c"), batch("d"), step(1, 2), order("c", "d")])
-    assert "".join(readers.hashes(0)) == "acbd"
-    assert replayed(readers) == {"rows": {"0 0": [[ord(i) for i in "acbd"]]}}
+    assert "".join(readers.list_rows(0)) == "acbd"
+    assert make_replay(readers) == {"rows": {"0 0": [[ord(i) for i in "acbd"]]}}
 
 
 @pytest.mark.parametrize(("names", "why"), [
-    (((), ()), "hold no tensors"),  # a stream of strings: the reference would read rows of its own, and a right script be called different
+    (((), ()), "contain no tensors"),  # a stream of strings: the reference would read other rows, and a correct script would be reported as different
     ((("x", "y"), ("x",)), "rows of 2 kinds"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_replayed_are_an_error(names: Sequence[Sequence[str]], why: str, tmp_path: Path) -> None:
     stored = [{"indices": None, "stored": {name: ["0", "int64", [2]] for name in each}, "shapes": [[2] for _ in each]} for each in names]
     with pytest.raises(PlaitError, match=why) as raised:
-        replayed(two(tmp_path, [batch("ab") | stored[0], step(1)], [batch("cd") | stored[1], step(1)]))
+        make_replay(two(tmp_path, [batch("ab") | stored[0], step(1)], [batch("cd") | stored[1], step(1)]))
     assert raised.value.codes == ["E006"]
 
 
 def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("a"), step(1)], [batch("a"), step(1)], group=(0, 1))
-    assert len(readers.distinct) == 1 and not readers.alike and not readers.unlike
+    assert len(readers.distinct) == 1 and not readers.has_same_rows and not readers.wrong_ranks
     unlike = two(tmp_path, [batch("a"), step(1)], [batch("b"), step(1)], group=(0, 1))
-    assert unlike.unlike == (1,)
+    assert unlike.wrong_ranks == (1,)
 
 
 @pytest.mark.parametrize(("mine", "other", "code"), [
@@ -101,32 +101,32 @@ def test_a_tensor_parallel_group_is_one_reader(tmp_path: Path) -> None:
 def test_what_is_wrong_with_rows(mine: list[dict], other: list[dict], code: str | None, tmp_path: Path) -> None:
     readers = two(tmp_path, mine, other)
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "efgh" if code == "E024" else "")], 0, 1, [0, 7])
-    assert next((each.code for each in faults(readers, reference)), None) == code
+    assert next((each.code for each in find_faults(readers, reference)), None) == code
 
 
 def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
     readers = two(tmp_path, [batch("ab"), step(1), order("ab", "ea")], [batch("cd"), step(1), order("cd", "fb")])
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd", "ef")], 0, 1, [0, 7])
-    assert sorted(surplus_rows(readers, reference).elements()) == sorted(str(ord(i)) for i in "ab")
-    assert not [*faults(readers, reference)]
+    assert sorted(count_surplus(readers, reference).elements()) == sorted(str(ord(i)) for i in "ab")
+    assert not [*find_faults(readers, reference)]
 
 
 def test_rows_that_each_order_leaves_out_are_not_called_read_twice(tmp_path: Path) -> None:
     mine = recorded(tmp_path, [batch("ab"), step(1), order("ab", "cd")], 0, 1)
     reference = recorded(tmp_path, [batch("ab"), step(1), order("ab", "ce")], 0, 1)
-    (note,) = notes(Readers.of((mine,)), reference)
+    (note,) = list_notes(Readers.from_ranks((mine,)), reference)
     assert note == "1 rows are left out of an epoch that the reference reads, and 1 are read that it leaves out (drop_last)"
 
 
 def test_processes_that_did_not_join_are_no_group(tmp_path: Path) -> None:
-    """Each of them is rank 0 to itself, and no ranks share layers."""
+    """Each of them is rank 0 of its own group, and no ranks share layers."""
     own = [recorded(tmp_path, [batch(rows), step(1), order(rows)], world=1) for rows in ("ab", "cd")]
-    assert Readers.of(tuple(own)).unlike == () and len(Readers.of(tuple(own)).distinct) == 2
-    assert Readers.of((own[0], own[0])).alike
+    assert Readers.from_ranks(tuple(own)).wrong_ranks == () and len(Readers.from_ranks(tuple(own)).distinct) == 2
+    assert Readers.from_ranks((own[0], own[0])).has_same_rows
 
 
 @pytest.mark.parametrize(("other_rows", "other_weight", "codes"), [
-    ("cd", "1", []),  # something else than torch.distributed summed the gradients
+    ("cd", "1", []),  # code other than torch.distributed summed the gradients
     ("cd", "2", ["E021"]),
     ("ab", "1", ["E021", "E022", "E025"]),
 ])  # fmt: skip
@@ -136,39 +136,39 @@ def test_processes_that_share_neither_rows_nor_weights_did_not_join(other_rows: 
         for rows, weight in (("ab", "1"), (other_rows, other_weight))
     ]
     reference = recorded(tmp_path, [batch("abcd"), step(1), order("abcd")], world=1)
-    assert [each.code for each in faults(Readers.of(tuple(ranks)), reference)] == codes
+    assert [each.code for each in find_faults(Readers.from_ranks(tuple(ranks)), reference)] == codes
 
 
 def test_rows_of_an_endless_sampler_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MOST_INDICES", 100)
+    monkeypatch.setattr(recorder, "MAX_INDICES", 100)
     loader = recorder.RecordedLoader(0, None, {})
-    loader.own = ([i, i + 1] for i in itertools.count())
-    endless = recorder.Pass(loader)
+    loader.own_indices = ([i, i + 1] for i in itertools.count())
+    endless = recorder.LoaderPass(loader)
     endless.draw_rest()
     assert len(endless.order) == 50 and not endless.is_complete
     mine = [batch("ab"), step(1), order("ab", "ab", "ab", complete=False)]
     reference = recorded(tmp_path, [batch("ab"), step(1), order("ab", "cd", "ef", complete=False)], 0, 1)
-    readers = Readers.of((recorded(tmp_path, mine),))
-    assert not [*faults(readers, reference)] and "not counted" in notes(readers, reference)[0]
+    readers = Readers.from_ranks((recorded(tmp_path, mine),))
+    assert not [*find_faults(readers, reference)] and "not counted" in list_notes(readers, reference)[0]
 
 
 def test_an_epoch_that_repeats_the_first_one_is_found(tmp_path: Path) -> None:
     events = [batch("ab"), step(1), batch("ab", 1), step(2, epoch=1), order("ab", "cd"), order("ab", "cd", epoch=1)]
     own = [batch("ab"), step(1), batch("da", 1), step(2, epoch=1), order("ab", "cd"), order("da", "bc", epoch=1)]
     reference = recorded(tmp_path, [*own, order("", epoch=8)], 0, 1, [0, 7])
-    assert [each.code for each in faults(Readers.of((recorded(tmp_path, events),)), reference)] == ["E023"]
+    assert [each.code for each in find_faults(Readers.from_ranks((recorded(tmp_path, events),)), reference)] == ["E023"]
 
 
 @pytest.mark.parametrize(("applied", "weights", "codes"), [
     (0.0, 1.0, ["E028"]),
     (1.0, 1.0, []),  # the gradients are the cause
-    (0.0, 0.0, []),  # ZeroRedundancyOptimizer does what the optimizer inside of it does
+    (0.0, 0.0, []),  # ZeroRedundancyOptimizer has the behavior of its inner optimizer
 ])  # fmt: skip
 def test_another_optimizer_is_a_cause_where_it_alone_differs(applied: float, weights: float, codes: list[str], tmp_path: Path) -> None:
     mine, other = (recorded(tmp_path, [batch("a"), step(1) | {"kind": kind}]).steps[0] for kind in ("Adam", "SGD"))
     points = {"applied": [Probe("", "", applied, 0.5, "a")], "weights": [Probe("", "", weights, 0.5, "a")]}
-    sides = SimpleNamespace(compared=[StepDifference(mine, other, points)])
-    assert [each.code for each in settings(sides)] == codes
+    sides = SimpleNamespace(differences=[StepDifference(mine, other, points)])
+    assert [each.code for each in check_settings(sides)] == codes
 
 
 def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
@@ -186,17 +186,17 @@ def test_tensors_are_stored_once_and_read_again(tmp_path: Path) -> None:
 def test_rows_that_a_model_gets_are_those_that_the_script_gives(
     call: Callable[[nn.Module, torch.Tensor], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By position or by keywords, in the first call too, and before hooks that change them: FSDP2 rounds positional ones to its format."""
+    """By position or by keyword, in the first call too, and before hooks that change them: FSDP2 rounds positional ones to its format."""
     known = recorder.ScriptRecorder({"out": str(tmp_path), "tensors": str(tmp_path), "room": 1 << 20, "replay": {}})
-    known.first_hook.append(nn.modules.module.register_module_forward_pre_hook(known.first))
+    known.first_hook.append(nn.modules.module.register_module_forward_pre_hook(known.record_start))
     model, rows = nn.Linear(2, 1), torch.randn(2, 3, 2)
-    monkeypatch.setattr(recorder.gc, "get_objects", lambda: [model])  # models of other tests may still be there
+    monkeypatch.setattr(recorder.gc, "get_objects", lambda: [model])  # models of other tests may still exist
     model.register_forward_pre_hook(lambda _, given: tuple(t.bfloat16().float() for t in given))
     with known.file:
         for x in rows:
             call(model, x)
     events = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
-    assert [each["rows"] for each in events if each["is"] == "batch"] == [values.hashes(x) for x in rows]
+    assert [each["rows"] for each in events if each["is"] == "batch"] == [values.hash_rows(x) for x in rows]
 
 
 def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) -> None:
@@ -224,17 +224,17 @@ def test_a_step_that_calls_its_closure_many_times_is_one_step(tmp_path: Path) ->
     assert [each["step"] for each in events] == [1, 2]
     assert {*events[0]["applied"]} == {*events[0]["weights"]} and len(events[0]["applied"]) == 2
     assert not any("counted" in name for name in events[0]["buffers"]), "a fake buffer of a model that trains"
-    assert not {id(meta), id(fake)} & {*map(id, known.modules())}, "models without values, as for counting operations"
+    assert not {id(meta), id(fake)} & {*map(id, known.find_modules())}, "models without values, as for counting operations"
 
 
 @pytest.mark.parametrize(("name", "expected"), [
     ("0.weight", "0.weight"),
     ("module.module.0.weight", "0.weight"),  # DistributedDataParallel, twice
     ("_orig_mod.layers.1._checkpoint_wrapped_module.weight", "layers.1.weight"),
-    ("_forward_module.module.head.module.bias", "head.module.bias"),  # a child of the user's
+    ("_forward_module.module.head.module.bias", "head.module.bias"),  # a child process of the user
 ])  # fmt: skip
 def test_names_do_not_know_wrappers(name: str, expected: str) -> None:
-    assert recorder.own_name(name) == expected
+    assert recorder.strip_wrappers(name) == expected
 
 
 def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_seams_of_torch_do_what_the_recorder_takes_them_for(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", [
     *(f"utils.data.dataloader.{each}" for each in ("_BaseDataLoaderIter", "_DatasetKind", "DataLoader._index_sampler")),
-    "nn.utils.clip_grads_with_norm_",  # which `nn.utils.clip_grad` does not have
+    "nn.utils.clip_grads_with_norm_",  # a name that `nn.utils.clip_grad` lacks
 ])  # fmt: skip
 def test_a_torch_without_a_seam_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(f"torch.{name}")
@@ -265,7 +265,7 @@ def test_a_torch_without_a_seam_is_left_as_it_is(name: str, tmp_path: Path, monk
 
 
 def test_dropouts_of_torch_are_known() -> None:
-    """A dropout that is new in torch would be left on, and right scripts accused."""
+    """A dropout that is new in torch would stay active, and correct scripts would be reported as different."""
     found = {name for name in itertools.chain(dir(nn.functional), dir(torch)) if "dropout" in name and not name.startswith("_")}
     known = {*recorder.DROPOUTS, "native_dropout", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"}
     assert found <= known, found - known

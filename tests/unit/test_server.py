@@ -1,4 +1,4 @@
-"""The parts of outer_sync=async one by one: connections that prove who they are, tensors as bytes, delayed Nesterov, the bound that is needed."""
+"""The parts of outer_sync=async one by one: authenticated connections, serialized tensors, delayed Nesterov, the required bound."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plait.config.errors import PlaitError
-from plait.engine.server.group import Layout, shared_out, weighted
+from plait.engine.server.group import Layout, assign_to_servers, sum_weighted
 from plait.engine.server.state import DelayedNesterov
 from plait.launch import limits
 from plait.launch.channel import HEADER, Hub, Packet, Peer
@@ -31,13 +31,13 @@ def connected(server: Hub, guest: Hub, port: int) -> Peer:
     thread = threading.Thread(target=lambda: made.append(guest.connect(port, lambda: None)))
     thread.start()
     while thread.is_alive():
-        server.early += server.poll(0.01)
+        server.backlog += server.poll(0.01)
     thread.join()
     return made[0]
 
 
 def test_packets_arrive_whole_and_in_order() -> None:
-    listening = limits.listening()
+    listening = limits.open_loopback_socket()
     server, guest = Hub(KEY, listening), Hub(KEY)
     peer = connected(server, guest, listening.getsockname()[1])
     large = bytes(range(256)) * 20_000
@@ -52,14 +52,14 @@ def test_packets_arrive_whole_and_in_order() -> None:
     assert [p.kind for p in found if p] == [7, 8, 9]
     assert found[0] is not None and found[0].numbers == (1, -2, 3, 0, 0, 0, 0, 0)
     assert found[1] is not None and bytes(found[1].payload) == large + b"end"
-    guest.shut()
+    guest.close_all()
     assert [packet for _, packet in heard(server)] == [None]
-    server.shut()
+    server.close_all()
     listening.close()
 
 
 def test_who_does_not_know_the_key_is_not_heard() -> None:
-    listening = limits.listening()
+    listening = limits.open_loopback_socket()
     server, port = Hub(KEY, listening), listening.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.settimeout(5)
@@ -81,13 +81,13 @@ def test_who_does_not_know_the_key_is_not_heard() -> None:
         guest.connect(port, lambda: None)
     ended.set()
     thread.join()
-    guest.shut()
-    server.shut()
+    guest.close_all()
+    server.close_all()
     listening.close()
 
 
 def test_who_listens_must_know_the_key_too() -> None:
-    with limits.listening() as listening:
+    with limits.open_loopback_socket() as listening:
 
         def impostor() -> None:
             link, _ = listening.accept()
@@ -102,18 +102,18 @@ def test_who_listens_must_know_the_key_too() -> None:
         with pytest.raises(ConnectionError):
             guest.connect(listening.getsockname()[1], lambda: None)
         thread.join()
-        guest.shut()
+        guest.close_all()
 
 
 def test_a_packet_longer_than_expected_breaks_the_connection() -> None:
-    listening = limits.listening()
+    listening = limits.open_loopback_socket()
     server, guest = Hub(KEY, listening, most=100), Hub(KEY)
     peer = connected(server, guest, listening.getsockname()[1])
     peer.send(1, (), [b"x" * 101])
     guest.poll(0.0)
     assert [packet for _, packet in heard(server)] == [None] and not server.peers
-    server.shut()
-    guest.shut()
+    server.close_all()
+    guest.close_all()
     listening.close()
 
 
@@ -140,20 +140,20 @@ def test_tensors_are_the_same_after_a_journey() -> None:
 
 def test_servers_hold_about_as_much_each() -> None:
     sizes = {f"p{i}": size for i, size in enumerate((100, 1, 40, 60, 1, 50, 3))}
-    held = shared_out(sizes, 3)
+    held = assign_to_servers(sizes, 3)
     assert sorted(name for names in held for name in names) == sorted(sizes)
     assert max(sum(sizes[n] for n in names) for names in held) <= 100
-    assert shared_out({"only": 8}, 2) == [["only"], []]
+    assert assign_to_servers({"only": 8}, 2) == [["only"], []]
 
 
 def test_a_sum_is_over_those_that_have_it() -> None:
-    total = weighted([(0.25, {"a": torch.ones(2)}), (0.75, {"a": 2 * torch.ones(2), "b": torch.ones(1)})])
+    total = sum_weighted([(0.25, {"a": torch.ones(2)}), (0.75, {"a": 2 * torch.ones(2), "b": torch.ones(1)})])
     assert total["a"].tolist() == [1.75, 1.75] and total["b"].tolist() == [0.75]
 
 
 def test_n_pushes_at_the_same_weights_are_a_step_of_nesterov_on_their_mean() -> None:
     ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in range(2))
-    made = DelayedNesterov.of(torch.optim.SGD([ours], lr=0.1, momentum=0.9), 4)
+    made = DelayedNesterov.from_optimizer(torch.optim.SGD([ours], lr=0.1, momentum=0.9), 4)
     plain = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True)
     made.share = 0.25
     for step in range(5):
@@ -171,5 +171,5 @@ def test_n_pushes_at_the_same_weights_are_a_step_of_nesterov_on_their_mean() -> 
 
 def test_delayed_nesterov_is_for_sgd() -> None:
     with pytest.raises(PlaitError) as caught:
-        DelayedNesterov.of(torch.optim.AdamW([nn.Parameter(torch.ones(1))]), 2)
+        DelayedNesterov.from_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(1))]), 2)
     assert caught.value.codes == ["P061"]

@@ -1,4 +1,4 @@
-"""What others write reaches a terminal as text: control characters are spelled out, and plait's own characters have plain ones."""
+"""External text reaches a terminal as plain text: control characters are escaped, and plait's own characters have ASCII alternatives."""
 
 import io
 import sys
@@ -8,13 +8,16 @@ import pytest
 
 from plait.cli.console import Console
 from plait.cli.main import main
-from plait.config.errors import PLAIN, PlaitError, Problem, shown
+from plait.config.errors import ASCII_FALLBACKS, PlaitError, Problem, escape_controls
 
 EVIL = "a\x1b]0;owned\x07\x1b[31m\x9b1mred\x00\r\x08"
 
 
 def test_control_characters_are_spelled_out() -> None:
-    assert shown(EVIL) == r"a\x1b]0;owned\x07\x1b[31m\x9b1mred\x00\r\x08" and shown("two\nlines\tand ü · ✓") == "two\nlines\tand ü · ✓"
+    assert (
+        escape_controls(EVIL) == r"a\x1b]0;owned\x07\x1b[31m\x9b1mred\x00\r\x08"
+        and escape_controls("two\nlines\tand ü · ✓") == "two\nlines\tand ü · ✓"
+    )
 
 
 @pytest.mark.parametrize("place", ("what", "why", "where", "fix"))
@@ -27,8 +30,8 @@ def test_no_part_of_an_error_is_obeyed(place: str) -> None:
 def test_neither_is_what_a_rank_prints() -> None:
     out = io.StringIO()
     console = Console(out=out)
-    console.text(0, b"a bar\x1b[2J\x1b[1;1H\n")
-    console.say(f"note  {EVIL}")
+    console.add_output(0, b"a bar\x1b[2J\x1b[1;1H\n")
+    console.print_lines(f"note  {EVIL}")
     console.close()
     assert "\x1b" not in out.getvalue() and r"\x1b[2J" in out.getvalue()
 
@@ -45,6 +48,6 @@ def test_an_encoding_without_plaits_characters(monkeypatch: pytest.MonkeyPatch) 
     out = io.TextIOWrapper(raw, encoding="ascii", errors="plait")
     out.write("done · 3 → 4 × 5 … ✓ ü \udcff\n")
     out.flush()
-    assert raw.getvalue() == rb"done - 3 -> 4 x 5 ... y \xfc \udcff" + b"\n" and all(map(str.isascii, PLAIN.values()))
+    assert raw.getvalue() == rb"done - 3 -> 4 x 5 ... y \xfc \udcff" + b"\n" and all(map(str.isascii, ASCII_FALLBACKS.values()))
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["help", "P012"]) == 0

@@ -1,4 +1,4 @@
-"""The site of docs/: every page has its place, every technique its picture, no link is broken, and nothing is loaded from outside."""
+"""The site of docs/: every page is in the navigation, every technique has a picture, no link is broken, and nothing is loaded from outside."""
 
 import re
 import subprocess
@@ -22,13 +22,13 @@ DRAWN = sorted([DOCS / "overview.svg", *(DOCS / "techniques").glob("*.svg")])
 FROM_TOP = {"index.md", "contributing.md", "changelog.md"}
 """Pages that docs/site_hooks.py takes from the top folder."""
 SMALLEST = 8.5
-"""The smallest size of letters in a drawing, of a width of 480."""
+"""The smallest font size in a drawing of width 480."""
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "object": "data", "link": "href"}
 """Elements that load something when a page is opened, and the attribute that names it."""
 
 
 def pages(nav: Any) -> Iterator[str]:
-    """The pages that a part of the navigation names."""
+    """The pages of a part of the navigation."""
     if isinstance(nav, str):
         yield nav
     for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
@@ -50,7 +50,7 @@ def test_every_technique_has_its_picture() -> None:
 
 @pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
 def test_a_drawing_is_legible(path: Path) -> None:
-    """In light and dark, on a telephone, to a screen reader; it stays inside its frame and loads nothing."""
+    """In light and dark mode, on a phone, and for a screen reader. It stays inside its frame and loads nothing."""
     text = path.read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
     space = "{http://www.w3.org/2000/svg}"
@@ -76,14 +76,14 @@ def test_the_reference_has_every_public_name_once() -> None:
 
 
 def built(config: Path, into: Path) -> "subprocess.CompletedProcess[str]":
-    """A strict build, as `make docs` makes it. It is not --quiet, which would count no warnings."""
+    """A strict build, as in `make docs`. It is not --quiet, which would count no warnings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(into)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from the files that are there. A link or an anchor that leads nowhere fails the build."""
+    """The site, built from the present files. A link or an anchor without a target fails the build."""
     into = tmp_path_factory.mktemp("site")
     done = built(ROOT / "mkdocs.yml", into)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,7 +93,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["nowhere.md", "index.md#nowhere", "/index.md"])
 def test_a_broken_link_fails_the_build(tmp_path: Path, link: str) -> None:
-    """By the settings of mkdocs.yml, without its pages."""
+    """With the settings of mkdocs.yml, without its pages."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# A page\n[a link]({link})\n", encoding="utf-8")
     config = {key: CONFIG[key] for key in ("site_name", "validation", "use_directory_urls")} | {"docs_dir": "docs", "plugins": []}
@@ -103,7 +103,7 @@ def test_a_broken_link_fails_the_build(tmp_path: Path, link: str) -> None:
 
 
 class Loads(HTMLParser):
-    """What a page loads when it is opened."""
+    """Resources that a page loads when it is opened."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_the_site_loads_nothing_from_outside(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_site_shows_pages_as_they_are_written(site: Path) -> None:
-    """Tables, lists and blocks of code are not lines of text: MkDocs wants blank lines where GitHub needs none."""
+    """Tables, lists and code blocks must not become lines of text: MkDocs needs blank lines that GitHub does not."""
     for page in DOCS.rglob("*.md"):
         out = site / page.relative_to(DOCS).with_suffix(".html")
         text = (out.with_name("index.html") if page.stem == "README" else out).read_text(encoding="utf-8")

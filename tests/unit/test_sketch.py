@@ -1,4 +1,4 @@
-"""The sketch finds what draws and what couples samples, and leaves the model and the generators as they were."""
+"""The sketch detects operators that draw random numbers or couple samples. It does not change the model or the generators."""
 
 import dataclasses
 import random
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.model.make import call, in_training
-from plait.model.sketch import Sketch, sketch
-from plait.randomness.keyed import host_state
+from plait.model.build_model import run_model, set_training
+from plait.model.sketch import Sketch, sketch_model
+from plait.randomness.keyed import get_host_state
 
 
 def of(model: nn.Module, *shape: int) -> Sketch:
     """The sketch of a model on inputs of [n, *shape]."""
-    return sketch(model, lambda n: torch.ones(n, *shape), call)
+    return sketch_model(model, lambda n: torch.ones(n, *shape), run_model)
 
 
 class Fn(nn.Module):
-    """A model of one function (self, x), with buffers to count and average in."""
+    """A model of one function (self, x), with buffers for counts and averages."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]):
         super().__init__()
@@ -105,7 +105,7 @@ COUPLED = {
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_samples(name: str) -> None:
     make, shape, norms, coupled = COUPLED[name]
-    found = of(in_training(make()), *shape)
+    found = of(set_training(make()), *shape)
     assert (found.batch_norms, found.batch_coupled) == (norms, coupled)
 
 
@@ -117,7 +117,7 @@ def test_a_layer_in_eval_mode_stays_in_eval_mode() -> None:
 
 
 def count_and_look(s: Any, x: Tensor) -> Tensor:
-    """Looks at a value, draws from all generators, and writes to a buffer."""
+    """Reads a value, draws from all generators, and writes to a buffer."""
     s.mean += 1
     x = F.dropout(x * random.random() + np.random.rand() + torch.rand(()).item())
     return x * s.weight if x.sum().item() > -1 else x
@@ -136,13 +136,13 @@ def test_a_model_that_looks_at_values_runs_for_real_on_a_copy(name: str) -> None
     function, places = LOOKING[name]
     model = nn.Sequential(Fn(function)).train()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    generators = host_state()
+    generators = get_host_state()
     found = of(model, 4)
-    assert found.by_values
+    assert found.needs_real_tensors
     assert found.places == {f"0{place}": dim for place, dim in places.items()}
     assert found.host_random == (name == "item")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    now = host_state()
+    now = get_host_state()
     assert now[0] == generators[0]
     assert np.array_equal(now[1][1], generators[1][1])
     assert now[1][2:] == generators[1][2:]
@@ -151,14 +151,14 @@ def test_a_model_that_looks_at_values_runs_for_real_on_a_copy(name: str) -> None
 
 
 def read(x: Tensor) -> Tensor:
-    """A constant that is written into something else."""
+    """A constant that is written into another tensor."""
     made = torch.arange(4.0)
     (2 * x.detach()).add_(made)
     return made
 
 
 def filled(x: Tensor) -> Tensor:
-    """What was a constant until values of samples were written into it."""
+    """A constant until values of samples are written into it."""
     made = torch.zeros(len(x))
     made[:] = x.detach().sum(1)
     return made
@@ -188,7 +188,7 @@ CONSTANTS = {
 def test_code_may_look_at_what_is_the_same_in_every_step(name: str) -> None:
     function, by_values = CONSTANTS[name]
     found = of(Fn(function), 4)
-    assert found.by_values == by_values and not found.followed and not found.rewritten
+    assert found.needs_real_tensors == by_values and not found.outside_writes and not found.rewritten
 
 
 def test_a_constant_that_is_too_large_takes_no_memory() -> None:
@@ -197,11 +197,11 @@ def test_a_constant_that_is_too_large_takes_no_memory() -> None:
         assert (at[:, None] >= at).shape == (1 << 20, 1 << 20)
         return x * s.weight
 
-    assert not of(Fn(mask), 4).by_values
+    assert not of(Fn(mask), 4).needs_real_tensors
 
 
 def test_what_weights_write_into_a_constant_is_the_models_own() -> None:
-    assert of(Fn(lambda s, x: x + torch.zeros(4).copy_(s.weight)), 4).followed == {}
+    assert of(Fn(lambda s, x: x + torch.zeros(4).copy_(s.weight)), 4).outside_writes == {}
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_what_weights_write_into_a_constant_is_the_models_own() -> None:
 def test_a_sketch_leaves_the_model_and_the_generators(model: nn.Module) -> None:
     model.eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    generators = host_state()
+    generators = get_host_state()
     found = of(model, 4)
-    assert not found.by_values
+    assert not found.needs_real_tensors
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not model.training
     assert not model._forward_hooks
@@ -272,11 +272,11 @@ def test_inputs_by_name_and_by_position(kind: type) -> None:
         pair = {"tokens": torch.zeros(n, 3, dtype=torch.long), "mask": torch.ones(n, 3, dtype=torch.bool)}
         return pair if kind is dict else tuple(pair.values())
 
-    assert sketch(Named(), inputs, call).places == {"drop#1#1": 0}
+    assert sketch_model(Named(), inputs, run_model).places == {"drop#1#1": 0}
 
 
 class Pair(nn.Module):
-    """Two units, and a function between them of what the first returns."""
+    """Two units, and a function between them of the first one's output."""
 
     def __init__(self, between: Callable[[Tensor], Tensor], aside: bool = False):
         super().__init__()
@@ -304,7 +304,7 @@ class Pair(nn.Module):
     ids=["given", "detached", "data", "its form", "a comparison", "partly", "in place", "also returned"],
 )
 def test_a_gradient_comes_back_only_to_what_is_not_detached(between: Callable[[Tensor], Tensor], aside: bool, comes: bool) -> None:
-    """A stage waited for gradients that never come, and a dry run took them to have come: V012 of a right run under pp and fsdp."""
+    """A stage waited for gradients that never arrive, and a dry run assumed that they had: V012 for a correct run under pp and fsdp."""
     first, second = of(Pair(between, aside), 4).calls
     assert (first.backward, [slot.grad for slot in first.template.slots]) == (comes, [comes])
     assert second.backward and [slot.grad for slot in second.template.slots] == [True]

@@ -1,4 +1,4 @@
-"""`plait plan --show tensor`: what a plan cuts, a line for layers of the same form, and why the rest stays whole."""
+"""`plait plan --show tensor`: the tensors that a plan slices, one line for layers of the same form, and why the rest is not sliced."""
 
 import json
 from dataclasses import replace
@@ -12,16 +12,16 @@ from jobs_unlike import Chain
 from torch import nn
 
 from plait.cli.main import main
-from plait.cli.plan_tables import TensorShown, _sisters, tensor_shown, tensor_text, way
+from plait.cli.plan_tables import TensorTable, _join_names, build_tensor_table, describe_slice, format_tensor_table
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.model.table import form_of, label
+from plait.model.sketch_table import generalize_name, label_names
 
 LLAMA = str(Path(__file__).parents[2] / "examples" / "llama" / "job.py")
 
 
-def of(job: object, plan: str = "tp=2") -> TensorShown:
-    return tensor_shown(job(), Plan.parse(plan))  # type: ignore[operator]
+def of(job: object, plan: str = "tp=2") -> TensorTable:
+    return build_tensor_table(job(), Plan.parse(plan))  # type: ignore[operator]
 
 
 def test_blocks_of_the_same_form_are_one_line() -> None:
@@ -38,7 +38,7 @@ def test_blocks_of_the_same_form_are_one_line() -> None:
 
 def test_parts_sizes_and_sums() -> None:
     attention, mlp = of(jobs_real.gpt).pairs
-    assert attention.how == ("inside 3 parts", "sizes in its code resized") and attention.summed == ("out.bias",)
+    assert attention.how == ("inside 3 parts", "sizes in the code adapted") and attention.summed == ("out.bias",)
     assert (mlp.columns, mlp.row, mlp.count) == (("0",), "2", 3)
     packed = of(jobs.attention).pairs[1]
     assert (packed.columns, packed.how, packed.changed) == (("itself",), ("inside 3 parts",), ("num_heads 2 → 1",))
@@ -50,7 +50,7 @@ def test_what_stays_whole_is_named_with_its_reason() -> None:
     found = of(jobs_pipeline.t5)
     whole = {row.name: row for row in found.whole}
     first = whole["encoder.block.0.layer.0.SelfAttention.q, k, v, o"]
-    assert first.count == 4 and "relative_attention_bias.weight is used between the layers" in first.reason
+    assert first.count == 4 and "relative_attention_bias.weight is used both between the layers" in first.reason
     assert [row.share for row in found.whole] == sorted((row.share for row in found.whole), reverse=True)
     assert any("position_bias" in how for pair in found.pairs for how in pair.how)
 
@@ -59,27 +59,27 @@ def test_a_model_with_nothing_to_cut() -> None:
     job = lambda: replace(jobs.mlp(), model=lambda: nn.Linear(6, 1))  # noqa: E731
     found = of(job)
     assert not found.pairs and found.held == found.parameters
-    assert "nothing can be cut" in tensor_text(found, "j") and "the model" in tensor_text(found, "j")
+    assert "no layer can be sharded" in format_tensor_table(found, "j") and "the model" in format_tensor_table(found, "j")
 
 
 def test_what_the_job_wants() -> None:
-    """Its own choice takes the place of what is found."""
+    """The job's own choice replaces the detected one."""
     job = lambda: jobs.make(Chain, tensor={"blocks.1.up": "whole"})  # noqa: E731
     found = of(job)
     assert sum(pair.count for pair in found.pairs) == 2  # of three blocks
-    assert "Job.tensor wants blocks.1.up whole" in {row.reason for row in found.whole}
+    assert "Job.tensor requests blocks.1.up as whole" in {row.reason for row in found.whole}
     with pytest.raises(PlaitError, match="J021"):
         of(lambda: jobs.make(Chain, tensor={"nothing": "row"}))
 
 
 def test_names() -> None:
-    assert label(["a.0.b", "a.1.b", "a.2.b"]) == "a.0-2.b" and label(["a.0.b", "a.2.b"]) == "a.*.b"
-    assert label(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*" and label([""]) == "the model"
-    assert _sisters(["a.0.q", "a.1.q", "a.0.k", "a.1.k"]) == "a.0-1.q, k" and _sisters(["a.0", "a.1"]) == "a.0-1"
-    assert _sisters(["x", "y"]) == "x, y" and form_of("a.3 reaches a.4.b, not 2") == "a.* reaches a.*.b, not 2"
+    assert label_names(["a.0.b", "a.1.b", "a.2.b"]) == "a.0-2.b" and label_names(["a.0.b", "a.2.b"]) == "a.*.b"
+    assert label_names(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*" and label_names([""]) == "the model"
+    assert _join_names(["a.0.q", "a.1.q", "a.0.k", "a.1.k"]) == "a.0-1.q, k" and _join_names(["a.0", "a.1"]) == "a.0-1"
+    assert _join_names(["x", "y"]) == "x, y" and generalize_name("a.3 reaches a.4.b, not 2") == "a.* reaches a.*.b, not 2"
     from plait.model.slices import ParameterSlice
 
-    assert way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"
+    assert describe_slice(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Slices are found in models as they are, and where the obvious slice is wrong, nothing is cut."""
+"""Slices are found in unmodified models. If the obvious slice is wrong, nothing is sliced."""
 
 import copy
 import random
@@ -19,13 +19,13 @@ from torch.utils.data import default_collate
 
 from plait.config.errors import PlaitError
 from plait.model.slices import ColumnRowPair, ParameterSlice, Slices
-from plait.parallel.tensor.find.check import set_integer
-from plait.parallel.tensor.find.finder import find
+from plait.parallel.tensor.find.dataflow_trace import DisableDropout
+from plait.parallel.tensor.find.finder import find_slices
 from plait.parallel.tensor.find.linear_maps import find_maps
-from plait.parallel.tensor.find.trace import Still
-from plait.parallel.tensor.wiring import resized
+from plait.parallel.tensor.find.replayed_module import divide_integer
+from plait.parallel.tensor.wiring import correct_shape
 from plait.tensors import multihead
-from plait.tensors.rows import taken
+from plait.tensors.rows import copy_ranges
 
 WIDTH, LENGTH = 24, 5
 
@@ -38,7 +38,7 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 def slices(model: nn.Module, n: int = 2, inputs: Any = None, **tensor: str) -> Slices:
     make = inputs or (lambda k: torch.randn(k, LENGTH, WIDTH))
-    return find(model, make, run, n, {k.replace("__", "."): v for k, v in tensor.items()})
+    return find_slices(model, make, run, n, {k.replace("__", "."): v for k, v in tensor.items()})
 
 
 def of_job(make: Callable[[], Any], n: int) -> tuple[nn.Module, Slices]:
@@ -46,13 +46,13 @@ def of_job(make: Callable[[], Any], n: int) -> tuple[nn.Module, Slices]:
     model, data = job.model(), job.data()
     if hasattr(job.loss, "attach"):
         job.loss.attach(model)
-    return model, find(model, lambda k: default_collate([data[i] for i in range(k)])[0], run, n)
+    return model, find_slices(model, lambda k: default_collate([data[i] for i in range(k)])[0], run, n)
 
 
 def share(model: nn.Module, found: Slices) -> float:
-    """Of the weights that is cut in groups."""
+    """The fraction of the weights that is sliced in groups."""
     named = dict(model.named_parameters())
-    return sum(named[c.parameter].numel() for g in found.groups for c in g.cuts) / sum(
+    return sum(named[c.parameter].numel() for g in found.groups for c in g.tp_shards) / sum(
         p.numel() for p in named.values()
     )
 
@@ -62,11 +62,11 @@ def rows(found: Slices) -> set[str]:
 
 
 def reasons(found: Slices) -> str:
-    return "\n".join(f"{name}: {why}" for name, _, why in found.whole)
+    return "\n".join(f"{name}: {why}" for name, _, why in found.unsliced)
 
 
 class Small(nn.Module):
-    """a → between → b, or anything that a test puts in the place of `forward`."""
+    """a → between → b, or a function of the test in place of `forward`."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = F.gelu, width: int = 32, **modules: nn.Module):
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_pair_is_cut_and_the_model_is_left_as_it_was() -> None:
     attributes = {name: set(vars(m)) for name, m in model.named_modules()}
     (group,) = slices(model, 4).groups
     assert (group.container, group.columns, group.row, group.resize) == ("", ("a",), "b", False)
-    weight, bias, row = group.cuts
+    weight, bias, row = group.tp_shards
     assert (
         weight == ParameterSlice("a.weight", 0, tuple(((r * 8, 8),) for r in range(4))) and bias.parameter == "a.bias"
     )
@@ -100,7 +100,7 @@ def test_a_pair_is_cut_and_the_model_is_left_as_it_was() -> None:
 
 
 class Nano(nn.Module):
-    """Heads and width hard-coded in views of the input's own sizes; q, k, v in one matrix."""
+    """Heads and width are hard-coded in views of the input's own sizes. q, k, v are in one matrix."""
 
     def __init__(self, heads: int = 4, order: tuple[int, int, int] = (0, 1, 2), layout: str = "parts"):
         super().__init__()
@@ -112,7 +112,7 @@ class Nano(nn.Module):
         if self.layout == "parts":
             parts = self.c_attn(x).split(self.n_embd, dim=2)
             parts = [p.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for p in parts]
-        else:  # q, k, v of a head beside each other
+        else:  # q, k, v of a head next to each other
             parts = self.c_attn(x).view(b, t, self.n_head, 3 * (c // self.n_head)).transpose(1, 2).chunk(3, -1)
         q, k, v = (parts[i] for i in self.order)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
@@ -125,12 +125,12 @@ def test_sizes_computed_from_the_input(n: int, order: tuple[int, int, int]) -> N
     (group,) = slices(Nano(order=order), n).groups
     assert group.resize and group.columns == ("c_attn",)
     step = WIDTH // n
-    assert group.cuts[0].ranges[1] == tuple((p * WIDTH + step, step) for p in range(3))
+    assert group.tp_shards[0].ranges[1] == tuple((p * WIDTH + step, step) for p in range(3))
 
 
 def test_heads_beside_each_other_are_cut_in_one_piece() -> None:
     (group,) = slices(Nano(layout="heads"), 2).groups
-    assert group.cuts[0].ranges == (((0, 36),), ((36, 36),))
+    assert group.tp_shards[0].ranges == (((0, 36),), ((36, 36),))
 
 
 class Grouped(nn.Module):
@@ -155,23 +155,23 @@ class Grouped(nn.Module):
 def test_ranks_share_heads_of_keys() -> None:
     for n, divisors in ((2, {2}), (4, {2, 4}), (8, {4})):  # 2 or 4: one head of keys is broadcast over two
         (group,) = slices(Grouped(), n).groups
-        ranges = {cut.parameter: cut.ranges for cut in group.cuts}
+        ranges = {cut.parameter: cut.ranges for cut in group.tp_shards}
         each = max(1, n // 2)
         assert ranges["k.weight"] == tuple(((r // each * 4, 4),) for r in range(n))
-        assert {i.divisor for i in group.integers if i.path == "groups"} <= divisors
-    (group,) = slices(Grouped(shared=1), 2).groups  # one head of keys is whole on every rank
-    assert {cut.parameter: cut.ranges for cut in group.cuts}["v.bias"] == (((0, 4),), ((0, 4),))
+        assert {i.divisor for i in group.scaled_attributes if i.path == "groups"} <= divisors
+    (group,) = slices(Grouped(shared=1), 2).groups  # every rank has the only head of keys
+    assert {cut.parameter: cut.ranges for cut in group.tp_shards}["v.bias"] == (((0, 4),), ((0, 4),))
 
 
 def test_norms_of_heads_are_partial_and_norms_of_everything_keep_it_whole() -> None:
     (group,) = slices(Grouped(norm="head")).groups
-    assert group.partial == ("q_norm.weight",)
+    assert group.partial_gradients == ("q_norm.weight",)
     found = slices(Grouped(norm="wide"))
     assert not found.groups and "q" in reasons(found)
 
 
 class Biased(nn.Module):
-    """A bias for each head arrives as an argument and goes out again, as in T5."""
+    """A bias for each head is passed as an argument and returned again, as in T5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_bias_for_each_head_is_cut_where_it_arrives() -> None:
     assert [g.arguments[0].dim for g in found.groups] == [1, 1]
     assert [g.arguments[0].key for g in found.groups] == ["bias", "bias"]
     shared = slices(Stack((LENGTH, LENGTH)), 2)
-    assert [g.arguments[0].dim for g in shared.groups] == [None, None]  # one for all heads: used whole
+    assert [g.arguments[0].dim for g in shared.groups] == [None, None]  # one for all heads: not sliced
 
 
 def convolutions(*modules: nn.Module) -> tuple[nn.Module, Any]:
@@ -213,13 +213,13 @@ def test_convolutions() -> None:
         nn.Conv2d(4, 16, 1), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 4, 1)
     )
     (group,) = slices(model, 4, inputs).groups
-    assert {c.parameter for c in group.cuts} == {"0.weight", "0.bias", "2.weight", "2.bias", "3.weight"}
-    assert ("2", "groups", 4) in {(i.module, i.path, i.divisor) for i in group.integers}
+    assert {c.parameter for c in group.tp_shards} == {"0.weight", "0.bias", "2.weight", "2.bias", "3.weight"}
+    assert ("2", "groups", 4) in {(i.module, i.path, i.divisor) for i in group.scaled_attributes}
     model, inputs = convolutions(
         nn.Conv2d(4, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(inplace=True), nn.ConvTranspose2d(16, 4, 3)
     )
     (group,) = slices(model, 2, inputs).groups
-    assert {c.parameter: c.dim for c in group.cuts}["3.weight"] == 0
+    assert {c.parameter: c.dim for c in group.tp_shards}["3.weight"] == 0
     assert not slices(model, 8, inputs).groups  # two channels in a group of the norm's four
     model, inputs = convolutions(nn.Conv2d(4, 16, 1), nn.GroupNorm(1, 16), nn.Conv2d(16, 4, 1))
     assert not slices(model, 2, inputs).groups
@@ -240,11 +240,11 @@ class Gated(nn.Module):
 
 def test_gates_around_a_convolution() -> None:
     (group,) = slices(Gated(), 4).groups
-    assert {c.parameter for c in group.cuts} >= {"conv.weight", "conv.bias"}
+    assert {c.parameter for c in group.tp_shards} >= {"conv.weight", "conv.bias"}
 
 
 class Mine(nn.Module):
-    """A linear map of someone's own, transposed, with its size in an attribute."""
+    """A custom linear map, transposed, with its size in an attribute."""
 
     def __init__(self, into: int, out: int):
         super().__init__()
@@ -257,7 +257,7 @@ class Mine(nn.Module):
 def test_a_map_is_known_by_what_it_does() -> None:
     model = nn.Sequential(Mine(WIDTH, WIDTH), nn.GELU(), Mine(WIDTH, WIDTH))
     (group,) = slices(model).groups
-    assert [c.dim for c in group.cuts] == [1, 0, 0] and [i.module for i in group.integers] == ["0"]
+    assert [c.dim for c in group.tp_shards] == [1, 0, 0] and [i.module for i in group.scaled_attributes] == ["0"]
     scaled = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     scaled[0].forward = lambda x: x
     assert set(find_maps(scaled)) == {"1"}
@@ -265,7 +265,7 @@ def test_a_map_is_known_by_what_it_does() -> None:
 
 def test_features_flipped_between_are_taken_from_the_other_end() -> None:
     (group,) = slices(Small(lambda h: h.flip(-1))).groups
-    assert group.cuts[0].ranges == (((16, 16),), ((0, 16),))
+    assert group.tp_shards[0].ranges == (((16, 16),), ((0, 16),))
 
 
 def test_feature_dropout_and_random_paths() -> None:
@@ -280,7 +280,7 @@ def test_feature_dropout_and_random_paths() -> None:
 
 
 class Double(torch.autograd.Function):
-    """Not a torch function: nothing but autograd's graph shows it."""
+    """Not a torch function, so it is visible only in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, *x: Tensor) -> Any:
@@ -316,7 +316,7 @@ WRONG = {
 def test_what_mixes_features_stays_whole(name: str, n: int) -> None:
     found = slices(Small(WRONG[name]), n)
     assert not found.groups
-    assert all(why for _, _, why in found.whole)
+    assert all(why for _, _, why in found.unsliced)
 
 
 def leaking(forward: Callable[[Any, Tensor], Any]) -> nn.Module:
@@ -363,7 +363,7 @@ def test_what_reaches_something_else_stays_whole(name: str) -> None:
 
 def test_a_parameter_between_is_cut_with_the_features() -> None:
     (group,) = slices(leaking(lambda m, x: m.b(m.a(x) * m.scale))).groups
-    assert ("scale", 0) in {(c.parameter, c.dim) for c in group.cuts}
+    assert ("scale", 0) in {(c.parameter, c.dim) for c in group.tp_shards}
 
 
 def test_a_tied_weight_stays_whole() -> None:
@@ -388,12 +388,12 @@ class Mixer(nn.Module):
 def sliced(model: nn.Module, group: ColumnRowPair, rank: int) -> nn.Module:
     """The model of one rank."""
     local = copy.deepcopy(model)
-    for cut in group.cuts:
+    for cut in group.tp_shards:
         holder, _, key = cut.parameter.rpartition(".")
         module = local.get_submodule(holder)
-        setattr(module, key, nn.Parameter(taken(getattr(module, key).data, cut.dim, cut.ranges[rank])))
-    for integer in group.integers:
-        set_integer(local, integer)
+        setattr(module, key, nn.Parameter(copy_ranges(getattr(module, key).data, cut.dim, cut.ranges[rank])))
+    for integer in group.scaled_attributes:
+        divide_integer(local, integer)
     return local
 
 
@@ -413,14 +413,14 @@ def test_packed_attention_of_each_rank_adds_up(options: dict[str, Any], weights:
     samples, words = (3, 6) if model.batch_first else (6, 3)
     padding = torch.arange(words).expand(samples, -1) > 1 + torch.arange(samples)[:, None] % 2
     masks = [None, torch.ones(words, words, dtype=torch.bool).triu(1), torch.randn(samples * 4, words, words).double()]
-    (group,) = find(Wrapped(model), lambda k_: (q, k, v), run, 2).groups
+    (group,) = find_slices(Wrapped(model), lambda k_: (q, k, v), run, 2).groups
     for mask in masks:
         given = {"attn_mask": mask, "need_weights": weights}
         if mask is None or mask.dtype is torch.bool:
             given["key_padding_mask"] = padding
         want, seen = model(q, k, v, **given)
         parts = [sliced(Wrapped(model), group, rank).mix for rank in range(2)]
-        got = [multihead.forward(part, q, k, v, **given, first_head=2 * r) for r, part in enumerate(parts)]
+        got = [multihead.multihead_forward(part, q, k, v, **given, first_head=2 * r) for r, part in enumerate(parts)]
         bias = 0 if model.out_proj.bias is None else model.out_proj.bias
         torch.testing.assert_close(sum(out for out, _ in got) - bias, want)
         if weights:
@@ -468,7 +468,7 @@ def test_vocabulary() -> None:
     assert "place" in reasons(slices(Words(), 2, words))
 
 
-# — the job's own wishes —
+# — the job's own slices —
 
 
 def test_wishes() -> None:
@@ -479,7 +479,7 @@ def test_wishes() -> None:
     assert not slices(chain, **{"*": "whole"}).groups
 
 
-@pytest.mark.parametrize("wish, said", [({"q": "column"}, "names no layer"), ({"a": "row"}, "not compute the same")])
+@pytest.mark.parametrize("wish, said", [({"q": "column"}, "matches no layer"), ({"a": "row"}, "not compute the same")])
 def test_wishes_that_cannot_be_met(wish: dict[str, str], said: str) -> None:
     with pytest.raises(PlaitError, match=said) as raised:
         slices(Small(), **wish)
@@ -509,17 +509,17 @@ def test_a_wish_is_checked_too() -> None:
     ],
 )
 def test_sizes_of_the_whole(have: tuple[int, ...], ask: tuple[int, ...], meant: tuple[int, ...]) -> None:
-    assert resized(have, ask, 2) == meant
+    assert correct_shape(have, ask, 2) == meant
 
 
-# — models that people train —
+# — public models —
 
 HUGGING = {
     "llama": (0.84, 4), "gemma": (0.92, 2), "gpt2": (0.90, 2), "bert": (0.80, 2), "t5": (0.72, 2), "vit": (0.82, 2),
     "swin": (0.88, 2), "mamba": (0.0, 2), "convnext": (0.61, 4), "whisper": (0.88, 2), "clip_pairs": (0.75, 2),
     "mixtral": (0.18, 2),
 }  # fmt: skip
-"""The least share of weights that is cut in groups, and how many ranks divide the heads."""
+"""The smallest fraction of weights that is sliced in groups, and the number of ranks that divide the heads."""
 
 
 @pytest.mark.parametrize("name", HUGGING)
@@ -537,7 +537,7 @@ def test_hugging_face(name: str) -> None:
 def test_a_trial_without_heads_of_keys_fails_and_does_not_end_the_process(named: bool) -> None:
     query, key, value = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 0, 3, 8)
     given = ((query,), {"key": key, "value": value}) if named else ((query, key, value), {})
-    with Still(), pytest.raises(ValueError, match="without a head"):
+    with DisableDropout(), pytest.raises(ValueError, match="at least one head"):
         nn.functional.scaled_dot_product_attention(*given[0], **given[1], enable_gqa=True)
 
 
@@ -553,9 +553,9 @@ def test_numbers_in_a_config_and_norms(name: str, least: float) -> None:
     attention = [g for g in found.groups if g.row.endswith("o_proj")]
     assert len(attention) == (0 if name == "Olmo2" else 2)
     if name == "Phi3":
-        assert "config.num_attention_heads" in {i.path for i in attention[0].integers}
+        assert "config.num_attention_heads" in {i.path for i in attention[0].scaled_attributes}
     if name == "Qwen3":
-        assert attention[0].partial == (
+        assert attention[0].partial_gradients == (
             "model.layers.0.self_attn.q_norm.weight",
             "model.layers.0.self_attn.k_norm.weight",
         )
@@ -568,7 +568,7 @@ def test_every_small_job_is_understood(name: str) -> None:
     model, found = of_job((jobs.ALL | jobs_unlike.ALL)[name], 2)
     named = dict(model.named_parameters())
     for group in found.groups:
-        for cut in group.cuts:
+        for cut in group.tp_shards:
             size = named[cut.parameter].shape[cut.dim]
             assert sorted(i for ranges in cut.ranges for a, b in ranges for i in range(a, a + b)) == [*range(size)]
     if name == "unet":
@@ -584,5 +584,5 @@ def test_a_model_without_weights() -> None:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(0, 32000, (4, 512))
-    found = find(model, lambda k: {"input_ids": ids[:k]}, run, 8)
-    assert len(found.groups) == 6 and not found.whole and all(p.is_meta for p in model.parameters())
+    found = find_slices(model, lambda k: {"input_ids": ids[:k]}, run, 8)
+    assert len(found.groups) == 6 and not found.unsliced and all(p.is_meta for p in model.parameters())

@@ -1,16 +1,16 @@
-"""A few words of a row may take another course through the model than whole rows: then slices are looked for on more."""
+"""A row of a few tokens may take another branch through the model than a full row. Then longer rows are analyzed."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from plait.parallel.tensor.find.finder import find
+from plait.parallel.tensor.find.finder import find_slices
 
 WIDTH, HEADS, WINDOW = 16, 4, 8
 
 
 class Attention(nn.Module):
-    """Many query heads, one of keys and values; a row that is longer than the window comes with a mask, and repeats them."""
+    """Many query heads, one of keys and values. A row that is longer than the window has a mask, and repeats them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Model(nn.Module):
 
 
 def groups_of(given: tuple[tuple[str, int], ...]) -> list[str]:
-    """The numbers of the block that two ranks halve."""
+    """The attributes of the block that two ranks halve."""
     model = Model()
-    found = find(model, lambda k: torch.randint(11, (k, 12)), lambda m, x: m(x), 2, given=given)
-    return [i.path for g in found.groups for i in g.integers if i.module == "block"]
+    found = find_slices(model, lambda k: torch.randint(11, (k, 12)), lambda m, x: m(x), 2, given=given)
+    return [i.path for g in found.groups for i in g.scaled_attributes if i.module == "block"]
 
 
 def test_slices_are_looked_for_on_rows_that_take_the_course_of_whole_ones() -> None:
-    assert groups_of(()) == []  # five words need no mask, and no repeating
+    assert groups_of(()) == []  # five tokens need no mask, and no repetition
     assert groups_of((("words", 1), ("block", 2))) == ["groups"]
-    assert groups_of((("words", 1), ("block", 7))) == []  # no number of words does that: the fewest, as without knowing
+    assert groups_of((("words", 1), ("block", 7))) == []  # no number of tokens reaches that branch: the shortest rows, as without the hint

@@ -1,4 +1,4 @@
-"""Layers and functions whose gradients are sparse tensors are refused by name, wherever they are; one that is not trained has none."""
+"""Layers and functions with sparse gradients are rejected by name, anywhere in a model. Frozen ones are accepted."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.model.make import call, make_model
-from plait.model.sketch import sketch
+from plait.model.build_model import make_model, run_model
+from plait.model.sketch import sketch_model
 from plait.proof.verify import verify
 
 
@@ -42,7 +42,7 @@ def test_a_frozen_table_is_not() -> None:
 
 
 class Looked(nn.Module):
-    """Looks rows up by a function, which a table among its layers does not show."""
+    """Looks rows up by a function, so no layer shows the sparse gradient."""
 
     def __init__(self, look: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], trained: bool = True):
         super().__init__()
@@ -63,9 +63,9 @@ def looks(n: int) -> torch.Tensor:
 ))  # fmt: skip
 def test_a_function_that_looks_rows_up_is_refused(look: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(PlaitError) as raised:
-        sketch(Looked(look), looks, call)
+        sketch_model(Looked(look), looks, run_model)
     assert raised.value.codes == ["J012"]
-    assert sketch(Looked(look, trained=False), looks, call).calls
+    assert sketch_model(Looked(look, trained=False), looks, run_model).calls
 
 
 def test_a_proof_names_sparse_gradients() -> None:

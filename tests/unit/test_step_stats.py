@@ -1,4 +1,4 @@
-"""The row of a step: what ranks pack is what they unpack, and sums of fractions are whole numbers again."""
+"""The statistics row of a step: ranks unpack what they packed, and sums of fractions are integers again."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from plait.config.plan import Plan
-from plait.engine.logged import StepLog
 from plait.engine.stats_reader import PendingStats
+from plait.engine.step_log import StepLog
 from plait.parallel.gradient_reducer import RunSignals, StepStats, WeightedSum
 from plait.tensors.transfers import HostCopy
 
@@ -42,7 +42,7 @@ def test_ranks_read_what_they_packed(text: str) -> None:
 
 
 def test_the_order_of_the_row_is_that_of_the_fields() -> None:
-    """The tail of a bucket holds it: in another order, sums over three ranks and more would be other bits."""
+    """The tail of a bucket contains it. In another order, sums over three or more ranks would have other bits."""
     plan = Plan.parse("dp=2 batch_split=auto")
     row = of_rank(1, plan, 3).pack(CPU).tolist()
     assert row == [1.25, 1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 0.5, 0.0, 5.0, 1.0, 2.0, 0.0, 1.0, 3.0, 0.5, 7.0, 1.0]
@@ -50,7 +50,7 @@ def test_the_order_of_the_row_is_that_of_the_fields() -> None:
 
 @pytest.mark.parametrize("alike", ["tp=6", "tp=3 pp=2", "pp=6"])
 def test_fractions_of_samples_sum_to_samples(alike: str) -> None:
-    """Six times a sixth is less than one in float64; a count is rounded, and not cut off."""
+    """Six times a sixth is less than one in float64. A count is rounded to the nearest integer."""
     plan = Plan.parse(alike)
     stats = StepStats.zeros(plan)
     for rank in range(plan.world):
@@ -58,7 +58,7 @@ def test_fractions_of_samples_sum_to_samples(alike: str) -> None:
         one.add_rank(rank, plan, samples=1, busy=0.0, waited=0.0, room=0)
         stats.samples[0] += one.samples[0]
     assert stats.samples[0] < 1.0
-    pending = PendingStats(plan, None, [], StepLog(CPU).sent, [], True, scaled=False, loss_factor=1.0)  # type: ignore[arg-type]
+    pending = PendingStats(plan, None, [], StepLog(CPU).sent, [], True, has_loss_scale=False, loss_factor=1.0)  # type: ignore[arg-type]
     pending.spans = list
     pending.copy = HostCopy(pending.pack(stats.pack(CPU), torch.tensor(2.0), torch.ones(1), None))
     assert pending.numbers.by_rank == [(1, 0.0)] and pending.norm == 2.0

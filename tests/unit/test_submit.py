@@ -1,4 +1,4 @@
-"""What `plait submit` writes: the shapes that schedulers know, the figures of the plan, and errors with the user's numbers."""
+"""The output of `plait submit`: the formats of the schedulers, the values of the plan, and errors with the user's values."""
 
 import contextlib
 import io
@@ -14,14 +14,14 @@ from submitted import asked, faults, sbatch
 from plait.cli.main import main
 from plait.config.command_options import SCHEDULERS
 from plait.config.errors import PlaitError
-from plait.integrations.submit.command import seconds
-from plait.integrations.submit.submission import slug
+from plait.integrations.submit.command import parse_seconds
+from plait.integrations.submit.submission import make_slug
 
 BARE = {
     "slurm": (), "ray": (), "ssh": ("--hosts", "a,b"), "skypilot": ("--gpu", "H100"), "jobset": ("--image", "r/t:1"),
     "trainjob": ("--image", "r/t:1"),
 }  # fmt: skip
-"""What each kind needs beside a plan and machines."""
+"""Further options that each kind needs, in addition to a plan and machines."""
 POD = (
     "--cpus",
     "8",
@@ -47,7 +47,7 @@ FULL = {
 
 
 def said(*words: str) -> tuple[int, str]:
-    """What the command answers, and what it prints."""
+    """The result of the command, and its output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(["submit", *words])
@@ -156,14 +156,14 @@ def test_who_says_where_to_go_on_is_obeyed() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("--plan", "dp=16", "--nnodes", "2", "--nproc", "4"), "S001", "wants 16 devices, and 2 machines of 4 are 8"),
+        (("--plan", "dp=16", "--nnodes", "2", "--nproc", "4"), "S001", "needs 16 devices, and 2 machines of 4 are 8"),
         (("--plan", "dp=16", "--nnodes", "2", "--nproc", "4"), "S001", "--nnodes 2 --nproc 8"),
         (("--plan", "dp=16", "--machine", "h100x8"), "S001", "1 machine of 8 are 8"),
-        (("--plan", "dp=3", "--nnodes", "2"), "S001", "wants 3 devices, and 2 machines of 1 are 2"),
-        (("--plan", "dp=*", "--nnodes", "2"), "S001", "nobody says how many"),
+        (("--plan", "dp=3", "--nnodes", "2"), "S001", "needs 3 devices, and 2 machines of 1 are 2"),
+        (("--plan", "dp=*", "--nnodes", "2"), "S001", "the number of devices is unknown"),
         (("--plan", "dp=2 processes=one", "--nnodes", "2"), "S001", "one machine only"),
         (("--plan", "auto"), "S001", "--output plan.toml"),
-        ((), "S001", "wants a plan"),
+        ((), "S001", "needs a plan"),
         (("--plan", "dp=2", "--nnodes", "0"), "U002", "--nnodes 0"),
         (("--plan", "dp=2", "--steps", "0"), "U002", "--steps 0"),
         (("--plan", "dp=2", "--node-rank", "0"), "S002", "--node-rank"),
@@ -171,7 +171,7 @@ def test_who_says_where_to_go_on_is_obeyed() -> None:
         (("--plan", "dp=2", "--hosts", "a,b"), "S002", "Slurm has no --hosts"),
         (("--plan", "dp=2", "--time", "noon"), "S002", "--time noon"),
         (("--plan", "dp=2", "--name", "My_Job"), "S002", "--name my-job"),
-        (("--plan", "dp=2", "--option", "--a b=c"), "S002", "no option of sbatch"),
+        (("--plan", "dp=2", "--option", "--a b=c"), "S002", "not an option of sbatch"),
         (("--plan", "dp=2 zero_stage=1"), "P030", "zero_stage=1 has no effect"),
         (("--plan", "dp=2", "--runs", "a\udc80b"), "S002", "not UTF-8"),
         (("--plan", "dp=2", "--output", "/nowhere/x"), "M016", "/nowhere"),
@@ -186,11 +186,11 @@ def test_what_does_not_go_together_is_told(words: tuple[str, ...], code: str, to
     ("kind", "words", "told"),
     [
         ("jobset", (), "needs --image"), ("ssh", (), "needs --hosts"), ("skypilot", (), "needs --gpu"),
-        ("ssh", ("--hosts=-oProxyCommand=x",), "is no host"), ("ssh", ("--hosts", "a;b"), "is no host"),
+        ("ssh", ("--hosts=-oProxyCommand=x",), "is not a host"), ("ssh", ("--hosts", "a;b"), "is not a host"),
         ("ssh", ("--hosts", "a,b", "--nnodes", "1"), "--hosts names 2, and --nnodes says 1"),
         ("ssh", ("--hosts", "a", "--option", "x"), "has no value"), ("ssh", ("--hosts", "a", "--time", "1h"), "no --time"),
-        ("jobset", ("--image", "i", "--volume", "mnt"), "--volume mnt"), ("ray", ("--option", "a b"), "no option"),
-        ("jobset", ("--image", "i", "--option", "kind.x=1"), "kind is no table"),
+        ("jobset", ("--image", "i", "--volume", "mnt"), "--volume mnt"), ("ray", ("--option", "a b"), "not an option"),
+        ("jobset", ("--image", "i", "--option", "kind.x=1"), "kind is not a table"),
     ],
 )  # fmt: skip
 def test_what_a_scheduler_cannot_is_told(kind: str, words: tuple[str, ...], told: str) -> None:
@@ -219,14 +219,14 @@ def test_a_plan_of_wildcards_is_filled() -> None:
     ],
 )  # fmt: skip
 def test_names_come_from_paths(job: str, name: str) -> None:
-    assert slug(job) == name
+    assert make_slug(job) == name
 
 
 def test_times() -> None:
-    assert [seconds(text) for text in ("90s", "5m", "24h", "1d12h", None)] == [90, 300, 86400, 129600, None]
+    assert [parse_seconds(text) for text in ("90s", "5m", "24h", "1d12h", None)] == [90, 300, 86400, 129600, None]
     for text in ("", "5", "h", "1h 5m", "0h", "-1h"):
         with pytest.raises(PlaitError, match="S002"):
-            seconds(text)
+            parse_seconds(text)
 
 
 def test_a_job_whose_name_begins_with_a_dash_is_no_option() -> None:

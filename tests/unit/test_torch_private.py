@@ -1,7 +1,7 @@
-"""What plait expects of every private or unstable torch name it uses: when a release moves one, one test here says so.
+"""The contract of every private or unstable torch name that plait uses: if a release changes one, a test here fails.
 
 Each test names the contract of one name, by its place in torch and not in plait. `test_every_private_name_has_one`
-reads the source, so a name that comes new needs its test.
+reads the source, so a newly used name needs a test.
 """
 
 import copy
@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import dataloader as data_loader
 
-from plait.launch.fork import run
+from plait.launch.fork import run_ranks
 from plait.randomness.distributions import mask_op
 from plait.tensors import torch_private
-from plait.tensors.fake import FAKE_FAILURES, Unknowns, is_unknown
-from plait.tensors.modules import convert, materialise
+from plait.tensors.fake import FAKE_FAILURES, RemoteFakeMode, is_remote_fake
+from plait.tensors.module_state import convert_module, materialize
 from plait.tensors.torch_private import (
     GraphExecGroup,
     checkpoint_frame,
+    dataclass_leaves,
     is_seeded,
-    leaves,
     recompute_once,
 )
 
@@ -73,8 +73,8 @@ def test_hooks_on_gradients_are_in_two_tables_of_the_parameter() -> None:
     handle = parameter.register_hook(lambda g: g * 3)
     parameter.register_post_accumulate_grad_hook(_plus_one)
     before, after = torch_private.gradient_hooks(parameter)
-    torch_private.put_gradient_hooks(parameter, OrderedDict(), OrderedDict())
-    torch_private.put_gradient_hooks(other, before, after)
+    torch_private.set_gradient_hooks(parameter, OrderedDict(), OrderedDict())
+    torch_private.set_gradient_hooks(other, before, after)
     (parameter.sum() + other.sum()).backward()
     assert parameter.grad.tolist() == [1, 1] and other.grad.tolist() == [4, 4]
     handle.remove()  # by the table, whose parameter is another now
@@ -104,7 +104,7 @@ def test_looking_at_a_fake_value_raises_what_the_sketch_catches(look: Any) -> No
         look(mode.from_tensor(torch.ones(3)))
 
 
-# — operators and what they draw —
+# — operators that draw random numbers —
 
 
 class _Seen(torch.utils._python_dispatch.TorchDispatchMode):
@@ -141,10 +141,10 @@ def test_what_a_dispatch_mode_is_given_is_an_overload() -> None:
 def test_a_dispatch_mode_sees_collectives() -> None:
     """A rank's record of traffic reads operators of the namespace c10d: name, and tensors in the first or second argument.
 
-    In a group without threads: one of gloo's that ends with its last reference, in a frame of Python, may wait for ever for a
+    In a group without threads: a gloo group that ends with its last reference, in a Python frame, may wait forever for a
     thread of its own that waits for Python.
     """
-    torch_private.fake_world(0, 1)
+    torch_private.init_fake_world(0, 1)
     try:
         with _Seen() as seen:
             torch.distributed.all_reduce(torch.ones(5))
@@ -240,7 +240,7 @@ def test_a_flattened_tree_comes_back() -> None:
 
 @dataclasses.dataclass
 class Output:
-    """What many models return."""
+    """The output of many models."""
 
     logits: Tensor
     state: Any = None
@@ -256,9 +256,9 @@ class Holder:
 @contract("torch.utils._pytree.register_pytree_node")
 def test_trees_learn_a_class() -> None:
     kind, a = Holder, torch.ones(1)
-    assert len(leaves(kind(a))) == 1 and not isinstance(leaves(kind(a))[0], Tensor)
+    assert len(dataclass_leaves(kind(a))) == 1 and not isinstance(dataclass_leaves(kind(a))[0], Tensor)
     torch_private.register_pytree_node(kind, lambda x: ([x.h], None), lambda values, _: kind(*values))
-    assert leaves((kind(a), 1))[0] is a
+    assert dataclass_leaves((kind(a), 1))[0] is a
     assert torch.utils._pytree.tree_map_only(Tensor, lambda t: t + 1, kind(a)).h.item() == 2
 
 
@@ -266,7 +266,7 @@ def test_trees_learn_a_class() -> None:
 def test_leaves_look_into_dataclasses() -> None:
     a, b = torch.ones(1), torch.zeros(2)
     for _ in range(2):  # registered the first time, known the second
-        assert [leaf for leaf in leaves({"out": Output(a, (b,))}) if isinstance(leaf, Tensor)] == [a, b]
+        assert [leaf for leaf in dataclass_leaves({"out": Output(a, (b,))}) if isinstance(leaf, Tensor)] == [a, b]
     flat, spec = torch.utils._pytree.tree_flatten(Output(a))
     assert torch.utils._pytree.tree_unflatten(flat, spec).logits is a
 
@@ -292,6 +292,13 @@ def test_dropouts_have_one_base() -> None:
     assert all(issubclass(kind, torch.nn.modules.dropout._DropoutNd) for kind in kinds)
 
 
+@contract("…._parameters")
+def test_a_module_keeps_its_parameters_in_a_dict() -> None:
+    layer = nn.Linear(2, 3, bias=False)
+    assert list(layer._parameters) == ["weight", "bias"] and layer._parameters["bias"] is None
+    assert layer._parameters["weight"] is layer.weight
+
+
 @contract("…._buffers")
 def test_a_module_keeps_its_buffers_in_a_dict() -> None:
     norm = nn.BatchNorm1d(2)
@@ -306,7 +313,7 @@ def test_a_module_keeps_its_buffers_in_a_dict() -> None:
 
 @contract("torch._C._autograd._top_saved_tensors_default_hooks")
 def test_a_checkpointed_function_knows_that_it_is_one() -> None:
-    """Only while its forward pass runs, not while it is computed again, and not under other hooks on saved tensors."""
+    """Only during its forward pass, not during recomputation, and not under other hooks on saved tensors."""
     frames = []
 
     def body(x: Tensor) -> Tensor:
@@ -326,7 +333,7 @@ def test_a_checkpointed_function_knows_that_it_is_one() -> None:
 
 @contract("torch.utils.checkpoint._Holder", "torch.utils.checkpoint._Handle")
 def test_backward_passes_of_a_group_recompute_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where they meet the same nodes; without a group every one does, as before."""
+    """Also if they reach the same nodes. Without a group, every pass recomputes."""
     monkeypatch.setattr(torch.utils.checkpoint, "_Holder", torch.utils.checkpoint._Holder)
     recompute_once()
     runs = []
@@ -363,7 +370,7 @@ def test_many_tensors_are_written_in_place() -> None:
 
 @contract("torch._dynamo")
 def test_dynamo_can_be_imported_before_a_fork() -> None:
-    """The launcher imports it once, so that not every rank does; it must not touch CUDA."""
+    """The launcher imports it once, so that not every rank does. It must not touch CUDA."""
     import torch._dynamo
 
     assert hasattr(torch._dynamo, "reset") and not torch.cuda.is_initialized()
@@ -405,41 +412,41 @@ def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
 
 
 def test_hooks_that_are_registered_are_counted() -> None:
-    """Those on modules and on tensors, also when they are removed again."""
-    before = torch_private.hooks_made()
+    """Hooks on modules and on tensors, also after their removal."""
+    before = torch_private.count_hooks()
     layer = torch.nn.Linear(2, 2)
     layer.register_forward_hook(lambda *_: None).remove()
     layer.weight.register_hook(lambda grad: grad).remove()
-    assert torch_private.hooks_made() == before + 2
+    assert torch_private.count_hooks() == before + 2
 
 
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about its own internals
 @contract("torch._dynamo.config", "torch._dynamo.utils.counters", "…._forward_pre_hooks", "…._forward_hooks")
 def test_what_was_compiled_is_counted_and_hooks_are_compared() -> None:
-    """Two modules of a class share compiled code, one with other hooks gets its own; past the limit a function is given up."""
+    """Two modules of a class share compiled code. One with other hooks gets its own. Beyond the limit a function is no longer compiled."""
     import torch._dynamo.config as config
 
     before = config.recompile_limit, config.accumulated_recompile_limit, config.skip_nnmodule_hook_guards
     torch.compiler.reset()
-    graphs, given_up = torch_private.compiled_so_far()
+    graphs, given_up = torch_private.count_compiled()
     seen: list[str] = []
     one, other, hooked = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3))
     hooked[0].register_forward_pre_hook(lambda *_: seen.append("before"))
     hooked[0].register_forward_hook(lambda *_: seen.append("after"))
-    assert [len(hooks) for hooks in torch_private.hooks_of(hooked[0])] == [1, 1]
-    for hooks in torch_private.hooks_of(hooked[0]):
+    assert [len(hooks) for hooks in torch_private.forward_hooks(hooked[0])] == [1, 1]
+    for hooks in torch_private.forward_hooks(hooked[0]):
         hooks.update({key: torch.compiler.disable(hook) for key, hook in hooks.items()})
     run = torch.compile(lambda module, x, by: module[0](x) * by, backend="eager", dynamic=False)
     try:
-        torch_private.let_compile(10)
+        torch_private.set_recompile_limit(10)
         for module in (one, other):
             run(module, torch.ones(2, 2), 1.0)
-        assert torch_private.compiled_so_far() == (graphs + 1, given_up)
+        assert torch_private.count_compiled() == (graphs + 1, given_up)
         run(hooked, torch.ones(2, 2), 1.0)
-        assert seen == ["before", "after"] and torch_private.compiled_so_far()[0] > graphs + 1
+        assert seen == ["before", "after"] and torch_private.count_compiled()[0] > graphs + 1
         for by in range(2, 12):
             run(one, torch.ones(2, 2), float(by))
-        assert torch_private.compiled_so_far()[1] > given_up
+        assert torch_private.count_compiled()[1] > given_up
     finally:
         config.recompile_limit, config.accumulated_recompile_limit, config.skip_nnmodule_hook_guards = before
         torch.compiler.reset()
@@ -468,7 +475,7 @@ def test_views_of_real_and_of_fake_tensors_share_a_storage() -> None:
 
 @contract("torch._subclasses.fake_tensor.FakeTensorMode")
 def test_a_copied_fake_tensor_stays_in_its_mode() -> None:
-    """A mode that is copied frees torch's weak references to storages twice: memory is damaged (valgrind: invalid read)."""
+    """A copy of a mode frees torch's weak references to storages twice, which damages memory (valgrind: invalid read)."""
     mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         module = nn.Module()
@@ -476,7 +483,7 @@ def test_a_copied_fake_tensor_stays_in_its_mode() -> None:
         assert module.table.fake_mode is mode
         assert mode.fake_tensor_converter.constant_storage_mapping, "what is freed twice"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch asks a fake tensor where its numbers lie
+        warnings.simplefilter("ignore")  # torch queries the data pointer of a fake tensor
         assert copy.deepcopy(module).table.fake_mode is mode
 
 
@@ -492,7 +499,7 @@ def test_a_write_in_place_moves_the_version() -> None:
 
 @contract("…._BaseDataLoaderIter", "…._DatasetKind", "…._dataset_kind")
 def test_a_loader_reads_indices_from_its_sampler_and_rows_from_one_iterator() -> None:
-    """What `plait prove` replaces in a script's process: the getter of the indices, and the step of every iterator."""
+    """Functions that `plait prove` replaces in a script's process: the getter of the indices, and the step of every iterator."""
     iterator_class, stream = data_loader._BaseDataLoaderIter, data_loader._DatasetKind.Iterable
     rows, streamed = DataLoader(TensorDataset(torch.arange(6)), batch_size=2), DataLoader(_Stream(), batch_size=2)
     assert list(DataLoader._index_sampler.fget(rows)) == [[0, 1], [2, 3], [4, 5]]
@@ -521,7 +528,7 @@ def test_collectives_that_give_a_new_tensor() -> None:
             "mine": mine.tolist(),
         }
 
-    found = run(rank, 2)
+    found = run_ranks(rank, 2)
     assert all(f["rows"] == [[1.0, 10.0], [2.0, 20.0]] and f["sum"] == [3.0, 30.0] for f in found)
     assert found[1]["mine"] == [2.0, 20.0]
 
@@ -534,14 +541,14 @@ def test_collectives_that_give_a_new_tensor() -> None:
 )
 @pytest.mark.skipif(not hasattr(torch_private.fsdp_placement(), "ShardPlacementResult"), reason="torch 2.11: one mesh for all parameters (H010)")
 def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
-    """A parameter may lie on a mesh of its own; each mesh of a module has collectives of its own, and a hook after its sums
-    (that FSDP2 calls it, and where, is in tests/device)."""
+    """A parameter may be on a mesh of its own. Each mesh of a module has its own collectives, and a hook after its sums
+    (tests/device checks that FSDP2 calls it, and where)."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     torch_has = torch_private.fsdp_placement()
-    torch_private.fake_world(0, 4)
+    torch_private.init_fake_world(0, 4)
     try:
         groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2])]
         whole, half = (DeviceMesh.from_group(group, "cpu") for group in groups)
@@ -552,15 +559,15 @@ def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
             mesh=whole,
             shard_placement_fn=lambda p: torch_has.ShardPlacementResult(Shard(1), apart) if p.dim() == 2 else None,
         )
-        shapes = {n: torch_private.local_of(p).shape for n, p in module.named_parameters()}
+        shapes = {n: torch_private.local_tensor(p).shape for n, p in module.named_parameters()}
         assert shapes == {"weight": (8, 4), "bias": (2,)}
-        torch_private.exchange_by(module, "scatter", "gather")
+        torch_private.set_fsdp_comms(module, "scatter", "gather")
         found = module._get_fsdp_state()._fsdp_param_groups
         assert len(found) == 2 and {(g._reduce_scatter_comm, g._all_gather_comm) for g in found} == {
             ("scatter", "gather")
         }
         assert all(g.unshard_async_op for g in found)
-        torch_private.sum_after(module, print)
+        torch_private.hook_after_reduce(module, print)
         assert all(g._all_reduce_hook is print for g in found)
     finally:
         torch.distributed.destroy_process_group()
@@ -587,7 +594,7 @@ def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
 
 @contract("…._fsdp_param_group")
 def test_a_sharded_module_has_groups_of_parameters_or_one() -> None:
-    """torch 2.11 holds at most one, under the name of one; later ones hold a list."""
+    """torch 2.11 stores at most one, in an attribute for one. Later versions store a list."""
     several = types.SimpleNamespace(_fsdp_param_groups=["a", "b"])
     assert torch_private._param_groups(several) == ["a", "b"]
     assert torch_private._param_groups(types.SimpleNamespace(_fsdp_param_group="a")) == ["a"]
@@ -597,11 +604,11 @@ def test_a_sharded_module_has_groups_of_parameters_or_one() -> None:
 @contract("…._prefetch_unshard")
 @pytest.mark.parametrize("built_in", [True, False], ids=["as torch is", "as torch 2.11 is"])
 def test_a_sharded_module_is_gathered_ahead_on_streams_of_its_own(built_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group begins once, for a forward pass, not asynchronously: FSDP2 then takes its own streams."""
+    """Each group starts once, for a forward pass, not asynchronously. FSDP2 then uses its own streams."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch_private.fake_world(0, 2)
+    torch_private.init_fake_world(0, 2)
     try:
         model = Apart()
         for module in (model.a, model.b, model):
@@ -616,7 +623,7 @@ def test_a_sharded_module_is_gathered_ahead_on_streams_of_its_own(built_in: bool
         state = model.b._get_fsdp_state() if built_in else types.SimpleNamespace(_fsdp_param_group=group)
         monkeypatch.setattr(model.b, "_get_fsdp_state", lambda: state)
         for _ in range(2):
-            torch_private.gather_ahead(model.b)
+            torch_private.prefetch_gather(model.b)
         assert asked == [(False, "FORWARD")] and group._all_gather_result is not None
         assert group.comm_ctx.all_gather_stream is streams(group.comm_ctx, False, group._training_state.FORWARD)[1]
         assert group._training_state.name == "IDLE"
@@ -625,7 +632,7 @@ def test_a_sharded_module_is_gathered_ahead_on_streams_of_its_own(built_in: bool
 
 
 class Apart(nn.Module):
-    """Two layers, of which a caller names those that it runs."""
+    """Two layers. The caller names those that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -653,7 +660,7 @@ def test_a_parameter_that_one_rank_left_out_is_summed(built_in: bool, monkeypatc
         model = fully_shard(model, mesh=init_device_mesh("cpu", (place.world,)))
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)
-        torch_private.sum_unused(model)
+        torch_private.reduce_unused_params(model)
         for names in ("a", "ab"):
             alone(torch.ones(2, 3), names).sum().backward()
         for _ in range(2):
@@ -662,13 +669,13 @@ def test_a_parameter_that_one_rank_left_out_is_summed(built_in: bool, monkeypatc
         apart = {n: p.grad.full_tensor() - alone.get_parameter(n).grad for n, p in model.named_parameters()}
         return {name: float(d.abs().max()) for name, d in apart.items()}
 
-    for found in run(target, 2):
+    for found in run_ranks(target, 2):
         assert len(found) == 4 and max(found.values()) < 1e-6
 
 
 @contract("…._unsharded_param")
 def test_gradients_in_16_bits_are_summed_in_32() -> None:
-    """Micro-batches between which torch's own hook does not run, as in a stage, and a parameter that the last left out."""
+    """Micro-batches between which torch's own hook does not run, as in a stage, and a parameter that the last one did not use."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -677,13 +684,13 @@ def test_gradients_in_16_bits_are_summed_in_32() -> None:
         torch.manual_seed(0)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = fully_shard(Apart(), mesh=init_device_mesh("cpu", (place.world,)), mp_policy=policy)
-        torch_private.sum_unused(model)
+        torch_private.reduce_unused_params(model)
         model.set_requires_gradient_sync(False)
         formats, adds = [], {}
         for names in ("a", "a", "ab"):
             loss = model(torch.rand(2, 3), names).sum()
             for n, p in model.named_parameters():
-                adds.setdefault(n, torch_private.widened(model, p))
+                adds.setdefault(n, torch_private.make_wide_sum(model, p))
             loss.backward()
             [add() for add in adds.values()]
             held = [p for g in torch_private._param_groups(model._get_fsdp_state()) for p in g.fsdp_params]
@@ -694,7 +701,7 @@ def test_gradients_in_16_bits_are_summed_in_32() -> None:
         torch_private.end_backward(model)
         return {"formats": formats, "summed": [str(p.grad.dtype) for p in model.parameters()]}
 
-    for found in run(target, 2):
+    for found in run_ranks(target, 2):
         assert found["formats"] == [["torch.float32"] * 2, ["torch.float32"] * 2, ["torch.float32"] * 4]
         assert found["summed"] == ["torch.float32"] * 4
 
@@ -738,10 +745,10 @@ def test_a_view_is_known_as_one() -> None:
 def test_apply_changes_tensors_in_place_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(7.0)
-    materialise(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     assert model[0].weight.device.type == "cpu" and model[1].running_mean.tolist() == [7.0] * 3
     hollow = nn.Linear(2, 3, device="meta")
-    convert(hollow, torch.device("cpu"), torch.float64)
+    convert_module(hollow, torch.device("cpu"), torch.float64)
     assert hollow.weight.is_meta and hollow.weight.dtype == torch.float64
 
 
@@ -750,9 +757,9 @@ def test_it_is_known_that_backward_runs() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda g: seen.append(torch_private.in_backward()))
+    y.register_hook(lambda g: seen.append(torch_private.is_in_backward()))
     y.sum().backward()
-    assert seen == [True] and not torch_private.in_backward()
+    assert seen == [True] and not torch_private.is_in_backward()
 
 
 @contract("torch._C._SetExcludeDispatchKeyGuard", "torch._C.DispatchKey.ADInplaceOrView")
@@ -797,7 +804,7 @@ def test_the_attention_kernel_for_cpus_gives_log_sums(dtype: torch.dtype) -> Non
     "torch.ops.aten._scaled_dot_product_cudnn_attention", "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
 )  # fmt: skip
 def test_the_attention_kernels_for_gpus_take_what_they_are_given() -> None:
-    """By their schemas; tests/device/test_attention_kernels.py compares shapes and formats."""
+    """By their schemas. tests/device/test_attention_kernels.py compares shapes and formats."""
     known = ["query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
     names = lambda op: [a.name for a in op.default._schema.arguments]  # noqa: E731
     gives = lambda op: [a.name for a in op.default._schema.returns][:2]  # noqa: E731
@@ -829,10 +836,10 @@ def test_a_facade_has_a_shape_and_no_numbers() -> None:
     class Front(torch_private.WrapperTensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            with torch_private.plainly():
+            with torch_private.no_subclass_functions():
                 return func(*args, **(kwargs or {}))
 
-    made = torch_private.WrapperTensor.made(Front, torch.zeros(2, 3, dtype=torch.float64), [2, 9])
+    made = torch_private.WrapperTensor.create(Front, torch.zeros(2, 3, dtype=torch.float64), [2, 9])
     assert isinstance(made, Front) and made.shape == (2, 9) and made.dtype == torch.float64
     with pytest.raises(NotImplementedError):
         made + 1
@@ -840,12 +847,12 @@ def test_a_facade_has_a_shape_and_no_numbers() -> None:
 
 @contract("torch.utils._pytree.tree_flatten_with_path", "torch.utils._pytree.keystr")
 def test_leaves_have_names() -> None:
-    found, spec = torch_private.named_leaves(((1, [2]), {"a": {"b": 3}}))
+    found, spec = torch_private.leaves_with_paths(((1, [2]), {"a": {"b": 3}}))
     assert found == [("[0][0]", 1), ("[0][1][0]", 2), ("[1]['a']['b']", 3)]
     assert torch_private.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": {"b": 6}})
 
 
-# — dry runs: a process group of ranks that are not there, on tensors without numbers —
+# — dry runs: a process group of simulated ranks, on tensors without values —
 
 
 @contract("torch.testing._internal.distributed.fake_pg.FakeStore")
@@ -854,10 +861,10 @@ def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
 
     class Watch(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.extend((func.name(), g) for g in map(torch_private.group_in, args) if g is not None)
+            seen.extend((func.name(), g) for g in map(torch_private.find_process_group, args) if g is not None)
             return func(*args, **(kwargs or {}))
 
-    torch_private.fake_world(3, 4096)
+    torch_private.init_fake_world(3, 4096)
     try:
         group = torch.distributed.new_group([3, 7, 9])
         x = torch.ones(2)
@@ -868,12 +875,12 @@ def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
         assert [(name, g.group_name) for name, g in seen] == [("c10d::allreduce_", group.group_name)]
     finally:
         torch.distributed.destroy_process_group()
-    assert torch_private.group_in(3) is None and torch_private.group_in(x) is None
+    assert torch_private.find_process_group(3) is None and torch_private.find_process_group(x) is None
 
 
 @contract("torch.distributed._meta_registrations")
 def test_collectives_of_fake_tensors_do_not_draw_from_pythons_generator() -> None:
-    torch_private.fake_world(0, 2)
+    torch_private.init_fake_world(0, 2)
     try:
         before = random.getstate()
         with torch_private.FakeTensorMode():
@@ -892,13 +899,13 @@ def test_who_asks_a_fake_tensor_for_a_number_calls_one_operator(look: Any) -> No
     class Watch(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
-            return 1 if func is torch_private.scalar_of else func(*args, **(kwargs or {}))
+            return 1 if func is torch_private.item_op else func(*args, **(kwargs or {}))
 
     with torch_private.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(3))
     with Watch():
         look(x)
-    assert torch_private.scalar_of in seen
+    assert torch_private.item_op in seen
 
 
 @contract("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", "…._spec")
@@ -906,15 +913,15 @@ def test_fsdp_looks_again_at_its_parts_before_the_first_step() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     before = FSDPParam.reset_sharded_param
-    with torch_private.parts_as_they_are():
+    with torch_private.keep_fake_shards():
         assert FSDPParam.reset_sharded_param is not before
     assert FSDPParam.reset_sharded_param is before
 
 
 def test_an_unknown_is_told_from_another_fake_tensor() -> None:
-    fakes, unknowns = torch_private.FakeTensorMode(), Unknowns()
-    assert is_unknown(unknowns.from_tensor(torch.ones(2)))
-    assert not is_unknown(fakes.from_tensor(torch.ones(2))) and not is_unknown(torch.ones(2))
+    fakes, unknowns = torch_private.FakeTensorMode(), RemoteFakeMode()
+    assert is_remote_fake(unknowns.from_tensor(torch.ones(2)))
+    assert not is_remote_fake(fakes.from_tensor(torch.ones(2))) and not is_remote_fake(torch.ones(2))
 
 
 @contract("torch.ops.aten._grouped_mm.default")
@@ -935,13 +942,13 @@ def test_the_mode_for_fake_tensors_comes_after_others_and_is_known() -> None:
 
     class Watch(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(torch_private.fakes_around())
+            seen.append(torch_private.active_fake_mode())
             return func(*args, **(kwargs or {}))
 
     fakes = torch_private.FakeTensorMode()
     with Watch(), fakes:
         made = torch.empty(3)
-    assert seen == [fakes] and made.fake_mode is fakes and torch_private.fakes_around() is None
+    assert seen == [fakes] and made.fake_mode is fakes and torch_private.active_fake_mode() is None
 
 
 @contract("torch._ops.HigherOrderOperator")
@@ -956,13 +963,13 @@ def test_operators_of_higher_order_are_told_and_pass_modes() -> None:
         names.append(name)
         return made(*args, **kwargs)
 
-    with torch_private.compiled_by(run):
+    with torch_private.intercept_compiled(run):
         found = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
     with Seeing():
         found.sum().backward()
     assert names == ["cond"] and x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]
     before = torch.compile
-    with torch_private.compiled_by(run):
+    with torch_private.intercept_compiled(run):
         assert torch.compile(torch.sin, backend="eager")(torch.zeros(1)).item() == 0.0
     assert names == ["cond"] and torch.compile is before
 
@@ -977,8 +984,8 @@ def test_a_tensor_made_without_modes_is_real() -> None:
 
 @contract("torch._C._accelerator_setAllocatorSettings")
 def test_the_allocator_is_set_up_without_a_device() -> None:
-    torch_private.set_allocator("expandable_segments:True")
-    torch_private.set_allocator("expandable_segments:False")  # torch's own choice
+    torch_private.configure_allocator("expandable_segments:True")
+    torch_private.configure_allocator("expandable_segments:False")  # torch's own choice
     assert not torch.cuda.is_initialized()
 
 
@@ -988,9 +995,9 @@ def test_every_group_is_told_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         other = dist.new_group([0])
-        torch_private.let_wait(timedelta(seconds=7))  # torch knows how
+        torch_private.set_group_timeout(timedelta(seconds=7))  # torch knows how
         monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *given: told.append(given))
-        torch_private.let_wait(timedelta(seconds=8))
+        torch_private.set_group_timeout(timedelta(seconds=8))
         assert {group for _, group in told} == {dist.group.WORLD, other} and {t.seconds for t, _ in told} == {8}
     finally:
         dist.destroy_process_group()
@@ -998,12 +1005,12 @@ def test_every_group_is_told_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -
 
 @contract("torch.cuda._is_in_bad_fork")
 def test_a_fork_knows_whether_cuda_is_lost() -> None:
-    assert torch_private.cuda_lost() is False
+    assert torch_private.is_cuda_lost() is False
 
 
 @contract("torch.cuda._device_count_nvml", "torch.cuda._device_count_amdsmi")
 def test_devices_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's library is asked, never CUDA: None where there is no such library."""
+    """The driver's library is queried, never CUDA. Returns None if there is no such library."""
     assert torch_private.devices_by_driver() is None or not torch.cuda.is_initialized()
     for name in ("_device_count_nvml", "_device_count_amdsmi"):
         assert hasattr(torch.cuda, name)
@@ -1020,7 +1027,7 @@ def test_an_optimizer_fused_later_is_one_made_so(kind: Any) -> None:
     torch_private.fuse(other)
     known = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
     assert all(getattr(one, name, True) == getattr(other, name) for name in known)
-    assert one.param_groups[0]["fused"] is other.param_groups[0]["fused"] is True and torch_private.takes_found_inf(other)
+    assert one.param_groups[0]["fused"] is other.param_groups[0]["fused"] is True and torch_private.can_skip_on_inf(other)
     for parameter, optimizer in ((made, one), (later, other)):
         parameter.grad = torch.ones(3)
         optimizer.step()

@@ -1,7 +1,7 @@
-"""What a dry run says is sent, by the textbook's formulas, for a model of which one can say it by hand.
+"""A dry run's bytes and messages, compared with the formulas of the literature for a model that allows a calculation by hand.
 
-A stack of blocks of two linear maps, without anything tied, random or conditional. `P` numbers in its parameters, `B`
-samples in a batch, `W` numbers in a sample between blocks.
+A stack of blocks of two linear maps, without any tied, random or conditional parts. `P` is the number of parameters, `B`
+the number of samples in a batch, `W` the number of values per sample between blocks.
 """
 
 import jobs_pipeline
@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from plait import Job
 from plait.config.plan import Plan
-from plait.planner.dryrun.dry_run import first_step
+from plait.planner.dryrun.dry_run import trace_first_step
 
 W, L, B = 8, 4, 8
 P, TENSORS = L * (2 * 4 * W * W + 4 * W + W), L * 4
 BYTES = 4
 ROW = 6
-"""Loss, wish to stop, how two saves go, wish to end the run, new names of what the job logs."""
+"""Loss, request to stop, the state of two saves, request to end the run, new names of logged values."""
 
 
 class Rows:
@@ -51,11 +51,11 @@ def job() -> Job:
 
 
 def sent(line: str) -> list[dict[str, tuple[int, int]]]:
-    """Of each rank, without the one sum of the row of numbers that all ranks must know, where it goes by itself."""
+    """Per rank, without the all-reduce of the statistics row, if it is a separate message."""
     plan = Plan.parse(line)
-    found = [dict(rank.totals) for rank in first_step(job(), plan)]
+    found = [dict(rank.totals) for rank in trace_first_step(job(), plan)]
     flags = TENSORS if plan.fsdp > 1 else 0
-    row = 8 * (1 + ROW + plan.ranks + 2 * plan.world + flags)  # the norm; samples, times; which were used
+    row = 8 * (1 + ROW + plan.ranks + 2 * plan.world + flags)  # the norm; samples, times; which parameters were used
     for rank in found if plan.fsdp * plan.tp * plan.cp * plan.pp > 1 else ():
         calls, size = rank.pop("allreduce_")
         if calls > 1:
@@ -67,7 +67,7 @@ def sent(line: str) -> list[dict[str, tuple[int, int]]]:
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_copies_sum_all_gradients_once(ranks: int) -> None:
-    """And in the same message, which were used and the row of numbers that all must know."""
+    """The same message contains the flags of used parameters and the statistics row."""
     numbers = P + TENSORS + ROW + 2 * ranks + ranks
     for line in (f"dp={ranks}", f"dp={ranks} microbatches=2"):
         assert sent(line) == [{"allreduce_": (1, BYTES * numbers)}] * ranks
@@ -75,7 +75,7 @@ def test_copies_sum_all_gradients_once(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_shards_gather_parameters_and_sum_gradients(ranks: int) -> None:
-    """A model this small is gathered as one: in forward once, and dropped after backward; with micro-batches in each."""
+    """A model this small is gathered at once: in forward, and freed after backward. With micro-batches, in each of them."""
     part, others = BYTES * P // ranks, ranks - 1
     for microbatches in (1, 2):
         times = 2 * microbatches
@@ -90,14 +90,14 @@ def test_copies_of_shards_sum_their_parts() -> None:
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_slices_sum_where_a_pair_ends_and_where_it_begins(ranks: int) -> None:
-    """In backward not where the first begins: no gradient goes to the samples. The rows' biases are used in part."""
+    """In backward there is none at the first slice: the samples need no gradient. The rows' biases are used in part."""
     sums, biases = (L + L - 1) * B * W, L * (W + 1)
     assert sent(f"tp={ranks} sequence_parallel=false") == [{"allreduce_": (2 * L, BYTES * (sums + biases))}] * ranks
 
 
 @pytest.mark.parametrize("stages", (2, 4))
 def test_stages_hand_activations_on_and_their_gradients_back(stages: int) -> None:
-    """With a flag for each that a gradient is there at all."""
+    """With a flag for each, which shows whether there is a gradient."""
     activations = stages, BYTES * B * W
     gradients = stages, BYTES * B * W + 4 * stages
     both = 2 * stages, activations[1] + gradients[1]
@@ -110,8 +110,8 @@ def test_stages_hand_activations_on_and_their_gradients_back(stages: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", (2, *rarely(4)))
 def test_a_ring_goes_round_with_keys_and_values(ranks: int) -> None:
-    """Forward and backward: N - 1 turns of what a rank has; and N - 1 with the gradients of keys and values."""
-    found = first_step(jobs_pipeline.HARD["gpt"](), Plan.parse(f"cp={ranks}"))
+    """Forward and backward: N - 1 ring steps with a rank's sequence shard, and N - 1 with the gradients of keys and values."""
+    found = trace_first_step(jobs_pipeline.HARD["gpt"](), Plan.parse(f"cp={ranks}"))
     for rank in found:
         calls = rank.totals["send"][0]
         assert calls == rank.totals["recv_"][0] and calls % (3 * (ranks - 1)) == 0 and calls

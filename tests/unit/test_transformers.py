@@ -1,4 +1,4 @@
-"""Models of the Hugging Face library as they come: they train without a cache, and their configs stay what the user set."""
+"""Unmodified models of the Hugging Face library: they train without a cache, and their configs keep the user's settings."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from plait.engine.engine import Engine
-from plait.model.make import call
-from plait.model.pretrained import PRODUCT, in_doubles
+from plait.model.build_model import run_model
+from plait.model.pretrained import KERNEL_PRODUCT, enable_float64_experts
 
 
 def llama() -> Any:
@@ -39,8 +39,8 @@ def test_training_keeps_no_cache_and_leaves_the_config_as_it_was() -> None:
 @pytest.mark.parametrize("made", [llama, Wrapped])
 def test_inputs_that_ask_for_the_cache_get_it(made: Any) -> None:
     model, words = made(), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
-    assert call(model, words).past_key_values is None
-    assert call(model, {**words, "use_cache": True}).past_key_values is not None
+    assert run_model(model, words).past_key_values is None
+    assert run_model(model, {**words, "use_cache": True}).past_key_values is not None
 
 
 def test_every_config_in_a_model_is_meant_and_restored() -> None:
@@ -52,21 +52,21 @@ def test_every_config_in_a_model_is_meant_and_restored() -> None:
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=5))
     words = torch.tensor([[5, 5, 5, 5, 1, 2]])
     configs = model.config.text_config, model.model.language_model.config
-    assert call(model, {"input_ids": words, "pixel_values": torch.ones(1, 3, 8, 8)}).past_key_values is None
+    assert run_model(model, {"input_ids": words, "pixel_values": torch.ones(1, 3, 8, 8)}).past_key_values is None
     assert all(config.use_cache is True for config in configs)
 
 
 def test_a_model_that_fails_gets_its_config_back() -> None:
     model = llama()
     with pytest.raises(Exception):  # noqa: B017
-        call(model, {"input_ids": torch.full((1, 4), 99)})
+        run_model(model, {"input_ids": torch.full((1, 4), 99)})
     assert model.config.use_cache is True
 
 
 def test_a_cache_that_was_turned_off_stays_off() -> None:
     model = llama()
     model.config.use_cache = False
-    call(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
+    run_model(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
     assert model.config.use_cache is False
 
 
@@ -74,8 +74,8 @@ def test_a_cache_that_was_turned_off_stays_off() -> None:
 def test_experts_that_are_alike_give_what_they_give_when_they_are_copied(transposed: bool) -> None:
     import transformers.integrations.moe as moe
 
-    in_doubles()
-    product = getattr(moe, PRODUCT)
+    enable_float64_experts()
+    product = getattr(moe, KERNEL_PRODUCT)
     row = torch.randn(6, dtype=torch.float64)
     alike = row.expand(4, 5, 6)
     weight = alike.mT if transposed else alike

@@ -1,4 +1,4 @@
-"""Metrics are tried before training: mistakes in them are told with the user's line, and what works is let through."""
+"""Metrics are tried before training: errors in them are reported with the user's line, and correct ones are accepted."""
 
 import random
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_what_is_wrong_is_told_before_a_step(name: str) -> None:
 
 
 def test_metrics_that_need_sound_numbers() -> None:
-    """What raises on made-up outputs, and not on the model's, is no mistake."""
+    """A metric that raises on artificial outputs, and not on the model's, is not an error."""
 
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 1), nn.Softplus(), nn.Threshold(3.0, 3.0))
@@ -84,7 +84,7 @@ def test_a_model_that_looks_at_values_only_in_evaluation() -> None:
 
 
 def test_outputs_that_are_large_stay_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.engine.evaluate.MOST", 0)
+    monkeypatch.setattr("plait.engine.evaluate.MAX_FAKE_BYTES", 0)
     Engine(job(RIGHT["masked_by_outputs"]), "dp=1")
     for name in ("name", "mean", "tensor"):
         assert problem(job(WRONG[name][0])).code == WRONG[name][1]

@@ -1,4 +1,4 @@
-"""Units are found in unlike models, and what their calls cost is what can be computed by hand."""
+"""Units are found in models of many kinds, and the costs of their calls equal values computed by hand."""
 
 import dataclasses
 import json
@@ -22,11 +22,11 @@ import plait
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.job import load_job
-from plait.model.make import call
-from plait.model.operations import Figure, UnitCall
-from plait.model.sketch import Sketch, sketch
-from plait.model.table import outline, short
-from plait.tensors.trees import NOTHING
+from plait.model.build_model import run_model
+from plait.model.operations import LinearCost, UnitCall
+from plait.model.sketch import Sketch, sketch_model
+from plait.model.sketch_table import format_count, outline_sketch
+from plait.tensors.trees import EMPTY_TEMPLATE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -36,12 +36,12 @@ ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "examples" / "llama" / "job.py"
 
 
-def each(number: float) -> Figure:
-    return Figure(0.0, number)
+def each(number: float) -> LinearCost:
+    return LinearCost(0.0, number)
 
 
 def of(model: nn.Module, *shape: int, units: tuple[str, ...] | None = None) -> Sketch:
-    """The sketch of a model on floats of [n, *shape]; every property that holds for any model is checked."""
+    """The sketch of a model on floats of [n, *shape]. Checks every property that holds for any model."""
     return checked(model, lambda n: torch.ones(n, *shape), units)
 
 
@@ -52,7 +52,7 @@ def tokens(n: int) -> Tensor:
 def checked(model: nn.Module, inputs: Callable[[int], Any], units: tuple[str, ...] | None = None) -> Sketch:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = sketch(model.train(), inputs, call, units)
+        found = sketch_model(model.train(), inputs, run_model, units)
     assert not found.unmeasured
     names = dict(model.named_parameters())
     inside = {name for unit in found.units for name in unit.parameters}
@@ -82,7 +82,7 @@ def opened(found: Sketch) -> list[str]:
 
 def test_an_mlp() -> None:
     found = of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)), 4)
-    assert tuple(replace(c, template=NOTHING) for c in found.calls) == (
+    assert tuple(replace(c, template=EMPTY_TEMPLATE) for c in found.calls) == (
         UnitCall("0", (), each(2 * 4 * 8), each(4 * 4), each(4 * 8), each(4 * 4), fresh=each(4 * 4), given=1),
         UnitCall("3", (0,), each(2 * 8 * 2), each(4 * 8), each(4 * 2), each(4 * 8), fresh=each(4 * 8), given=1),
     )
@@ -104,8 +104,8 @@ def test_a_figure_has_a_fixed_and_a_linear_part() -> None:
             return self.head(x) * self.table(torch.ones(10, 6)).sum(0)
 
     table, head = sorted(of(Model(), 5).calls, key=lambda one: one.unit != "table")
-    assert table.flops == Figure(2 * 10 * 6 * 5, 0.0) and table.output == Figure(4 * 10 * 5, 0.0)
-    assert head.flops == each(2 * 5 * 5) and head.flops.of(7) == 350
+    assert table.flops == LinearCost(2 * 10 * 6 * 5, 0.0) and table.output == LinearCost(4 * 10 * 5, 0.0)
+    assert head.flops == each(2 * 5 * 5) and head.flops.for_batch(7) == 350
 
 
 def product(s: Any, x: Tensor) -> Tensor:
@@ -161,10 +161,10 @@ def test_a_checkpoint_keeps_only_its_input() -> None:
             return checkpoint(self.net, torch.sin(x), use_reentrant=False)
 
     found = of(nn.Sequential(nn.ModuleList([Block()])[0], nn.Linear(8, 8)), 8, units=("0", "1"))
-    assert found.calls[0].saved.each <= 4 * 8 * 2 < 4 * 32
+    assert found.calls[0].saved.per_sample <= 4 * 8 * 2 < 4 * 32
 
 
-# — what units need —
+# — inputs of units —
 
 
 class UNet(nn.Module):
@@ -230,7 +230,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[int, ...]]]
     "a write through a view": (through_a_view, (1,)),
     "+=": (plus_equals, (0, 1)),
     "out=": (lambda s, a, b: torch.add(a.detach(), 1, out=torch.empty(())) + 0 * b, (0, 1)),
-    "zeros_like": (lambda s, a, b: torch.zeros_like(a) + b, (0, 1)),  # what is unknown gives what is unknown
+    "zeros_like": (lambda s, a, b: torch.zeros_like(a) + b, (0, 1)),  # unknown inputs give unknown outputs
     "shape only": (lambda s, a, b: torch.ones(a.shape) * b, (1,)),
     "transposed": (lambda s, a, b: b.T.T, (1,)),
     "lists": (lambda s, a, b: torch.stack([a, b]).unbind()[0], (0, 1)),
@@ -280,7 +280,7 @@ def test_tensors_inside_objects_are_followed() -> None:
 
 
 class Adding(nn.Module):
-    """Writes into what it is given, and returns nothing."""
+    """Writes into its input, and returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_a_gpt_with_a_position_of_the_roots_own() -> None:
     assert [u.repeated for u in found.units] == [False, True, True, True, False]
     assert found.rest == ("position",) and opened(found) == []
     block = 2 * 7 * (4 * 64 + 2 * 128) + 4 * 7 * 7 * 8
-    assert [c.flops.each for c in found.calls] == [0, block, block, block, 2 * 7 * 8 * 20]
+    assert [c.flops.per_sample for c in found.calls] == [0, block, block, block, 2 * 7 * 8 * 20]
 
 
 def test_tied_units_are_open_and_both_have_the_weight() -> None:
@@ -365,7 +365,7 @@ def test_touching_a_units_parameters(name: str) -> None:
 
 
 class Reached(nn.Module):
-    """Calls a part of its second block itself; of its last block only the parts."""
+    """Calls a part of its second block directly. Of its last block it calls only the parts."""
 
     def __init__(self, all_of_it: bool):
         super().__init__()
@@ -435,7 +435,7 @@ def looking(s: Any, x: Tensor) -> Tensor:
 def test_a_model_that_looks_at_values_is_measured_for_real() -> None:
     model = nn.Sequential(nn.Linear(4, 8), Fn(looking, 8), nn.Linear(8, 2))
     found = of(model, 4)
-    assert found.by_values and [c.flops for c in found.calls] == [each(64), each(0), each(32)]
+    assert found.needs_real_tensors and [c.flops for c in found.calls] == [each(64), each(0), each(32)]
     assert all(p.grad is None and p.grad_fn is None for p in model.parameters())
 
 
@@ -453,7 +453,7 @@ class Averaging(nn.Module):
 
 def test_a_buffer_written_with_a_gradient_is_as_before() -> None:
     model = Averaging()
-    assert of(model, 4).counting == ("mean",)
+    assert of(model, 4).changed_buffers == ("mean",)
     assert model.mean.grad_fn is None and not model.mean.requires_grad and model.mean.is_leaf
 
 
@@ -461,9 +461,9 @@ def test_what_only_measuring_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) 
     def fails(*_: Any) -> None:
         raise ValueError("no formula")
 
-    monkeypatch.setattr("plait.model.operations.flops_of", fails)
-    found = sketch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), lambda n: torch.ones(n, 4), call)
-    assert found.unmeasured == "ValueError: no formula" and not found.by_values and found.places == {"1#1#1": 0}
+    monkeypatch.setattr("plait.model.operations.count_operator_flops", fails)
+    found = sketch_model(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), lambda n: torch.ones(n, 4), run_model)
+    assert found.unmeasured == "ValueError: no formula" and not found.needs_real_tensors and found.places == {"1#1#1": 0}
     assert (found.units, found.calls, found.rest) == ((), (), ("0.weight", "0.bias"))
 
 
@@ -497,7 +497,7 @@ def test_llama(tied: bool) -> None:
     assert [c.needs for c in found.calls] == CHAIN
     assert opened(found) == (["model.embed_tokens", "lm_head"] if tied else [])
     layer = 2 * 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 4 * 7 * 7 * 32
-    assert [c.flops.each for c in found.calls] == [0, layer, layer, layer, 0, 2 * 7 * 32 * 64]
+    assert [c.flops.per_sample for c in found.calls] == [0, layer, layer, layer, 0, 2 * 7 * 32 * 64]
 
 
 def test_t5() -> None:
@@ -600,7 +600,7 @@ def job_of(model: Callable[[], nn.Module], units: tuple[str, ...] | None = None)
 
 
 class Rates(nn.Module):
-    """A constructor that looks at values, as those with a stochastic depth do, beside large weights."""
+    """A constructor that reads values, as for stochastic depth, and creates large weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -626,7 +626,7 @@ def test_a_sketch_without_weights(model: Callable[[], nn.Module]) -> None:
     before = torch.get_rng_state()
     found = plait.sketch_of(job_of(model))
     assert torch.equal(before, torch.get_rng_state())
-    assert found == dataclasses.replace(sketch(model(), lambda n: torch.ones(n, 4), call))
+    assert found == dataclasses.replace(sketch_model(model(), lambda n: torch.ones(n, 4), run_model))
 
 
 def test_a_job_that_fails_is_named() -> None:
@@ -656,7 +656,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("corpus")]
     blocks = next(line for line in lines if line[0] == "blocks.0-3")
     flops = 4 * 2 * (2 * 128 * 12 * 128**2 + 4 * 128 * 128 * 128)
-    assert blocks[1:5] == ["Block", "4", "793k", short(flops)] and blocks[-1] == "embed"
+    assert blocks[1:5] == ["Block", "4", "793k", format_count(flops)] and blocks[-1] == "embed"
     assert next(line for line in lines if line[0] == "embed")[:2] == ["embed", "*"]
     assert next(line for line in lines if line[:1] == ["between"])[-1] == "position"
     assert next(line for line in lines if line[:1] == ["together"])[-1] == "head"
@@ -674,7 +674,7 @@ def test_the_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_short_numbers() -> None:
-    assert [short(n) for n in (0, 7, 999, 1000, 70_553_706_496, 3.45e15)] == ["0", "7", "999", "1k", "70.6G", "3.45P"]
+    assert [format_count(n) for n in (0, 7, 999, 1000, 70_553_706_496, 3.45e15)] == ["0", "7", "999", "1k", "70.6G", "3.45P"]
 
 
 def test_a_batch_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -684,15 +684,15 @@ def test_a_batch_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_unet_example() -> None:
-    found = outline(plait.sketch_of(load_job(str(ROOT / "examples" / "unet" / "job.py"))), 1)
+    found = outline_sketch(plait.sketch_of(load_job(str(ROOT / "examples" / "unet" / "job.py"))), 1)
     up = {row.unit: row.needs for row in found.rows}
     assert up["up.1"] == ("down.0", "up.0.4"), "the skip and what comes from below"
 
 
 @pytest.mark.prove
 def test_llama_70b_has_its_shape() -> None:
-    """RankModel and run on fake tensors, all 80 layers; memory is what Python and torch need."""
-    found = outline(plait.sketch_of(load_job(str(LLAMA), {"size": "70b"})), 1)
+    """RankModel and run on fake tensors, all 80 layers. Memory is only that of Python and torch."""
+    found = outline_sketch(plait.sketch_of(load_job(str(LLAMA), {"size": "70b"})), 1)
     assert found.parameters == 70_553_706_496
     assert [(row.unit, row.calls) for row in found.rows] == [
         ("model.embed_tokens", 1), ("model.layers.0-79", 80), ("model.norm", 1), ("lm_head", 1),
@@ -715,7 +715,7 @@ def test_llama_70b_takes_seconds_and_little_memory() -> None:
 
 
 def test_measuring_is_cheap() -> None:
-    """Two runs of a small model, beside what was watched before: well under 20 ms."""
+    """Two runs of a small model cost well under 20 ms more than those without measuring."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     seconds = []
     for _ in range(5):

@@ -1,6 +1,6 @@
-"""Random numbers of a sub-block are those that the whole tensor has there: heads, features, stretches of the sequence.
+"""Random numbers of a sub-block equal those of the full tensor at the same place: heads, features, sequence shards.
 
-The batch is 4 (or its last 3 samples), so that a window and a stretch of the batch meet.
+The batch is 4 (or its last 3 samples), so that a window and a part of the batch are combined.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plait.config.errors import PlaitError
-from plait.model.make import call
-from plait.model.sketch import sketch
+from plait.model.build_model import run_model
+from plait.model.sketch import sketch_model
 from plait.randomness import sub_block as windows
 from plait.randomness.keyed import Randomness
-from plait.randomness.philox import bits
-from plait.randomness.sub_block import HeldRows, SubBlocks, differing, sub_block
+from plait.randomness.philox import draw_bits
+from plait.randomness.sub_block import LocalRowsRule, SubBlocks, draw_sub_block, find_differing_dims
 from plait.tensors.rows import Rows
 
 BATCH, FIRST = 4, 1
@@ -43,14 +43,14 @@ def sample_of(shape: tuple[Any, ...], n: int) -> Tensor:
     return whole.narrow(shape.index("b"), 0, n).contiguous()
 
 
-SHAPES = {  # the shape of a batch, and the dim that is cut
+SHAPES = {  # the shape of a batch, and the dim that is split
     "features": (("b", 3, 6), 2),
     "sequence": (("b", 6, 5), 1),
     "sequence, time first": ((6, "b", 5), 0),
     "images": (("b", 6, 3, 2), 1),
     "long": (("b", 6, 4000), 1),
 }
-CUTS = {"even": Rows.of([3, 3]), "uneven": Rows.of([1, 3, 2]), "empty": Rows.of([6, 0]), "zigzag": Rows.zigzag(6, 2)}
+CUTS = {"even": Rows.from_sizes([3, 3]), "uneven": Rows.from_sizes([1, 3, 2]), "empty": Rows.from_sizes([6, 0]), "zigzag": Rows.make_zigzag(6, 2)}
 DRAW = {
     "dropout": lambda x: F.dropout(x),
     "dropout in place": lambda x: F.dropout(x.clone(), inplace=True),
@@ -86,18 +86,18 @@ NAMES += [f"{n}, {c}" for n, c in product(FEATURES, CUTS)] + [f"dropout, {c}" fo
 
 def parts_equal(function: Callable[[Tensor], Tensor], shape: tuple[Any, ...], dim: int, cut: Rows) -> None:
     model, b = Of(function), shape.index("b")
-    sketched = sketch(model, lambda n: sample_of(shape, n), call)
+    sketched = sketch_model(model, lambda n: sample_of(shape, n), run_model)
     randomness = Randomness(5, sketched.places).install(model)
     x = sample_of(shape, BATCH)
-    with torch.no_grad(), randomness.at(2, 0, BATCH):
+    with torch.no_grad(), randomness.forward_pass(2, 0, BATCH):
         whole = model(x)
     scale = whole.shape[dim] // cut.length
     wide = Rows(tuple(tuple((f * scale, n * scale) for f, n in held) for held in cut.ranks))
     for rank, (first, count) in product(range(len(cut.ranks)), STRETCHES):
-        randomness.windows = SubBlocks(sketched.drawn, HeldRows(cut, rank))
-        with torch.no_grad(), randomness.at(2, first, count):
-            found = model(cut.take(x.narrow(b, first, count), dim, rank).contiguous())
-        assert torch.equal(found, wide.take(whole.narrow(b, first, count), dim, rank)), (rank, first)
+        randomness.sub_blocks = SubBlocks(sketched.drawn, LocalRowsRule(cut, rank))
+        with torch.no_grad(), randomness.forward_pass(2, first, count):
+            found = model(cut.take_part(x.narrow(b, first, count), dim, rank).contiguous())
+        assert torch.equal(found, wide.take_part(whole.narrow(b, first, count), dim, rank)), (rank, first)
 
 
 @pytest.mark.parametrize("function, shape, dim, cut", CASES, ids=NAMES)
@@ -109,38 +109,38 @@ def test_queries_may_be_cut_where_keys_are_whole() -> None:
     shape, cut = ("b", 2, 6, 4), CUTS["zigzag"]
     model = Of(lambda x: F.scaled_dot_product_attention(x, keys[: len(x)], keys[: len(x)], dropout_p=0.5))
     keys = sample_of(shape, 8)
-    sketched = sketch(model, lambda n: sample_of(shape, n), call)
+    sketched = sketch_model(model, lambda n: sample_of(shape, n), run_model)
     randomness = Randomness(5, sketched.places).install(model)
-    with torch.no_grad(), randomness.at(0, 0, BATCH):
+    with torch.no_grad(), randomness.forward_pass(0, 0, BATCH):
         whole = model(keys[:BATCH])
     for rank in range(2):
-        mine = cut.take(keys[:BATCH], 2, rank)
-        local = sketch(model, lambda n, rank=rank: cut.take(sample_of(shape, n), 2, rank), call)
-        at = differing(sketched.drawn, local.drawn)
+        mine = cut.take_part(keys[:BATCH], 2, rank)
+        local = sketch_model(model, lambda n, rank=rank: cut.take_part(sample_of(shape, n), 2, rank), run_model)
+        at = find_differing_dims(sketched.drawn, local.drawn)
         assert at == {("#1#1", 2)}, "the queries, and not the keys"
-        randomness.windows = SubBlocks(sketched.drawn, HeldRows(cut, rank, at))
-        with torch.no_grad(), randomness.at(0, 0, BATCH):
-            assert torch.allclose(model(mine), cut.take(whole, 2, rank), atol=1e-6)
+        randomness.sub_blocks = SubBlocks(sketched.drawn, LocalRowsRule(cut, rank, at))
+        with torch.no_grad(), randomness.forward_pass(0, 0, BATCH):
+            assert torch.allclose(model(mine), cut.take_part(whole, 2, rank), atol=1e-6)
 
 
 def test_recomputation_draws_by_the_windows_of_its_pass() -> None:
-    """Two passes of unlike lengths, and their backwards in the other order, as a pipeline runs them."""
+    """Two passes of unequal lengths, whose backward passes run in reverse order, as in a pipeline."""
     model = Of(lambda x: checkpoint(model.drop, x, use_reentrant=False).square())
-    sketched = sketch(model, lambda n: torch.ones(n, 6, 3), call)
+    sketched = sketch_model(model, lambda n: torch.ones(n, 6, 3), run_model)
     randomness = Randomness(1, sketched.places).install(model)
     at = frozenset({("drop#1#1", 1)})
     passes = []
-    for step, cut in enumerate((Rows.of([4, 2]), Rows.zigzag(12, 2))):
+    for step, cut in enumerate((Rows.from_sizes([4, 2]), Rows.make_zigzag(12, 2))):
         x = torch.ones(2, cut.length, 3)
-        randomness.windows = None
-        with torch.no_grad(), randomness.at(0, 2 * step, 2):
+        randomness.sub_blocks = None
+        with torch.no_grad(), randomness.forward_pass(0, 2 * step, 2):
             whole = model(x)
-        randomness.windows = SubBlocks(sketched.drawn, HeldRows(cut, 1, at))
-        mine = cut.take(x, 1, 1).clone().requires_grad_()
-        with randomness.at(0, 2 * step, 2):
+        randomness.sub_blocks = SubBlocks(sketched.drawn, LocalRowsRule(cut, 1, at))
+        mine = cut.take_part(x, 1, 1).clone().requires_grad_()
+        with randomness.forward_pass(0, 2 * step, 2):
             out = model(mine)
-        assert torch.equal(out, cut.take(whole, 1, 1))
-        passes.append((mine, out, cut.take(whole, 1, 1)))
+        assert torch.equal(out, cut.take_part(whole, 1, 1))
+        passes.append((mine, out, cut.take_part(whole, 1, 1)))
     for mine, out, whole in reversed(passes):
         with randomness.replay():
             out.sum().backward()
@@ -148,15 +148,15 @@ def test_recomputation_draws_by_the_windows_of_its_pass() -> None:
 
 
 def test_sizes_that_do_not_fit_are_errors() -> None:
-    shapes, cut = {"#1#1": (1, 6)}, Rows.of([4, 2])
+    shapes, cut = {"#1#1": (1, 6)}, Rows.from_sizes([4, 2])
     with pytest.raises(PlaitError, match="J019"):
-        HeldRows(cut, 0)("drop#1#1", 1, None, 4)
-    with pytest.raises(ValueError, match="3 rows of dim 1"):
-        HeldRows(cut, 0, frozenset({("#1#1", 1)}))("#1#1", 1, 6, 3)
-    with pytest.raises(ValueError, match="are held"):
-        SubBlocks(shapes, lambda *_: (6, ((0, 2),))).axes("#1#1", 0, (2, 3), 2)
-    assert SubBlocks(shapes, HeldRows(cut, 0)).axes("#1#1", 0, (2, 6), 2) is None
-    assert SubBlocks(shapes, HeldRows(cut, 0)).axes("#1#1", 0, (2, 4), 2) == [
+        LocalRowsRule(cut, 0)("drop#1#1", 1, None, 4)
+    with pytest.raises(ValueError, match="3 rows in dim 1"):
+        LocalRowsRule(cut, 0, frozenset({("#1#1", 1)}))("#1#1", 1, 6, 3)
+    with pytest.raises(ValueError, match="local ranges"):
+        SubBlocks(shapes, lambda *_: (6, ((0, 2),))).find_axes("#1#1", 0, (2, 3), 2)
+    assert SubBlocks(shapes, LocalRowsRule(cut, 0)).find_axes("#1#1", 0, (2, 6), 2) is None
+    assert SubBlocks(shapes, LocalRowsRule(cut, 0)).find_axes("#1#1", 0, (2, 4), 2) == [
         (2, ((0, 2),)),
         (1, ((0, 1),)),
         (6, ((0, 4),)),
@@ -165,7 +165,7 @@ def test_sizes_that_do_not_fit_are_errors() -> None:
 
 def test_the_sketch_says_what_one_sample_draws() -> None:
     model = Of(lambda x: F.dropout(x.flatten(0, 1)) + F.dropout1d(x).flatten(0, 1) + torch.rand(5))
-    found = sketch(model, lambda n: torch.ones(n, 6, 5), call)
+    found = sketch_model(model, lambda n: torch.ones(n, 6, 5), run_model)
     assert found.drawn == {"#1#1": (6, 5), "#1#2": (1, 6, 1), "#1#3": (5,)}
     assert found.places == {"#1#1": 0, "#1#2": 0, "#1#3": None}
 
@@ -182,7 +182,7 @@ def axes(draw: Any) -> list[windows.Axis]:
 
 
 @settings(deadline=None)
-@given(axes(), st.integers(0, 5), st.sampled_from([1, 4, 30, windows.CHUNK]))
+@given(axes(), st.integers(0, 5), st.sampled_from([1, 4, 30, windows.RESTART_COST]))
 def test_a_sub_block_is_cut_out_of_the_stream(held: list[windows.Axis], first: int, chunk: int) -> None:
     sizes = [size for size, _ in held]
     rows = [[i for f, n in ranges for i in range(f, f + n)] for _, ranges in held]
@@ -190,14 +190,14 @@ def test_a_sub_block_is_cut_out_of_the_stream(held: list[windows.Axis], first: i
 
     def stream(start: int, count: int) -> np.ndarray:
         drawn.append(count)
-        return bits(7, start, count)
+        return draw_bits(7, start, count)
 
     start = first * int(np.prod(sizes[1:]))
-    before, windows.CHUNK = windows.CHUNK, chunk
+    before, windows.RESTART_COST = windows.RESTART_COST, chunk
     try:
-        found = sub_block(stream, start, held)
+        found = draw_sub_block(stream, start, held)
     finally:
-        windows.CHUNK = before
-    whole = bits(7, start, int(np.prod(sizes))).reshape(sizes)
+        windows.RESTART_COST = before
+    whole = draw_bits(7, start, int(np.prod(sizes))).reshape(sizes)
     assert np.array_equal(found, whole[np.ix_(*rows)] if found.size else found)
     assert max(drawn, default=0) <= max(chunk, found.size)

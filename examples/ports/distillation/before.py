@@ -1,4 +1,4 @@
-"""Knowledge distillation in plain PyTorch: a small network learns what a large one, which is not trained, says of each sample."""
+"""Knowledge distillation in plain PyTorch: a small network learns the outputs of a large one, which is not trained."""
 
 import torch
 from torch import nn

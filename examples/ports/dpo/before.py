@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023) in plain PyTorch, on recorded pairs of answers."""
+"""Direct preference optimization (Rafailov et al. 2023) in plain PyTorch, on recorded pairs of answers."""
 
 import copy
 
@@ -25,7 +25,7 @@ class LanguageModel(nn.Module):
 
 
 def likelihood(model: nn.Module, words: Tensor) -> Tensor:
-    """Log probability of each row of words, given its first."""
+    """Log probability of each row of tokens, given its first token."""
     told = model(words[:, :-1]).log_softmax(-1)
     return told.gather(-1, words[:, 1:, None]).squeeze(-1).sum(-1)
 

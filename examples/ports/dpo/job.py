@@ -1,4 +1,4 @@
-"""Direct preference optimisation as a plait job: the policy and the frozen reference are one model. One loss, no phases."""
+"""Direct preference optimization as a plait job: the policy and the frozen reference are one model. One loss, no phases."""
 
 import copy
 
@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
 
 
 def likelihood(model: nn.Module, words: Tensor) -> Tensor:
-    """Log probability of each row of words, given its first."""
+    """Log probability of each row of tokens, given its first token."""
     told = model(words[:, :-1]).log_softmax(-1)
     return told.gather(-1, words[:, 1:, None]).squeeze(-1).sum(-1)
 
@@ -50,7 +50,7 @@ class Pairs(Dataset[tuple[tuple[Tensor, Tensor], int]]):
 
 
 class Preference(nn.Module):
-    """How much more the policy prefers the chosen answer to the rejected one than the reference does."""
+    """The preference of the policy for the chosen over the rejected answer, minus that of the reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Preference(nn.Module):
         self.reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
 
     def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        both = torch.cat([chosen[:, None], rejected[:, None]], 1).flatten(0, 1)  # rows of a sample stay side by side
+        both = torch.cat([chosen[:, None], rejected[:, None]], 1).flatten(0, 1)  # rows of a sample stay adjacent
         with torch.no_grad():
             before = likelihood(self.reference, both).view(-1, 2)
         now = likelihood(self.policy, both).view(-1, 2)

@@ -1,4 +1,4 @@
-"""A classifier of points, as one writes it with Keras on torch:  python examples/ports/keras/before.py"""
+"""A typical classifier of points in Keras on torch:  python examples/ports/keras/before.py"""
 
 import os
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def model() -> keras.Model:
 
 
 def main(order: Sequence[int] | None = None) -> list[float]:
-    """The loss of each step. `order`: of the samples, instead of a random one."""
+    """Return the loss of each step. `order`: sample indices, instead of a random order."""
     x, y = points()
     made, losses = model(), []
     places = np.arange(SAMPLES) if order is None else np.array(order)

@@ -1,4 +1,4 @@
-"""LoRA as transformers and peft users write it: one device, a loop.
+"""A typical LoRA script with transformers and peft: one device, a loop.
 
 python examples/ports/lora/before.py
 """
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(steps: int = 20) -> list[float]:
-    """Train; the loss of each step."""
+    """Train, and return the loss of each step."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(base(), dtype=torch.float32)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

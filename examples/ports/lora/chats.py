@@ -1,6 +1,6 @@
-"""What both sides of this port train with: a small Llama as `save_pretrained` leaves it, and a few conversations.
+"""The data and the model of both scripts of this port: a small Llama in the format of `save_pretrained`, and a few conversations.
 
-Beside a real model, `base` would be the folder that `hf download` filled, and a token what its tokenizer says; here a token is a byte.
+With a real model, `base` would be the folder downloaded by `hf download`, and its tokenizer would define tokens. Here a token is a byte.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ CHATS = [
 
 
 def base() -> Path:
-    """The folder of the pretrained model; made on first use."""
+    """Return the folder of the pretrained model; it is made on first use."""
     folder = Path(tempfile.gettempdir()) / "plait-tiny-llama"
     if not (folder / "config.json").exists():
         config = LlamaConfig(
@@ -33,9 +33,9 @@ def base() -> Path:
 
 
 class Chats:
-    """Conversations of one length: `input_ids`, and as targets the tokens one later, −100 where nothing is to be learnt.
+    """Conversations of one length: `input_ids`, and as targets the tokens shifted by one, with −100 for tokens without a loss.
 
-    The model learns the answers. What it is asked, and the padding, count neither in the loss nor in its mean.
+    The model learns the answers. Questions and padding count neither in the loss nor in its mean.
     """
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A stream of samples that is shuffled in a buffer, trained in plain PyTorch on one device.
+"""A stream of samples, shuffled in a buffer, in plain PyTorch on one device.
 
 python examples/ports/streaming/before.py
 """
@@ -17,7 +17,7 @@ LENGTH, BUFFER = 300, 32
 
 
 class Stream(IterableDataset):
-    """x [4] and y [1], read one after the other, as from files that are too large to hold; the first epoch is 0."""
+    """x [4] and y [1], read in sequence, as from files that are larger than memory; the first epoch is 0."""
 
     epoch = 0
 

@@ -1,4 +1,4 @@
-"""Sentences of unequal length, grouped by length in batches of at most 256 tokens, trained in plain PyTorch on one device.
+"""Sentences of unequal length in plain PyTorch on one device, grouped by length in batches of at most 256 tokens.
 
 python examples/ports/token_budget/before.py
 """
@@ -16,7 +16,7 @@ WORDS, TOKENS, MOST = 40, 256, 32
 
 
 class Sentences(Dataset):
-    """Rows of 4 to 40 tokens, each the one before it times 3 plus 1, which a model can learn."""
+    """Rows of 4 to 40 tokens. Each token is the previous one times 3 plus 1, which a model can learn."""
 
     def __init__(self, n: int = 400):
         lengths = torch.randint(4, 41, (n,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -36,20 +36,20 @@ class Sentences(Dataset):
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """To the longest, with token 0 and target -100."""
+    """Pad to the longest, with token 0 and target -100."""
     inputs, targets = zip(*samples)
     return pad_sequence(inputs, True, 0), pad_sequence(targets, True, -100)
 
 
 def grouped(epoch: int, lengths: list[int]) -> list[int]:
-    """A permutation, sorted by length in stretches of 100."""
+    """A permutation, sorted by length in groups of 100."""
     shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(epoch)).tolist()
     stretches = [shuffled[i : i + 100] for i in range(0, len(shuffled), 100)]
     return [i for stretch in stretches for i in sorted(stretch, key=lambda i: -lengths[i])]
 
 
 class TokenBatches:
-    """A batch sampler: the next samples of the order, as long as the padded batch has at most `TOKENS` tokens."""
+    """A batch sampler: takes the next samples of the order while the padded batch has at most `TOKENS` tokens."""
 
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
@@ -78,7 +78,7 @@ class Model(nn.Module):
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over tokens that are no padding."""
+    """The mean over all tokens except padding."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 

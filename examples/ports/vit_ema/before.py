@@ -1,4 +1,4 @@
-"""A vision transformer with mixup and a moving average of its weights, as plain PyTorch has them: one device.
+"""A vision transformer with mixup and a moving average of its weights, in plain PyTorch on one device.
 
 python examples/ports/vit_ema/before.py
 """
@@ -12,7 +12,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 
 def main() -> None:
-    """Train, and print the accuracy of the averaged weights on images that were not trained on."""
+    """Train, and print the accuracy of the averaged weights on test images."""
     torch.manual_seed(0)
     model = vit()
     plain = [p for n, p in model.named_parameters() if n.endswith("bias") or "layernorm" in n]

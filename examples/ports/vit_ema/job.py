@@ -4,8 +4,8 @@
     plait verify examples/ports/vit_ema/job.py --plan "fsdp=2"
     plait checkpoint export runs/latest --ema --output averaged.safetensors
 
-Mixup draws its partner and its part in `__getitem__`, where random numbers belong to the sample: every plan mixes the same images. In a
-`collate` it would mix with what happens to be on the same rank.
+Mixup draws its partner and its ratio in `__getitem__`, where random numbers belong to the sample, so every plan mixes the same images. In
+a `collate`, it would mix only images of the same rank.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def accuracy(outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-    """1 for each image whose class is right."""
+    """Return 1 for each image whose predicted class is correct."""
     return {"accuracy": (outputs.logits.argmax(-1) == targets).float()}
 
 

@@ -31,7 +31,7 @@ class Stripes(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 class Mixup(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """Each sample mixed with another one, drawn at random, and its class as probabilities (Zhang et al. 2018)."""
+    """Mix each sample with a random other one, with its class as probabilities (Zhang et al. 2018)."""
 
     def __init__(self, data: Stripes, alpha: float = 0.2) -> None:
         self.data, self.alpha = data, alpha
@@ -49,7 +49,7 @@ class Mixup(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 def vit() -> ViTForImageClassification:
-    """A tiny one: patches of 2 × 2, two layers."""
+    """A tiny vision transformer: patches of 2 × 2, two layers."""
     config = ViTConfig(
         image_size=8, patch_size=2, num_channels=1, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=64, num_labels=CLASSES,

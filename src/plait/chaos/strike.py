@@ -1,7 +1,7 @@
-"""What happens inside a rank, at a step and phase: a strike, put between the rank and its place (see `launch/place.py`).
+"""Faults inside a rank, at a step and phase: a strike, inserted between the rank and its place (see `launch/place.py`).
 
-A rank says at the beginning of each phase what it does; a strike listens to that and acts, once or as often as it is told.
-Before it acts it leaves a mark in a folder: when, at which step, in which process. Training itself knows nothing of it.
+A rank reports the beginning of each phase to its place. A strike listens to these reports and acts, once or several times. Before it acts,
+it writes a mark to a folder: time, step and process. The training code does not depend on it.
 """
 
 import ctypes
@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from plait.launch.place import Place
 
-FILE = "a-fault-that-was-posed.py"
-"""Where the code of acts seems to stand."""
-BIT = 1 << 4
+POSED_FILE = "a-fault-that-was-posed.py"
+"""File name of the acts' code in tracebacks."""
+FLIPPED_BIT = 1 << 4
 """The bit of a byte that flips."""
-EATEN = 1 << 30
-"""Bytes that a rank asks for when it is to meet the limit of its control group."""
+EXHAUST_BYTES = 1 << 30
+"""Bytes that a rank allocates to exceed the limit of its control group."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """`act` on `rank` when it begins `phase` and has done `step` steps, or more where it had nothing to do in that phase then."""
+    """Run `act` on `rank` at the beginning of `phase` after `step` completed steps, or later if the rank did not enter that phase then."""
 
     act: str
     phase: str = "forward"
@@ -40,20 +40,20 @@ class Strike:
     rank: int = 1
     times: int = 1
     within: float = 0.0
-    """How far into the phase, as a share of what the same phase took before. For what can be done to a process from a thread."""
+    """Delay into the phase, as a fraction of its previous duration. Only for acts that a thread can do to its process."""
     until: str = ""
-    """A pattern of files, relative to the marks' folder: strike as soon as one exists."""
+    """A pattern of files, relative to the folder of marks: strike as soon as one exists."""
     after: str = ""
-    """Only after the strike with this act has struck."""
+    """Strike only after the strike with this act."""
     text: str = ""
-    """What the act is told."""
+    """Argument of the act."""
     always: bool = False
-    """Also in rounds with another number of ranks."""
+    """Strike also in restarts with another number of ranks."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Left by a strike."""
+    """Record of a strike."""
 
     time: float
     step: int
@@ -61,14 +61,14 @@ class Mark:
     act: str
 
 
-def marks(folder: Path) -> list[Mark]:
-    """All that were left, in order, but those of slowing down."""
+def read_marks(folder: Path) -> list[Mark]:
+    """Read all marks in order of time, without those of slowing down."""
     found = [Mark(**json.loads(path.read_text())) for path in folder.glob("mark-*.json")]
     return sorted((mark for mark in found if mark.act != "slow"), key=lambda mark: mark.time)
 
 
-def struck(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> Callable[[Place], Place]:
-    """A function that puts those strikes around the place of a rank of `world` that are for it."""
+def add_strikes(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> Callable[[Place], Place]:
+    """Return a function that adds the strikes of a rank to its place, in runs of `world` ranks."""
 
     def around(place: Place) -> Place:
         there = lambda strike: strike.rank == place.rank and (strike.always or world == place.world)  # noqa: E731
@@ -76,60 +76,60 @@ def struck(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> 
 
         def beat(step: int, phase: str) -> None:
             place.beat(step, phase)
-            striker.begins(step, phase)
+            striker.begin_phase(step, phase)
 
         def reads() -> None:
-            place.reads()
-            striker.reads()
+            place.mark_read()
+            striker.read_sample()
 
-        return replace(place, beat=beat, reads=reads) if striker.strikes else place
+        return replace(place, beat=beat, mark_read=reads) if striker.strikes else place
 
     return around
 
 
 class Striker:
-    """The strikes of one process, by their numbers. Whoever begins a phase or reads a sample calls it, and it acts if one is due.
+    """The strikes of one process, by number. It is called at every phase and sample, and acts if a strike is due.
 
-    `folder`: of the marks. A process that is started again finds there what it has suffered before. `plait chaos` puts one around
-    a rank's place; a job that has no such place (under other launchers, in tests, in `bench/faults.py`) calls `begins` itself.
+    `folder`: of the marks. A restarted process finds there the strikes that were done before. `plait chaos` adds a striker to a rank's
+    place. Jobs without such a place (other launchers, tests, `bench/faults.py`) call `begin_phase` themselves.
     """
 
     def __init__(self, strikes: Mapping[int, Strike], folder: Path, seed: int = 0):
         self.strikes, self.folder = strikes, folder
-        self.draw, self.pid = random.Random(seed), os.getpid()
+        self.rng, self.pid = random.Random(seed), os.getpid()
         self.took: dict[str, float] = {}
         self.phase, self.began, self.step = "start", time.monotonic(), -1
 
-    def begins(self, step: int, phase: str) -> None:
-        """A phase of a step begins."""
+    def begin_phase(self, step: int, phase: str) -> None:
+        """Handle the beginning of a phase."""
         now = time.monotonic()
         self.took[self.phase] = now - self.began
         self.phase, self.began, self.step = phase, now, step
-        self._due(phase)
+        self._strike_due(phase)
 
-    def reads(self) -> None:
-        """A sample is read, by the process itself or by a loader process that it has forked."""
-        self._due("read" if os.getpid() == self.pid else "loader")
+    def read_sample(self) -> None:
+        """Handle the reading of a sample, by the process itself or by a loader process that it forked."""
+        self._strike_due("read" if os.getpid() == self.pid else "loader")
 
-    def _due(self, phase: str) -> None:
+    def _strike_due(self, phase: str) -> None:
         for number, strike in self.strikes.items():
-            if strike.phase != phase or strike.step > self.step or self._done(number, strike):
+            if strike.phase != phase or strike.step > self.step or self._is_done(number, strike):
                 continue
-            if strike.after and not any(mark.act == strike.after for mark in marks(self.folder)):
+            if strike.after and not any(mark.act == strike.after for mark in read_marks(self.folder)):
                 continue
             if strike.until or strike.within:
-                threading.Thread(target=self._later, args=(number, strike), daemon=True).start()
+                threading.Thread(target=self._strike_later, args=(number, strike), daemon=True).start()
             else:
                 self._strike(number, strike)
 
-    def _done(self, number: int, strike: Strike) -> bool:
+    def _is_done(self, number: int, strike: Strike) -> bool:
         return all((self.folder / f"mark-{number}-{n}.json").exists() for n in range(strike.times))
 
-    def _later(self, number: int, strike: Strike) -> None:
+    def _strike_later(self, number: int, strike: Strike) -> None:
         end = time.monotonic() + 10.0
         while strike.until and not any(self.folder.glob(strike.until)) and time.monotonic() < end:
             time.sleep(0.0005)
-        time.sleep(self.draw.random() * strike.within * self.took.get(strike.phase, 0.0))
+        time.sleep(self.rng.random() * strike.within * self.took.get(strike.phase, 0.0))
         self._strike(number, strike)
 
     def _strike(self, number: int, strike: Strike) -> None:
@@ -145,55 +145,55 @@ class Striker:
                 return
 
 
-def _posed(act: Callable[[str], None]) -> Callable[[str], None]:
-    """The act as if its code were the job's: what is told of a stack goes by whose code stands in it."""
-    return FunctionType(act.__code__.replace(co_filename=FILE), globals(), act.__name__)
+def _disguise_code(act: Callable[[str], None]) -> Callable[[str], None]:
+    """Make the act's code look like code of the job: reports of a stack depend on the file of each frame."""
+    return FunctionType(act.__code__.replace(co_filename=POSED_FILE), globals(), act.__name__)
 
 
-@_posed
-def _raise(text: str) -> None:
+@_disguise_code
+def _raise_error(text: str) -> None:
     raise ValueError(text or "posed by plait chaos")
 
 
-@_posed
-def _sleep(text: str) -> None:
+@_disguise_code
+def _sleep_hour(text: str) -> None:
     time.sleep(3600.0)
 
 
-@_posed
-def _barrier(text: str) -> None:
+@_disguise_code
+def _call_barrier(text: str) -> None:
     dist.barrier()
 
 
-@_posed
-def _allocate(text: str) -> None:
+@_disguise_code
+def _allocate_memory(text: str) -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def _eat(text: str) -> None:
-    """Join the control group whose list of processes is `text`, and ask for more than it allows."""
+def _exhaust_memory(text: str) -> None:
+    """Join the control group whose process list is the file `text`, and allocate more than its limit."""
     Path(text).write_text(str(os.getpid()))
-    held = bytearray(EATEN)
+    held = bytearray(EXHAUST_BYTES)
     held[::4096] = b"x" * len(held[::4096])
     raise MemoryError("the control group did not stop this process")
 
 
-@_posed
-def _hold(text: str) -> None:
-    """Wait for a lock in compiled code, which no signal ends, and keep the interpreter's lock meanwhile."""
+@_disguise_code
+def _hold_lock(text: str) -> None:
+    """Wait for a lock in compiled code, which no signal interrupts, with the GIL locked."""
     lock, system = ctypes.create_string_buffer(256), ctypes.PyDLL(None)
     for _ in range(2):
         system.pthread_mutex_lock(lock)
 
 
-@_posed
-def _spin(text: str) -> None:
+@_disguise_code
+def _loop_forever(text: str) -> None:
     while True:
         pass
 
 
-def _nan(text: str) -> None:
-    """The output of the next module is not a number."""
+def _poison_output(text: str) -> None:
+    """Make the output of the next module NaN."""
     handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def hook(module: nn.Module, inputs: object, output: object) -> None:
@@ -204,32 +204,32 @@ def _nan(text: str) -> None:
     handles.append(nn.modules.module.register_module_forward_hook(hook))
 
 
-def _flip_a_bit(tensor: Tensor) -> None:
-    """Of the element with the largest number; it is doubled, halved, or changes by an eighth."""
+def _flip_bit(tensor: Tensor) -> None:
+    """Flip a bit of the element with the largest absolute value: it is doubled, halved, or changes by an eighth."""
     at = int(tensor.flatten().abs().argmax()) * tensor.element_size() + tensor.element_size() - 2
-    tensor.flatten().view(torch.uint8)[at] ^= BIT
+    tensor.flatten().view(torch.uint8)[at] ^= FLIPPED_BIT
 
 
-def _flip(text: str) -> None:
-    """One bit of one element of the next module that has a matrix of its own."""
+def _flip_weight_bit(text: str) -> None:
+    """Flip one bit in the next module that has a weight matrix."""
     handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def hook(module: nn.Module, inputs: object) -> None:
         for parameter in module.parameters(recurse=False):
             if handles and parameter.dim() > 1 and parameter.numel() and parameter.is_contiguous():
                 handles.pop().remove()
-                _flip_a_bit(parameter.detach())
+                _flip_bit(parameter.detach())
 
     handles.append(nn.modules.module.register_module_forward_pre_hook(hook))
 
 
-def _flip_gradient(text: str) -> None:
-    """One bit of one element of a gradient, before it is summed over ranks."""
+def _flip_gradient_bit(text: str) -> None:
+    """Flip one bit of a gradient before the all-reduce."""
     handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def back(gradient: Tensor) -> Tensor:
         changed = gradient.clone(memory_format=torch.contiguous_format)
-        _flip_a_bit(changed)
+        _flip_bit(changed)
         return changed
 
     def hook(module: nn.Module, inputs: object, output: object) -> None:
@@ -241,7 +241,7 @@ def _flip_gradient(text: str) -> None:
 
 
 def _shift_clock(text: str) -> None:
-    """The wall's clock jumps by so many hours."""
+    """Let the wall clock jump by `text` hours."""
     real, hours = time.time, float(text)
     time.time = lambda: real() + 3600.0 * hours
 
@@ -252,18 +252,18 @@ ACTS: dict[str, Callable[[str], object]] = {
     "segv": lambda text: ctypes.string_at(0),
     "abort": lambda text: os.abort(),
     "exit": lambda text: os._exit(7),
-    "raise": _raise,
-    "allocate": _allocate,
-    "eat": _eat,
-    "sleep": _sleep,
+    "raise": _raise_error,
+    "allocate": _allocate_memory,
+    "eat": _exhaust_memory,
+    "sleep": _sleep_hour,
     "slow": lambda text: time.sleep(float(text)),
-    "hold": _hold,
-    "spin": _spin,
-    "barrier": _barrier,
-    "nan": _nan,
-    "flip": _flip,
-    "flip gradient": _flip_gradient,
+    "hold": _hold_lock,
+    "spin": _loop_forever,
+    "barrier": _call_barrier,
+    "nan": _poison_output,
+    "flip": _flip_weight_bit,
+    "flip gradient": _flip_gradient_bit,
     "clock": _shift_clock,
     "mark": lambda text: None,
 }
-"""What a strike can do."""
+"""All acts by name."""

@@ -1,16 +1,16 @@
-"""Saved under any plan, read under any other.
+"""Checkpoints that are saved under any plan and loaded under any other plan.
 
-checkpoints       save, resume, refuse
-state             a training as named parts and values
-optimizer_state   the optimizer's part of it
-carried_state     what a model or a loss carries from step to step outside of parameters and buffers
-plain_values      values of Python as JSON and tensors
-fingerprint       what a training depends on, compared when it is resumed
+checkpoints       save, resume, verify
+training_state    the state of a training run as named parts and values
+optimizer_state   the optimizer's part of that state
+carried_state     state of a model or loss outside of its parameters and buffers
+plain_values      Python values as JSON and tensors
+fingerprint       a summary of the job and its data, compared on resume
 manifest          the file that makes a directory a checkpoint
-safetensors_file  who writes which rectangle of a tensor; one file, written and read by ranges
-reading           parts of tensors out of a directory
-replica_groups    what it holds of replica groups, and of each of them alone
-saving            a save beside training
-opening           weights that somebody keeps, opened; the base of a fine-tuning, which checkpoints name and do not hold
-export            its weights out
+safetensors_file  assignment of tensor rectangles to ranks; one file, written and read by ranges
+checkpoint_reader partial tensors read from a directory
+replica_groups    the state of replica groups, global and per group
+saving            a save in a background thread
+foreign_weights   weights of other tools; base weights that checkpoints reference instead of storing
+export            weights written for other libraries
 """

@@ -1,13 +1,13 @@
-"""Checkpoints: a directory of safetensors and a JSON manifest, published by one rename, every byte under a digest.
+"""Checkpoints: a directory of safetensors files and a JSON manifest, published by one rename, every byte under a digest.
 
-    checkpoints/step-000200/manifest.json               what is inside and where, sealed; sizes and digests of the files
-    checkpoints/step-000200/model-00000.safetensors     the pieces of parameters and buffers that rank 0 wrote
-    checkpoints/step-000200/optimizer-00000.safetensors
-    checkpoints/step-000300.tmp-5f0c61d2/               being written, or left by a killed save: never read
+checkpoints/step-000200/manifest.json               contents and their files, sealed; sizes and digests of the files
+checkpoints/step-000200/model-00000.safetensors     the pieces of parameters and buffers that rank 0 wrote
+checkpoints/step-000200/optimizer-00000.safetensors
+checkpoints/step-000300.tmp-5f0c61d2/               being written, or left by a killed save: never read
 
-Every rank writes and reads its own pieces (`checkpoint/safetensors_file.py`), so a checkpoint of one plan is read under any other. A save
-writes beside the old checkpoints and renames last; whatever moment it is killed at, the previous one is whole. A load
-believes nothing before its digest: what is damaged is refused by name, on all ranks alike, and the one before is used.
+Every rank writes and reads its own pieces (`checkpoint/safetensors_file.py`), so a checkpoint of one plan can be loaded under any other.
+A save writes to a new directory and renames it last. If it is killed at any moment, the previous checkpoint is intact.
+A load checks each digest before use. All ranks reject a damaged checkpoint and load the previous one.
 Nothing is pickled, so loading runs no code.
 """
 
@@ -23,341 +23,351 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from plait.checkpoint import carried_state, fingerprint, optimizer_state, state
-from plait.checkpoint.carried_state import Training, exchange_json, problems_in, raise_first
-from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, published, read_manifest
-from plait.checkpoint.opening import read_base
-from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import Cancelled, Damaged, HeldChunk, assign
-from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
-from plait.config.errors import FAILED, PlaitError, Problem, problem_of
+from plait.checkpoint import carried_state, fingerprint, optimizer_state, training_state
+from plait.checkpoint.carried_state import Training, encode_problems, exchange_json, raise_first_problem
+from plait.checkpoint.checkpoint_reader import CheckpointReader
+from plait.checkpoint.foreign_weights import read_base
+from plait.checkpoint.manifest import MANIFEST_NAME, Manifest, damaged_problem, list_checkpoints, read_manifest
+from plait.checkpoint.safetensors_file import DamagedFileError, LocalChunk, WriteCancelled, assign_writers
+from plait.checkpoint.saving import (
+    HostSnapshot,
+    SaveThread,
+    delete_directory,
+    estimate_bytes,
+    measure_free_bytes,
+    publish_checkpoint,
+    write_part,
+)
+from plait.config.errors import FAILED, PlaitError, Problem, parse_problem
 from plait.data.batch import is_map
 from plait.data.sampling import Sampling
-from plait.tensors.norm import several
+from plait.tensors.norm import shorten_names
 from plait.tensors.rows import Part
 
 
 @dataclass
 class PendingSave:
-    """A save between its copy and its publication."""
+    """A save between the snapshot and the publication of its checkpoint."""
 
     path: Path
-    building: Path
+    build_dir: Path
     keep: int
-    empty: list[HeldChunk]
-    errand: SaveThread
+    empty_chunks: list[LocalChunk]
+    thread: SaveThread
     publishing: bool = False
 
 
 class Checkpoints:
-    """The checkpoints in a directory, and the save that is on its way."""
+    """The checkpoints in a directory, and the pending save."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.refused: list[Problem] = []
-        """Damaged checkpoints that `resume` passed over."""
-        self.marked: list[Problem] = []
-        """Checkpoints of this run with weights or optimizer state that are not finite, for rank 0 to tell of."""
-        self.changed: list[str] = []
-        """What differs between the job of the checkpoint that was resumed and this one, a line each."""
-        self.carries = False
-        """Whether the checkpoint that was resumed holds what the model carries from step to step."""
+        self.damaged_found: list[Problem] = []
+        """Damaged checkpoints that `resume` skipped."""
+        self.nonfinite_found: list[Problem] = []
+        """Checkpoints of this run with NaN or infinity in weights or optimizer state, reported by rank 0."""
+        self.job_changes: list[str] = []
+        """Differences between the job of the loaded checkpoint and this job, a line each."""
+        self.has_carried_state = False
+        """Whether the loaded checkpoint has carried state of the model."""
         self.parent: str | None = None
-        self.told: Callable[[Path], None] = lambda path: None
-        """Called when a save is published, on all ranks in the same step."""
-        self.took = 0.0
-        """Seconds of a processor that this rank's part of the last save took beside training."""
+        self.on_published: Callable[[Path], None] = lambda path: None
+        """Called on all ranks in the step in which a save is published."""
+        self.save_seconds = 0.0
+        """CPU seconds of this rank's part of the last save, in its background thread."""
         self._damaged: set[Path] = set()
-        self._flight: PendingSave | None = None
-        self._snapshot = Snapshot()
-        self._held: list[list[HeldChunk]] = []
+        self._pending: PendingSave | None = None
+        self._snapshot = HostSnapshot()
+        self._held_chunks: list[list[LocalChunk]] = []
         self._allow = False
 
-    def found(self) -> list[Path]:
-        """Published checkpoints, newest first."""
-        return published(self.directory)
+    def list_published(self) -> list[Path]:
+        """Return the published checkpoints, newest first."""
+        return list_checkpoints(self.directory)
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest one; 0 when there is none."""
-        return next((int(path.name[5:]) for path in self.found()), 0)
+        """Step of the newest checkpoint; 0 if there are none."""
+        return next((int(path.name[5:]) for path in self.list_published()), 0)
 
     def save(self, training: Training, keep: int, wait: bool = True) -> Path:
-        """Save the training's state, and keep the newest `keep` checkpoints; every rank calls it.
+        """Save the training state and keep the newest `keep` checkpoints. Collective.
 
-        It returns once the state is copied, or with `wait` once the checkpoint is published. A save that is still on
-        its way is finished first. K004 on all ranks when any rank could not write.
+        It returns once the state is copied, or with `wait` once the checkpoint is published. A pending save is
+        finished first. K004 on all ranks if any rank could not write.
+
         """
-        self.finish(training)
+        self.finish_save(training)
         path = self.directory / f"step-{training.position.step:06d}"
-        parts, values, token, free, carried = self._agree(training, path)
+        parts, values, token, free, carried = self._collect_state(training, path)
         if token:
-            written = carried_state.without_copies(self._held, carried)
-            shares = assign(written)
-            if (needed := room(shares)) > free:  # a part of it would take the room that metrics and the log still have
-                raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
+            written = carried_state.drop_duplicate_chunks(self._held_chunks, carried)
+            shares = assign_writers(written)
+            if (needed := estimate_bytes(shares)) > free:  # a partial save would use the disk space that metrics and the log need
+                raise PlaitError(_unwritable_problem(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
             rank, rule = training.place.rank, training.rule
-            empty = [held for each in written for held in each if not held.bytes and 0 in held.shape]
-            tensors = dict(self._snapshot.take(shares[rank], parts))
+            empty = [held for each in written for held in each if not held.num_bytes and 0 in held.shape]
+            tensors = dict(self._snapshot.copy_chunks(shares[rank], parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
             write = lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule)  # noqa: E731
-            errand = SaveThread(self.write(write, building))
-            self._flight = PendingSave(path, building, keep, empty, errand)
+            errand = SaveThread(self.wrap_writer(write, building))
+            self._pending = PendingSave(path, building, keep, empty, errand)
         if wait:
-            self.finish(training)
+            self.finish_save(training)
         return path
 
-    def _agree(
+    def _collect_state(
         self, training: Training, path: Path
     ) -> tuple[dict[str, Part], dict[str, Any], str, float, list[dict[str, str]]]:
-        """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there; digests of
-        what each rank carries.
+        """Return this rank's parts and values, the save's token ("" if the checkpoint exists), the free bytes, and all ranks' digests.
 
-        Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
+        Token and free bytes are rank 0's on all ranks. The lists of chunks are exchanged only if they changed.
+
         """
         rank, word = training.place.rank, dict[str, Any]()
-        parts, values, held = dict[str, Any](), dict[str, Any](), list[HeldChunk]()
+        parts, values, held = dict[str, Any](), dict[str, Any](), list[LocalChunk]()
         try:
-            if not self._held:
-                optimizer_state.check(training)
-            parts, values = state.parts_of(training), state.values_of(training)
-            carried = training.carried.take()
-            parts |= carried.parts(rank)
-            values["carried"] = carried.told(rank, training.place.world)
-            held = state.held_of(parts)
-            word["carried"] = carried.digests()
+            if not self._held_chunks:
+                optimizer_state.check_resumable(training)
+            parts, values = training_state.collect_parts(training), training_state.collect_values(training)
+            carried = training.carried.snapshot()
+            parts |= carried.checkpoint_parts(rank)
+            values["carried"] = carried.to_manifest(rank, training.place.world)
+            held = training_state.list_local_chunks(parts)
+            word["carried"] = carried.compute_digests()
         except PlaitError as error:
-            word |= problems_in(error)
-        if not self._held or held != self._held[rank]:
+            word |= encode_problems(error)
+        if not self._held_chunks or held != self._held_chunks[rank]:
             word["held"] = list(map(astuple, held))
         if rank == 0:
             there = path.exists() and path not in self._damaged
             word["token"] = "" if there else secrets.token_hex(4)
-            self._tidy()
-            word["free"] = free_bytes(self.directory)
+            self._remove_leftovers()
+            word["free"] = measure_free_bytes(self.directory)
         said = exchange_json(training, word)
-        raise_first(said)
-        known = self._held or [[] for _ in said]
-        self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
+        raise_first_problem(said)
+        known = self._held_chunks or [[] for _ in said]
+        self._held_chunks = [[_decode_chunk(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
         digests = [w["carried"] for w in said]
-        training.carried.exchanged(digests)
+        training.carried.note_saved(digests)
         return parts, values, said[0]["token"], said[0]["free"], digests
 
     @property
-    def stage(self) -> tuple[bool, bool]:
-        """Whether a save is on its way, and whether it is being published."""
-        return self._flight is not None, self._flight is not None and self._flight.publishing
+    def save_status(self) -> tuple[bool, bool]:
+        """(whether a save is pending, whether it is being published)."""
+        return self._pending is not None, self._pending is not None and self._pending.publishing
 
-    def word(self, ranks: int) -> float:
-        """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
-        if self._flight is None:
+    def progress_value(self, ranks: int) -> float:
+        """Return this rank's term of a sum over ranks. The sum is `ranks` if all have finished, and larger after a failure."""
+        if self._pending is None:
             return 0.0
-        return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._flight.errand.state]
+        return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._pending.thread.state]
 
-    def heard(self, training: Training, total: float) -> None:
-        """Told the sum of all ranks' words, go on: publish, finish, or raise K004. All ranks hear the same sum."""
+    def advance_save(self, training: Training, total: float) -> None:
+        """Publish or finish the pending save, or raise K004, by the sum of all ranks' `progress_value`, which is equal on all ranks."""
         ranks = training.place.world
-        if self._flight is None or total < ranks:
+        if self._pending is None or total < ranks:
             return
         if total > ranks:
-            self._give_up(training, self._flight)
-        elif not self._flight.publishing:
-            self._flight.publishing, self.took = True, self._flight.errand.took
-            if self.publishes(training):
-                self._flight.errand = SaveThread(lambda _, flight=self._flight: self.publish(flight, ranks))
+            self._abort_save(training, self._pending)
+        elif not self._pending.publishing:
+            self._pending.publishing, self.save_seconds = True, self._pending.thread.cpu_seconds
+            if self.is_publisher(training):
+                self._pending.thread = SaveThread(lambda _, flight=self._pending: self.publish_save(flight, ranks))
         else:
-            path, self._flight = self._flight.path, None
+            path, self._pending = self._pending.path, None
             self.parent = path.name
-            self.told(path)
+            self.on_published(path)
 
-    def finish(self, training: Training) -> None:
-        """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
-        while self._flight is not None:
-            self._flight.errand.wait(lambda: training.place.within("checkpoint"))
-            total = torch.tensor(self.word(training.place.world), dtype=torch.float64, device=training.rank_model.device)
-            if training.rank_model.mesh.everyone is not None:
-                dist.all_reduce(total, group=training.rank_model.mesh.everyone)
-            self.heard(training, float(total))
+    def finish_save(self, training: Training) -> None:
+        """Wait until the pending save is published. Collective. K004 if it failed."""
+        while self._pending is not None:
+            self._pending.thread.wait(lambda: training.place.set_phase("checkpoint"))
+            total = torch.tensor(self.progress_value(training.place.world), dtype=torch.float64, device=training.rank_model.device)
+            if training.rank_model.mesh.world_group is not None:
+                dist.all_reduce(total, group=training.rank_model.mesh.world_group)
+            self.advance_save(training, float(total))
 
-    def write(self, work: Callable[[Callable[[], bool]], None], building: Path) -> Callable[[Callable[[], bool]], None]:
-        """What the thread of a save does, of which `work` writes this rank's part."""
+    def wrap_writer(self, work: Callable[[Callable[[], bool]], None], building: Path) -> Callable[[Callable[[], bool]], None]:
+        """Return the function that the save's thread runs. `work` writes this rank's part."""
         return work
 
-    def publishes(self, training: Training) -> bool:
-        """Whether this rank has a part in publishing."""
+    def is_publisher(self, training: Training) -> bool:
+        """Return whether this rank takes part in publishing."""
         return training.place.rank == 0
 
-    def publish(self, flight: PendingSave, ranks: int) -> None:
-        """Make the save a checkpoint, and remove old ones."""
-        wrong = publish(flight.building, flight.path, ranks, self.parent, flight.empty)
+    def publish_save(self, flight: PendingSave, ranks: int) -> None:
+        """Publish the checkpoint and remove old ones."""
+        wrong = publish_checkpoint(flight.build_dir, flight.path, ranks, self.parent, flight.empty_chunks)
         if wrong:
-            self.marked.append(unsound(flight.path, wrong))
+            self.nonfinite_found.append(nonfinite_problem(flight.path, wrong))
         self._damaged.discard(flight.path)
-        good = [path for path in self.found() if path not in self._damaged]
-        last = next((path for path in good if marks(path) == ()), None)
+        good = [path for path in self.list_published() if path not in self._damaged]
+        last = next((path for path in good if read_nonfinite_names(path) == ()), None)
         for old in good[max(1, flight.keep) :]:
             if old != last:
-                discard(old)
+                delete_directory(old)
 
-    def _give_up(self, training: Training, flight: PendingSave) -> None:
-        """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
-        flight.errand.cancel()
-        self._flight = None
-        error = flight.errand.error
+    def _abort_save(self, training: Training, flight: PendingSave) -> None:
+        """Stop a failed save on all ranks, remove its files on rank 0, and raise the error on all ranks."""
+        flight.thread.cancel()
+        self._pending = None
+        error = flight.thread.error
         word = dict[str, Any]()
-        if error is not None and not isinstance(error, Cancelled):
+        if error is not None and not isinstance(error, WriteCancelled):
             why = str(error) or type(error).__name__
-            word["problems"] = [vars(_unwritable(flight.path, why, free_bytes(flight.path.parent)))]
+            word["problems"] = [vars(_unwritable_problem(flight.path, why, measure_free_bytes(flight.path.parent)))]
         said = exchange_json(training, word)
         if training.place.rank == 0:
-            shutil.rmtree(flight.building, ignore_errors=True)
-        raise_first(said, FAILED)
+            shutil.rmtree(flight.build_dir, ignore_errors=True)
+        raise_first_problem(said, FAILED)
 
-    def _tidy(self) -> None:
-        """Remove what killed saves left. Only when none is on its way."""
+    def _remove_leftovers(self) -> None:
+        """Remove the files of killed saves. Requires that no save is pending."""
         for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
             shutil.rmtree(path, ignore_errors=True)
 
     def resume(self, training: Training, missing_ok: bool, allow: bool = False) -> Path | None:
-        """Load the newest good checkpoint into the training, one of finite numbers if there is any; every rank calls it.
+        """Load the newest intact checkpoint, preferring one with finite values. Collective.
 
-        K001: there is none; K002: none is good; K003: it is of another job. Those passed over are in `refused`. What the
-        job changed is in `changed`; K010 for changes that cannot be meant, unless these are allowed.
+        K001: there is none. K002: none is intact. K003: it belongs to another job. Skipped checkpoints are in `damaged_found`.
+        Differences of the job are in `job_changes`; K010 for changes that are not allowed.
+
         """
-        self.finish(training)
-        self.changed = []
+        self.finish_save(training)
+        self.job_changes = []
         self._allow = allow
-        self.refused = []
+        self.damaged_found = []
         if training.place.rank == 0:
-            self._tidy()
-        names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
-        wrong = {name: marks(self.directory / name) for name in names} if training.place.rank == 0 else {}
-        mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(training))}
+            self._remove_leftovers()
+        names = sorted({path.name for path in self.list_published()}, key=lambda name: -int(name[5:]))
+        wrong = {name: read_nonfinite_names(self.directory / name) for name in names} if training.place.rank == 0 else {}
+        mine = {"found": names, "wrong": wrong, "tensors": list(training_state.collect_model_parts(training))}
         said = exchange_json(training, mine)
         everyone = {name for word in said for name in word["tensors"]}
         found, wrong = said[0]["found"], said[0]["wrong"]
-        for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest that is sound, then the newest
+        for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest finite one, then the newest
             path = self.directory / name
             if self._load(training, path, everyone):
                 self.parent = name
-                self._passed(name, found, wrong)
+                self._mark_nonfinite_newer(name, found, wrong)
                 return path
             self._damaged.add(path)
-        if self.refused:
-            raise PlaitError(self.refused)
+        if self.damaged_found:
+            raise PlaitError(self.damaged_found)
         if missing_ok:
             return None
         what, why = f"there is no checkpoint in {self.directory}", "nothing was saved yet"
         raise PlaitError(Problem("K001", what, why=why, fix=("start without --resume",)))
 
-    def _passed(self, name: str, newest_first: list[str], wrong: dict[str, Any]) -> None:
-        """After loading `name`: newer ones that are not finite are as good as damaged, and will be written anew."""
+    def _mark_nonfinite_newer(self, name: str, newest_first: list[str], wrong: dict[str, Any]) -> None:
+        """Mark checkpoints newer than `name` that hold NaN or infinity as damaged, so that they are overwritten."""
         if wrong[name]:
-            self.marked.append(unsound(self.directory / name, wrong[name]))
+            self.nonfinite_found.append(nonfinite_problem(self.directory / name, wrong[name]))
             return
         for newer in newest_first[: newest_first.index(name)]:
             if wrong[newer]:
-                self.refused.append(unsound(self.directory / newer, wrong[newer]))
+                self.damaged_found.append(nonfinite_problem(self.directory / newer, wrong[newer]))
                 self._damaged.add(self.directory / newer)
 
     def _load(self, training: Training, path: Path, everyone: set[str]) -> bool:
-        """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
+        """Load a checkpoint. Return False if it is damaged on any rank; all ranks check before any of them loads."""
         word: dict[str, Any] = {}
         manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
         try:
             manifest = read_manifest(path)
-            reader = Reader(path, manifest.files, manifest.tensors)
+            reader = CheckpointReader(path, manifest.files, manifest.tensors)
             for file in list(manifest.files)[training.place.rank :: training.place.world]:
-                reader.file(file)
-            why = state.mismatch(training, manifest, everyone)
+                reader.open_file(file)
+            why = training_state.find_job_mismatch(training, manifest, everyone)
             if why:
                 fix = ("resume with the job and the --job arguments it was started with",)
                 raise PlaitError(Problem("K003", f"{path} was saved by another job", why=why, fix=fix))
-            manifest, hyper, word["changed"] = self._compared(training, manifest)
-            parts = state.wanted(training, manifest)
+            manifest, hyper, word["changed"] = self._compare_job(training, manifest)
+            parts = training_state.allocate_parts(training, manifest)
             for name, part in parts.items():
-                reader.check(name, part)
-        except Damaged as error:
-            word["damaged"] = vars(damaged(path, error))
+                reader.check_part(name, part)
+        except DamagedFileError as error:
+            word["damaged"] = vars(damaged_problem(path, error))
         except PlaitError as error:
-            word |= problems_in(error)
+            word |= encode_problems(error)
         said = exchange_json(training, word)
-        wrong = [problem_of(w["damaged"]) for w in said if "damaged" in w]
+        wrong = [parse_problem(w["damaged"]) for w in said if "damaged" in w]
         if wrong:
-            self.refused.append(wrong[0])
+            self.damaged_found.append(wrong[0])
             return False
-        raise_first(said)
-        self.changed = said[0]["changed"]
+        raise_first_problem(said)
+        self.job_changes = said[0]["changed"]
         assert manifest is not None and reader is not None
         training.base = None
         if manifest.base is not None:
             read_base(training, manifest.base)
         for name, part in parts.items():
-            reader.read(name, part)
-        lines = state.give(training, manifest, parts, hyper)
-        self.carries = bool(manifest.carried.values)
-        self.changed = [*self.changed, *lines, *training.callbacks.load_state_dict(structs.asdict(manifest.callbacks))]
+            reader.read_part(name, part)
+        lines = training_state.restore_training(training, manifest, parts, hyper)
+        self.has_carried_state = bool(manifest.carried.values)
+        self.job_changes = [*self.job_changes, *lines, *training.callbacks.load_state_dict(structs.asdict(manifest.callbacks))]
         return True
 
-    def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
-        """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
+    def _compare_job(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
+        """Return the manifest to resume from, the hyperparameters, and the job's changes, a line each. K010, DamagedFileError."""
         now = training.fingerprint
-        hyper, lines = fingerprint.hyperparameters(manifest, now)
-        why = state.implausible(training, manifest, hyper)
+        hyper, lines = fingerprint.merge_hyperparameters(manifest, now)
+        why = training_state.find_implausible_values(training, manifest, hyper)
         if why:
-            raise Damaged(MANIFEST, why)
+            raise DamagedFileError(MANIFEST_NAME, why)
         if training.place.rank == 0:
-            differences = fingerprint.changes(manifest, training, now)
-            fingerprint.refuse(differences, self._allow)
-            lines += differences.told
+            differences = fingerprint.compare_job(manifest, training, now)
+            fingerprint.raise_rejected_changes(differences, self._allow)
+            lines += differences.accepted
         data = training.data
         at = manifest.position
-        if self._allow and is_map(data) and at.start >= len(Sampling.of(training.job, len(data)).epoch(at.epoch)):
-            manifest = fingerprint.allowed(manifest)
+        if self._allow and is_map(data) and at.start >= len(Sampling.from_job(training.job, len(data)).epoch_indices(at.epoch)):
+            manifest = fingerprint.skip_to_next_epoch(manifest)
         return manifest, hyper, lines
 
 
-def _held(row: list[Any]) -> HeldChunk:
+def _decode_chunk(row: list[Any]) -> LocalChunk:
     name, dtype, itemsize, *places = row
-    return HeldChunk(name, dtype, itemsize, *map(tuple, places))
+    return LocalChunk(name, dtype, itemsize, *map(tuple, places))
 
 
-def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
-    """The manifest of a checkpoint when it can be read, and every file and tensor of it that is damaged."""
+def verify_checkpoint(path: Path) -> tuple[Manifest | None, list[Problem]]:
+    """Return the manifest of a checkpoint (None if unreadable) and a problem for each damaged file or tensor."""
     try:
         manifest = read_manifest(path)
-    except Damaged as error:
-        return None, [damaged(path, error)]
-    reader, problems = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
-    steps = [lambda file=file: reader.file(file) for file in manifest.files]
+    except DamagedFileError as error:
+        return None, [damaged_problem(path, error)]
+    reader, problems = CheckpointReader(path, manifest.files, manifest.tensors), dict[str, Problem]()
+    steps = [lambda file=file: reader.open_file(file) for file in manifest.files]
     steps += [lambda n=n, p=p: reader.check_piece(n, p) for n, e in manifest.tensors.items() for p in e.pieces]
     for step in steps:
         try:
             step()
-        except Damaged as error:
-            problem = damaged(path, error)
+        except DamagedFileError as error:
+            problem = damaged_problem(path, error)
             problems.setdefault(str(problem), problem)
     return manifest, list(problems.values())
 
 
-def marks(path: Path) -> tuple[str, ...] | None:
-    """What of a checkpoint is not finite, as its manifest says. None: it cannot be read."""
+def read_nonfinite_names(path: Path) -> tuple[str, ...] | None:
+    """Return the names of tensors with NaN or infinity that the manifest lists; None if it cannot be read."""
     try:
         return read_manifest(path).nonfinite
-    except Damaged:
+    except DamagedFileError:
         return None
 
 
-def unsound(path: Path, wrong: Sequence[str]) -> Problem:
-    """N004 of a checkpoint in which these are not finite."""
-    what = f"{path} holds numbers that are not finite"
-    why = f"NaN or infinity in {len(wrong)} tensors: {several(wrong)}"
-    fix = ("--resume takes the newest checkpoint without any, which is never deleted",)
+def nonfinite_problem(path: Path, wrong: Sequence[str]) -> Problem:
+    """N004 for a checkpoint with NaN or infinity in the tensors `wrong`."""
+    what = f"{path} holds NaN or infinity"
+    why = f"{len(wrong)} of its tensors are not finite: {shorten_names(wrong)}"
+    fix = ("--resume    loads the newest finite checkpoint, which is never deleted",)
     return Problem("N004", what, why=why, fix=fix)
 
 
-def _unwritable(path: Path, why: str, free: float) -> Problem:
+def _unwritable_problem(path: Path, why: str, free: float) -> Problem:
     if free < math.inf:
         why += f"; {free / 2**20:.2f} MiB are free there"
-    fix = ("make room, then --resume: earlier checkpoints are untouched",)
+    fix = ("free disk space, then --resume (earlier checkpoints are intact)",)
     return Problem("K004", f"the checkpoint {path} could not be written", why=why, fix=fix)

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is inside and where, sealed by a digest over its own bytes.
+"""The manifest of a checkpoint: its tensors and files, sealed by a digest over its own bytes.
 
-Reading trusts nothing: a manifest whose seal was forged must still describe tensors completely, once, inside its own
-directory, or it is refused. `Damaged` says what is wrong with it.
+A manifest with a forged seal is rejected too unless it describes every tensor completely, once, and within its own directory.
+`DamagedFileError` names the error.
 """
 
 import hashlib
@@ -18,41 +18,41 @@ from msgspec import Meta, Struct, convert, field, structs
 
 from plait.checkpoint.safetensors_file import (
     DTYPES,
-    UNREADABLE,
+    PARSE_ERRORS,
     Count,
-    Damaged,
+    DamagedFileError,
     FileName,
     Format,
     Rect,
     Sizes,
-    wrong_tiling,
+    find_tiling_error,
 )
 from plait.config.errors import PlaitError, Problem
-from plait.config.files import loads, read_plain
+from plait.config.files import parse_strict_json, read_plain_file
 
 FORMAT = 2
 KINDS = ("model", "optimizer", "ema", "eval", "groups", "compress", "carried")
-"""What tensors are of: their names begin so, and files are named so."""
-MANIFEST = "manifest.json"
-EVAL = "eval/"
-"""How the names of weights begin that the optimizer has in eval mode (`model/optimizers.py`)."""
-DEPTH = 10
-"""How deep the values may be nested that callbacks keep."""
-CARRIED_DEPTH = 50
-"""The same of what ranks carry from step to step."""
+"""Prefixes of tensor names, also used in file names."""
+MANIFEST_NAME = "manifest.json"
+EVAL_PREFIX = "eval/"
+"""Prefix for the names of weights in the optimizer's eval mode (`model/optimizers.py`)."""
+MAX_DEPTH = 10
+"""Maximum nesting depth of callback values."""
+MAX_CARRIED_DEPTH = 50
+"""Maximum nesting depth of carried values."""
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
-_LARGEST = 1 << 63
-LONGEST = 256 << 20
-"""Bytes of the largest manifest that is read."""
+_MAX_INT = 1 << 63
+MAX_MANIFEST_BYTES = 256 << 20
+"""Maximum bytes of a manifest."""
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Line = str
-"""A line of text, which a terminal can be shown: `_lines` checks it."""
+"""A line of printable text; `_iter_lines` lists all of them for the check."""
 Samples = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 40)]], Meta(min_length=1)]
 Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
 class StoredChunk(Struct, frozen=True):
-    """A rectangle of a tensor: the tensor `key` in `file`. `sha256` is of its bytes (None: a foreign file has none)."""
+    """A rectangle of a tensor: the tensor `key` in `file`. `sha256`: of its bytes (None in a file of another tool)."""
 
     file: str
     key: str
@@ -65,15 +65,15 @@ class StoredChunk(Struct, frozen=True):
         return self.start, self.size
 
 
-class Entry(Struct, frozen=True):
-    """A tensor: its number format (by its safetensors name), whole shape, and the pieces that make it up."""
+class TensorEntry(Struct, frozen=True):
+    """A tensor: dtype (its safetensors name), full shape, and its pieces."""
 
     dtype: Format
     shape: Sizes
     pieces: tuple[StoredChunk, ...]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -84,67 +84,67 @@ class ListedFile(Struct, frozen=True):
     header: Digest
 
 
-class Base(Struct, frozen=True):
-    """Where frozen parameters are that a checkpoint does not hold (`checkpoint/opening.py`). `tensors`: of each its name there, its
-    number format and its shape in the model."""
+class BaseWeights(Struct, frozen=True):
+    """Location of frozen parameters that a checkpoint omits (`checkpoint/foreign_weights.py`). `tensors`: name in the model -> (name in
+    the base, dtype and shape in the model)."""
 
     path: Line
     digest: Digest
     tensors: dict[Line, tuple[Line, Format, Sizes]]
 
-    def stored(self, names: Iterable[str]) -> dict[str, Any]:
-        """What a manifest says of it, with these of its tensors."""
+    def to_manifest(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the manifest entry, limited to the tensors `names`."""
         return structs.asdict(self) | {"tensors": {name: self.tensors[name] for name in names if name in self.tensors}}
 
-    def check(self, digest: str, path: Path, entries: Mapping[str, "Entry"]) -> None:
-        """K020 when what is at `path` is something else, or has no tensor of a name and shape that are given here."""
+    def check(self, digest: str, path: Path, entries: Mapping[str, "TensorEntry"]) -> None:
+        """K020 if the digest of `path` differs, or if it lacks a tensor of a recorded name and shape."""
         if digest == self.digest:
-            self._fits(path, entries)
+            self._has_tensors(path, entries)
             return
         what = f"{path} is not the base that this checkpoint was trained on"
         why = f"its SHA-256 begins with {digest[:12]}, that of {self.path} began with {self.digest[:12]}"
-        fix = ("put back the weights that the run started from, and give their path as Job.weights (export: --base)",)
+        fix = ("restore the weights that the run started from, and pass their path as Job.weights (export: --base)",)
         raise PlaitError(Problem("K020", what, why=why, fix=fix))
 
-    def _fits(self, path: Path, entries: Mapping[str, "Entry"]) -> None:
+    def _has_tensors(self, path: Path, entries: Mapping[str, "TensorEntry"]) -> None:
         for name, (source, kind, shape) in self.tensors.items():
             entry = entries.get(source)
             if entry is None:
-                why = f"it says that {name[:100]} is {source[:100]} there, and there is no such tensor"
+                why = f"it maps {name[:100]} to {source[:100]}, and the base has no such tensor"
             elif entry.shape != shape or DTYPES[entry.dtype].is_floating_point != DTYPES[kind].is_floating_point:
                 said = f"{kind} {list(shape)}"
-                why = f"it says that {name[:100]}, {said}, is {source[:100]} there, which is {entry.dtype} {list(entry.shape)}"
+                why = f"it maps {name[:100]}, {said}, to {source[:100]} of the base, which is {entry.dtype} {list(entry.shape)}"
             else:
                 continue
-            fix = ("go on from another checkpoint: plait checkpoint verify RUN looks at all of them",)
+            fix = ("resume from another checkpoint (plait checkpoint verify RUN checks all of them)",)
             raise PlaitError(Problem("K020", f"the manifest of this checkpoint does not fit its base {path}", why=why, fix=fix))
 
 
 class CarriedValue(Struct, frozen=True):
-    """A value that some ranks carried from step to step (`checkpoint/carried_state.py`)."""
+    """A value that some ranks carry from step to step (`checkpoint/carried_state.py`)."""
 
     ranks: Samples
-    """Those that had it; its tensors are named after the first."""
+    """Ranks with this value; its tensors are named after the first of them."""
     same: bool
-    """It was in the object that the model was made with."""
+    """The value was in the object that the model was created with."""
     read: bool
-    """A step was seen to read it before it wrote it, or nobody looked."""
+    """A step read the value before writing it, or reads were not watched."""
     value: object = None
-    """Its JSON (`checkpoint/plain_values.py`)."""
+    """The value as JSON (`checkpoint/plain_values.py`)."""
 
 
 class CarriedValues(Struct, frozen=True):
-    """What all ranks carried."""
+    """Carried values of all ranks."""
 
     world: Count
     values: dict[Line, Annotated[tuple[CarriedValue, ...], Meta(min_length=1)]]
-    """By name, each different value once."""
+    """Name -> each distinct value once."""
     unsaved: dict[Line, Line]
-    """Names of what could not be saved, and its type."""
+    """Name -> type of each value that could not be saved."""
 
 
 class SavedPosition(Struct, frozen=True):
-    """The `Position` of the data after this step."""
+    """`Position` in the data after this step."""
 
     step: Count
     epoch: Count
@@ -154,7 +154,7 @@ class SavedPosition(Struct, frozen=True):
 
 
 class SavedNumber(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor without dims of the optimizer's state."""
+    """A tensor without dims in the optimizer's state."""
 
     dtype: Format
     value: bool | int | float
@@ -167,29 +167,29 @@ class SavedNumber(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SavedOptimizer(Struct, frozen=True):
-    """The optimizer's class, its parameter groups, and `<parameter>/<key>` -> what of its state is no tensor with dims."""
+    """The optimizer's class, its parameter groups, and `<parameter>/<key>` -> scalar state."""
 
     type: Line
     groups: list[dict[str, Any]]
-    scalars: dict[str, Annotated[int, Meta(gt=-_LARGEST // 2, lt=_LARGEST // 2)] | float | bool | str | SavedNumber | None]
+    scalars: dict[str, Annotated[int, Meta(gt=-_MAX_INT // 2, lt=_MAX_INT // 2)] | float | bool | str | SavedNumber | None]
 
 
 class SavedScale(Struct, frozen=True):
-    """The state of a `LossScale`."""
+    """State of a `LossScale`."""
 
     value: Annotated[float, Meta(gt=0, le=sys.float_info.max)]
     good_steps: Count
 
 
 class SavedGroup(Struct, frozen=True):
-    """What one replica group has of its own besides tensors."""
+    """State of one replica group other than tensors."""
 
     met: list[Line]
     scaler: SavedScale | None = None
 
 
 class SavedGroups(Struct, frozen=True):
-    """What is said of replica groups (`checkpoint/replica_groups.py`): how many, of each its own, and what was sent and not applied yet."""
+    """State of replica groups (`checkpoint/replica_groups.py`): their number, the state of each, and the sums that were sent and not applied."""
 
     count: Count
     own: dict[str, SavedGroup]
@@ -201,7 +201,7 @@ class SavedGroups(Struct, frozen=True):
 
 
 class SavedShares(Struct, frozen=True):
-    """Parts of the batch that follow speeds, and what they are judged by (`parallel/shares/balance.py`)."""
+    """Relative sizes of local batches and the measured times behind them (`parallel/batch_split/batch_balancer.py`)."""
 
     batch: Count
     parts: tuple[Samples, Samples]
@@ -211,18 +211,18 @@ class SavedShares(Struct, frozen=True):
         ranks = len(self.parts[0]) - 1
         lengths = {len(self.parts[1]) - 1, *(len(each) for row in self.rows for each in row)}
         if ranks < 1 or lengths != {ranks} or not all(min(row[1:]) > 0 for row in self.parts):
-            raise ValueError("the shares of the batch are not of one number of ranks")
+            raise ValueError("the rows of the saved batch split differ in their number of ranks")
 
 
 class SavedAverage(Struct, frozen=True):
-    """Of the average of the weights (`ema/<name>`): the optimizer's steps it has seen, and how often it moved."""
+    """Moving average of the weights (`ema/<name>`): optimizer steps since its start, and number of updates."""
 
     steps: Count
     moved: Count
 
 
 class SavedCallbacks(Struct, frozen=True):
-    """The state of callbacks, and whether the run had ended (`engine/callbacks.py`)."""
+    """State of callbacks, and whether the run has ended (`engine/callbacks.py`)."""
 
     states: dict[Line, Any] = {}
     wish: Line = ""
@@ -230,148 +230,152 @@ class SavedCallbacks(Struct, frozen=True):
     evaluated: Count = 0
 
 
-OWN = re.compile(r"groups/\d+/")
-"""How names begin of what belongs to one replica group."""
+GROUP_PREFIX = re.compile(r"groups/\d+/")
+"""Prefix for names of one replica group's tensors."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, `eval/<parameter>`, as
-    `checkpoint/replica_groups.py` names what groups hold, and as `checkpoint/state.py` names what compressed sums keep."""
+    """A checked manifest.
 
-    tensors: dict[str, Entry]
+    Names of tensors are `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>` and `eval/<parameter>`. Further names are defined
+    in `checkpoint/replica_groups.py` for groups and in `checkpoint/training_state.py` for gradient compression.
+
+    """
+
+    tensors: dict[str, TensorEntry]
     files: dict[FileName, ListedFile]
     position: SavedPosition
     plan: Line
-    seed: Annotated[int, Meta(ge=0, le=_LARGEST - 1)]
+    seed: Annotated[int, Meta(ge=0, le=_MAX_INT - 1)]
     batch: Count
     parent: Line | None = None
-    """The checkpoint before it in the same run."""
+    """The previous checkpoint of the same run."""
     versions: dict[Line, Line]
     aliases: dict[str, str]
-    """Tied names -> the name their tensor is stored under."""
+    """Tied names -> the name under which their tensor is stored."""
     optimizer: SavedOptimizer
     scaler: SavedScale | None = None
     nonfinite: tuple[Line, ...] = ()
-    """Weights and optimizer state that hold NaN or infinity: the training had gone wrong when this was saved."""
+    """Weights and optimizer state with NaN or infinity at the time of this save."""
     job: dict[str, Any] = {}
-    """What the job was (`checkpoint/fingerprint.py`); empty in old checkpoints. Its parts may be anything."""
+    """Summary of the job (`checkpoint/fingerprint.py`), unchecked; empty in old checkpoints."""
     replica_groups: SavedGroups = field(name="groups", default=SavedGroups(0, {}, []))
     shares: SavedShares | None = None
     average: SavedAverage | None = None
-    base: Base | None = None
-    """Where frozen parameters are that are not in it."""
+    base: BaseWeights | None = None
+    """Base weights with the frozen parameters that the checkpoint omits."""
     callbacks: SavedCallbacks = SavedCallbacks()
     carried: CarriedValues = CarriedValues(0, {}, {})
-    """What ranks carried from step to step outside of parameters and buffers."""
+    """State of ranks outside of parameters and buffers."""
 
 
-def seal(content: dict[str, Any]) -> bytes:
-    """JSON whose first value is the SHA-256 of all bytes after it."""
+def seal_json(content: dict[str, Any]) -> bytes:
+    """Encode JSON whose first value is the SHA-256 of all bytes after it."""
     body = _AFTER + json.dumps(content, indent=1).encode()[1:].lstrip()
     return _BEFORE + hashlib.sha256(body).hexdigest().encode() + body
 
 
-def unseal(raw: bytes, name: str = MANIFEST) -> dict[str, Any]:
-    """What was sealed; Damaged unless every byte is as it was."""
+def unseal_json(raw: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
+    """Decode sealed JSON. DamagedFileError if any byte differs."""
     head, body = raw[: len(_BEFORE) + 64], raw[len(_BEFORE) + 64 :]
     if head != _BEFORE + hashlib.sha256(body).hexdigest().encode() or not body.startswith(_AFTER):
-        raise Damaged(name, "its content is not what was saved (SHA-256 differs)")
+        raise DamagedFileError(name, "its content differs from the saved one (SHA-256)")
     try:
-        return loads(b"{" + body[len(_AFTER) :])
-    except UNREADABLE as error:
-        raise Damaged(name, str(error)[:200]) from None
+        return parse_strict_json(b"{" + body[len(_AFTER) :])
+    except PARSE_ERRORS as error:
+        raise DamagedFileError(name, str(error)[:200]) from None
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in a directory. Damaged says what is wrong with it."""
+    """Read the manifest of the checkpoint in a directory. DamagedFileError if it is invalid."""
     try:
-        raw = read_plain(path / MANIFEST, LONGEST, follow=False)
+        raw = read_plain_file(path / MANIFEST_NAME, MAX_MANIFEST_BYTES, follow=False)
     except OSError as error:
-        raise Damaged(MANIFEST, error.strerror or str(error)) from None
-    manifest = parse(unseal(raw))
+        raise DamagedFileError(MANIFEST_NAME, error.strerror or str(error)) from None
+    manifest = parse_manifest(unseal_json(raw))
     if path.name.startswith("step-") and path.name != f"step-{manifest.position.step:06d}":
-        raise Damaged(MANIFEST, f"it is of step {manifest.position.step}, the directory of {path.name}")
+        raise DamagedFileError(MANIFEST_NAME, f"it is of step {manifest.position.step}, the directory of {path.name}")
     return manifest
 
 
-def published(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, newest first."""
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints in a directory, newest first."""
     named = (p for p in directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
     return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
 
 
-def damaged(path: Path, error: Damaged) -> Problem:
-    """K002 of what is wrong with a file of the checkpoint."""
-    fix = ("the checkpoint before it is used when there is one",)
+def damaged_problem(path: Path, error: DamagedFileError) -> Problem:
+    """K002 for a damaged file of the checkpoint."""
+    fix = ("--resume    loads the previous checkpoint, if there is one",)
     return Problem("K002", f"{path}/{error.file} is damaged", why=error.why, fix=fix)
 
 
-def parse(content: dict[str, Any]) -> Manifest:
-    """A checked value of what a manifest says."""
+def parse_manifest(content: dict[str, Any]) -> Manifest:
+    """Convert the JSON of a manifest and check it."""
     try:
         if content.get("format") != FORMAT:
             raise ValueError(f"format {str(content.get('format'))[:20]}, this plait reads {FORMAT}")
-        shallow(content.get("callbacks"), DEPTH)
+        check_depth(content.get("callbacks"), MAX_DEPTH)
         none = {name for name in ("base", "carried", "groups") if content.get(name) == {}}
         manifest = convert({name: value for name, value in content.items() if name not in none}, Manifest)
         _check_pieces(manifest)
         _check_names(manifest)
         _check_values(manifest)
         return manifest
-    except UNREADABLE as error:
-        raise Damaged(MANIFEST, str(error)[:300]) from None
+    except PARSE_ERRORS as error:
+        raise DamagedFileError(MANIFEST_NAME, str(error)[:300]) from None
 
 
 def _check_pieces(manifest: Manifest) -> None:
-    """Pieces make up their tensors, and are in listed files, each in one tensor."""
+    """Check that pieces cover their tensors and that each lies in one listed file, once."""
     pieces = [piece for entry in manifest.tensors.values() for piece in entry.pieces]
     if len({(piece.file, piece.key) for piece in pieces}) != len(pieces):
         raise ValueError("one stored piece is used twice")
     if different := sorted(manifest.files.keys() ^ {piece.file for piece in pieces}):
-        raise ValueError(f"{different[0][:100]} is a listed file of no tensor, or a file of a tensor that is not listed")
+        raise ValueError(f"{different[0][:100]} is listed without a tensor, or has a tensor without being listed")
     for name, entry in manifest.tensors.items():
         if any(piece.sha256 is None or {len(piece.start), len(piece.size)} != {len(entry.shape)} for piece in entry.pieces):
             raise ValueError(f"a piece of {name} has no digest, or another number of dims")
-        if wrong := wrong_tiling(entry.shape, [piece.rect for piece in entry.pieces]):
+        if wrong := find_tiling_error(entry.shape, [piece.rect for piece in entry.pieces]):
             raise ValueError(f"{name}: {wrong}")
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Tensors and numbers are of something that is there."""
+    """Check that every tensor and scalar belongs to a known parameter."""
     tensors, groups, base = manifest.tensors, manifest.replica_groups.count, manifest.base
     known = {name for group in manifest.optimizer.groups for name in convert(group.get("params"), list[str])}
     stored = [name.removeprefix("optimizer/") for name in tensors if name.startswith("optimizer/")]
-    named = (OWN.sub("", name, 1) if groups else name for name in (*manifest.optimizer.scalars, *stored))
+    named = (GROUP_PREFIX.sub("", name, 1) if groups else name for name in (*manifest.optimizer.scalars, *stored))
     lost = [name for name in named if name.rpartition("/")[0] not in known]
     kinds = tuple(f"{kind}/" for kind in KINDS if groups or kind != "groups")
     if lost or not all(name.startswith(kinds) for name in tensors):
-        raise ValueError(f"tensors of nothing: {', '.join(lost)[:100]}")
+        raise ValueError(f"tensors without a parameter: {', '.join(lost)[:100]}")
     frozen = {f"model/{name}" for name in base.tensors} if base is not None else set[str]()
     if frozen & tensors.keys():
         raise ValueError("a tensor is in it and in its base")
     if not {f"model/{name}" for name in manifest.aliases.values()} <= frozen | tensors.keys():
-        raise ValueError("a tied name of nothing")
-    for name in (name for name in tensors if name.startswith(("ema/", EVAL))):
+        raise ValueError("a tied name without a tensor")
+    for name in (name for name in tensors if name.startswith(("ema/", EVAL_PREFIX))):
         weight = tensors.get(f"model/{name.partition('/')[2]}")
         if weight is None or weight.shape != tensors[name].shape:
-            raise ValueError(f"other weights of no parameter: {name[:100]}")
+            raise ValueError(f"average or eval weights without a parameter: {name[:100]}")
     if manifest.average is None and any(name.startswith("ema/") for name in tensors):
         raise ValueError("`average` is missing")
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Values that may be anything have few levels and no endless numbers, and what is shown is a line of text."""
-    shallow(manifest.optimizer.groups, 6)
-    shallow(manifest.job, 8)
+    """Check that free-form values are shallow and bounded, and that displayed strings are lines of text."""
+    check_depth(manifest.optimizer.groups, 6)
+    check_depth(manifest.job, 8)
     for row in (row for rows in manifest.carried.values.values() for row in rows):
-        shallow(row.value, CARRIED_DEPTH)
-    for line in _lines(manifest):
+        check_depth(row.value, MAX_CARRIED_DEPTH)
+    for line in _iter_lines(manifest):
         if len(line) > 2000 or not line.isprintable():
             raise ValueError(f"{line[:40]!r} is no line of text")
 
 
-def _lines(manifest: Manifest) -> Iterator[str]:
-    """All that is a `Line`."""
+def _iter_lines(manifest: Manifest) -> Iterator[str]:
+    """Yield every `Line` of a manifest."""
     callbacks, carried, base = manifest.callbacks, manifest.carried, manifest.base
     yield from (manifest.plan, manifest.parent or "", manifest.optimizer.type, callbacks.wish, callbacks.ended)
     yield from (*manifest.nonfinite, *callbacks.states, *carried.values, *carried.unsaved, *carried.unsaved.values())
@@ -381,13 +385,13 @@ def _lines(manifest: Manifest) -> Iterator[str]:
         yield from (base.path, *base.tensors, *(source for source, _, _ in base.tensors.values()))
 
 
-def shallow(value: object, most: int) -> Any:
-    """A value of at most so many levels, without endless numbers."""
+def check_depth(value: object, most: int) -> Any:
+    """Return the value. ValueError if it nests deeper than `most` levels or has an integer of too many digits."""
     if isinstance(value, (dict, list)):
         if most == 0:
-            raise ValueError("something in it is too deep")
+            raise ValueError("a value in it is nested too deeply")
         for part in value.values() if isinstance(value, dict) else value:
-            shallow(part, most - 1)
-    elif type(value) is int and abs(value) >= _LARGEST:
+            check_depth(part, most - 1)
+    elif type(value) is int and abs(value) >= _MAX_INT:
         raise ValueError("a number in it has too many digits")
     return value

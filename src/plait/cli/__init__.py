@@ -1,35 +1,35 @@
-"""The command line: a file for each command.
+"""The command line: one file per command.
 
-main              the words of the command line
-plan_and_job      the plan and the job that a command names
-train_options     plait train: what is wrong with its options, and what they ask for; the callbacks among it
-train             plait train: the launcher's side
-served            plait train with outer_sync=async: groups and servers
-restart_loop      which round follows when ranks or machines fail, end or come
-rank_failures     how often ranks failed, and whether the run continues
-other_plans       plans instead of the given one: for fewer ranks, found while training goes on, and for a device that is full
-request           what plait train was asked for
-console           what a person sees while a run goes on
-result            what a command prints for programs to read, with standard output for it alone
-progress          how far a command is, in one line
-plan_options      plait plan: what is wrong with its options and its machine
-plan              plait plan: the answer
+main              parses the command line and runs a command
+plan_and_job      loads the plan and the job of a command
+train_options     plait train: checks the options and converts them to a request; its callbacks
+train_request     the request of a plait train call
+train             plait train: the launcher
+async_run         plait train with outer_sync=async: groups and servers
+restart_loop      decides on the next round after ranks or nodes fail, end or join
+rank_failures     counts failures, and decides if the run continues
+fallback_plans    plans for fewer ranks, searched during training, and for a device without free memory
+console           output of a run on the terminal
+result            results of a command for other programs, with standard output reserved for them
+progress          progress of a command in one line
+plan_options      plait plan: checks the options and reads the machine
+plan              plait plan: searches and prints plans
 plan_map          plait plan --map
-kept_sketch       plait plan: the sketch of an earlier one
-measured_runs     what the runs of a folder measured
-learning          what plait plan learns from them
+cached_sketch     plait plan: the sketch of an earlier plan
+measured_runs     step times of the runs of a folder
+learning          plait plan: corrections from these step times
 check             plait check
 verify            plait verify
 prove             plait prove
 sketch            plait sketch
 bench             plait bench
-measure_machine   what it measures inside each rank
+measure_machine   measurements of plait bench inside each rank
 chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
 try_advice        plait report --try
-trial_run         a few steps of plait train in a run of its own
-prediction        what the planner predicts of a run
+trial_run         a few steps of plait train in a temporary run
+prediction        the planner's prediction of a run
 plan_tables       plait plan --show tensor, --show parameters, --dry-run
 replay            plait replay
 """

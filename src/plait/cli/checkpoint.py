@@ -1,4 +1,4 @@
-"""`plait checkpoint list | info | verify | export`: look into checkpoints without the job that wrote them."""
+"""`plait checkpoint list | info | verify | export`: inspect checkpoints without their job."""
 
 import math
 import re
@@ -7,57 +7,57 @@ from typing import Any
 
 from msgspec import structs
 
-from plait.checkpoint.checkpoints import Checkpoints, marks, unsound, verify
-from plait.checkpoint.export import Wanted, export_folder, has_adapter
-from plait.checkpoint.manifest import EVAL, MANIFEST, Manifest, damaged, read_manifest
-from plait.checkpoint.opening import PICKLED
-from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import DTYPES, Damaged
+from plait.checkpoint.checkpoint_reader import CheckpointReader
+from plait.checkpoint.checkpoints import Checkpoints, nonfinite_problem, read_nonfinite_names, verify_checkpoint
+from plait.checkpoint.export import ExportOptions, export_folder, has_adapter
+from plait.checkpoint.foreign_weights import PICKLE_SUFFIXES
+from plait.checkpoint.manifest import EVAL_PREFIX, MANIFEST_NAME, Manifest, damaged_problem, read_manifest
+from plait.checkpoint.safetensors_file import DTYPES, DamagedFileError
 from plait.cli.result import print_result
 from plait.config.command_options import CheckpointOptions
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.tensors.norm import several
+from plait.tensors.norm import shorten_names
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-OTHERS = (*PICKLED, ".safetensor", ".h5", ".onnx", ".gguf", ".npz", ".npy", ".msgpack", ".json", ".zip", ".tar")
-"""Ends of names of files, when a folder is what would be made."""
-FORMATS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F64"}
+OTHER_SUFFIXES = (*PICKLE_SUFFIXES, ".safetensor", ".h5", ".onnx", ".gguf", ".npz", ".npy", ".msgpack", ".json", ".zip", ".tar")
+"""File suffixes that are rejected as the name of an export folder."""
+DTYPE_NAMES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F64"}
 
 
 def run(options: CheckpointOptions) -> int:
-    """Do what was asked; the exit code."""
-    paths = _chosen(Path(options.path), options.step)
+    """Run the action, and return the exit code."""
+    paths = _find_checkpoints(Path(options.path), options.step)
     if options.action == "list":
-        rows = [_row(path) for path in paths]
+        rows = [_build_row(path) for path in paths]
         text = "\n".join("{name}  {plan:<24} {size:>10}  {state}".format(**row) for row in rows)
-        return _say(options, rows, text, 0)
+        return _print_result(options, rows, text, 0)
     if options.action == "verify":
-        return _verify(options, paths)
+        return _verify_hashes(options, paths)
     if options.action == "info":
-        found = _info(paths[0])
-        return _say(options, found, "\n".join(f"{name:<11} {value}" for name, value in found.items()), 0)
+        found = _read_info(paths[0])
+        return _print_result(options, found, "\n".join(f"{name:<11} {value}" for name, value in found.items()), 0)
     if options.output is None:
         raise PlaitError(Problem("U002", "export needs --output", fix=("--output weights/", "--output model.safetensors")))
-    dtype = DTYPES[FORMATS[options.dtype]] if options.dtype else None
+    dtype = DTYPES[DTYPE_NAMES[options.dtype]] if options.dtype else None
     if options.adapter and options.merge:
         raise PlaitError(Problem("U002", "--adapter and --merge exclude each other", fix=("leave out --adapter or --merge",)))
-    wanted = Wanted(_size(options.shard), dtype, options.base, average=options.ema)
-    written, tied = export_folder(paths[0], _target(options.output), wanted, options.adapter, options.merge)
-    files, wrong = [str(file) for file in written], marks(paths[0]) or ()
+    wanted = ExportOptions(_parse_size(options.shard), dtype, options.base, average=options.ema)
+    written, tied = export_folder(paths[0], _parse_target(options.output), wanted, options.adapter, options.merge)
+    files, wrong = [str(file) for file in written], read_nonfinite_names(paths[0]) or ()
     notes = [f"note  {name} is tied to {kept} and stored once: tie them before loading" for name, kept in tied.items()]
     if has_adapter(paths[0]) and not options.adapter and not options.merge:
         notes.append(
-            "note  these are the names of a model that peft has wrapped: --adapter or --merge for what its users open"
+            "note  the names are those of a peft model; --adapter or --merge export standard names"
         )
-    notes += [f"note  {unsound(paths[0], wrong).why}"] if wrong else []
+    notes += [f"note  {nonfinite_problem(paths[0], wrong).why}"] if wrong else []
     value = {"checkpoint": str(paths[0]), "files": files, "tied": tied, "not finite": wrong}
-    return _say(options, value, "\n".join([*files, *notes]), 0)
+    return _print_result(options, value, "\n".join([*files, *notes]), 0)
 
 
-def _target(text: str) -> Path:
-    """Where an export goes. U002 for the name of a file of a format that it does not write."""
+def _parse_target(text: str) -> Path:
+    """Parse the output path of an export. Raises U002 for a file name of an unsupported format."""
     path = Path(text)
-    if path.suffix.lower() in OTHERS and not text.endswith("/"):
+    if path.suffix.lower() in OTHER_SUFFIXES and not text.endswith("/"):
         why = f"plait exports safetensors, and {text} would become a folder"
         fix = (f"--output {path.with_suffix('.safetensors')}", f"--output {path.with_suffix('')}/")
         what = f"--output {text} is invalid: the format {path.suffix} is not supported"
@@ -65,19 +65,19 @@ def _target(text: str) -> Path:
     return path
 
 
-def _say(options: CheckpointOptions, value: object, text: str, code: int) -> int:
+def _print_result(options: CheckpointOptions, value: object, text: str, code: int) -> int:
     print_result(options, value, text)
     return code
 
 
-def _chosen(path: Path, step: int | None) -> list[Path]:
-    """The checkpoints a path stands for, newest first: itself, those in it, or those of the run. K001 when none."""
+def _find_checkpoints(path: Path, step: int | None) -> list[Path]:
+    """Find the checkpoints of a path, newest first: the path itself, those in it, or those of a run. Raises K001 if there are none."""
     try:
-        if (path / MANIFEST).exists() or (path.is_dir() and re.fullmatch(r"step-\d+", path.name)):
+        if (path / MANIFEST_NAME).exists() or (path.is_dir() and re.fullmatch(r"step-\d+", path.name)):
             found = [path]
         else:
-            found = Checkpoints(path).found() or Checkpoints(path / "checkpoints").found()
-    except (OSError, ValueError) as error:  # a name that no file can have, a folder that cannot be read
+            found = Checkpoints(path).list_published() or Checkpoints(path / "checkpoints").list_published()
+    except (OSError, ValueError) as error:  # a name that no file can have, or an unreadable folder
         why = getattr(error, "strerror", None) or str(error)
         raise PlaitError(Problem("K001", f"{str(path)[:200]} contains no checkpoint", why=why)) from None
     chosen = [p for p in found if step is None or p.name == f"step-{step:06d}"]
@@ -88,43 +88,43 @@ def _chosen(path: Path, step: int | None) -> list[Path]:
     return chosen
 
 
-def _bytes(manifest: Manifest) -> int:
+def _count_bytes(manifest: Manifest) -> int:
     return sum(file.bytes for file in manifest.files.values())
 
 
-def _row(path: Path) -> dict[str, Any]:
-    """A line of the list: manifest, sizes and headers are checked, tensors are not."""
+def _build_row(path: Path) -> dict[str, Any]:
+    """Build a row of the list. Checks the manifest, file sizes and headers, but not the tensors."""
     row: dict[str, Any] = {"name": path.name, "step": None, "plan": "?", "bytes": None, "size": "?", "state": "good"}
     try:
         manifest = read_manifest(path)
-        size = _bytes(manifest)
-        row |= {"step": manifest.position.step, "plan": manifest.plan, "bytes": size, "size": _text(size)}
-        reader = Reader(path, manifest.files, manifest.tensors)
+        size = _count_bytes(manifest)
+        row |= {"step": manifest.position.step, "plan": manifest.plan, "bytes": size, "size": _format_size(size)}
+        reader = CheckpointReader(path, manifest.files, manifest.tensors)
         for file in manifest.files:
-            reader.file(file)
+            reader.open_file(file)
         if manifest.nonfinite:
-            row["state"] = f"not finite: {several(manifest.nonfinite)}"
-    except Damaged as error:
+            row["state"] = f"not finite: {shorten_names(manifest.nonfinite)}"
+    except DamagedFileError as error:
         row["state"] = f"damaged: {error.file}: {error.why}"
     return row
 
 
-def _info(path: Path) -> dict[str, Any]:
+def _read_info(path: Path) -> dict[str, Any]:
     try:
         manifest = read_manifest(path)
-    except Damaged as error:
-        raise PlaitError(damaged(path, error)) from None
+    except DamagedFileError as error:
+        raise PlaitError(damaged_problem(path, error)) from None
     model = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
     average = [entry for name, entry in manifest.tensors.items() if name.startswith("ema/")]
-    state = [entry for name, entry in manifest.tensors.items() if not name.startswith(("model/", "ema/", EVAL))]
-    moved = f"{len(average)} tensors, {sum(e.bytes for e in average)} bytes, moved {{moved}} times in {{steps}} steps"
+    state = [entry for name, entry in manifest.tensors.items() if not name.startswith(("model/", "ema/", EVAL_PREFIX))]
+    moved = f"{len(average)} tensors, {sum(e.num_bytes for e in average)} bytes, updated {{moved}} times in {{steps}} steps"
     at = manifest.position
     return {
         "checkpoint": str(path), "step": at.step, "epoch": at.epoch, "samples": at.samples, "plan": manifest.plan,
-        "batch": manifest.batch, "seed": manifest.seed, "parent": manifest.parent, "bytes": _bytes(manifest),
+        "batch": manifest.batch, "seed": manifest.seed, "parent": manifest.parent, "bytes": _count_bytes(manifest),
         "files": len(manifest.files), "tensors": len(model), "elements": sum(math.prod(e.shape) for e in model.values()),
         "formats": sorted({entry.dtype for entry in model.values()}), "tied": manifest.aliases,
-        "optimizer": manifest.optimizer.type, "state": f"{len(state)} tensors, {sum(e.bytes for e in state)} bytes",
+        "optimizer": manifest.optimizer.type, "state": f"{len(state)} tensors, {sum(e.num_bytes for e in state)} bytes",
         "average": None if manifest.average is None else moved.format(**structs.asdict(manifest.average)),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in manifest.optimizer.groups],
         "versions": manifest.versions, "not finite": list(manifest.nonfinite),
@@ -133,29 +133,29 @@ def _info(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _verify(options: CheckpointOptions, paths: list[Path]) -> int:
-    """Hash everything. 1 when anything is damaged or not finite."""
+def _verify_hashes(options: CheckpointOptions, paths: list[Path]) -> int:
+    """Verify all hashes. Returns 1 if a checkpoint is damaged or contains values that are not finite."""
     lines, rows = [], []
     for path in paths:
-        problems = _wrong(path)
+        problems = _check_file(path)
         rows.append({"checkpoint": str(path), "good": not problems, "errors": [vars(p) for p in problems]})
         lines += [f"{path.name}  good" if not problems else "\n".join(map(str, problems))]
     bad = [row for row in rows if not row["good"]]
-    siblings = Checkpoints(paths[0].parent).found() if bad else []
+    siblings = Checkpoints(paths[0].parent).list_published() if bad else []
     names = {row["checkpoint"] for row in bad}
-    good = next((p for p in siblings if str(p) not in names and not _wrong(p)), None)
+    good = next((p for p in siblings if str(p) not in names and not _check_file(p)), None)
     if bad:
         lines.append(f"the newest good checkpoint is {good}" if good else f"no checkpoint in {paths[0].parent} is good")
     value = {"ok": not bad, "checkpoints": rows, "good": str(good) if good else None}
-    return _say(options, value if bad else {"ok": True, "checkpoints": rows}, "\n".join(lines), FAILED if bad else 0)
+    return _print_result(options, value if bad else {"ok": True, "checkpoints": rows}, "\n".join(lines), FAILED if bad else 0)
 
 
-def _wrong(path: Path) -> list[Problem]:
-    manifest, problems = verify(path)
-    return [*problems, unsound(path, manifest.nonfinite)] if manifest and manifest.nonfinite else problems
+def _check_file(path: Path) -> list[Problem]:
+    manifest, problems = verify_checkpoint(path)
+    return [*problems, nonfinite_problem(path, manifest.nonfinite)] if manifest and manifest.nonfinite else problems
 
 
-def _text(size: float) -> str:
+def _format_size(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
@@ -163,7 +163,7 @@ def _text(size: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]?I?)B?", text.strip().upper())
     if match is None or match[2] not in UNITS or float(match[1]) <= 0:
         raise PlaitError(Problem("U002", f"--shard {text} is not a size", fix=("--shard 5GiB",)))

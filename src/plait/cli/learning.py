@@ -1,4 +1,4 @@
-"""What `plait plan` learns from earlier runs on this machine: their measured steps correct the predictions of all plans."""
+"""Corrections that `plait plan` learns from earlier runs on this machine: their measured steps correct the predictions of all plans."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,97 +6,114 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from plait.cli.measured_runs import MeasuredRun, MeasuredRuns, Unusable
+from plait.cli.measured_runs import MeasuredRun, MeasuredRuns, UnusableRun
 from plait.config.command_options import JobOptions
 from plait.config.errors import PlaitError
 from plait.config.job import load_job
 from plait.config.machine import Machine
-from plait.engine.run_directory import environment
-from plait.launch.detect import here
-from plait.planner.correction import Learned, Traits
+from plait.engine.run_directory import describe_environment
+from plait.launch.detect import load_local_machine
+from plait.planner.correction import LearnedCorrection, RunTraits
 from plait.planner.estimate import Estimate
-from plait.planner.question import PlanRequest
-from plait.planner.search import price
-from plait.planner.search_space import branch_samples
+from plait.planner.plan_request import PlanRequest
+from plait.planner.search import price_plan
+from plait.planner.search_space import count_branch_samples
 
-RUNS = "runs"
-"""Where `plait train` puts run directories."""
-VARIANTS = 3
-"""Jobs of the same file with other arguments that are looked at, at most: each takes seconds."""
+RUNS_FOLDER = "runs"
+"""Default folder of run directories."""
+MAX_VARIANTS = 3
+"""Maximum number of other arguments of the same job file that are evaluated; each takes seconds."""
 
 
-def learned(asked: PlanRequest, options: JobOptions, given: str | None = None, before: Path | None = None) -> PlanRequest:
-    """The request with what runs of its job on this machine say of predictions. `given`: the value of --learn.
-    `before`: a run of the folder; only runs that were started before it count."""
-    folder, default = Path(given or RUNS), given is None
-    if given == "none":
-        return asked
-    local = _is_here(asked.machine)
+def learn_corrections(plan_request: PlanRequest, options: JobOptions, learn_option: str | None = None, before: Path | None = None) -> PlanRequest:
+    """Add corrections from measured runs of the job on this machine.
+
+    `learn_option` is the value of --learn. Only runs that started before the run `before` count.
+    """
+    folder, default = Path(learn_option or RUNS_FOLDER), learn_option is None
+    if learn_option == "none":
+        return plan_request
+    local = _is_here(plan_request.machine)
     if default and not (folder.is_dir() and local):
-        return asked
-    found = MeasuredRuns.read(folder, environment(), before)
+        return plan_request
+    found = MeasuredRuns.read(folder, describe_environment(), before)
     skipped = Counter(found.skipped)
     if not local:
         skipped["of another machine"] += len(found.runs)
-        return replace(asked, learned=Learned(folder=str(folder), skipped=dict(skipped)))
-    job_of, model = _jobs(asked, options), _named(options.job, options.arguments)
-    anchors = list[tuple[Traits, float]]()
+        return replace(plan_request, learned=LearnedCorrection(folder=str(folder), skipped=dict(skipped)))
+    job_of, model = _build_request_lookup(plan_request, options), _format_job_key(options.job, options.arguments)
+    anchors = list[tuple[RunTraits, float]]()
     for run in found.runs:
         try:
             request = job_of(run)
-            got = _predicted(request, run)
-        except Unusable as why:
+            got = _predict_run(request, run)
+        except UnusableRun as why:
             skipped[str(why)] += 1
             continue
-        own = Learned((), _named(run.job, run.arguments), bool(request.cuts.mixtures), asked.machine.on_cores)
-        anchors.append((own.traits(got), log(run.seconds / got.seconds)))
-    known = Learned(tuple(anchors), model, bool(asked.cuts.mixtures), asked.machine.on_cores, str(folder), dict(skipped))
-    return replace(asked, learned=known)
+        own = LearnedCorrection((), _format_job_key(run.job, run.arguments), bool(request.shardable.mixtures), plan_request.machine.is_on_cores)
+        anchors.append((own.make_traits(got), log(run.seconds / got.seconds)))
+    known = LearnedCorrection(
+        tuple(anchors),
+        model,
+        bool(plan_request.shardable.mixtures),
+        plan_request.machine.is_on_cores,
+        str(folder),
+        dict(skipped),
+    )
+    return replace(plan_request, learned=known)
 
 
 def _is_here(machine: Machine) -> bool:
-    """Whether it is this machine, by its devices."""
-    return machine.name == "here" or machine.device.name == here().device.name
+    """Return True if the machine has the name or the devices of this machine."""
+    return machine.name == "here" or machine.device.name == load_local_machine().device.name
 
 
-def _named(job: str, arguments: dict[str, str]) -> str:
-    """A job and its arguments, the same however its path is written."""
+def _format_job_key(job: str, arguments: dict[str, str]) -> str:
+    """Format a job and its arguments as a key that does not depend on how the path is written."""
     path, _, function = job.partition(":")
     return f"{Path(path).resolve()}:{function or 'job'} {sorted(arguments.items())}"
 
 
-def _jobs(asked: PlanRequest, options: JobOptions) -> Callable[[MeasuredRun], PlanRequest]:
-    """What each run's job needs of a machine: this job's, or that of the same file with other arguments. Unusable for others."""
-    own = _named(options.job, {})
-    known: dict[str, PlanRequest | None] = {_named(options.job, options.arguments): asked}
+def _build_request_lookup(plan_request: PlanRequest, options: JobOptions) -> Callable[[MeasuredRun], PlanRequest]:
+    """Return a function that finds the request of each run's job: this job, or the same file with other arguments.
 
-    def job_of(run: MeasuredRun) -> PlanRequest:
-        if not options.job.partition(":")[0].endswith(".py") or _named(run.job, {}) != own:
-            raise Unusable("of another job")
-        if run.on_cpu and asked.accelerated:
-            raise Unusable("on another kind of device")
-        name = _named(run.job, run.arguments)
-        if name not in known and len(known) <= VARIANTS:
+    The function raises `UnusableRun` for other jobs.
+    """
+    own = _format_job_key(options.job, {})
+    known: dict[str, PlanRequest | None] = {_format_job_key(options.job, options.arguments): plan_request}
+
+    def find_request(run: MeasuredRun) -> PlanRequest:
+        if not options.job.partition(":")[0].endswith(".py") or _format_job_key(run.job, {}) != own:
+            raise UnusableRun("of another job")
+        if run.on_cpu and plan_request.has_accelerator:
+            raise UnusableRun("on another kind of device")
+        name = _format_job_key(run.job, run.arguments)
+        if name not in known and len(known) <= MAX_VARIANTS:
             try:
-                known[name] = PlanRequest.of(load_job(options.job, run.arguments), options.job, asked.machine, split=asked.machine.devices > 1)
+                known[name] = PlanRequest.from_job(
+                    load_job(options.job, run.arguments),
+                    options.job,
+                    plan_request.machine,
+                    split=plan_request.machine.devices > 1,
+                )
             except PlaitError:
                 known[name] = None
         if (found := known.get(name)) is None:
-            raise Unusable("of the job with other arguments")
+            raise UnusableRun("of the job with other arguments")
         return found
 
-    return job_of
+    return find_request
 
 
-def _predicted(request: PlanRequest, run: MeasuredRun) -> Estimate:
-    """The prediction of a run's plan, as if nothing had been learned. Unusable for what has no price."""
+def _predict_run(request: PlanRequest, run: MeasuredRun) -> Estimate:
+    """Predict a run's plan without corrections. Raises `UnusableRun` if it has no prediction."""
     plan = run.plan
-    if (plan.tp > 1 and not request.sliceable) or (plan.ep > 1 and not request.cuts.mixtures):
-        raise Unusable("of a plan without a prediction")
-    machine = request.machine.sized(plan.devices)
-    then = replace(request.on(machine), job=replace(request.job, batch=run.batch))
-    question = then.question({}, None, plan.devices)
+    if (plan.tp > 1 and not request.can_slice) or (plan.ep > 1 and not request.shardable.mixtures):
+        raise UnusableRun("of a plan without a prediction")
+    machine = request.machine.resize(plan.devices)
+    then = replace(request.with_machine(machine), job=replace(request.job, batch=run.batch))
+    question = then.make_space({}, None, plan.devices)
     try:
-        return price(then.pace, plan, question, branch_samples(plan, question))
+        return price_plan(then.pace, plan, question, count_branch_samples(plan, question))
     except (PlaitError, ValueError, ArithmeticError, LookupError) as error:
-        raise Unusable("of a plan without a prediction") from error
+        raise UnusableRun("of a plan without a prediction") from error

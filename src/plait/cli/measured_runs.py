@@ -1,4 +1,4 @@
-"""What earlier runs measured: the seconds of a step of each run directory, with its plan and its job, for the planner to learn from."""
+"""Step times of earlier runs: the seconds of a step of each run directory, with its plan and job, as input of the planner."""
 
 import json
 from collections import Counter
@@ -13,30 +13,30 @@ from typing import Any
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.report.summary import NUMBER, metrics
+from plait.report.summary import NUMBER_TYPES, read_metric_rows
 
-WARM = 3
-"""Steps at the beginning of a run that are not typical."""
-LEAST = 5
-"""Steps without which a run's median is not used."""
-NEWEST = 32
-"""Runs that are read, the newest."""
-SAME = MappingProxyType({"plait": "version", "torch": "version", "platform": "machine", "cores": "machine", "cuda": "machine"})
-"""Of `env.json`: what a run has in common with one that would be started now, and what is another where it differs."""
-
-
-def other_kind(before: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-    """Why an environment is another than a run's: "version (torch)", "machine (cores)", …; empty if it is not."""
-    return next((f"{other} ({name})" for name, other in SAME.items() if before.get(name) != environment[name]), "")
+WARMUP_STEPS = 3
+"""First steps of a run, which are slower than the others."""
+MIN_STEPS = 5
+"""Minimum number of steps for a median."""
+MAX_RUNS = 32
+"""Maximum number of runs to read, newest first."""
+COMPARED_ENV = MappingProxyType({"plait": "version", "torch": "version", "platform": "machine", "cores": "machine", "cuda": "machine"})
+"""Keys of `env.json` that must equal this environment, with the word for a difference."""
 
 
-class Unusable(Exception):
-    """A run that nothing is learned from. Its text says why, as the end of "runs skipped: 2 …"."""
+def describe_env_mismatch(before: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    """Describe the first difference between two environments, such as "version (torch)". Empty if none matters."""
+    return next((f"{other} ({name})" for name, other in COMPARED_ENV.items() if before.get(name) != environment[name]), "")
+
+
+class UnusableRun(Exception):
+    """A run without usable measurements. The text is the reason, as in "runs skipped: 2 …"."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, and the median of the seconds of its typical steps."""
+    """A run with the median duration of its typical steps."""
 
     path: Path
     job: str
@@ -45,32 +45,32 @@ class MeasuredRun:
     batch: int
     seconds: float
     on_cpu: bool
-    """It was started with --device cpu."""
+    """The run used --device cpu."""
 
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """The usable runs of a folder, the newest first, and how many of the others were skipped for each reason."""
+    """The usable runs of a folder, newest first, and the number of skipped runs by reason."""
 
     runs: tuple[MeasuredRun, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path, environment: Mapping[str, Any], before: Path | None = None) -> "MeasuredRuns":
-        """`environment`: that of a run which would be started now. `before`: a run of the folder; only runs that were started before it count."""
+        """Read the runs of a folder. `environment` is that of the current process. Only runs that started before the run `before` count."""
         skipped, found = Counter[str](), list[MeasuredRun]()
-        for path in _directories(folder, before)[:NEWEST]:
+        for path in _list_run_folders(folder, before)[:MAX_RUNS]:
             try:
-                found.append(_measured(path, environment))
-            except Unusable as why:
+                found.append(_measure_run(path, environment))
+            except UnusableRun as why:
                 skipped[str(why)] += 1
             except (PlaitError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 skipped["damaged"] += 1
         return MeasuredRuns(tuple(found), dict(skipped))
 
 
-def _directories(folder: Path, before: Path | None) -> list[Path]:
-    """The run directories in a folder, the newest first; only those that were started before this one, if it is given."""
+def _list_run_folders(folder: Path, before: Path | None) -> list[Path]:
+    """List the run directories of a folder, newest first. Only runs that started before the run `before` count."""
     try:
         plans = {p: p / "plan.toml" for p in folder.iterdir() if not p.is_symlink() and (p / "plan.toml").is_file()}
         started = inf if before is None else (before / "plan.toml").stat().st_mtime
@@ -80,26 +80,26 @@ def _directories(folder: Path, before: Path | None) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _measured(path: Path, environment: Mapping[str, Any]) -> MeasuredRun:
-    """A run that can be used. Unusable, or anything that damaged files raise."""
+def _measure_run(path: Path, environment: Mapping[str, Any]) -> MeasuredRun:
+    """Measure a run. Raises `UnusableRun`, or any exception for damaged files."""
     before = json.loads((path / "env.json").read_text(encoding="utf-8"))
     told = json.loads((path / "job.json").read_text(encoding="utf-8"))
-    if other := other_kind(before, environment):
-        raise Unusable(f"of another {other.partition(' ')[0]}")
+    if other := describe_env_mismatch(before, environment):
+        raise UnusableRun(f"of another {other.partition(' ')[0]}")
     plan = Plan.stored(path / "plan.toml").fill(None)
-    rows = metrics(path / "metrics.jsonl")
+    rows = read_metric_rows(path / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     batches = [after["samples"] - row["samples"] for row, after in pairwise(steps) if after["step"] == row["step"] + 1]
-    typical = [*_typical(path, rows, steps)]
-    if len(typical) < LEAST or not batches:
-        raise Unusable("of too few steps")
+    typical = [*_find_typical_seconds(path, rows, steps)]
+    if len(typical) < MIN_STEPS or not batches:
+        raise UnusableRun("of too few steps")
     words = " ".join(map(str, told.get("command", ())))
     on_cpu = "--device=cpu" in words or "--device cpu" in words
     return MeasuredRun(path, str(told["job"]), dict(told["arguments"]), plan, round(median(batches)), median(typical), on_cpu)
 
 
-def _typical(path: Path, rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Iterator[float]:
-    """Seconds of steps that did nothing but train: not the first, none that wrote a checkpoint or came after an evaluation."""
+def _find_typical_seconds(path: Path, rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Iterator[float]:
+    """Yield the seconds of steps that only trained: no first steps, no checkpoints, no steps after an evaluation."""
     busy = {row["step"] + 1 for row in rows if "evaluation" in row}
     for saved in path.glob("checkpoints/step-*"):
         number = saved.name.removeprefix("step-").partition(".")[0]
@@ -107,5 +107,5 @@ def _typical(path: Path, rows: list[dict[str, Any]], steps: list[dict[str, Any]]
     first = min((row["step"] for row in steps), default=0)
     for row in steps:
         usual = row["step"] not in busy and not row.get("skipped") and row.get("ranks") == steps[-1].get("ranks")
-        if row["step"] >= first + WARM and usual and isinstance(row["seconds"], NUMBER) and row["seconds"] > 0:
+        if row["step"] >= first + WARMUP_STEPS and usual and isinstance(row["seconds"], NUMBER_TYPES) and row["seconds"] > 0:
             yield row["seconds"]

@@ -1,35 +1,32 @@
-"""The plan and the job that a command names.
-
-The help on a key of a plan: its line, and for a way to split the text of its technique.
-"""
+"""Loads the plan and the job of a command, and formats the help of plan keys."""
 
 import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.config.command_options import SplitOptions, out_of_range
+from plait.config.command_options import SplitOptions, find_out_of_range
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.config.keys import KEYS, Key
 from plait.config.plan import Plan
-from plait.launch.find_launcher import mismatch
+from plait.launch.find_launcher import launcher_mismatch
 from plait.launch.forkable import answer_by_forks
-from plait.launch.place import joined, world
+from plait.launch.place import count_ranks, find_rank_membership
 
 
-def both(options: SplitOptions, others: Sequence[Problem] = ()) -> tuple[Plan, Job]:
-    """The plan and the job, with everything that is wrong with either, and with the options, raised at once.
+def load_plan_and_job(options: SplitOptions, other_problems: Sequence[Problem] = ()) -> tuple[Plan, Job]:
+    """Load the plan and the job. Raises all problems of both and of the options at once.
 
-    `others`: what is wrong with them beside numbers that are too small.
+    `other_problems` are problems of the options other than values below the minimum.
     """
     answer_by_forks()
     plan = job = None
-    problems = [*out_of_range(options), *others]
+    problems = [*find_out_of_range(options), *other_problems]
     asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
     auto, count = options.plan == "auto", None
     try:
-        count = world(asked)
-        plan = None if auto else _filled(Plan.read(options.plan or "dp=*"), count)
+        count = count_ranks(asked)
+        plan = None if auto else _fill_plan(Plan.read(options.plan or "dp=*"), count)
     except PlaitError as error:
         problems += error.problems
     try:
@@ -37,24 +34,24 @@ def both(options: SplitOptions, others: Sequence[Problem] = ()) -> tuple[Plan, J
     except PlaitError as error:
         problems += error.problems
     if auto and job is not None and not problems:
-        from plait.cli.plan import chosen
+        from plait.cli.plan import choose_plan
 
-        plan = chosen(job, options)
+        plan = choose_plan(job, options)
     if problems or plan is None or job is None:
         raise PlaitError(problems)
     return plan, job
 
 
-def _filled(plan: Plan, count: int | None) -> Plan:
-    """The plan for `count` processes. L005 if a launcher started another number of them than the plan needs, else P001."""
+def _fill_plan(plan: Plan, count: int | None) -> Plan:
+    """Fill the plan for `count` processes. Raises L005 if a launcher started a different number, else P001."""
     try:
         return plan.fill(count)
     except PlaitError as error:
-        member = joined()
+        member = find_rank_membership()
         if member is None:
             raise
         fix = (line for line in error.problems[0].fix if line.startswith("--plan"))
-        raise PlaitError(mismatch(member, f'--plan "{plan}" (processes: {plan.world})', fix)) from error
+        raise PlaitError(launcher_mismatch(member, f'--plan "{plan}" (processes: {plan.world})', fix)) from error
 
 
 TECHNIQUES = {
@@ -66,22 +63,22 @@ TECHNIQUES = {
     **dict.fromkeys(
         ("replica_groups", "outer_sync", "sync_every", "warmup_sync_steps", "outer_lr", "outer_momentum", "num_fragments", "fragment_delay",
          "fragment_alpha"), "replica_groups/strategy"),
-    **dict.fromkeys(("staleness", "server_update", "quorum", "servers"), "server/strategy"), "batch_split": "shares/strategy",
+    **dict.fromkeys(("staleness", "server_update", "quorum", "servers"), "server/strategy"), "batch_split": "batch_split/strategy",
     "activation_checkpointing": "activation_checkpointing", "offload": "offload",
     **dict.fromkeys(("precision", "fp8_recipe"), "precision"), "compile": "compiled", "processes": "threads",
     **dict.fromkeys(("grad_compression", "compression_rank"), "compression/strategy"),
 }  # fmt: skip
-"""Which file of `parallel/` explains a key of a plan."""
+"""The file of `parallel/` that documents a plan key."""
 
 
-def key_help(key: Key) -> str:
+def format_key_help(key: Key) -> str:
     return key.help + (f" ({', '.join(key.choices)})" if key.choices else "")
 
 
-def explained(name: str) -> str:
-    """What a key of a plan does; for a way to split, the text of its technique."""
+def explain_key(name: str) -> str:
+    """Return the help of a plan key, with the docstring of its strategy if it has one."""
     module = TECHNIQUES.get(name)
-    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {key_help(KEYS[name])}"
+    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {format_key_help(KEYS[name])}"
     if module is None:
         return text
     source = (Path(__file__).parents[1] / "parallel" / f"{module}.py").read_text(encoding="utf-8")

@@ -1,34 +1,36 @@
-"""How far a command is: one line on a terminal, with a bar where it is known how much is left. Elsewhere nothing is printed."""
+"""Progress of a command: one line on a terminal, with a bar if the total is known. Other outputs get no progress."""
 
 import re
 import sys
 import time
 from math import inf
 
-from plait.config.errors import shown
+from plait.config.errors import escape_controls
 
-ROOM = 20
-"""Characters of a bar."""
-OFTEN = 0.1
-"""Seconds between two states of the same task."""
+BAR_WIDTH = 20
+"""Width of a bar in characters."""
+MIN_INTERVAL_S = 0.1
+"""Minimum seconds between two updates of the same task."""
 
 
-def bar(part: float, room: int) -> str:
-    """A bar of this many characters, of which a part is full."""
+def format_bar(part: float, room: int) -> str:
+    """Format a bar of `room` characters, filled to the fraction `part`."""
     full = int(room * min(max(part, 0.0), 1.0))
     return "━" * full + "╸" * (room > full) + " " * (room - full - 1)
 
 
-def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours if there are any."""
+def format_clock(seconds: float) -> str:
+    """Format seconds as minutes and seconds, with hours if necessary."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class ProgressLine:
-    """The line of one command, on standard error if that is a terminal. It is gone inside of `print`, and after the command. `silent`: there
-    is none, as where the result is printed as JSON."""
+    """The progress line of one command, on standard error if that is a terminal.
+
+    The line is removed during `print` and after the command. `silent` disables it, for example for JSON output.
+    """
 
     def __init__(self, command: str, silent: bool = False):
         self.command, self.is_shown = command, sys.stderr.isatty() and not silent
@@ -41,7 +43,7 @@ class ProgressLine:
         self("")
 
     def __call__(self, text: str) -> None:
-        """Show what the command does: a task, and after a colon how far it is, such as `3 of 9`. No text takes the line away."""
+        """Show a task and, after a colon, its progress, such as `3 of 9`. An empty text removes the line."""
         task, _, far = text.partition(": ")
         if found := re.match(r"(\d+) of (\d+)", far):
             self.show(task, *map(int, found.groups()))
@@ -49,20 +51,20 @@ class ProgressLine:
             self._write(task, text and f"{text} …")
 
     def show(self, task: str, done: int, total: int) -> None:
-        """Show how much of a task is done, and the time that the rest takes if it takes as long as what is done."""
+        """Show how much of a task is done, and the time left at the same speed."""
         left = ""
         if task == self.task and 0 < done < total:
-            left = f"  {clock((time.monotonic() - self.began) / done * (total - done))} left"
-        self._write(task, f"{task} {bar(done / max(total, 1), ROOM)} {done}/{total}{left}")
+            left = f"  {format_clock((time.monotonic() - self.began) / done * (total - done))} left"
+        self._write(task, f"{task} {format_bar(done / max(total, 1), BAR_WIDTH)} {done}/{total}{left}")
 
     def print(self, text: str) -> None:
         """Print to standard output, above the line."""
         self("")
-        print(shown(text), flush=True)
+        print(escape_controls(text), flush=True)
 
     def _write(self, task: str, text: str) -> None:
         now = time.monotonic()
-        if not self.is_shown or (text and task == self.task and now - self.printed < OFTEN):
+        if not self.is_shown or (text and task == self.task and now - self.printed < MIN_INTERVAL_S):
             return
         if text and task != self.task:
             self.task, self.began = task, now

@@ -1,18 +1,18 @@
-"""`plait prove`: whether a distributed script trains the same model as another command does on one device."""
+"""`plait prove`: check that a distributed script trains the same model as another command does on one device."""
 
 from dataclasses import replace
 
 from plait.cli.progress import ProgressLine
 from plait.cli.result import print_result
 from plait.config.command_options import ProveOptions, check_range
-from plait.config.errors import USAGE, PlaitError, shown
-from plait.proof.verdict import Verdict, row
+from plait.config.errors import USAGE, PlaitError, escape_controls
+from plait.proof.verdict import Verdict, format_probe
 from plait.scripts.commands import ScriptCommand
 from plait.scripts.prove import prove
 
 
 def run(options: ProveOptions) -> int:
-    """The command."""
+    """Run the command."""
     check_range(options)
     reference = ScriptCommand("reference", options.reference, options.steps, options.hang_timeout, int(options.disk_limit * 2**30), options.float64)
     try:
@@ -24,15 +24,14 @@ def run(options: ProveOptions) -> int:
         print_result(options, {"verdict": "CANNOT TELL", "errors": [vars(p) for p in error.problems]}, f"CANNOT TELL\n{error}")
         return error.exit_code
     facts = {"verdict": "SAME" if verdict.equal else "DIFFERENT"} | verdict.to_dict()
-    print_result(options, facts, shown("\n".join(lines(verdict))))
+    print_result(options, facts, escape_controls("\n".join(format_proof(verdict))))
     return verdict.exit_code
 
 
-def lines(verdict: Verdict) -> list[str]:
-    """What is printed."""
+def format_proof(verdict: Verdict) -> list[str]:
     processes = f"{verdict.world} process" + ("es" if verdict.world > 1 else "")
     found = [f"reference   {verdict.job}", f"candidate   {verdict.plan}   {processes}", f"{'':32}{'worst relative':>16}   tolerance"]
-    found += [*map(row, verdict.probes), *(f"note  {line}" for line in verdict.notes)]
+    found += [*map(format_probe, verdict.probes), *(f"note  {line}" for line in verdict.notes)]
     if verdict.equal:
         return [*found, "SAME  both commands train the same model"]
     found.append(f"DIFFERENT  {verdict.cause}.   `plait help {verdict.code}`")

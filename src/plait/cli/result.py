@@ -1,4 +1,4 @@
-"""What a command prints for programs to read, with standard output for it alone."""
+"""Results of a command for other programs, with standard output reserved for them."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from typing import Any, Protocol, TextIO
 STDOUT, STDERR = 1, 2
 
 
-class Printed(Protocol):
-    """The options of a command that prints a result."""
+class ResultOptions(Protocol):
+    """The options that `print_result` reads."""
 
     @property
     def json(self) -> bool: ...
@@ -20,28 +20,28 @@ class Printed(Protocol):
     def stdout(self) -> TextIO | None: ...
 
 
-def print_result(options: Printed, facts: Any, text: str | None = None) -> None:
-    """Print a result: `facts` as JSON with `--json`; without it `text`, unless a person has read that line by line already."""
+def print_result(options: ResultOptions, facts: Any, text: str | None = None) -> None:
+    """Print `facts` as JSON with `--json`; otherwise print `text`, which is None if it was already printed."""
     line = json.dumps(facts) if options.json else text
     if line is not None:
         print(line, file=options.stdout or sys.stdout, flush=True)
 
 
 @contextmanager
-def results_alone(asked: bool) -> Iterator[TextIO]:
-    """Standard output, for results alone if `asked`: what a job, its libraries and its processes print meanwhile goes to standard error."""
+def reserve_stdout(enabled: bool) -> Iterator[TextIO]:
+    """Yield standard output, reserved for results if `enabled`: other output of the job, libraries and processes is sent to standard error."""
     output = sys.stdout
-    if not asked:
+    if not enabled:
         yield output
         return
     with redirect_stdout(sys.stderr):
-        if _number(output) != STDOUT:  # a notebook or a test has put something else there
+        if _find_descriptor(output) != STDOUT:  # sys.stdout is replaced, by a notebook or a test
             yield output
             return
         output.flush()
         kept = os.dup(STDOUT)
         os.dup2(STDERR, STDOUT)
-        alone = open(kept, "w", encoding=output.encoding, errors=output.errors)  # noqa: SIM115  what could not be written is no error again
+        alone = open(kept, "w", encoding=output.encoding, errors=output.errors)  # noqa: SIM115  a failed write is not reported twice
         try:
             yield alone
         finally:
@@ -50,7 +50,7 @@ def results_alone(asked: bool) -> Iterator[TextIO]:
                 alone.close()
 
 
-def _number(stream: TextIO) -> int | None:
+def _find_descriptor(stream: TextIO) -> int | None:
     try:
         return stream.fileno()
     except (UnsupportedOperation, OSError, AttributeError):

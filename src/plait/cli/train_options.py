@@ -1,6 +1,6 @@
-"""`plait train`: what is wrong with its options, and what they ask for.
+"""`plait train`: check the options and convert them to a request.
 
-Callbacks are the user's own, early stopping, the best checkpoint, and traces of steps.
+Callbacks are the user's own, early stopping, the best checkpoint, and profiles of steps.
 """
 
 import math
@@ -18,20 +18,20 @@ from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.plan import Plan
 
 if TYPE_CHECKING:
-    from plait.cli.request import Request
+    from plait.cli.train_request import TrainRequest
     from plait.engine.callbacks import Callback
 
 
-def callbacks_of(options: TrainOptions) -> "Callable[[], list[Callback]] | None":
-    """What makes the callbacks on a rank; None without any. U011, J003."""
-    function = _callback_function(options.callbacks) if options.callbacks else None
+def build_callback_factory(options: TrainOptions) -> "Callable[[], list[Callback]] | None":
+    """Return a function that creates the callbacks on a rank, or None without callbacks. Raises U011, J003."""
+    function = _load_callbacks(options.callbacks) if options.callbacks else None
     if function is None and not (options.best or options.profile or options.export_every):
         return None
-    return partial(_made_callbacks, function, options)
+    return partial(_make_callbacks, function, options)
 
 
-def callback_problems(options: TrainOptions) -> list[Problem]:
-    """U002 for values that these options cannot have."""
+def find_callback_problems(options: TrainOptions) -> list[Problem]:
+    """U002 for invalid values of the callback options."""
     found, (mode, _, metric) = list[Problem](), (options.best or "").partition(":")
     if options.best and (mode not in ("min", "max") or not metric):
         found.append(Problem("U002", f"--best {options.best} is not MODE:METRIC", fix=("--best max:accuracy",)))
@@ -41,28 +41,28 @@ def callback_problems(options: TrainOptions) -> list[Problem]:
     if options.early_stop is not None and not options.best:
         why, fix = "it counts evaluations in which the metric of --best does not improve", ("--best min:loss",)
         found.append(Problem("U002", f"--early-stop {options.early_stop} needs --best", why=why, fix=fix))
-    if options.profile and not _steps(options.profile):
+    if options.profile and not _parse_steps(options.profile):
         what = f"--profile {options.profile} is not a range FIRST:LAST of steps that start at 1"
         found.append(Problem("U002", what, fix=("--profile 10:13",)))
     return found
 
 
-def together(
+def combine_callbacks(
     given: "Sequence[Callback]", made: "Callable[[], list[Callback]] | None", plan: Plan
 ) -> "Callable[[], list[Callback]] | None":
-    """What makes the callbacks on a rank: those that were given as values, and then those of the options. U011, U015."""
-    from plait.engine.callbacks import checked
+    """Return a function that creates the callbacks on a rank: the given ones, then those of the options. Raises U011, U015."""
+    from plait.engine.callbacks import check_callbacks
 
     if not given:
         return made
     if plan.outer_sync == "async":
-        raise PlaitError(_by_a_server(["callbacks=[…]"]))
-    checked(given, "callbacks=")
+        raise PlaitError(_async_problem(["callbacks=[…]"]))
+    check_callbacks(given, "callbacks=")
     return lambda: [*given, *(made() if made is not None else [])]
 
 
 def refuse_callbacks(options: TrainOptions, plan: Plan) -> None:
-    """U015 for callbacks where groups send their gradients to a server."""
+    """Raise U015 for callbacks if groups send their gradients to a server."""
     named = {
         "--callbacks": options.callbacks,
         "--best": options.best,
@@ -71,25 +71,25 @@ def refuse_callbacks(options: TrainOptions, plan: Plan) -> None:
     }
     given = [name for name, value in named.items() if value]
     if given and plan.outer_sync == "async":
-        raise PlaitError(_by_a_server(given))
+        raise PlaitError(_async_problem(given))
 
 
-def _by_a_server(given: list[str]) -> Problem:
+def _async_problem(given: list[str]) -> Problem:
     why = "a server makes the steps and each group computes portions of them, so no rank has all values of a step"
     fix = (f"leave out {' and '.join(given)}", "outer_sync=local or outer_sync=diloco")
     return Problem("U015", f"{given[0]} does not work with outer_sync=async", why=why, fix=fix)
 
 
-def _steps(text: str) -> tuple[int, ...]:
-    """The first and the last step of 10:13; none of what is no such text."""
+def _parse_steps(text: str) -> tuple[int, ...]:
+    """Parse the first and the last step of 10:13. Returns () for other texts."""
     first, _, last = text.partition(":")
     right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
     return (int(first), int(last)) if right else ()
 
 
-def _callback_function(text: str) -> Callable[[], Any]:
-    """The function that `path/to/file.py:name` stands for; its name is `callbacks` if none is given. U011, J003."""
-    from plait.config.job import JOB, execute
+def _load_callbacks(text: str) -> Callable[[], Any]:
+    """Load the function of `path/to/file.py:name`; the default name is `callbacks`. Raises U011, J003."""
+    from plait.config.job import MODULE_PREFIX, import_job_file
 
     path, _, name = text.partition(":")
     name, file = name or "callbacks", Path(path).resolve()
@@ -98,8 +98,8 @@ def _callback_function(text: str) -> Callable[[], Any]:
         raise PlaitError(
             Problem("U011", what, why=f"looked in {Path.cwd()}", fix=("--callbacks path/to/job.py:callbacks",))
         )
-    loaded = sys.modules.get(f"{JOB}{file.stem}")
-    module = loaded if loaded is not None and loaded.__file__ == str(file) else execute(file)
+    loaded = sys.modules.get(f"{MODULE_PREFIX}{file.stem}")
+    module = loaded if loaded is not None and loaded.__file__ == str(file) else import_job_file(file)
     function = getattr(module, name, None)
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
@@ -108,11 +108,11 @@ def _callback_function(text: str) -> Callable[[], Any]:
     return function
 
 
-def _made_callbacks(function: Callable[[], Any] | None, options: TrainOptions) -> "list[Callback]":
-    """The callbacks: the user's first, the best checkpoint last. U011."""
-    from plait.config.errors import in_a_line
-    from plait.config.job import user_line
-    from plait.engine.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile, checked
+def _make_callbacks(function: Callable[[], Any] | None, options: TrainOptions) -> "list[Callback]":
+    """Create the callbacks: the user's first, the best checkpoint last. Raises U011."""
+    from plait.config.errors import summarize_error
+    from plait.config.job import find_user_line
+    from plait.engine.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile, check_callbacks
     from plait.integrations.export_weights import ExportWeights
 
     made, name = list[Callback](), options.callbacks
@@ -122,12 +122,12 @@ def _made_callbacks(function: Callable[[], Any] | None, options: TrainOptions) -
         except PlaitError:
             raise
         except Exception as error:
-            what = f"--callbacks {name} raised {in_a_line(error)}"
-            raise PlaitError(Problem("U011", what, where=user_line(error))) from error
-        made += checked(returned, f"--callbacks {name}")
+            what = f"--callbacks {name} raised {summarize_error(error)}"
+            raise PlaitError(Problem("U011", what, where=find_user_line(error))) from error
+        made += check_callbacks(returned, f"--callbacks {name}")
     mode, _, metric = (options.best or "").partition(":")
     if options.profile:
-        made.append(Profile(*_steps(options.profile)))
+        made.append(Profile(*_parse_steps(options.profile)))
     if options.export_every is not None:
         made.append(ExportWeights(options.export_every, options.export_dir))
     if options.early_stop is not None:
@@ -136,62 +136,62 @@ def _made_callbacks(function: Callable[[], Any] | None, options: TrainOptions) -
 
 
 def run(options: TrainOptions) -> int:
-    """Train; the exit code."""
-    from plait.launch.stopping import stoppable
+    """Train, and return the exit code."""
+    from plait.launch.stopping import run_stoppable
 
-    return stoppable(lambda: _train(options))
+    return run_stoppable(lambda: _train(options))
 
 
 def _train(options: TrainOptions) -> int:
-    from plait.launch.find_launcher import say
+    from plait.launch.find_launcher import export_node_options
 
-    say(options.nnodes, options.node_rank, options.master)
-    asked = requested(options)
-    from plait.cli.train import launch
+    export_node_options(options.nnodes, options.node_rank, options.master)
+    asked = build_train_request(options)
+    from plait.cli.train import launch_run
 
-    code, summary = launch(asked)
+    code, summary = launch_run(asked)
     print_result(options, summary)
     return code
 
 
-def requested(options: TrainOptions) -> "Request":
-    """What the options ask for."""
-    from plait.cli.plan_and_job import both
-    from plait.cli.request import Request, scaled
-    from plait.integrations.trackers.follow import chosen
+def build_train_request(options: TrainOptions) -> "TrainRequest":
+    """Convert the options to a request."""
+    from plait.cli.plan_and_job import load_plan_and_job
+    from plait.cli.train_request import TrainRequest, scale_batch
+    from plait.integrations.trackers.tracker_processes import make_trackers
 
-    wrong, callbacks = problems(options), None
+    wrong, callbacks = find_option_problems(options), None
     try:
-        callbacks = callbacks_of(options)
+        callbacks = build_callback_factory(options)
     except PlaitError as error:
         wrong += error.problems
-    plan, job = both(options, wrong)
+    plan, job = load_plan_and_job(options, wrong)
     refuse_callbacks(options, plan)
-    _refuse_followers(options, plan)
-    shown = _shown(options)
+    _refuse_trackers(options, plan)
+    shown = _parse_log_ranks(options)
     beyond = [rank for rank in shown if not 0 <= rank < plan.world]
     if beyond:
         why = "it has " + ("only rank 0" if plan.world == 1 else f"ranks 0 to {plan.world - 1}")
         raise PlaitError(Problem("U002", f"--log-ranks {options.log_ranks}: the plan has no rank {beyond[0]}", why=why))
     instead = {name: value for name in ("steps", "weights") if (value := getattr(options, name))}
-    job, notes = scaled(replace(job, **instead) if instead else job, options.batch, options.scale_lr)
-    return Request(
-        options.job, job, plan, device=options.device, verbose=options.verbose, shown=shown, notes=notes,
-        trackers=chosen(list(options.tracker)), callbacks=callbacks, group_norms=options.group_norms,
+    job, notes = scale_batch(replace(job, **instead) if instead else job, options.batch, options.scale_lr)
+    return TrainRequest(
+        options.job, job, plan, device=options.device, verbose=options.verbose, shown_ranks=shown, notes=notes,
+        trackers=make_trackers(list(options.tracker)), callbacks=callbacks, group_norms=options.group_norms,
         **{each.name: getattr(options, each.name) for each in fields(RunOptions)},
     )  # fmt: skip
 
 
-def problems(options: TrainOptions) -> list[Problem]:
-    """U002 for values that options cannot have, alone or together. (`out_of_range` knows numbers that are too small.) J058."""
-    found = [*hugging_face.untrainable(options.job)]
+def find_option_problems(options: TrainOptions) -> list[Problem]:
+    """U002 for invalid values and combinations, except values below a minimum (see `find_out_of_range`); J058."""
+    found = [*hugging_face.find_untrainable(options.job)]
     if options.hang_timeout is not None and not 0 < options.hang_timeout < math.inf:
         what = f"--hang-timeout {options.hang_timeout} is not a number of seconds > 0"
         found.append(Problem("U002", what, fix=("--hang-timeout 600",)))
     if options.tracker:
-        from plait.integrations.trackers.packages import unknown
+        from plait.integrations.trackers.packages import find_unknown_trackers
 
-        found += unknown(list(options.tracker))
+        found += find_unknown_trackers(list(options.tracker))
     every = options.export_every or 0
     if every > 0 and options.save_every >= 1 and every % options.save_every:
         why = f"an export is made from a checkpoint, and the run saves one every {options.save_every} steps"
@@ -204,19 +204,19 @@ def problems(options: TrainOptions) -> list[Problem]:
         why = "the rule compares --batch with the job's own batch"
         found.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
     try:
-        _shown(options)
+        _parse_log_ranks(options)
     except ValueError:
         found.append(Problem("U002", f"--log-ranks {options.log_ranks} is not a list of ranks", fix=("--log-ranks 0,3",)))
-    return [*found, *callback_problems(options)]
+    return [*found, *find_callback_problems(options)]
 
 
-def _shown(options: TrainOptions) -> tuple[int, ...]:
-    """The ranks whose output is shown."""
+def _parse_log_ranks(options: TrainOptions) -> tuple[int, ...]:
+    """Parse the ranks whose output is printed."""
     return tuple(int(rank) for rank in options.log_ranks.split(","))
 
 
-def _refuse_followers(options: TrainOptions, plan: Plan) -> None:
-    """H020 for trackers and exports where a server makes the steps, and no rank."""
+def _refuse_trackers(options: TrainOptions, plan: Plan) -> None:
+    """Raise H020 for trackers and exports if a server makes the steps."""
     given = ["--tracker"] * bool(options.tracker) + ["--export-every"] * bool(options.export_every)
     if given and plan.outer_sync == "async":
         why = "rank 0 starts trackers and exports, and under outer_sync=async a server makes the steps"

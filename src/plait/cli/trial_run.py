@@ -1,4 +1,4 @@
-"""A few steps of a command of `plait train` in a run of its own, timed by the clock on the wall."""
+"""Runs a few steps of a `plait train` command in a temporary run, and measures wall-clock time."""
 
 import subprocess
 import sys
@@ -6,31 +6,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from plait.config.command_options import TrainOptions, words_of
-from plait.launch.scratch import Scratch
-from plait.planner.trial import STEPS, WARM
-from plait.report.summary import metrics
+from plait.config.command_options import TrainOptions, format_words
+from plait.launch.scratch import ScratchFolder
+from plait.planner.trial import TRIAL_STEPS, WARMUP_STEPS
+from plait.report.summary import read_metric_rows
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """Steps of a run after its warm-up: the median of their seconds, and the mean of each sample's. `failed`: why there are none."""
+    """Times of a run after its warm-up: the median per step, and the mean per sample. `failed` is the reason if there are none."""
 
     seconds: float = 0.0
-    per_sample: float = 0.0
+    seconds_per_sample: float = 0.0
     failed: str = ""
 
 
-def measure(options: TrainOptions, steps: int = STEPS) -> TrialRun:
-    """So many steps of a training in a run of its own, in a folder that is removed: no tracker and no other folder gets anything of it."""
-    with Scratch("try") as folder:
+def measure_trial(options: TrainOptions, steps: int = TRIAL_STEPS) -> TrialRun:
+    """Train `steps` steps in a temporary folder, without trackers and exports."""
+    with ScratchFolder("try") as folder:
         run = replace(
             options, steps=steps, runs=Path(folder), json=True, resume=None, tracker=(), export_every=None, export_dir=None, early_stop=None,
             check="none",
         )  # fmt: skip
-        done = subprocess.run([sys.executable, "-m", "plait", "train", *words_of(run)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "plait", "train", *format_words(run)], capture_output=True, text=True)
         if done.returncode:
-            return TrialRun(failed=(done.stderr.strip().splitlines() or ["it said nothing"])[0])
-        rows = [row for row in metrics(next(Path(folder).glob("*/metrics.jsonl"))) if "loss" in row]
-    took, samples = [row["seconds"] for row in rows[WARM:]], rows[-1]["samples"] - rows[WARM - 1]["samples"]
+            return TrialRun(failed=(done.stderr.strip().splitlines() or ["no error output"])[0])
+        rows = [row for row in read_metric_rows(next(Path(folder).glob("*/metrics.jsonl"))) if "loss" in row]
+    took, samples = [row["seconds"] for row in rows[WARMUP_STEPS:]], rows[-1]["samples"] - rows[WARMUP_STEPS - 1]["samples"]
     return TrialRun(median(took), sum(took) / samples)

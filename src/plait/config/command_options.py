@@ -1,11 +1,8 @@
-"""The options of each command, with their help, in the order in which `plait COMMAND --help` shows them.
+"""The options of each command, in the order of `plait COMMAND --help`.
 
-`--job.NAME`, the arguments of the job, are `arguments` of each of them.
-
-An option of a command, as a field of a dataclass: its name, its help, its values, and where it can be given.
-
-A command's options are one frozen dataclass. From its fields come the parser of the command line
-(`cli/main.py`), the keyword arguments in Python (`api.py`), the words that `plait submit` hands on, and what is out of range.
+The options of a command are a frozen dataclass. Each field is an option: its name, help, values, and where it can be given. The fields
+define the parser of the command line (`cli/main.py`), the keyword arguments in Python (`api.py`), the words that `plait submit` forwards,
+and the valid ranges. The job's arguments (`--job.NAME`) are the field `arguments` of every command.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +13,12 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, get_args, get_origin
 
 from plait.config import former_names
-from plait.config.errors import PlaitError, Problem, too_small
-from plait.config.hardware import KINDS, NOT_YET
+from plait.config.errors import PlaitError, Problem, too_small_problem
+from plait.config.hardware import DEVICE_KINDS, UNSUPPORTED_DEVICES
 
 T = TypeVar("T")
 REQUIRED = MISSING
-"""The default of an option that must be given."""
+"""The default of a required option."""
 
 
 @dataclass(frozen=True)
@@ -29,50 +26,50 @@ class Option:
     """An option of a command."""
 
     name: str
-    """In Python, and of the field."""
+    """Name in Python, and of the field."""
     kind: type
-    """Of its value, or of each value where it is given `many` times: bool, int, float, str or Path."""
+    """Type of the value, or of each value if `many`: bool, int, float, str or Path."""
     many: bool
     default: object
     help: str | None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
     least: int | None = None
-    """The smallest number that it takes."""
+    """Minimum of a number."""
     words: tuple[str, ...] = ()
-    """On the command line, if these are not --name."""
+    """Names on the command line, if they differ from --name."""
     by_place: bool = False
-    """No word stands before its value on the command line."""
+    """A positional argument."""
     bare: str | None = None
-    """Its value when it is given without one, if it can be."""
+    """Value if the option is given without one; None if a value is required."""
     listed: bool = False
-    """A text of values with commas between them, for which Python also takes a list."""
+    """Comma-separated values, for which Python also accepts a list."""
     python: bool = True
-    """It is a keyword argument in Python too."""
+    """Also a keyword argument in Python."""
     handed_on: bool = True
-    """`plait submit` hands it on, as it is given, to the `plait train` that the scheduler starts."""
+    """`plait submit` forwards it unchanged to `plait train` on the nodes."""
     former: str = ""
-    """Its name in the version before, which is accepted with a warning."""
+    """Name in the previous version, which is accepted with a warning."""
     former_values: Mapping[str, str] = field(default_factory=dict)
-    """Its present values by those of the version before, which are accepted with a warning."""
+    """Values of the previous version, which are accepted with a warning, and their present names."""
 
     @property
     def flag(self) -> str:
-        """Its word on the command line, such as --save-every."""
-        return self.words[-1] if self.words else flag_of(self.name)
+        """The flag on the command line, such as --save-every."""
+        return self.words[-1] if self.words else format_flag(self.name)
 
-    def present(self, value: T) -> T | str:
-        """The value by its present name. Warns of a former one."""
+    def replace_former(self, value: T) -> T | str:
+        """Replace a former value by its present name, with a warning."""
         if not isinstance(value, str) or value not in self.former_values:
             return value
-        former_names.warn("value", f"{self.flag} {value}", now := self.former_values[value])
+        former_names.warn_renamed("value", f"{self.flag} {value}", now := self.former_values[value])
         return now
 
 
-def flag_of(name: str) -> str:
-    """The word on the command line of an option of this name.
+def format_flag(name: str) -> str:
+    """Return the flag of an option.
 
-    >>> flag_of("save_every")
+    >>> format_flag("save_every")
     '--save-every'
     """
     return f"--{name.replace('_', '-')}"
@@ -80,35 +77,35 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """The options of a command."""
+    """Base of the options of every command: parsed words of the command line, or keywords of the Python API."""
 
     arguments: dict[str, str] = field(default_factory=dict)
-    """Of the job's function: --job.NAME on the command line."""
+    """Arguments of the job's function: --job.NAME on the command line."""
     stdout: TextIO | None = None
-    """Standard output, for the result alone, while sys.stdout is standard error (`cli/result.py`). None: sys.stdout."""
+    """Standard output for the result, while sys.stdout is standard error (`cli/result.py`). None: sys.stdout."""
 
 
 def option(default: object, help: str | None, **facts: Any) -> Any:
-    """A field that is an option; `facts` are those of `Option`."""
+    """Define a field that is an option; `facts` are fields of `Option`."""
     return field(default=default, metadata={"help": help, **facts})
 
 
 @cache
-def options_of(command: type[CommandOptions]) -> dict[str, Option]:
-    """The options of a command by name, in the order of its help."""
-    return {each.name: _of(each) for each in fields(command) if "help" in each.metadata}
+def list_options(command: type[CommandOptions]) -> dict[str, Option]:
+    """Return the options of a command by name, in the order of its help."""
+    return {each.name: _parse_field(each) for each in fields(command) if "help" in each.metadata}
 
 
-def _of(source: Field[Any]) -> Option:
-    """The option that a field is: `int | None` takes a number, `tuple[str, ...]` many texts."""
+def _parse_field(source: Field[Any]) -> Option:
+    """Build the option of a field: `int | None` accepts a number, `tuple[str, ...]` repeated strings."""
     kind, *_ = [kind for kind in get_args(source.type) if kind is not NoneType] or [source.type]
     return Option(source.name, kind, get_origin(source.type) is tuple, source.default, **source.metadata)
 
 
-def words_of(given: CommandOptions, options: Iterable[Option] | None = None) -> list[str]:
-    """The words of a command line that give its options these values; `options`: these alone. What has its default is left out."""
+def format_words(given: CommandOptions, options: Iterable[Option] | None = None) -> list[str]:
+    """Format values that differ from the default as words of a command line. `options`: only these."""
     words = list[str]()
-    for each in options_of(type(given)).values() if options is None else options:
+    for each in list_options(type(given)).values() if options is None else options:
         value = getattr(given, each.name)
         if value != each.default:
             named = "" if each.by_place else f"{each.flag}="
@@ -116,36 +113,36 @@ def words_of(given: CommandOptions, options: Iterable[Option] | None = None) -> 
     return [*words, *(f"--job.{name}={value}" for name, value in given.arguments.items())]
 
 
-def with_options(command: type[CommandOptions], words: Sequence[str], changed: Sequence[str]) -> list[str]:
-    """The words of a command line without some options, such as `--json`, and with other values of some, such as `--workers=2`.
+def replace_options(command: type[CommandOptions], words: Sequence[str], changed: Sequence[str]) -> list[str]:
+    """Remove options such as `--json` from a command line, and replace others, such as `--workers=2`.
 
-    >>> with_options(TrainOptions, ["job.py", "--workers", "4", "--json"], ["--workers=2", "--json"])
+    >>> replace_options(TrainOptions, ["job.py", "--workers", "4", "--json"], ["--workers=2", "--json"])
     ['job.py', '--workers=2']
     """
-    takes = {flag: each for each in options_of(command).values() for flag in (each.flag, *each.words)}
+    takes = {flag: each for each in list_options(command).values() for flag in (each.flag, *each.words)}
     out, rest, kept = {word.partition("=")[0] for word in changed}, list(words), list[str]()
     while rest:
         word = rest.pop(0)
-        option = takes.get(word)  # a word with = has its value in it
+        option = takes.get(word)  # a word with = contains its value
         value = rest[:1] if option and option.kind is not bool and rest and not rest[0].startswith("-") else []
         del rest[: len(value)]
         kept += [] if word.partition("=")[0] in out else [word, *value]
     return [*kept, *(word for word in changed if "=" in word)]
 
 
-def check_range(given: CommandOptions) -> None:
-    """Raise what is out of range."""
-    if problems := out_of_range(given):
+def check_range(options: CommandOptions) -> None:
+    """Raise U002 for numbers below their minimum."""
+    if problems := find_out_of_range(options):
         raise PlaitError(problems)
 
 
-def out_of_range(given: CommandOptions) -> list[Problem]:
-    """U002 for numbers that are too small."""
+def find_out_of_range(options: CommandOptions) -> list[Problem]:
+    """Return U002 for each number below its minimum."""
     found = list[Problem]()
-    for name, each in options_of(type(given)).items():
-        value = getattr(given, name)
+    for name, each in list_options(type(options)).items():
+        value = getattr(options, name)
         if each.least is not None and value is not None and value < each.least:
-            found.append(too_small(each.flag, value, each.least))
+            found.append(too_small_problem(each.flag, value, each.least))
     return found
 
 
@@ -154,30 +151,35 @@ if TYPE_CHECKING:
 
 CHECKS = ("none", "quick", "full")
 SCHEDULERS = ("slurm", "trainjob", "jobset", "skypilot", "ray", "ssh")
-"""What `plait submit` writes for."""
-SHELL: dict[str, Any] = {"python": False, "handed_on": False}
-"""Of options that say how a command of the shell prints its result, or which machine this is."""
+"""The schedulers of `plait submit`."""
+SHELL_ONLY: dict[str, Any] = {"python": False, "handed_on": False}
+"""For options that print the result in a shell, or identify this node."""
 
 
 def json_option() -> Any:
-    return option(False, "print the result as JSON on standard output", **SHELL)
+    return option(False, "print the result as JSON on standard output", **SHELL_ONLY)
 
 
 def verbose_option() -> Any:
-    return option(False, "show tracebacks", words=("-v", "--verbose"), **SHELL)
+    return option(False, "show tracebacks", words=("-v", "--verbose"), **SHELL_ONLY)
 
 
 def device_option() -> Any:
-    return option("auto", "device type; cuda includes ROCm (default: auto)", choices=(*KINDS, *NOT_YET), metavar=f"{{{','.join(KINDS)}}}")
+    return option(
+        "auto",
+        "device type; cuda includes ROCm (default: auto)",
+        choices=(*DEVICE_KINDS, *UNSUPPORTED_DEVICES),
+        metavar=f"{{{','.join(DEVICE_KINDS)}}}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(CommandOptions):
-    """The job, and how results are printed."""
+    """The job, and the output format."""
 
     job: str = option(
         REQUIRED, "path/to/job.py, path/to/job.py:function, or hf:FOLDER of a Hugging Face config; arguments of the job: --job.NAME VALUE",
-        by_place=True, metavar="JOB", **SHELL,
+        by_place=True, metavar="JOB", **SHELL_ONLY,
     )  # fmt: skip
     json: bool = json_option()
     verbose: bool = verbose_option()
@@ -185,21 +187,21 @@ class JobOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions(JobOptions):
-    """The job, the plan, and where it runs."""
+    """The job, the plan, and the device."""
 
     plan: str | None = option(
         None, 'a line such as "dp=2 microbatches=4", a TOML file, or auto for the fastest plan on this machine (default: dp=*)', handed_on=False
     )
-    nproc: int | None = option(None, "processes to start on this machine; dp=* uses all of them (default: what the plan needs)", least=1,
+    nproc: int | None = option(None, "processes to start on this machine; dp=* uses all of them (default: as many as the plan needs)", least=1,
         handed_on=False)
     device: str = device_option()
     loaded: "Job | None" = None
-    """The job, if it does not lie in a file, or was read before."""
+    """The job, if it is a Python object or already loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(CommandOptions):
-    """Of `plait train`: how a run goes."""
+    """Options of a training run."""
 
     max_restarts: int = option(
         2, "restart after a rank failure, up to N times in a row at one step; 0 disables (default: 2)", metavar="N", least=0, former="restarts"
@@ -207,13 +209,13 @@ class RunOptions(CommandOptions):
     allow_shrink: bool = option(False, "continue with fewer ranks after a rank failure, instead of restarting all ranks", former="fewer")
     nnodes: str | None = option(
         None, "number of nodes, or a range such as 1:2; run the same command on each, with --nproc ranks there (default: 1)",
-        metavar="N", **SHELL,
+        metavar="N", **SHELL_ONLY,
     )  # fmt: skip
     node_rank: int | None = option(
-        None, "rank of this node, starting at 0 (default: set by the launcher)", metavar="N", **SHELL
+        None, "rank of this node, starting at 0 (default: set by the launcher)", metavar="N", **SHELL_ONLY
     )
     master: str | None = option(
-        None, "address and port of node 0 (default: set by the launcher)", metavar="HOST:PORT", **SHELL
+        None, "address and port of node 0 (default: set by the launcher)", metavar="HOST:PORT", **SHELL_ONLY
     )
     steps: int | None = option(None, "number of optimizer steps (default: the job's)", least=1)
     batch: int | None = option(None, "global batch size (default: the job's)", least=1)
@@ -249,14 +251,14 @@ class RunOptions(CommandOptions):
     export_dir: Path | None = option(None, "folder for these exports (default: RUN/export)", metavar="DIR", former="export_to")
     runs: Path = option(Path("runs"), "folder for run directories (default: runs)", handed_on=False)
     hang_timeout: float | None = option(
-        None, "end the run if a rank makes no progress for this long (default: 10 s to an hour, depending on what it does)",
+        None, "end the run if a rank makes no progress for this long (default: 10 s to an hour, depending on its phase)",
         metavar="SECONDS", former="patience",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions, SplitOptions):
-    """Of `plait train`."""
+    """Options of `plait train`."""
 
     callbacks: str | None = option(
         None, "function that returns a list of plait.Callback objects",
@@ -275,7 +277,7 @@ class TrainOptions(RunOptions, SplitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(SplitOptions):
-    """Of `plait verify`."""
+    """Options of `plait verify`."""
 
     steps: int = option(4, "optimizer steps to compare, at least 3 (default: 4)")
     full: bool = option(False, "also compare batches of the job's own size that take long on one device")
@@ -283,14 +285,14 @@ class VerifyOptions(SplitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(SplitOptions):
-    """Of `plait check`."""
+    """Options of `plait check`."""
 
     full: bool = option(False, "check more batches and positions, for up to some minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(SplitOptions):
-    """Of `plait chaos`."""
+    """Options of `plait chaos`."""
 
     steps: int = option(9, "optimizer steps of each run (default: 9)", least=9)
     batch: int | None = option(None, "global batch size of each run (default: a small one)", least=1)
@@ -318,7 +320,7 @@ class MeasuredJobOptions(JobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SketchOptions(MeasuredJobOptions):
-    """Of `plait sketch`."""
+    """Options of `plait sketch`."""
 
     batch: int = option(1, "number of samples that the figures are for (default: 1)", least=1)
     plan: str | None = option(None, "also show the memory of each rank under this plan, at the job's batch size")
@@ -326,7 +328,7 @@ class SketchOptions(MeasuredJobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(MeasuredJobOptions):
-    """Of `plait plan`. What Python does not take makes another answer than a table of plans."""
+    """Options of `plait plan`. Options that are not in Python change the answer from a table of plans to another report."""
 
     machine: str = option(
         "here", "machine to plan for: a name such as h100x8 or h100x8x16 (16 nodes of 8), a TOML file, or here (default: here)"
@@ -373,14 +375,14 @@ class PlanOptions(MeasuredJobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions(CommandOptions):
-    """Who starts the run."""
+    """The scheduler that starts the run."""
 
     kind: str = option(REQUIRED, "scheduler that starts the run", by_place=True, choices=SCHEDULERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions(TrainOptions, SchedulerOptions):
-    """Of `plait submit`: those of `plait train`, which it hands on, and its own."""
+    """Options of `plait submit`: those of `plait train`, which it forwards, and its own."""
 
     machine: str | None = option(
         None, "machine, such as h100x8x2: sets --nnodes and --nproc, as in plait plan", metavar="NAME"
@@ -404,7 +406,7 @@ class SubmitOptions(TrainOptions, SchedulerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(CommandOptions):
-    """Of `plait bench`."""
+    """Options of `plait bench`."""
 
     what: str = option("all", None, by_place=True, choices=("compute", "comm", "data", "all"))
     job: str | None = option(None, "job whose dataset is read (for data and all)", by_place=True, metavar="JOB")
@@ -417,7 +419,7 @@ class BenchOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(CommandOptions):
-    """Of `plait report`."""
+    """Options of `plait report`."""
 
     paths: tuple[str, ...] = option(("runs/latest",), "run directories, the first in detail (default: runs/latest)", by_place=True, metavar="RUN")
     svg: str | None = option(None, "print one figure as SVG instead of writing the page", choices=("loss", "timeline", "memory", "scaling"))
@@ -436,7 +438,7 @@ class ReportOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions(CommandOptions):
-    """Of `plait prove`."""
+    """Options of `plait prove`."""
 
     reference: str = option(REQUIRED, "command that trains on one device, as one argument", by_place=True, metavar="REFERENCE")
     candidate: str = option(REQUIRED, "command that trains on several devices, as one argument", by_place=True, metavar="CANDIDATE")
@@ -452,12 +454,17 @@ class ProveOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(CommandOptions):
-    """Of `plait replay`."""
+    """Options of `plait replay`."""
 
     path: str = option("runs/latest", "run directory (default: runs/latest)", by_place=True, metavar="RUN")
     step: int = option(REQUIRED, "step to compute again", metavar="N", least=1)
     plan: str | None = option(None, "plan to compute it under, as one line or a TOML file (default: one process)")
-    device: str = option("cpu", "device type; cuda includes ROCm (default: cpu)", choices=("auto", *KINDS), metavar=f"{{{','.join(KINDS)}}}")
+    device: str = option(
+        "cpu",
+        "device type; cuda includes ROCm (default: cpu)",
+        choices=("auto", *DEVICE_KINDS),
+        metavar=f"{{{','.join(DEVICE_KINDS)}}}",
+    )
     bisect: bool = option(False, "also find the first module whose output is not finite or unusually large")
     top: int = option(10, "number of samples to print (default: 10)", metavar="N", least=1)
     allow_changes: bool = option(False, "replay with the job's present code even if it has changed since the run (R011)")
@@ -467,7 +474,7 @@ class ReplayOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(CommandOptions):
-    """Of `plait checkpoint`."""
+    """Options of `plait checkpoint`."""
 
     action: str = option(REQUIRED, None, by_place=True, choices=("list", "info", "verify", "export"))
     path: str = option(REQUIRED, "run directory, folder of checkpoints, or one checkpoint", by_place=True, metavar="PATH")
@@ -485,7 +492,7 @@ class CheckpointOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HelpOptions(CommandOptions):
-    """Of `plait help`."""
+    """Options of `plait help`."""
 
     word: str | None = option(None, None, by_place=True, metavar="CODE | KEY | COMMAND")
     json: bool = option(False, None)

@@ -1,4 +1,4 @@
-"""Names of the version before: accepted in this version, with a warning that gives the new name."""
+"""Names of the previous version: accepted in this version, with a warning that gives the new name."""
 
 import contextlib
 import sys
@@ -10,34 +10,34 @@ Value = TypeVar("Value")
 
 
 class FormerName(FutureWarning):
-    """A plan key, option or value is given by the name that it had in the version before."""
+    """A plan key, option or value has the name of the previous version."""
 
 
-def warn(kind: str, before: str, now: str) -> None:
-    """Warn that something was renamed. `kind`: what it is, such as "plan key"."""
+def warn_renamed(kind: str, before: str, now: str) -> None:
+    """Warn that a name was replaced. `kind` is its kind, such as "plan key"."""
     warnings.warn(f"{kind} {before} is now called {now}; the next version will not accept the former name", FormerName, stacklevel=3)
 
 
-def replaced(kind: str, values: dict[str, Value], former: dict[str, str]) -> dict[str, Value]:
-    """The values by their present names, which `former` has by the former ones."""
+def replace_former_names(kind: str, values: dict[str, Value], former: dict[str, str]) -> dict[str, Value]:
+    """Replace former names by their present names, which `former` maps."""
     for name in values:
         if name in former:
-            warn(kind, name, former[name])
+            warn_renamed(kind, name, former[name])
     return {former.get(name, name): value for name, value in values.items()}
 
 
 @contextlib.contextmanager
-def as_notes() -> Iterator[None]:
-    """Print these warnings as notes of a command, each once."""
+def print_warnings_as_notes() -> Iterator[None]:
+    """Print these warnings as notes of a command, once each."""
     with warnings.catch_warnings():
         show, shown = warnings.showwarning, set[str]()
 
-        def note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def print_note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             if not issubclass(category, FormerName):
                 show(message, category, *place, **more)
             elif str(message) not in shown:
                 shown.add(str(message))
                 print(f"note  {message}", file=sys.stderr)
 
-        warnings.showwarning = note
+        warnings.showwarning = print_note
         yield

@@ -1,8 +1,8 @@
-"""A job made of a Hugging Face config alone: `hf:FOLDER` in the place of a job file. No code, no data and no weights are needed.
+"""Jobs made from a Hugging Face config: `hf:FOLDER` replaces a job file, without code, data or weights.
 
-The model is the one that the config's `architectures` names, built by transformers with its own classes; code that the config points to
-(`auto_map`) is never run, and nothing is downloaded. It learns to predict random tokens, which cost what a text's tokens cost. Such a
-job can be planned, sketched and verified, and is not worth training.
+The model is the one that `architectures` in the config names, built by transformers with its own classes. Code that the config refers to
+(`auto_map`) is never run, and nothing is downloaded. The model predicts random tokens, which cost the same as real ones. Such a job can
+be planned, sketched and verified, but training it has no use.
 """
 
 import os
@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
-from plait.config.files import loads, read_plain
-from plait.config.library import hush_imports
+from plait.config.errors import PlaitError, Problem, did_you_mean, summarize_error
+from plait.config.files import parse_strict_json, read_plain_file
+from plait.config.library import silence_imports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,58 +24,58 @@ if TYPE_CHECKING:
 
 PREFIX = "hf:"
 CONFIG = "config.json"
-LARGEST = 16 << 20
-"""Bytes of a config that are read."""
-LENGTHS = ("n_positions", "max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
-"""What configs call the longest sequence."""
-DEFAULT_LENGTH, LONGEST_DEFAULT = 2048, 8192
-"""Tokens of a sequence if the config has no limit, and the most that are taken without --seq."""
+MAX_CONFIG_BYTES = 16 << 20
+"""Maximum size of a config in bytes."""
+LENGTH_KEYS = ("n_positions", "max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
+"""Names of the maximum sequence length in configs."""
+DEFAULT_LENGTH, MAX_DEFAULT_LENGTH = 2048, 8192
+"""Sequence length in tokens if the config has no limit, and the maximum without --seq."""
 STEP_TOKENS = 4 << 20
-"""Tokens of a step without --batch."""
-SAMPLES = 1 << 24
-IGNORED = frozenset({
+"""Tokens per step without --batch."""
+SAMPLE_COUNT = 1 << 24
+IGNORED_KEYS = frozenset({
     "auto_map", "quantization_config", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
     "experts_implementation", "_experts_implementation",
 })  # fmt: skip
-"""Keys of a config that name code or kernels to load, or a format of weights that are not read."""
+"""Keys of a config that load code or kernels, or describe the format of unused weights."""
 
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """What language models are trained for, by the auto classes of transformers."""
+    """A training task of language models, named by an auto class of transformers."""
 
-    auto: str
-    classes: str
-    """The table of transformers from model types to classes."""
+    auto_class: str
+    class_table: str
+    """Table of transformers from model types to classes."""
     next_token: bool
-    """Targets are the tokens one place later; else the same tokens."""
-    two_sided: bool = False
-    """An encoder and a decoder, each with a sequence."""
+    """Targets are the next tokens; else the same tokens."""
+    has_decoder: bool = False
+    """The model has an encoder and a decoder, each with a sequence."""
 
-    def class_of(self, model_type: str) -> str | None:
-        """The name of the class that has this task."""
+    def find_class(self, model_type: str) -> str | None:
+        """Return the name of the class for this task, or None."""
         from transformers.models.auto import modeling_auto
 
-        found = getattr(modeling_auto, self.classes).get(model_type)
+        found = getattr(modeling_auto, self.class_table).get(model_type)
         return found[0] if isinstance(found, tuple) else found
 
 
 TASKS = (
-    LanguageTask("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", True, two_sided=True),
+    LanguageTask("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", True, has_decoder=True),
     LanguageTask("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", False),
     LanguageTask("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", True),
 )
-"""Without `architectures` a model type has the first task that it has a class for: decoders have the last alone."""
+"""In order of preference for a config without `architectures`: decoders have only the last task."""
 
 
 class RandomTokens:
-    """Samples of random tokens: sample i is the same every time."""
+    """Samples of random tokens: sample i has the same tokens every time."""
 
     def __init__(self, vocabulary: int, length: int, task: LanguageTask):
         self.vocabulary, self.length, self.task = vocabulary, length, task
 
     def __len__(self) -> int:
-        return SAMPLES
+        return SAMPLE_COUNT
 
     def __getitem__(self, i: int) -> "tuple[dict[str, Tensor], Tensor]":
         import torch
@@ -83,7 +83,7 @@ class RandomTokens:
         draw = torch.Generator().manual_seed(i)
         tokens = torch.randint(self.vocabulary, (2, self.length + 1), generator=draw)
         inputs = {"input_ids": tokens[0, :-1]}
-        if self.task.two_sided:
+        if self.task.has_decoder:
             return inputs | {"decoder_input_ids": tokens[1, :-1]}, tokens[1, 1:]
         return inputs, tokens[0, 1:] if self.task.next_token else tokens[0, :-1]
 
@@ -91,22 +91,22 @@ class RandomTokens:
 def build_job_fields(
     name: str, /, seq: int | None = None, batch: int | None = None, steps: int = 1000, lr: float = 3e-4
 ) -> dict[str, Any]:
-    """The fields of the `Job` that a folder with `config.json`, or a config file, stands for; what was taken by default is printed.
+    """Build the fields of a `Job` from a folder with `config.json`, or from a config file. Prints the values taken by default.
 
-    J055 for a config that cannot be read, J056 for one that is no language model of transformers, J057 for a `seq` that is too long.
+    Raises J055 for an unreadable config, J056 if it is not a language model of transformers, J057 if `seq` is too long.
     """
     import torch
 
-    values = _read(name)
-    hush_imports()
-    config, task = _understand(values, name)
-    make = _maker(config, task)
-    limit = _limit(config, make)
-    length = limit.default if seq is None else seq
-    if length < 1 or (limit.hard and length > (limit.length or length)):
-        raise PlaitError(_too_long(length, limit, name))
+    values = _read_config(name)
+    silence_imports()
+    config, task = _parse_config(values, name)
+    make = _make_builder(config, task)
+    limit = _find_length_limit(config, make)
+    length = limit.default_length if seq is None else seq
+    if length < 1 or (limit.is_hard and length > (limit.length or length)):
+        raise PlaitError(_too_long_problem(length, limit, name))
     samples = max(1, STEP_TOKENS // length) if batch is None else batch
-    _say(f"job       {PREFIX}{name}: {task.class_of(config.model_type)} on random tokens{_describe_length(seq, limit)}")
+    _print_once(f"job       {PREFIX}{name}: {task.find_class(config.model_type)} on random tokens{_describe_length(seq, limit)}")
     return {
         "model": make, "loss": cross_entropy, "batch": samples, "steps": steps,
         "data": lambda: RandomTokens(config.get_text_config().vocab_size, length, task),
@@ -115,28 +115,28 @@ def build_job_fields(
 
 
 class LogitsOutput(Protocol):
-    """What a language model of transformers returns."""
+    """The output of a language model of transformers."""
 
     logits: "Tensor"
 
 
 def cross_entropy(outputs: LogitsOutput, targets: "Tensor") -> "Tensor":
-    """The mean over tokens."""
+    """Return the mean cross entropy over tokens."""
     from torch.nn import functional
 
     return functional.cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
 
 
-def untrainable(name: str) -> Iterator[Problem]:
-    """J058: a job of random tokens is not trained."""
+def find_untrainable(name: str) -> Iterator[Problem]:
+    """J058: a job of random tokens cannot be trained."""
     if name.startswith(PREFIX):
         what, why = f"{name} cannot be trained: it has no data", "a job made from a config has random tokens as data"
         fix = ("write a job file with your data, such as examples/llama/job.py", f"plait plan {name}")
         yield Problem("J058", what, why=why, fix=fix)
 
 
-def _read(name: str) -> dict[str, Any]:
-    """The config, as its file has it. J055."""
+def _read_config(name: str) -> dict[str, Any]:
+    """Read the config file. Raises J055."""
     path = Path(name)
     file = path / CONFIG if os.path.isdir(path) else path
     download = f"hf download NAME {CONFIG} --local-dir FOLDER    saves the config of a model on the Hub; then  {PREFIX}FOLDER"
@@ -148,36 +148,36 @@ def _read(name: str) -> dict[str, Any]:
         fix = (f"{PREFIX}path/to/{CONFIG}", download)
         raise PlaitError(Problem("J055", f"the folder {name} has no {CONFIG}", fix=fix))
     try:
-        values = loads(read_plain(file, LARGEST))
+        values = parse_strict_json(read_plain_file(file, MAX_CONFIG_BYTES))
         why = "" if isinstance(values, dict) else f"it is a {type(values).__name__}, not an object with the config's values"
     except (OSError, ValueError, RecursionError) as error:
-        values, why = {}, in_a_line(error)
+        values, why = {}, summarize_error(error)
     if why:
         raise PlaitError(Problem("J055", f"{file} is not a Hugging Face config", why=why, where=str(file), fix=(download,)))
     return values
 
 
-def _understand(values: dict[str, Any], name: str) -> "tuple[PreTrainedConfig, LanguageTask]":
-    """The config as an object of transformers, and what its model is trained for. J056; U010 without transformers."""
+def _parse_config(values: dict[str, Any], name: str) -> "tuple[PreTrainedConfig, LanguageTask]":
+    """Build the transformers config, and find its training task. Raises J056, or U010 without transformers."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         what = "transformers is not installed"
         fix = ("pip install transformers",)
-        raise PlaitError(Problem("U010", what, why=f"plait needs it to build the model of {PREFIX}{name}: {in_a_line(error)}", fix=fix)) from error
+        raise PlaitError(Problem("U010", what, why=f"the model of {PREFIX}{name} needs it: {summarize_error(error)}", fix=fix)) from error
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise PlaitError(_unknown(values, kind, name, list(CONFIG_MAPPING)))
+        raise PlaitError(_unknown_type_problem(values, kind, name, list(CONFIG_MAPPING)))
     try:
-        config = CONFIG_MAPPING[kind].from_dict(_without_code(values))
-    except Exception as error:  # classes of configs check values in their own ways
+        config = CONFIG_MAPPING[kind].from_dict(_strip_code(values))
+    except Exception as error:  # config classes validate values in different ways
         what = f"transformers cannot read the config of {PREFIX}{name}"
-        raise PlaitError(Problem("J056", what, why=in_a_line(error), where=name)) from error
-    return config, _task_of(values, config, name)
+        raise PlaitError(Problem("J056", what, why=summarize_error(error), where=name)) from error
+    return config, _find_task(values, config, name)
 
 
-def _unknown(values: dict[str, Any], kind: object, name: str, known: list[str]) -> Problem:
-    """J056 of a model type that this transformers does not have."""
+def _unknown_type_problem(values: dict[str, Any], kind: object, name: str, known: list[str]) -> Problem:
+    """J056 for a model type that the installed transformers does not support."""
     import transformers
 
     if kind is None:
@@ -193,27 +193,29 @@ def _unknown(values: dict[str, Any], kind: object, name: str, known: list[str]) 
     return Problem("J056", what + hint, where=name, fix=("pip install --upgrade transformers", '"model_type": "llama"'))
 
 
-def _without_code(values: dict[str, Any]) -> dict[str, Any]:
-    """The config without keys that would have code or kernels loaded, in the configs inside of it too."""
+def _strip_code(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove keys that load code or kernels from the config and from nested configs."""
     return {
-        key: _without_code(value) if isinstance(value, dict) else value
+        key: _strip_code(value) if isinstance(value, dict) else value
         for key, value in values.items()
-        if key not in IGNORED
+        if key not in IGNORED_KEYS
     }
 
 
-def _task_of(values: dict[str, Any], config: "PreTrainedConfig", name: str) -> LanguageTask:
-    """What the model of a config is trained for. J056 where that is no sequence of tokens."""
+def _find_task(values: dict[str, Any], config: "PreTrainedConfig", name: str) -> LanguageTask:
+    """Find the training task of a config. Raises J056 if its inputs are not sequences of tokens."""
     named = values.get("architectures") or []
     named = [str(each) for each in named] if isinstance(named, list) else [str(named)]
     able = [
         task for task in TASKS
-        if task.class_of(config.model_type) and task.two_sided <= bool(getattr(config, "is_encoder_decoder", False)) and _reads_tokens(task, config)
+        if task.find_class(config.model_type)
+        and task.has_decoder <= bool(getattr(config, "is_encoder_decoder", False))
+        and _reads_tokens(task, config)
     ]  # fmt: skip
-    found = next((task for task in able if not named or task.class_of(config.model_type) in named), None)
+    found = next((task for task in able if not named or task.find_class(config.model_type) in named), None)
     if found is not None:
         return found
-    classes = list(dict.fromkeys(str(task.class_of(config.model_type)) for task in able))
+    classes = list(dict.fromkeys(str(task.find_class(config.model_type)) for task in able))
     shown = ", ".join(named)[:120] or config.model_type
     if classes:
         why = f"for this model type, plait supports {' and '.join(classes)}"
@@ -227,55 +229,55 @@ def _task_of(values: dict[str, Any], config: "PreTrainedConfig", name: str) -> L
 
 
 def _reads_tokens(task: LanguageTask, config: "PreTrainedConfig") -> bool:
-    """Whether the class of a task takes token ids."""
+    """Return True if the model class of a task takes token ids."""
     import transformers
 
-    kind = getattr(transformers, str(task.class_of(config.model_type)), None)
+    kind = getattr(transformers, str(task.find_class(config.model_type)), None)
     has_words = isinstance(getattr(config.get_text_config(), "vocab_size", None), int)
     return has_words and getattr(kind, "main_input_name", "") == "input_ids"
 
 
-def _maker(config: "PreTrainedConfig", task: LanguageTask) -> "Callable[[], PreTrainedModel]":
-    """What builds the model, in float32 whatever format the config's weights have."""
+def _make_builder(config: "PreTrainedConfig", task: LanguageTask) -> "Callable[[], PreTrainedModel]":
+    """Return a function that builds the model in float32, independent of the config's dtype."""
 
-    def make() -> "PreTrainedModel":
+    def build_model() -> "PreTrainedModel":
         import torch
         import transformers
 
-        return getattr(transformers, task.auto).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return getattr(transformers, task.auto_class).from_config(config, dtype=torch.float32, trust_remote_code=False)
 
-    return make
+    return build_model
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The longest sequence of a model, as its config or its table of positions says."""
+    """The maximum sequence length of a model, from its config or its position table."""
 
     length: int | None = None
     name: str = ""
-    """The key of the config."""
-    hard: bool = False
-    """The model has a table with this many positions, and cannot compute longer sequences."""
+    """Key of the config."""
+    is_hard: bool = False
+    """The model has a table of this many positions, and cannot compute longer sequences."""
 
     @property
-    def default(self) -> int:
-        return min(self.length or DEFAULT_LENGTH, LONGEST_DEFAULT)
+    def default_length(self) -> int:
+        return min(self.length or DEFAULT_LENGTH, MAX_DEFAULT_LENGTH)
 
 
-def _limit(config: "PreTrainedConfig", make: "Callable[[], PreTrainedModel]") -> LengthLimit:
-    """How long a sequence may be. A model with a learned table of positions has the rows of that table."""
+def _find_length_limit(config: "PreTrainedConfig", make: "Callable[[], PreTrainedModel]") -> LengthLimit:
+    """Find the maximum sequence length. For a learned position table, it is the number of its rows."""
     import torch
     from torch import nn
 
     text = config.get_text_config()
-    named = {name: value for name in LENGTHS if type(value := getattr(text, name, None)) is int and value > 0}
+    named = {name: value for name in LENGTH_KEYS if type(value := getattr(text, name, None)) is int and value > 0}
     if not named:
         return LengthLimit()
     name, length = next(iter(named.items()))
     try:
         with torch.device("meta"):
             model = make()
-    except Exception:  # one that computes with its weights; it is built in other ways, and errors are shown then
+    except Exception:  # a model that computes with its weights is built elsewhere, where errors are printed
         return LengthLimit(length, name)
     words = {text.vocab_size, *model.get_input_embeddings().state_dict()["weight"].shape[:1]}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and length <= m.num_embeddings <= length + 2]
@@ -286,10 +288,10 @@ def _limit(config: "PreTrainedConfig", make: "Callable[[], PreTrainedModel]") ->
     return LengthLimit(min(length, rows - begins), name, bool(tables or buffers))
 
 
-def _too_long(length: int, limit: LengthLimit, name: str) -> Problem:
-    """J057."""
+def _too_long_problem(length: int, limit: LengthLimit, name: str) -> Problem:
+    """J057 for an invalid or too long `--seq`."""
     if length < 1:
-        return Problem("J057", f"--seq {length} is not a number of tokens ≥ 1", fix=(f"--seq {limit.default}",))
+        return Problem("J057", f"--seq {length} is not a number of tokens ≥ 1", fix=(f"--seq {limit.default_length}",))
     what = f"--seq {length} is too long for {PREFIX}{name}, which allows at most {limit.length} tokens"
     why = f"{limit.name} in the config is the size of the model's position table"
     fix = (f"--seq {limit.length}", f'"{limit.name}": {length}    in a copy of the config, which makes the table larger')
@@ -297,19 +299,19 @@ def _too_long(length: int, limit: LengthLimit, name: str) -> Problem:
 
 
 @cache
-def _say(text: str) -> None:
-    """Print it once, however often the job is made."""
+def _print_once(text: str) -> None:
+    """Print a text once, even if the job is created several times."""
     print(text, file=sys.stderr)
 
 
 def _describe_length(seq: int | None, limit: LengthLimit) -> str:
-    """The length that was taken by default, or that one is beyond what the config says."""
+    """Describe a default length, or a given one beyond the config's limit."""
     if seq is None and limit.length is None:
-        return f", seq={limit.default} (the config has no limit)"
-    if seq is None and limit.default < (limit.length or 0):
-        return f", seq={limit.default} (of {limit.name} {limit.length}; --seq N for another)"
+        return f", seq={limit.default_length} (the config has no limit)"
+    if seq is None and limit.default_length < (limit.length or 0):
+        return f", seq={limit.default_length} (of {limit.name} {limit.length}; --seq N for another)"
     if seq is None:
-        return f", seq={limit.default} (the config's {limit.name})"
+        return f", seq={limit.default_length} (the config's {limit.name})"
     if limit.length is not None and seq > limit.length:
-        return f"; --seq is beyond {limit.name} {limit.length}, which the model has no table for: it computes on positions that it was not made for"
+        return f"; --seq exceeds {limit.name} {limit.length}: the model computes such positions, but was not designed for them"
     return ""

@@ -1,4 +1,4 @@
-"""Which code is of a library and which the user's own; how imports of libraries stay quiet and cheap."""
+"""Separates library code from the user's code, and makes imports of libraries quiet and fast."""
 
 import atexit
 import functools
@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PLAIT = str(Path(__file__).parents[1]) + os.sep
-STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+PLAIT_FOLDER = str(Path(__file__).parents[1]) + os.sep
+STDLIB_FOLDERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _SITES = (*(sysconfig.get_path(name) for name in ("purelib", "platlib")), *site.getsitepackages(), site.getusersitepackages())
-_LIBRARIES = (PLAIT, *STANDARD, *(f"{folder}{os.sep}" for folder in _SITES))
-_NAMED_FOR_IT = ("site-packages", "dist-packages")
+_LIBRARIES = (PLAIT_FOLDER, *STDLIB_FOLDERS, *(f"{folder}{os.sep}" for folder in _SITES))
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is plait's, Python's or of an installed distribution, wherever that lies: other folders come by PYTHONPATH, `.pth`
-    files and module systems. What an editable install points to is the user's own."""
+    """Return True if a file belongs to plait, Python or an installed distribution in any folder (PYTHONPATH, `.pth` files, module systems).
+
+    The target of an editable install is the user's code.
+    """
     if file.startswith(_LIBRARIES):
         return True
     folders = (entry.rstrip(os.sep) for entry in sys.path if isinstance(entry, str) and entry.rstrip(os.sep))
@@ -30,27 +32,26 @@ def is_library(file: str) -> bool:
 
 
 def is_user_module(name: str) -> bool:
-    """Whether an imported module has a file, and that is the user's own code."""
+    """Return True if an imported module has a file in the user's code."""
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return bool(file) and not is_library(file)
 
 
 def _is_installed(folder: str, file: str) -> bool:
-    return os.path.basename(folder) in _NAMED_FOR_IT or file.partition(os.sep)[0] in _distributed(folder)
+    return os.path.basename(folder) in _PACKAGE_FOLDERS or file.partition(os.sep)[0] in _list_distributed(folder)
 
 
-def hush_imports() -> None:
-    """From now on warnings that libraries log while they are imported are not shown above plait's answers. Errors are, and so is all of it
-    where the job configures logging."""
-    import torch  # which hands out its log by a handler of its own
+def silence_imports() -> None:
+    """Hide warnings that libraries log during imports. Errors stay visible, and so do all messages if the job configures logging."""
+    import torch  # torch logs through its own handler
 
     for handler in (logging.lastResort, *logging.getLogger(torch.__name__).handlers):
         if handler is not None:
-            handler.addFilter(_is_shown)  # once, however often
+            handler.addFilter(_is_shown)  # has no effect the second time
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """False for a warning that comes from an import, with no line of the user's own in between."""
+    """Return False for a warning during an import, unless a line of the user's code is in between."""
     for frame, _ in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if file.startswith("<frozen importlib"):
@@ -61,8 +62,8 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 @functools.cache
-def _distributed(folder: str) -> frozenset[str]:
-    """The files and folders right in a folder that distributions have put there."""
+def _list_distributed(folder: str) -> frozenset[str]:
+    """Return the files and folders that installed distributions have created directly in a folder."""
     from importlib.metadata import distributions
 
     if not os.path.isdir(folder) or not any(name.endswith(".dist-info") for name in os.listdir(folder)):
@@ -71,14 +72,14 @@ def _distributed(folder: str) -> frozenset[str]:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """A context for imports and the like, which create many objects that stay: the garbage collector skips these objects, now and later."""
+def pause_gc() -> Iterator[None]:
+    """Pause the garbage collector during imports and similar code, and exclude the created objects from later collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # what libraries made is freed at the end: nanobind reports the rest as leaked
+        atexit.register(gc.unfreeze)  # free the objects of libraries at exit: nanobind reports the rest as leaked
         if enabled:
             gc.enable()

@@ -1,15 +1,14 @@
-"""Several losses and optimizers in one job: a step as *phases*, each of which trains some of the model's parameters.
+"""Several losses and optimizers in one job: a step has *phases*, each of which trains some of the model's parameters.
 
-A GAN, a VAE-GAN or an actor with its critic has networks that are trained against each other or for different ends: each has a
-loss and an optimizer of its own, and some are updated more rarely than others. All of them are parts of one model here, and a
-`Phase` says of some of its parameters how they are trained. In a step the phases that are due come one after the other, on
-the step's one batch: forward, backward into what the phase trains, sum over the ranks, clip, update. So a phase sees what the
-phases before it have made of the parameters.
+A GAN, a VAE-GAN or an actor with its critic has networks that are trained against each other or for different losses. Each has its own
+loss and optimizer, and some are updated less often. Here all networks are parts of one model, and a `Phase` defines how some of its
+parameters are trained. In a step, the phases that are due run one after another on the same batch: forward, backward, reduction over the
+ranks, clipping, update. So a phase uses the parameters that earlier phases have updated.
 
-The rest of plait looks at such a job as if it had one loss and one optimizer: `JointModel`, `JointLoss` and `JointOptimizer` are put
-in the place of the job's own. In their forward pass all phases follow each other, their losses are added up, their optimizers
-are one. What splits a model or measures it looks at this sum, which has every tensor that any phase has; only the loop
-(`engine/passes.py`) and the proof's reference take the phases one by one.
+The rest of plait handles such a job as if it had one loss and one optimizer: `JointModel`, `JointLoss` and `JointOptimizer` replace the
+job's own. In their forward pass all phases run in order, their losses are added, and their optimizers act as one. Code that splits or
+measures a model sees this sum, which contains every tensor of every phase. Only the training loop (`engine/passes.py`) and the proof's
+reference run the phases one by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,15 +22,15 @@ from plait.config.errors import PlaitError, Problem
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a step: what it trains, for which loss, with which optimizer, how often.
+    """One part of a step, with its own parameters, loss, optimizer and frequency.
 
-    `trains`: patterns of parameter names, such as "critic.*". A parameter is trained by one phase at most; one that no phase trains is
-    frozen. `forward(model, *inputs)` runs what the phase needs, with inputs as the model's own forward would get them (`**inputs`
-    of a dict), and may ask for derivatives itself, as a gradient penalty does (`create_graph=True`). By default it is the model's own.
-    `loss(outputs, targets)` and `optimizer(parameters)` are as in `Job`. The phase is due in the steps `every`, 2 × `every`, …,
-    counted from 1. `clip` is the largest norm of this phase's gradients; by default `Job.clip`.
+    `trains`: patterns of parameter names, such as "critic.*". A parameter is trained by at most one phase, and is frozen if no phase
+    trains it. `forward(model, *inputs)` runs the phase with the inputs of the model's own forward (`**inputs` of a dict). It may compute
+    derivatives, as for a gradient penalty (`create_graph=True`). Default: the model's own forward. `loss(outputs, targets)` and
+    `optimizer(parameters)` are as in `Job`. The phase is due in the steps `every`, 2 × `every`, …, counted from 1. `clip` is the maximum
+    norm of this phase's gradients (default: `Job.clip`).
 
-    Random numbers of a forward pass differ from phase to phase, as if each came with a seed of its own.
+    Random numbers of a forward pass differ between phases, as if each phase had its own seed.
     """
 
     name: str
@@ -43,37 +42,37 @@ class Phase:
     clip: float | None = None
 
     def due(self, step: int) -> bool:
-        """Whether it is due in a step, counted from 1."""
+        """Return True if the phase is due in a step, counted from 1."""
         return step % self.every == 0
 
     def has(self, parameter: str) -> bool:
-        """Whether it trains the parameter of this name."""
+        """Return True if the phase trains the parameter of this name."""
         return any(fnmatchcase(parameter, pattern) for pattern in self.trains)
 
 
 class JointModel:
-    """Makes the user's model, which then runs phases: `turn` says which one; None: all of them."""
+    """Makes the user's model, which then runs the phase named by `turn`, or all phases if `turn` is None."""
 
-    def __init__(self, given: Callable[[], Any], phases: tuple[Phase, ...]):
-        self.given, self.phases = given, phases
+    def __init__(self, make_model: Callable[[], Any], phases: tuple[Phase, ...]):
+        self.make_model, self.phases = make_model, phases
 
     def __call__(self) -> Any:
-        model = self.given()
+        model = self.make_model()
         if not hasattr(model, "named_parameters"):
-            return model  # which is refused where models are made
+            return model  # rejected where models are created
         check_trained([name for name, p in model.named_parameters() if p.requires_grad], self.phases)
         for name, parameter in model.named_parameters():
             if not any(phase.has(name) for phase in self.phases):
                 parameter.requires_grad_(False)
         kind = type(model)
-        if not issubclass(kind, RunsPhases):
-            model.__class__ = type(kind.__name__, (RunsPhases, kind), {"__module__": kind.__module__})
+        if not issubclass(kind, PhasedModule):
+            model.__class__ = type(kind.__name__, (PhasedModule, kind), {"__module__": kind.__module__})
         model.phases, model.turn, model.running = self.phases, None, False
         return model
 
 
-class RunsPhases:
-    """What a model with phases is besides what its own class says. Its outputs are a dict of those of each phase that ran."""
+class PhasedModule:
+    """Base class added to a model with phases. Its outputs are a dict with the outputs of each phase that ran."""
 
     phases: tuple[Phase, ...]
     turn: str | None
@@ -81,8 +80,10 @@ class RunsPhases:
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of the phase whose turn it is, or of all; the model's own in an evaluation, and inside of a phase. Phases
-        run with gradients, also for who only looks on: they may ask for derivatives."""
+        """Run the phase named by `turn`, or all phases. Evaluation, and calls inside of a phase, run the model's own forward.
+
+        Phases always run with gradients enabled, because they may compute derivatives.
+        """
         import torch
 
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
@@ -111,24 +112,24 @@ class JointLoss:
 
 
 class JointOptimizer:
-    """Makes one optimizer of those of the phases, which are given the parameters that each trains."""
+    """Makes one optimizer from those of the phases, each of which receives the parameters that it trains."""
 
     def __init__(self, model: JointModel):
         self.model = model
         self.names: list[str] | None = None
-        """Of all trained parameters, in the model's order."""
+        """Names of all trained parameters, in the model's order."""
 
     def __call__(self, parameters: list[Any]) -> Any:
-        """Of all trained parameters, or of others in their place, in the model's order."""
-        self.names = self._names() if self.names is None else self.names
-        return self.of(dict(zip(self.names, parameters, strict=True)))
+        """Create the optimizer from all trained parameters, or from replacements, in the model's order."""
+        self.names = self._trained_names() if self.names is None else self.names
+        return self.build(dict(zip(self.names, parameters, strict=True)))
 
-    def of(self, named: Mapping[str, Any]) -> Any:
-        """Of some of them, by name. A phase none of whose parameters are among them has no optimizer."""
+    def build(self, named: Mapping[str, Any]) -> Any:
+        """Create the optimizer from some parameters by name. A phase without any of them has no optimizer."""
         lots = {phase: [p for name, p in named.items() if phase.has(name)] for phase in self.model.phases}
-        return _optimizers()({phase.name: phase.optimizer(lot) for phase, lot in lots.items() if lot})
+        return _optimizer_class()({phase.name: phase.optimizer(lot) for phase, lot in lots.items() if lot})
 
-    def _names(self) -> list[str]:
+    def _trained_names(self) -> list[str]:
         import torch
 
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -136,10 +137,10 @@ class JointOptimizer:
 
 
 class PhaseOptimizers:
-    """What the one optimizer of all phases is besides a `torch.optim.Optimizer`: optimizers by the name of their phase.
+    """Base class that joins the optimizers of all phases to one `torch.optim.Optimizer`; `each` has them by phase name.
 
-    It has the groups of all, and they keep their state in one dict, this one's, since their parameters are different ones. So
-    checkpoints, offloading and owners of whole tensors treat it as they treat any optimizer.
+    It has the groups of all optimizers. They share this object's state dict, which is possible because their parameters differ. So
+    checkpoints, offloading and owners of full tensors handle it like any optimizer.
     """
 
     state: dict[Any, Any]
@@ -154,36 +155,36 @@ class PhaseOptimizers:
             one.state = self.state
 
     def step(self, closure: None = None) -> None:
-        """The step of the optimizer whose `turn` it is; of all where that is empty."""
+        """Step the optimizer named by `turn`, or all if it is empty."""
         for name, one in self.each.items():
             if self.turn in ("", name):
                 one.step()
 
 
 @cache
-def _optimizers() -> Callable[[Mapping[str, Any]], Any]:
+def _optimizer_class() -> Callable[[Mapping[str, Any]], Any]:
     import torch
 
     return type("PhaseOptimizers", (PhaseOptimizers, torch.optim.Optimizer), {})
 
 
-def joint(model: Callable[[], Any], phases: tuple[Phase, ...]) -> dict[str, Any]:
-    """The fields of a job that stand for its phases."""
-    check(phases)
-    made = JointModel(model.given if isinstance(model, JointModel) else model, phases)
+def build_joint_fields(model: Callable[[], Any], phases: tuple[Phase, ...]) -> dict[str, Any]:
+    """Return the fields of a job that represent its phases."""
+    check_phases(phases)
+    made = JointModel(model.make_model if isinstance(model, JointModel) else model, phases)
     return {"model": made, "loss": JointLoss(phases), "optimizer": JointOptimizer(made)}
 
 
-def check(phases: tuple[Phase, ...]) -> None:
-    """P090 of phases that cannot be meant."""
-    problems = [*_wrong(phases)]
+def check_phases(phases: tuple[Phase, ...]) -> None:
+    """Raise P090 for invalid phases."""
+    problems = [*_find_problems(phases)]
     if problems:
         raise PlaitError(problems)
 
 
-def _wrong(phases: tuple[Phase, ...]) -> Iterator[Problem]:
+def _find_problems(phases: tuple[Phase, ...]) -> Iterator[Problem]:
     for phase in phases:
-        yield from _wrong_fields(phase)
+        yield from _find_wrong_fields(phase)
     names = [phase.name for phase in phases]
     if len(set(names)) < len(names):
         yield Problem(
@@ -195,7 +196,7 @@ def _wrong(phases: tuple[Phase, ...]) -> Iterator[Problem]:
         yield Problem("P090", what, why=why, fix=("set every=1 for the phase that updates most often",))
 
 
-def _wrong_fields(phase: Phase) -> Iterator[Problem]:
+def _find_wrong_fields(phase: Phase) -> Iterator[Problem]:
     trains, every, clip = phase.trains, phase.every, phase.clip
     patterns = isinstance(trains, tuple) and bool(trains) and all(isinstance(n, str) for n in trains)
     made = hasattr(phase.optimizer, "param_groups")
@@ -216,7 +217,7 @@ def _wrong_fields(phase: Phase) -> Iterator[Problem]:
 
 
 def check_trained(names: list[str], phases: tuple[Phase, ...]) -> None:
-    """P090 when a phase trains nothing, or two train the same. `names`: of the parameters that can be trained."""
+    """Raise P090 if a phase trains nothing, or two phases train the same parameter. `names`: parameters that can be trained."""
     for phase in phases:
         if not any(phase.has(name) for name in names):
             what = f"the phase {phase.name} trains nothing: no parameter matches {' or '.join(phase.trains)}"

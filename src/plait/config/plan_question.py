@@ -1,4 +1,4 @@
-"""What the options of `plait plan` say, as values, and what is wrong with them whatever the job and the machine."""
+"""Parses and checks the options of `plait plan`, independent of the job and the machine."""
 
 import re
 from math import inf
@@ -9,23 +9,23 @@ from plait.config.command_options import PlanOptions, check_range
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 
-BYTES = 2**20
-"""Numbers without a unit from which on they are taken for bytes."""
-HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
+MIN_BYTES = 2**20
+"""Minimum of a number without a unit that is interpreted as bytes."""
+HOURS_PER_UNIT = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def check(options: PlanOptions) -> None:
-    """Raise what is wrong with options, whatever the job and the machine: U002, and what `Plan.parse` raises."""
+def check_plan_options(options: PlanOptions) -> None:
+    """Check options independent of the job and the machine. Raises U002, and the errors of `Plan.parse`."""
     check_range(options)
-    size(options.memory)
+    parse_size(options.memory)
     if options.show or options.dry_run:
         Plan.read(options.plan or "dp=1")
     else:
-        pinned(options)
-    counts(options.scale or "1")
+        parse_pins(options)
+    parse_counts(options.scale or "1")
     if options.deadline:
-        hours(options.deadline)
+        parse_hours(options.deadline)
     if options.objective == "min-devices" and not options.deadline:
         why = "it selects the fewest devices that finish before the deadline"
         raise PlaitError(Problem("U002", "--objective min-devices needs --deadline", why=why, fix=("--deadline 24h",)))
@@ -40,31 +40,31 @@ def check(options: PlanOptions) -> None:
         raise PlaitError(Problem("U002", what, why="--learn names the folder of run directories", fix=fix))
 
 
-def counts(text: str) -> list[int]:
-    """1,8,64 as numbers."""
+def parse_counts(text: str) -> list[int]:
+    """Parse 1,8,64 to numbers."""
     if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
         raise PlaitError(Problem("U002", f"--scale {text} is not a list of device counts", fix=("--scale 1,8,64,512",)))
     return sorted({int(n) for n in text.split(",")})
 
 
-def hours(text: str) -> float:
-    """24h, 90m or 3d as hours."""
+def parse_hours(text: str) -> float:
+    """Parse 24h, 90m or 3d to hours."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
     if not found or not float(found[1]):
         raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
-    return float(found[1]) * HOURS[found[2]]
+    return float(found[1]) * HOURS_PER_UNIT[found[2]]
 
 
-def pinned(options: PlanOptions) -> dict[str, Any]:
-    """The keys of --set, and of --plan: what the search must not change."""
+def parse_pins(options: PlanOptions) -> dict[str, Any]:
+    """Parse the keys of --set and --plan, which the search must not change."""
     words = " ".join([*options.set, *([options.plan] if options.plan else [])])
     given = Plan.parse(words) if words else Plan()
     named = {word.partition("=")[0] for word in words.split()}
     return {key: getattr(given, key) for key in given.to_dict() if key in named}
 
 
-def size(text_: str | None) -> float | None:
-    """Bytes of 80GiB, 40GB or 1e9."""
+def parse_size(text_: str | None) -> float | None:
+    """Parse 80GiB, 40GB or 1e9 to bytes."""
     if text_ is None:
         return None
     number = text_.strip().upper()
@@ -75,7 +75,7 @@ def size(text_: str | None) -> float | None:
         found = 0.0
     if not 0 < found < inf:
         raise PlaitError(Problem("U002", f"--memory {text_} is not a size", fix=("--memory 80GiB",)))
-    if not unit and found < BYTES:
+    if not unit and found < MIN_BYTES:
         why, fix = "a number without a unit means bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
         raise PlaitError(Problem("U002", f"--memory {text_} has no unit", why=why, fix=fix))
     return found

@@ -1,19 +1,17 @@
-"""Which samples a step sees: a pure function of (seed, step), never of the layout.
+"""The samples of each step: a pure function of (seed, step), independent of the layout.
 
-The order of an epoch is a permutation keyed by (seed, epoch), or the job's own (`data/sampling.py`). Step k takes the next `batch`
-samples of it, or fewer where a token budget says so; the last batch of an epoch is short, never padded and never dropped. Ranks
-take contiguous, possibly unequal shares of the batch, micro-batches contiguous parts of a share. Augmentation inside
-``dataset[i]`` may use Python's, numpy's or torch's own generators: they are seeded by (seed, epoch, i), whoever loads the sample,
-so neither the rank nor the number of loader workers changes it.
+The order of an epoch is a permutation keyed by (seed, epoch), or the job's own (`data/sampling.py`). Step k takes the next `batch` samples,
+or fewer under a token budget. The last batch of an epoch is short; it is never padded or dropped. Local batches are contiguous ranges of
+the batch, possibly of unequal sizes, and micro-batches are contiguous ranges of a local batch. Augmentation inside ``dataset[i]`` may use
+Python's, numpy's or torch's own generators. They are seeded by (seed, epoch, i) in every process, so neither the rank nor the number of
+loader workers changes a sample.
 
-An iterable data set is read by every rank in full and each keeps its share; its ``state_dict`` (when it has one)
-travels in checkpoints, otherwise a resumed run reads up to where it was.
+Every rank reads an iterable data set in full and keeps its local batch. If it has a ``state_dict``, checkpoints store it; otherwise a
+resumed run reads up to its position.
 
-[Note: Shares]
-How many samples of a batch each share has: as many as its part of the whole says, in whole numbers.
-
-Sizes are a function of the batch's size and the parts alone, so every rank knows those of all others. Where parts change while
-training, they do so at a step that is known before any rank reads its samples (`Course`).
+[Note: Local batch sizes]
+Local batches are proportional to weights, in integers. Sizes depend on the batch size and the weights alone, so every rank can
+compute those of all ranks. If weights change during training, they change at a step that no rank has started to read (`SplitSchedule`).
 """
 
 import os
@@ -25,25 +23,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.config.errors import PlaitError, Problem, summarize_error
 from plait.config.plan import Plan
 from plait.data.batch_rows import SampleRows
-from plait.data.loaders import unwrapped
-from plait.randomness.keyed import host_kept, seed_host
-from plait.tensors.float64 import Widest
-from plait.tensors.rows import split
+from plait.data.loaders import unwrap_loader
+from plait.randomness.keyed import preserve_host_state, seed_host
+from plait.tensors.float64 import WidenAllMode
+from plait.tensors.rows import split_evenly
 from plait.tensors.torch_private import tree_map_only
 
-Parts = tuple[int, ...]
-"""What each share has, relative to the others; empty: all alike."""
+SplitWeights = tuple[int, ...]
+"""Relative size of each local batch; empty: all equal."""
 
 
-def sizes(size: int, parts: Sequence[int], least: int = 1) -> tuple[int, ...]:
-    """`size` samples shared out as `parts` say, by largest remainder; the first shares win ties. Where there are enough, none has
-    fewer than `least`, and where there are not, none is empty as long as that goes.
+def split_by_weights(size: int, parts: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Split `size` samples in proportion to `parts` by largest remainder; the first entries win ties.
 
-    >>> sizes(8, (3, 1)), sizes(7, (1, 1, 1)), sizes(7, (100, 1, 1), 2), sizes(2, (3, 2, 1))
-    ((6, 2), (3, 2, 2), (3, 2, 2), (1, 1, 0))
+    Each entry has at least `least` samples if there are enough. With fewer samples, as many entries as possible are nonempty.
+
+    >>> split_by_weights(8, (3, 1)), split_by_weights(7, (1, 1, 1))
+    ((6, 2), (3, 2, 2))
+    >>> split_by_weights(7, (100, 1, 1), 2), split_by_weights(2, (3, 2, 1))
+    ((3, 2, 2), (1, 1, 0))
+
     """
     count = len(parts)
     if size < count:
@@ -64,59 +66,64 @@ def sizes(size: int, parts: Sequence[int], least: int = 1) -> tuple[int, ...]:
     return tuple(found[i] for i in range(count))
 
 
-class Course:
-    """The parts of every step: those before a step, and those from it on. Loader processes see a change too: it is in memory that
-    they share. A change is for steps that nobody has begun to read (see `ahead`)."""
+class SplitSchedule:
+    """Weights of the batch split for every step, with at most one change ahead.
+
+    The table is in shared memory, so loader processes see a change too. A change applies only to steps that no process has started to read
+    (see `count_prefetched_steps`).
+
+    """
 
     def __init__(self, ranks: int):
         self.table: Tensor = torch.ones(2, ranks + 1, dtype=torch.int64).share_memory_()
-        """Before and after a change: the step from which on, and the parts."""
+        """Before and after a change: the first step, and the weights."""
         self.table[:, 0] = 0
 
-    def at(self, step: int) -> Parts:
-        """Those of step number `step`, counted from 0."""
+    def weights_at(self, step: int) -> SplitWeights:
+        """Return the weights of step number `step`, counted from 0."""
         before, after = self.table.tolist()
         return tuple((after if step >= after[0] else before)[1:])
 
     @property
-    def last(self) -> tuple[int, Parts]:
-        """(the step of the last change, or of one to come, the parts from it on)."""
+    def last_change(self) -> tuple[int, SplitWeights]:
+        """(step of the latest change, past or scheduled; the weights from that step on)."""
         step, *parts = self.table[1].tolist()
         return step, tuple(parts)
 
     def change(self, step: int, parts: Sequence[int]) -> None:
-        """Other parts from `step` on. The change before it has come about."""
+        """Schedule new weights from `step` on. Requires that the previous change has taken effect."""
         self.table[0] = self.table[1]
         self.table[1] = torch.tensor([step, *parts])
 
-    def rows(self) -> list[list[int]]:
-        """For a checkpoint."""
+    def to_rows(self) -> list[list[int]]:
+        """Return the table for a checkpoint."""
         return self.table.tolist()
 
     def restore(self, rows: list[list[int]]) -> None:
-        """From one."""
+        """Restore the table from a checkpoint."""
         self.table.copy_(torch.tensor(rows))
 
 
-class InTurn(Course):
-    """For proofs: from the second step on, one share after the other has three times what the others have."""
+class RotatingSplit(SplitSchedule):
+    """Schedule for proofs: from the second step on, one rank after the other has three times the weight of the others."""
 
-    def at(self, step: int) -> Parts:
-        """The first step's are alike, as in a dry run."""
+    def weights_at(self, step: int) -> SplitWeights:
+        """Return equal weights for the first step, as in a dry run."""
         count = self.table.shape[1] - 1
         return tuple(3 if step and i == (step - 1) % count else 1 for i in range(count))
 
 
-def ahead(workers: int) -> int:
-    """So many steps after those that are done, nobody has begun to read samples: loader processes fetch two steps each."""
+def count_prefetched_steps(workers: int) -> int:
+    """Return the number of steps ahead that may already be read; each loader process fetches two steps."""
     return 2 * workers + 2
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data: `step` steps done, next sample `start` of `epoch`, `samples` seen in all.
+    """Position of a run in its data: `step` steps done, next sample `start` of `epoch`, `samples` seen in total.
 
-    `state` is an iterable data set's own state there, when it has one.
+    `state`: the iterable data set's own state at this position, if it has one.
+
     """
 
     step: int = 0
@@ -127,10 +134,11 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One micro-batch of one rank: samples first … first + count − 1 of the global batch.
 
-    If `count` is 0, inputs and targets are those of a sample of another rank, for a forward pass that every rank must run.
+    If `count` is 0, inputs and targets are a sample of another rank, for a forward pass that every rank must run.
+
     """
 
     first: int
@@ -139,37 +147,38 @@ class Micro:
     targets: object
     ids: tuple[int, ...]
     samples: tuple[Any, ...] = ()
-    """What was collated, where the data set has a `collate` of its own (see `data/padding.py`)."""
+    """The collated samples, if the data set has its own `collate` (see `data/padding.py`)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work for one rank. `size` samples over all ranks; `after` is the position once it is done."""
+    """One step's work for one rank. `size`: samples over all ranks; `next_position`: the position after the step."""
 
     position: Position
     size: int
-    micro: tuple[Micro, ...]
-    after: Position
-    seen: tuple[int, ...] = ()
-    """Of an iterable: a digest of all samples of the batch, on every rank."""
-    idle: tuple[Micro, ...] = ()
-    """What a rank runs along with when its share of an iterable has ended."""
-    around: tuple[Any, ...] = ()
-    """Of an iterable with a `collate` of its own: all samples of the batch."""
-    most: int = 0
-    """Samples of the share that has most of them, of those that step together; 0: shares are as equal as can be."""
+    micro_batches: tuple[MicroBatch, ...]
+    next_position: Position
+    digests: tuple[int, ...] = ()
+    """For an iterable: digests of all samples of the batch, on every rank."""
+    idle_micro_batches: tuple[MicroBatch, ...] = ()
+    """Placeholder micro-batches for a rank whose shard of an iterable has ended."""
+    all_samples: tuple[Any, ...] = ()
+    """For an iterable with its own `collate`: all samples of the batch."""
+    max_share: int = 0
+    """Largest local batch among the ranks of a step; 0: sizes are as equal as possible."""
 
     @property
     def count(self) -> int:
-        return sum(m.count for m in self.micro)
+        return sum(m.count for m in self.micro_batches)
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Which part of every batch is ours: part `rank` of `ranks`, computed in `microbatches` parts.
+    """Local batch number `rank` of `ranks`, split into `microbatches` micro-batches.
 
-    Of several replica groups each has a part of the batch, and ranks have parts of their group's. `parted`: how large shares are to
-    each other; empty: all alike. With a `course` they are as it says for a step (see `at`).
+    With several replica groups, the batch is split over the groups and then over each group's ranks. `weights`: relative sizes of the local
+    batches; empty: all equal. With a `schedule` the weights depend on the step (see `at_step`).
+
     """
 
     rank: int = 0
@@ -177,41 +186,41 @@ class BatchShare:
     microbatches: int = 1
     group: int = 0
     groups: int = 1
-    parted: Parts = ()
-    course: Course | None = field(default=None, compare=False)
+    weights: SplitWeights = ()
+    schedule: SplitSchedule | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(plan: Plan, share: int, group: int = 0) -> "BatchShare":
-        """Share number `share` of a replica group of a plan; with `batch_split=auto`, as training begins."""
+    def from_plan(plan: Plan, share: int, group: int = 0) -> "BatchShare":
+        """Return local batch number `share` of a replica group of a plan; with `batch_split=auto`, the initial one."""
         return BatchShare(share, plan.ranks, plan.microbatches, group, plan.replica_groups, plan.parts)
 
-    def at(self, step: int) -> "BatchShare":
-        """This share in step number `step`."""
-        return self if self.course is None else replace(self, parted=self.course.at(step))
+    def at_step(self, step: int) -> "BatchShare":
+        """Return this local batch with the weights of step number `step`."""
+        return self if self.schedule is None else replace(self, weights=self.schedule.weights_at(step))
 
     @property
-    def uneven(self) -> bool:
-        """Whether shares may be unlike by more than a sample."""
-        return self.course is not None or len(set(self.parted)) > 1
+    def is_uneven(self) -> bool:
+        """Whether local batches may differ by more than one sample."""
+        return self.schedule is not None or len(set(self.weights)) > 1
 
-    def sizes(self, size: int) -> tuple[int, ...]:
-        """Samples of each share of the group in a global batch of `size`."""
-        return sizes(self.of_group(size)[1], self.parted or (1,) * self.ranks, self.microbatches)
+    def compute_sizes(self, size: int) -> tuple[int, ...]:
+        """Return the size of each local batch of the group, for a global batch of `size`."""
+        return split_by_weights(self.locate_group(size)[1], self.weights or (1,) * self.ranks, self.microbatches)
 
-    def of_group(self, size: int) -> tuple[int, int]:
-        """(first, count) of the replica group's samples in a global batch of `size`."""
-        return split(size, self.groups, self.group)
+    def locate_group(self, size: int) -> tuple[int, int]:
+        """Return (first, count) of the replica group's samples in a global batch of `size`."""
+        return split_evenly(size, self.groups, self.group)
 
-    def parts(self, size: int) -> list[tuple[int, int]]:
-        """(first, count) of each micro-batch in a global batch of `size`; a count may be 0 in a short batch."""
-        start, held = self.of_group(size)[0], self.sizes(size)
+    def locate_micro_batches(self, size: int) -> list[tuple[int, int]]:
+        """Return (first, count) of each micro-batch in a global batch of `size`; a count may be 0 in a short batch."""
+        start, held = self.locate_group(size)[0], self.compute_sizes(size)
         first, count = sum(held[: self.rank]), held[self.rank]
-        inside = [split(count, self.microbatches, i) for i in range(self.microbatches)]
+        inside = [split_evenly(count, self.microbatches, i) for i in range(self.microbatches)]
         return [(start + first + offset, n) for offset, n in inside]
 
 
 class MapStyle(Protocol):
-    """A data set that is read by index."""
+    """A data set with random access by index."""
 
     def __len__(self) -> int: ...
 
@@ -222,27 +231,27 @@ Data = MapStyle | Iterable[object]
 
 
 def is_map(data: object) -> TypeGuard[MapStyle]:
-    """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
+    """Return whether the data set has access by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
-def opened(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
-    """What `make()` gives, checked. A generator, which can be read once only, is made again for every reading."""
-    data = checked(make(), where)
-    if is_map(data) or not _once(data):
+def open_data(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
+    """Return the checked result of `make()`. A single-use iterator is created again for every pass."""
+    data = validate_data(make(), where)
+    if is_map(data) or not _is_single_use(data):
         return data
     if make() is data:
-        what = f"the job's data is one {type(data).__name__}, and it can be read only once"
-        why = "every call of the function gives the same one; each epoch, and the look at the first sample, need their own"
-        raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    make a new one in every call",)))
-    return Remade(make)
+        what = f"the job's data is a single {type(data).__name__}, which can be read only once"
+        why = "every call of the function returns the same object; each epoch, and the check of the first sample, needs its own"
+        raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    create a new one in every call",)))
+    return ReopenedIterable(make)
 
 
-def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """`make`, called once in each process where what it gives is read by index."""
+def open_once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a version of `make` that caches data with access by index, once per process."""
     held: dict[int, Any] = {}
 
-    def data() -> Any:
+    def cached_data() -> Any:
         if (here := os.getpid()) in held:
             return held[here]
         fresh = make()
@@ -250,50 +259,50 @@ def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
             held[here] = fresh
         return fresh
 
-    return data
+    return cached_data
 
 
-def _once(data: object) -> bool:
-    """Whether it is a generator, or what Python's own functions make of one (map, zip, itertools)."""
+def _is_single_use(data: object) -> bool:
+    """Return whether the data is a generator or a builtin iterator over one (map, zip, itertools)."""
     return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
 
 
-def _pass_on(data: object, into: object, *names: str) -> None:
+def _copy_attributes(data: object, into: object, *names: str) -> None:
     for name in names:
         if hasattr(data, name):
             setattr(into, name, getattr(data, name))
 
 
-class Remade:
-    """What is read once, made again for every reading. `like`: what it has in common with it besides."""
+class ReopenedIterable:
+    """An iterable that calls `make` for every pass. `like`: data set whose `collate` and `set_epoch` it copies."""
 
     def __init__(self, make: Callable[[], Any], like: object = None):
         self.make = make
-        _pass_on(like, self, "collate", "set_epoch")
+        _copy_attributes(like, self, "collate", "set_epoch")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make())
 
 
-def whole(data: Data) -> Data:
-    """An iterable without its shares, for a rank that stands for all."""
-    return Remade(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
+def unshard_iterable(data: Data) -> Data:
+    """Return an iterable without its `shard` method, for a rank that represents all ranks."""
+    return ReopenedIterable(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
 
 
-def example(make: Callable[[], Any], data: object, where: str = "Job(data=…)") -> Any:
-    """What `first_samples` can read beside `data`: of an iterable another one, since reading moves it, read once."""
-    return data if is_map(data) else _First(opened(make, where))
+def open_first_sample(make: Callable[[], Any], data: object, where: str = "Job(data=…)") -> Any:
+    """Return data for `make_sketch_batch`. For an iterable this is a fresh one, since reading would advance `data`."""
+    return data if is_map(data) else _FirstSample(open_data(make, where))
 
 
-class _First:
-    """The first sample of an iterable, as a data set."""
+class _FirstSample:
+    """Data set of the first sample of an iterable."""
 
     def __init__(self, data: Iterable[object]):
-        with host_kept():
+        with preserve_host_state():
             self.sample = next(iter(data), None)
         if self.sample is None:
-            raise empty("it ended without a sample")
-        _pass_on(data, self, "collate", "sketched_beside")
+            raise empty_data_error("it ended without a sample")
+        _copy_attributes(data, self, "collate", "sketched_beside")
 
     def __len__(self) -> int:
         return 1
@@ -303,75 +312,78 @@ class _First:
 
 
 def seeded_sample(data: MapStyle, seed: int, epoch: int, i: int) -> object:
-    """Sample `i`, the host generators seeded before as they are in that epoch."""
+    """Return sample `i`, with the host generators seeded for that epoch and sample."""
     seed_host(seed, "sample", epoch, i)
     return data[i]
 
 
-def empty(why: str, where: str = "") -> PlaitError:
-    """J007: there is not one sample."""
+def empty_data_error(why: str, where: str = "") -> PlaitError:
+    """J007 for data without samples."""
     return PlaitError(Problem("J007", "the data is empty", why=why, where=where))
 
 
-def checked(data: object, where: str) -> Any:
-    """`data` when it can be read by `batches`, with at least one sample; of a `DataLoader` its samples. J007 otherwise."""
-    data = unwrapped(data)
+def validate_data(data: object, where: str) -> Any:
+    """Return the data, or the samples of a `DataLoader`, if it is readable and nonempty. J007 otherwise."""
+    data = unwrap_loader(data)
     if is_map(data):
         if len(data) == 0:
-            raise empty("len(data) = 0", where)
+            raise empty_data_error("len(data) = 0", where)
     elif not hasattr(data, "__iter__"):
         what = f"the data is a {type(data).__name__}, which cannot be read"
-        fix = ("give it  __len__ and __getitem__,  or  __iter__",)
+        fix = ("add  __len__ and __getitem__,  or  __iter__,  to its class",)
         raise PlaitError(Problem("J007", what, where=where, fix=fix))
     return data
 
 
-LABELS = ("labels", "label", "targets", "target", "y")
-"""What the targets are called in a sample that is a dict, the likeliest first."""
-NAMED = f"name the targets of a dict {', '.join(LABELS[:-1])} or {LABELS[-1]}; what is beside them are the inputs"
+LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+"""Keys of the targets in a sample that is a dict, most likely first."""
+LABEL_FIX = f"name the targets of a dict {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}; the other values are the inputs"
 
 
 def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
-    """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. Of a dict the targets
-    are what is named as one of `LABELS`, and the inputs the rest. J007."""
+    """Return (inputs, targets) of some samples, by the data set's own `collate` or torch's default.
+
+    For a dict the targets are the value of the first key in `LABEL_NAMES`, and the inputs are the other values. J007.
+
+    """
     if hasattr(data, "collate"):
         collated = data.collate(samples)
-        if (found := pair_of(collated)) is None:
+        if (found := split_pair(collated)) is None:
             what = "the data's `collate` does not return a pair (inputs, targets)"
-            why, fix = f"it returned {_in_words(collated)}", ("return inputs, targets", NAMED)
+            why, fix = f"it returned {_describe_sample(collated)}", ("return inputs, targets", LABEL_FIX)
             raise PlaitError(Problem("J007", what, why=why, fix=fix))
         return found
-    if pair_of(samples[0]) is None:
-        raise PlaitError(_no_pair(samples[0]))
+    if split_pair(samples[0]) is None:
+        raise PlaitError(_no_pair_problem(samples[0]))
     try:
-        pairs = pair_of(default_collate([in_tensors(sample) for sample in samples]))
+        pairs = split_pair(default_collate([lists_to_tensors(sample) for sample in samples]))
         assert pairs is not None
     except (RuntimeError, TypeError, KeyError) as error:
-        shapes = list(dict.fromkeys(_in_words(s) for s in samples))
+        shapes = list(dict.fromkeys(_describe_sample(s) for s in samples))
         if len(shapes) == 1 and not isinstance(error, TypeError):
             raise
-        what = f"{len(samples)} samples cannot be put together: {in_a_line(error)}"
-        why = "torch's default_collate puts samples of one shape together; here are " + ", and ".join(shapes[:2])
-        fix = ("make all samples alike", "give the data set  collate(samples) -> (inputs, targets),  which pads")
-        fix += ("DataLoader(…, collate_fn=…)    with one that pads",)
+        what = f"{len(samples)} samples cannot be collated: {summarize_error(error)}"
+        why = "torch's default_collate requires samples of one shape; here are " + ", and ".join(shapes[:2])
+        fix = ("give all samples one shape", "give the data set  collate(samples) -> (inputs, targets),  which pads")
+        fix += ("DataLoader(…, collate_fn=…)    with a function that pads",)
         raise PlaitError(Problem("J007", what, why=why, fix=fix)) from error
     return pairs
 
 
-def pair_of(value: object) -> tuple[Any, Any] | None:
-    """(inputs, targets) of a pair, or of a dict that has one of `LABELS`, and something besides; None of anything else."""
+def split_pair(value: object) -> tuple[Any, Any] | None:
+    """Return (inputs, targets) of a pair, or of a dict with a key in `LABEL_NAMES` and others; None for other values."""
     if isinstance(value, Mapping):
-        label = next((name for name in LABELS if name in value), None)
+        label = next((name for name in LABEL_NAMES if name in value), None)
         inputs = {name: leaf for name, leaf in value.items() if name != label}
         return (inputs, value[label]) if label is not None and inputs else None
     return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else None
 
 
-def in_tensors(sample: object) -> Any:
-    """A sample, the lists of numbers in a dict as tensors: torch's default would take them apart."""
+def lists_to_tensors(sample: object) -> Any:
+    """Convert lists of numbers in a dict to tensors, since torch's default collate would transpose lists."""
     if not isinstance(sample, Mapping):
         return sample
-    return {name: _as_tensor(leaf) if isinstance(leaf, list) else in_tensors(leaf) for name, leaf in sample.items()}
+    return {name: _as_tensor(leaf) if isinstance(leaf, list) else lists_to_tensors(leaf) for name, leaf in sample.items()}
 
 
 def _as_tensor(values: list[Any]) -> Any:
@@ -380,77 +392,81 @@ def _as_tensor(values: list[Any]) -> Any:
         first = next(iter(first), None)
     try:
         return torch.tensor(values) if isinstance(first, (bool, int, float)) else values
-    except (ValueError, TypeError):  # rows of several lengths, or not of numbers
+    except (ValueError, TypeError):  # rows of unequal lengths, or other values
         return values
 
 
-def _no_pair(sample: object) -> Problem:
-    """J007 with what to write, from the sample's own keys."""
+def _no_pair_problem(sample: object) -> Problem:
+    """J007 with a fix for the sample's own keys."""
     fix = ("return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)",)
-    fix += (NAMED,) if isinstance(sample, Mapping) else ()
-    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_in_words(sample)}", fix=fix)
+    fix += (LABEL_FIX,) if isinstance(sample, Mapping) else ()
+    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_describe_sample(sample)}", fix=fix)
 
 
-def _in_words(value: object) -> str:
-    """A sample in a few words."""
+def _describe_sample(value: object) -> str:
+    """Describe a sample briefly."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, Mapping):
         return "a dict of " + ", ".join(map(str, list(value)[:8]))
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_in_words, value[:4]))
+        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_describe_sample, value[:4]))
     return f"a {type(value).__name__}"
 
 
-def first_samples(data: Data, count: int) -> tuple[Any, Any]:
-    """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were.
+def make_sketch_batch(data: Data, count: int) -> tuple[Any, Any]:
+    """Return a collated batch that repeats the first sample `count` times. The random generators are restored.
 
-    `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
+    If the data has `sketched_beside()`, the batch repeats the first of its samples, padded to the lengths of all of them.
+
     """
-    with host_kept():
+    with preserve_host_state():
         company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
         sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
     samples = [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)]
-    return beside(data, samples, company) if company else collate(data, samples)
+    return collate_with_others(data, samples, company) if company else collate(data, samples)
 
 
-@host_kept()
-def rows_of(data: object, sample: object) -> SampleRows:
-    """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
+@preserve_host_state()
+def find_sample_rows(data: object, sample: object) -> SampleRows:
+    """Return the location of samples in the result of the data set's `collate`. The random generators are restored."""
     return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
 
 
-def beside(data: object, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
-    """The samples collated beside others, without the rows of these: with the shapes of the whole."""
-    rows, alone = rows_of(data, samples[0]), collate(data, samples)
+def collate_with_others(data: object, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
+    """Collate the samples together with others and drop the others' rows, so that shapes match the full batch."""
+    rows, alone = find_sample_rows(data, samples[0]), collate(data, samples)
     together = collate(data, [*samples, *company])
-    pair = rows.first(together, len(samples), len(samples) + len(company))
-    return pair if rows.holds(pair, alone) else alone
+    pair = rows.take_first(together, len(samples), len(samples) + len(company))
+    return pair if rows.contains(pair, alone) else alone
 
 
-def part(data: object, samples: list[Any], first: int, ids: list[int]) -> "Micro":
-    """The micro-batch of these samples. Without ids its count is 0, and it has one of `samples`, which belongs to another rank."""
+def make_micro_batch(data: object, samples: list[Any], first: int, ids: list[int]) -> "MicroBatch":
+    """Return the micro-batch of these samples. Without ids its count is 0, and it has one of `samples`, from another rank."""
     samples = samples[: len(ids) or 1]
     inputs, targets = collate(data, samples)
     kept = tuple(samples) if hasattr(data, "collate") else ()
-    return Micro(first, len(ids), inputs, targets, tuple(ids), kept)
+    return MicroBatch(first, len(ids), inputs, targets, tuple(ids), kept)
 
 
-def largest(batch: int, shares: int, microbatches: int) -> int:
-    """Samples of the largest micro-batch that training runs on a device."""
+def max_micro_batch_size(batch: int, shares: int, microbatches: int) -> int:
+    """Return the largest number of samples in a micro-batch on a device."""
     return -(-batch // (shares * microbatches))
 
 
-Weigh = Callable[[Any], Any] | None
+WeightFunction = Callable[[Any], Any] | None
 
 
-def weigh(weight: Weigh, micro: Micro) -> float:
-    """What the loss of a micro-batch is a mean over: `Job.weight` of its targets, or its number of samples. It is computed in
-    float64, so that the weights of parts add up to that of the whole."""
+def weigh_micro_batch(weight: WeightFunction, micro: MicroBatch) -> float:
+    """Return the divisor of a micro-batch's mean loss: `Job.weight` of its targets, or its number of samples.
+
+    It is computed in float64, so that the weights of micro-batches add up to the weight of the batch.
+
+    """
     if micro.count == 0:
         return 0.0
     if weight is None:
         return float(micro.count)
-    with Widest():
+    with WidenAllMode():
         value = weight(micro.targets)
         return float(value.sum() if isinstance(value, Tensor) else value)

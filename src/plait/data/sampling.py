@@ -1,9 +1,8 @@
-"""Which samples each step takes, of data that is read by index: the order of an epoch, cut into steps.
+"""The samples of each step for data with access by index: the order of an epoch, split into steps.
 
-The order is a permutation keyed by (seed, epoch), or what `Job.order` returns: it may repeat samples or leave some out, so an epoch
-may be longer or shorter than the data. A step takes the next `Job.batch` samples of it. With `Job.token_budget` it takes them as
-long as they fit the budget, and at least one. The size of a step is a function of where it begins in the epoch, so a run that is
-resumed goes on with the same steps, under every plan.
+The order is a permutation keyed by (seed, epoch), or the result of `Job.order`. It may repeat or omit samples, so an epoch may be longer or
+shorter than the data. A step takes the next `Job.batch` samples. With `Job.token_budget` it takes samples as long as they fit the
+budget, and at least one. The size of a step depends only on its start in the epoch, so a resumed run has the same steps under every plan.
 """
 
 import zlib
@@ -15,13 +14,13 @@ import numpy as np
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.config.errors import PlaitError, Problem, in_a_line
-from plait.config.job import Job, TokenBudget, user_line
+from plait.config.errors import PlaitError, Problem, summarize_error
+from plait.config.job import Job, TokenBudget, find_user_line
 from plait.data import loaders
-from plait.data.batch import Data, MapStyle, is_map, opened
-from plait.data.batch import example as first_of
-from plait.data.iterables import rows_of_ranks
-from plait.randomness.keyed import host_kept, permutation, seed_host
+from plait.data.batch import Data, MapStyle, is_map, open_data
+from plait.data.batch import open_first_sample as first_of
+from plait.data.iterables import gather_int_rows
+from plait.randomness.keyed import make_permutation, preserve_host_state, seed_host
 
 Order = Callable[[int, int, int], Any]
 """(seed, epoch, length of the data) -> the indices of an epoch's samples."""
@@ -30,64 +29,65 @@ LENGTHS = "TokenBudget(lengths=…)"
 
 
 def epoch_order(order: Order | None, seed: int, epoch: int, length: int) -> np.ndarray:
-    """The indices of an epoch's samples in order, as whole numbers of shape [samples of the epoch].
+    """Return the indices of an epoch's samples in order, as integers of shape [samples of the epoch].
 
-    `order` is `Job.order`; None: a permutation. Python's, numpy's and torch's generators are seeded by (seed, epoch) while it
-    runs, and are afterwards as they were. J027 when it returns no such indices.
+    `order`: `Job.order`; None: a permutation. Python's, numpy's and torch's generators are seeded by (seed, epoch) during the call and
+    restored afterwards. J027 for invalid indices.
+
     """
     if order is None:
-        return permutation(seed, epoch, length)
+        return make_permutation(seed, epoch, length)
     try:
-        with host_kept():
+        with preserve_host_state():
             seed_host(seed, "order", epoch)
             returned = order(seed, epoch, length)
-            found = _numbers(returned)
+            found = _to_array(returned)
     except PlaitError:
         raise
-    except Exception as error:  # it is the user's code
-        what = f"Job.order({seed}, {epoch}, {length}) raised {in_a_line(error)}"
-        why = "plait calls it with the seed, the number of the epoch and the length of the data"
-        raise PlaitError(Problem("J027", what, why=why, where=user_line(error) or ORDER)) from error
+    except Exception as error:  # an error of the user's code
+        what = f"Job.order({seed}, {epoch}, {length}) raised {summarize_error(error)}"
+        why = "plait calls it with the seed, the epoch number and the length of the data"
+        raise PlaitError(Problem("J027", what, why=why, where=find_user_line(error) or ORDER)) from error
     wrong = ""
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        wrong = f"it returned {_shown(returned, found)}, not a row of whole numbers"
+        wrong = f"it returned {_describe_array(returned, found)}, not a row of whole numbers"
     elif not len(found):
         wrong = "it returned no index"
     elif found.min() < 0 or found.max() >= length:
         wrong = f"it returned indices from {found.min()} to {found.max()}, and the data has {length} samples"
     if wrong:
-        what = f"the order of epoch {epoch} is not one of samples of the data"
+        what = f"the order of epoch {epoch} is invalid for the data"
         fix = ("return indices from 0 to length − 1, such as  torch.randperm(length)",)
         raise PlaitError(Problem("J027", what, why=wrong, where=ORDER, fix=fix))
     return found.astype(np.int64)
 
 
-def _numbers(returned: object) -> np.ndarray:
+def _to_array(returned: object) -> np.ndarray:
     return returned.detach().cpu().numpy() if isinstance(returned, Tensor) else np.asarray(returned)
 
 
-def _shown(returned: object, found: np.ndarray) -> str:
+def _describe_array(returned: object, found: np.ndarray) -> str:
     return f"a {type(returned).__name__} of {found.dtype} with shape {list(found.shape)}"
 
 
 def token_lengths(budget: TokenBudget, length: int) -> np.ndarray:
-    """The tokens of each sample of the data, of shape [length]. J028 when `TokenBudget.lengths` returns something else."""
+    """Return the tokens of each sample of the data, of shape [length]. J028 for an invalid result of `TokenBudget.lengths`."""
     try:
-        with host_kept():
+        with preserve_host_state():
             returned = budget.lengths()
-            found = _numbers(returned)
+            found = _to_array(returned)
     except PlaitError:
         raise
-    except Exception as error:  # it is the user's code
-        what = f"TokenBudget.lengths() raised {in_a_line(error)}"
-        raise PlaitError(Problem("J028", what, where=user_line(error) or LENGTHS)) from error
+    except Exception as error:  # an error of the user's code
+        what = f"TokenBudget.lengths() raised {summarize_error(error)}"
+        raise PlaitError(Problem("J028", what, where=find_user_line(error) or LENGTHS)) from error
     wrong = ""
     if found.ndim != 1 or found.dtype.kind not in "iu" or (len(found) and found.min() < 0):
-        wrong = f"it returned {_shown(returned, found)}, not a row of whole numbers ≥ 0"
+        wrong = f"it returned {_describe_array(returned, found)}, not a row of whole numbers ≥ 0"
     elif len(found) != length:
         wrong = f"it returned {len(found)} lengths, and the data has {length} samples"
     if wrong:
-        what = "the lengths of a token budget are not those of the data"
+        what = "the lengths of the token budget do not fit the data"
         fix = ("lengths=lambda: [len(tokens) for tokens in …]    one for each sample, by its index",)
         raise PlaitError(Problem("J028", what, why=wrong, where=LENGTHS, fix=fix))
     return found.astype(np.int64)
@@ -95,7 +95,7 @@ def token_lengths(budget: TokenBudget, length: int) -> np.ndarray:
 
 @dataclass
 class Sampling:
-    """Which samples each step takes. `length`: of the data; `batch`: the most samples of a step."""
+    """The samples of each step. `length`: of the data; `batch`: maximum samples of a step."""
 
     length: int
     batch: int
@@ -103,22 +103,22 @@ class Sampling:
     order: Order | None = None
     budget: TokenBudget | None = None
     _tokens: np.ndarray | None = field(default=None, repr=False)
-    _known: tuple[int, np.ndarray] | None = field(default=None, repr=False)
+    _cached_epoch: tuple[int, np.ndarray] | None = field(default=None, repr=False)
 
     @staticmethod
-    def of(job: Job, length: int) -> "Sampling":
-        """The sampling of a job whose data has this length."""
+    def from_job(job: Job, length: int) -> "Sampling":
+        """Return the sampling of a job whose data has this length."""
         return Sampling(length, job.batch, job.seed, job.order, job.token_budget)
 
-    def epoch(self, number: int) -> np.ndarray:
-        """The indices of an epoch's samples, in order."""
-        if self._known is None or self._known[0] != number:
-            self._known = number, epoch_order(self.order, self.seed, number, self.length)
-        return self._known[1]
+    def epoch_indices(self, number: int) -> np.ndarray:
+        """Return the indices of an epoch's samples, in order."""
+        if self._cached_epoch is None or self._cached_epoch[0] != number:
+            self._cached_epoch = number, epoch_order(self.order, self.seed, number, self.length)
+        return self._cached_epoch[1]
 
-    def size(self, number: int, start: int) -> int:
-        """Samples of the step that begins at place `start` of an epoch; 0 at its end."""
-        ids = self.epoch(number)[start : start + self.batch]
+    def step_size(self, number: int, start: int) -> int:
+        """Return the number of samples of the step that starts at `start` of an epoch; 0 at its end."""
+        ids = self.epoch_indices(number)[start : start + self.batch]
         if self.budget is None or not len(ids):
             return len(ids)
         if self._tokens is None:
@@ -130,8 +130,8 @@ class Sampling:
             taken = np.cumsum(tokens)
         return max(1, int(np.searchsorted(taken, self.budget.tokens, side="right")))
 
-    def typical(self) -> int:
-        """Index of a sample of which `batch` take about the whole budget, or of the longest where none is as long."""
+    def find_typical(self) -> int:
+        """Return the index of a sample with 1/`batch` of the token budget, or of the longest sample if none is as long."""
         assert self.budget is not None
         tokens = token_lengths(self.budget, self.length)
         wanted = -(-self.budget.tokens // self.batch)
@@ -139,26 +139,26 @@ class Sampling:
         return int(longer[tokens[longer].argmin()]) if len(longer) else int(tokens.argmax())
 
     def digest(self) -> int:
-        """A number that tells the order of the first epoch, and the lengths that steps go by."""
+        """Return a digest of the first epoch's order and the token lengths."""
         if self.budget is not None and self._tokens is None:
             self._tokens = token_lengths(self.budget, self.length)
-        told = zlib.crc32(np.ascontiguousarray(self.epoch(0)).tobytes())
+        told = zlib.crc32(np.ascontiguousarray(self.epoch_indices(0)).tobytes())
         return told if self._tokens is None else zlib.crc32(self._tokens.tobytes(), told)
 
 
-def agreed(job: Job, data: object, group: ProcessGroup | None) -> None:
-    """J027 when ranks of the group have other orders, or other lengths of samples; all ranks call it."""
+def check_same_order(job: Job, data: object, group: ProcessGroup | None) -> None:
+    """J027 if ranks of the group have different orders or token lengths. Collective."""
     if group is None or not is_map(data) or (job.order is None and job.token_budget is None):
         return
-    rows = rows_of_ranks([Sampling.of(job, len(data)).digest()], group)
+    rows = gather_int_rows([Sampling.from_job(job, len(data)).digest()], group)
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     if other is not None:
-        what = f"ranks 0 and {other} have different orders of an epoch, or lengths of samples"
-        why = "Job.order is a function of (seed, epoch, length) alone: nothing may depend on the rank or the process"
+        what = f"ranks 0 and {other} have different epoch orders or token lengths"
+        why = "Job.order must be a function of (seed, epoch, length) alone, independent of rank and process"
         raise PlaitError(Problem("J027", what, why=why, where=ORDER))
 
 
-class _One:
+class _SingleSample:
     """One sample of a data set, as a data set."""
 
     def __init__(self, data: MapStyle, number: int):
@@ -174,28 +174,28 @@ class _One:
         return self.data[self.number]
 
 
-def example(job: Job, data: Data) -> Any:
-    """What a sketch reads samples of: under a token budget one of which `Job.batch` take about the whole budget."""
+def open_sketch_data(job: Job, data: Data) -> Any:
+    """Return the data for a sketch. With a token budget it is one sample with 1/`Job.batch` of the budget."""
     if job.token_budget is None or not is_map(data):
         return first_of(job.data, data)
-    return _One(data, Sampling.of(job, len(data)).typical())
+    return _SingleSample(data, Sampling.from_job(job, len(data)).find_typical())
 
 
-def data_of(job: Job) -> Any:
-    """What `Job.data` gives, when the job can have it: a loader, an order and a token budget are checked. J007, J027, J028."""
-    data = opened(job.data)
-    check(job, data)
+def open_job_data(job: Job) -> Any:
+    """Open and check `Job.data`, with the job's loader, order and token budget. J007, J027, J028."""
+    data = open_data(job.data)
+    check_sampling(job, data)
     return data
 
 
-def check(job: Job, data: object) -> None:
-    """Refuse a loader that makes other batches than the job, and an order or a token budget that this data cannot have."""
-    loaders.check(job, data)
+def check_sampling(job: Job, data: object) -> None:
+    """Reject a loader with other batches than the job, and an order or token budget that is invalid for this data."""
+    loaders.check_loader(job, data)
     for name, code, given in (("order", "J027", job.order), ("token_budget", "J028", job.token_budget)):
         if given is not None and not is_map(data):
-            what = f"Job({name}=…) is for data that is read by index, and this is a {type(data).__name__}"
-            why = "an iterable gives its samples in its own order, and one after the other"
-            fix = ("order the samples in the iterable itself", "give the data  __len__ and __getitem__")
+            what = f"Job({name}=…) needs data with access by index, and this is a {type(data).__name__}"
+            why = "an iterable has its own order of samples"
+            fix = ("order the samples in the iterable itself", "add  __len__ and __getitem__  to the data")
             raise PlaitError(Problem(code, what, why=why, where="Job(data=…)", fix=fix))
     if not is_map(data):
         return
@@ -204,14 +204,14 @@ def check(job: Job, data: object) -> None:
     if job.order is not None:
         twice = [epoch_order(job.order, job.seed, 0, len(data)) for _ in range(2)]
         if not np.array_equal(twice[0], twice[1]):
-            what = "Job.order returned another order when it was called again"
-            why = "a run that is resumed, and every rank, asks for it again: it is a function of (seed, epoch, length) alone"
+            what = "Job.order returned different orders in two calls"
+            why = "every rank and a resumed run call it again, so it must be a function of (seed, epoch, length) alone"
             fix = ("draw from torch.Generator().manual_seed(seed + epoch)", "numpy.random.default_rng([seed, epoch])")
             raise PlaitError(Problem("J027", what, why=why, where=ORDER, fix=fix))
 
 
-def as_first_step(job: Job) -> Job:
-    """The job with batches as large as its first step, as far as a token budget decides that, and no budget."""
-    if job.token_budget is None or not is_map(data := opened(job.data)):
+def size_by_first_step(job: Job) -> Job:
+    """Return the job without a token budget, with the batch size of its first step under that budget."""
+    if job.token_budget is None or not is_map(data := open_data(job.data)):
         return job
-    return replace(job, batch=Sampling.of(job, len(data)).size(0, 0), token_budget=None)
+    return replace(job, batch=Sampling.from_job(job, len(data)).step_size(0, 0), token_budget=None)

@@ -1,4 +1,4 @@
-"""From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
+"""Build a rank from a job and a plan: the model with its strategies applied, and its optimizer."""
 
 import math
 from dataclasses import replace
@@ -11,47 +11,47 @@ from torch.distributed import ProcessGroup
 
 from plait.checkpoint import optimizer_state
 from plait.config import conflicts
-from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
-from plait.config.job import Job, user_line
-from plait.config.keys import OTHER_SAMPLES
+from plait.config.errors import FAILED, PlaitError, Problem, summarize_error
+from plait.config.job import Job, find_user_line
+from plait.config.keys import DATA_AXES
 from plait.config.plan import Plan
-from plait.engine.analyse import setup_of, to_device, whole_sketch
-from plait.launch.devices import kind_of, of_rank, settle_allocator, unseen
+from plait.engine.model_analysis import make_global_sketch, make_rank_setup, move_to_device
+from plait.launch.devices import configure_allocator, explain_missing_device, find_rank_device, resolve_kind
 from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model import optimizers
-from plait.model.make import BuiltModel, make, make_optimizer
+from plait.model.build_model import BuiltModel, make_optimizer, make_rank_model
 from plait.model.sketch import Sketch
-from plait.parallel import average, gradient_hooks, whole_tensors
+from plait.parallel import gradient_hooks, tensor_owners, weight_average
+from plait.parallel.apply_order import INSTALLING, ORDER, PARTITIONING, make_shard_plan
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_reducer import GradientReducer
-from plait.parallel.mesh import Mesh, of_experts
-from plait.parallel.order import CUTTING, INSTALLING, ORDER, shard_plan
+from plait.parallel.mesh import Mesh, to_expert_axes
 from plait.parallel.rank_model import RankModel, SplitModel
 from plait.parallel.rank_setup import RankSetup
 from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import Randomness
-from plait.tensors.collectives import differences, directly
+from plait.tensors.collectives import compare_across_ranks, is_direct_exchange
 
-WHOLE = 0.25
-"""The share of a device's memory up to which a model goes there whole before it is cut."""
+MAX_FULL_FRACTION = 0.25
+"""Fraction of device memory up to which a full model is moved there before it is sharded."""
 
 
-def inexact(plan: Plan, sketch: Sketch, model: nn.Module, device: torch.device) -> list[str]:
-    """What cannot equal one device under this plan, by nature: of the whole model, in a sentence each."""
-    found = [line for s in ORDER if s.wanted(plan) for line in s.inexact(plan, sketch)]
+def list_inexact_reasons(plan: Plan, sketch: Sketch, model: nn.Module, device: torch.device) -> list[str]:
+    """List the reasons why this plan cannot match one device exactly, one sentence each, for the full model."""
+    found = [line for s in ORDER if s.is_enabled(plan) for line in s.inexact_reasons(plan, sketch)]
     if sketch.coupled_in_eval:
         found.append(f"{sketch.coupled_in_eval} in eval mode, so metrics depend on how many samples a rank evaluates at once")
     found += [f"random numbers in {n} come from an operator plait cannot key" for n in sketch.unkeyed]
-    found += [f"random numbers in {n} have a shape that does not grow with the batch" for n in sketch.uneven]
-    found += [f"dropout inside {n} runs over a packed sequence, which plait cannot key by sample" for n in sketch.packed]
+    found += [f"random numbers in {n} have a shape that does not grow with the batch" for n in sketch.uneven_draws]
+    found += [f"dropout inside {n} runs over a packed sequence, which plait cannot key by sample" for n in sketch.packed_rnns]
     if plan.tp > 1 and sketch.unkeyed:
-        found.append(f"those of {', '.join(sketch.unkeyed)} are the same on each of the {plan.tp} slices of tp")
-    return [*found, *(_drawn_by_cudnn(sketch, model) if device.type == "cuda" else ())]
+        found.append(f"those of {', '.join(sketch.unkeyed)} are the same on each of the {plan.tp} tp ranks")
+    return [*found, *(_find_cudnn_dropout(sketch, model) if device.type == "cuda" else ())]
 
 
-def _drawn_by_cudnn(sketch: Sketch, model: nn.Module) -> list[str]:
-    """Recurrent layers on a GPU draw their dropout from a state that cuDNN keeps from call to call: nothing says where it stands."""
+def _find_cudnn_dropout(sketch: Sketch, model: nn.Module) -> list[str]:
+    """List recurrent layers whose dropout on a GPU uses cuDNN's internal state, which cannot be read or set."""
     layers = [
         n
         for n, m in model.named_modules()
@@ -61,16 +61,16 @@ def _drawn_by_cudnn(sketch: Sketch, model: nn.Module) -> list[str]:
 
 
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
-    """Refuse what cannot work, all of it at once, before any process starts."""
+    """Reject a plan that cannot work, with all problems at once, before any process starts."""
     check_schedule(job)
-    problems = [*conflicts.found(job, plan), *conflicts.without_effect(plan)]
-    problems += [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
+    problems = [*conflicts.find_conflicts(job, plan), *conflicts.find_ineffective_keys(plan)]
+    problems += [problem for s in ORDER if s.is_enabled(plan) for problem in s.validate(plan, job.batch, device)]
     if problems:
         raise PlaitError(problems)
 
 
 def check_schedule(job: Job) -> None:
-    """J004 when the job's schedule is not a function from samples seen to a factor."""
+    """Raise J004 if the job's schedule is not a function from samples seen to a factor."""
     if job.schedule is None:
         return
     fix = ("schedule=lambda samples: min(1.0, samples / 640)    a factor on the learning rate",)
@@ -78,131 +78,131 @@ def check_schedule(job: Job) -> None:
         value = job.schedule(0)
         float(value)
     except Exception as error:  # it is the user's code
-        what = f"Job.schedule(0) raised {in_a_line(error)}"
-        why = "plait calls it with the number of samples seen, and multiplies the learning rates by what it returns"
-        raise PlaitError(Problem("J004", what, why=why, where=user_line(error), fix=fix)) from error
+        what = f"Job.schedule(0) raised {summarize_error(error)}"
+        why = "plait calls it with the number of samples seen, and multiplies the learning rates by its result"
+        raise PlaitError(Problem("J004", what, why=why, where=find_user_line(error), fix=fix)) from error
 
 
-def pick_device(wanted: str, place: Place) -> torch.device:
-    """This rank's device: `auto`, `cpu` or `cuda`. H001 when CUDA is asked for and none is visible, H003 when too few are."""
-    if kind_of(wanted) == "cpu":
+def pick_device(requested: str, place: Place) -> torch.device:
+    """Return this rank's device: `auto`, `cpu` or `cuda`. H001 if CUDA is requested and not visible, H003 if there are too few devices."""
+    if resolve_kind(requested) == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", of_rank(place))
-    settle_allocator()
+    device = torch.device("cuda", find_rank_device(place))
+    configure_allocator()
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:
-        if (missing := unseen(device.index, error)) is not None:
+        if (missing := explain_missing_device(device.index, error)) is not None:
             raise missing from error
         raise
     torch.autograd.set_multithreading_enabled(
         False
-    )  # backward in this thread: one of its own would not know the context
+    )  # backward runs in this thread: a separate one would not have the context
     return device
 
 
-def build(
+def build_rank_model(
     job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, *,
     made: BuiltModel | None = None, sketch: Sketch | None = None,
 ) -> RankModel:  # fmt: skip
-    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
+    """Build one rank. `cast` changes the dtype of all floating-point parameters and inputs (verify uses float64).
 
-    `made`: the model, if it exists already; `sketch`: the result of `whole_sketch`, if another process has made it.
+    `made`: the model, if it exists already; `sketch`: the result of `make_global_sketch`, if another process made it.
     """
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device, single_messages=plan.pp > 1)
     mesh = Mesh(plan, place.rank, group)
 
-    # The whole model, and what is to be known of it.
-    made = _made(job, plan, place.rank, device, cast, group) if made is None else made
-    setup = setup_of(job, plan, place, device, cast, made=made)
-    sketch = whole_sketch(setup, made) if sketch is None else sketch
+    # The full model, and its analysis.
+    made = _make_model(job, plan, place.rank, device, cast, group) if made is None else made
+    setup = make_rank_setup(job, plan, place, device, cast, made=made)
+    sketch = make_global_sketch(setup, made) if sketch is None else sketch
 
-    # Which rank has which part of it, and the groups of ranks that communicate.
-    table = shard_plan(job, plan, sketch, directly(device))
-    mesh.connect_all(table.late_views())
+    # The shard table, and the process groups.
+    table = make_shard_plan(job, plan, sketch, is_direct_exchange(device))
+    mesh.connect_all(table.list_late_groups())
 
-    # The strategies: those that leave a rank with a part of the model, then those that work on the part.
-    split = _uncut(setup, mesh, table, sketch)
-    for strategy in (s for s in CUTTING if s.wanted(plan)):
+    # The strategies: first those that shard the model, then those that modify the shard.
+    split = _make_unsplit_model(setup, mesh, table, sketch)
+    for strategy in (s for s in PARTITIONING if s.is_enabled(plan)):
         split = strategy.apply(split)
     if made.on_host:
-        to_device(split.module, device)
-    for strategy in (s for s in INSTALLING if s.wanted(plan)):
+        move_to_device(split.module, device)
+    for strategy in (s for s in INSTALLING if s.is_enabled(plan)):
         split = strategy.apply(split)
-    if sketch.whole_update:
-        split = whole_tensors.apply(split)
-    split = average.apply(split)
-    if split.techniques.replicas is None:  # they bring their own random numbers, one for each thread
+    if sketch.needs_whole_tensors:
+        split = tensor_owners.install_owners(split)
+    split = weight_average.install_average(split)
+    if split.techniques.replicas is None:  # replicas have their own generators, one per thread
         split.randomness.install(split.module, sketch.drawn)
 
-    # What trains it.
-    rank_model = _with_optimizer(split)
-    gradient_hooks.apply(rank_model)
-    for created in (*rank_model.hooks.optimizer_created, optimizer_state.watched):
+    # The optimizer and the gradient reduction.
+    rank_model = _add_optimizer(split)
+    gradient_hooks.install_hooks(rank_model)
+    for created in (*rank_model.hooks.optimizer_created, optimizer_state.watch_wrapper_tensors):
         created(rank_model.optimizer)
-    place.wait(device, going=False)
+    place.set_timeouts(device, going=False)
     return rank_model
 
 
 def sketch_without_ranks(job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None = None) -> Sketch:
-    """The sketch that every rank would make (`whole_sketch`), in a process that is no rank. It makes the model as the first rank does.
+    """Make the sketch of the full model in a process that is not a rank. The model is made as on rank 0.
 
-    The sketch can be pickled: it lacks the attributes of parameters, which may be anything, and which ranks have themselves.
+    The sketch can be pickled: it omits parameter attributes, which may be arbitrary objects and which each rank has itself.
     """
-    made = _made(job, plan, 0, device, cast, None)
-    return replace(whole_sketch(setup_of(job, plan, Place(0, plan.world), device, cast, made=made), made), attributes={})
+    made = _make_model(job, plan, 0, device, cast, None)
+    return replace(make_global_sketch(make_rank_setup(job, plan, Place(0, plan.world), device, cast, made=made), made), attributes={})
 
 
-def _made(
+def _make_model(
     job: Job, plan: Plan, rank: int, device: torch.device, cast: torch.dtype | None, group: ProcessGroup | None
 ) -> BuiltModel:
-    share = fsdp.share(plan, rank) if fsdp.wanted(plan) and not plan.across else None
-    return make(job, device, cast, group, share, _room(plan, device))
+    share = fsdp.make_shard_slicer(plan, rank) if fsdp.is_enabled(plan) and not plan.across else None
+    return make_rank_model(job, device, cast, group, share, _get_full_model_limit(plan, device))
 
 
-def _uncut(setup: RankSetup, mesh: Mesh, table: ShardPlan, sketch: Sketch) -> SplitModel:
-    """A rank before the first strategy."""
+def _make_unsplit_model(setup: RankSetup, mesh: Mesh, table: ShardPlan, sketch: Sketch) -> SplitModel:
+    """Make the model of a rank before the first strategy."""
     plan, model = setup.plan, setup.model
-    peers = BatchPeers([*mesh.ranks(*OTHER_SAMPLES)] if mesh.everyone is not None else None, plan.microbatches)
-    fused = plan.cp > 1 and bool(sketch.unkeyed)  # attention that a GPU's kernel would draw in: cp draws for it
+    peers = BatchPeers([*mesh.ranks(*DATA_AXES)] if mesh.world_group is not None else None, plan.microbatches)
+    fused = plan.cp > 1 and bool(sketch.unkeyed)  # attention with dropout in a GPU kernel: cp generates the random numbers
     randomness = Randomness(setup.job.seed, sketch.places, sketch.host_random or fused)
     return SplitModel(setup, mesh, table, sketch, sketch, model, dict(model.named_parameters()), peers, randomness)
 
 
-def _with_optimizer(split: SplitModel) -> RankModel:
-    """The job's optimizer, of what this rank updates, and what sums the gradients."""
-    everything = split.to_update()
+def _add_optimizer(split: SplitModel) -> RankModel:
+    """Make the job's optimizer for the parameters that this rank updates, and the gradient reducers."""
+    everything = split.get_optimizer_params()
     optimizer, names = make_optimizer(split.job, everything)
-    if split.whole_sketch.single_steps:
-        optimizers.step_singly(optimizer)
-    optimizers.choose(optimizer, split.device)
+    if split.global_sketch.steps_per_tensor:
+        optimizers.step_per_tensor(optimizer)
+    optimizers.fuse_update(optimizer, split.device)
     for name in everything.keys() - split.params.keys():
         optimizer.state.pop(everything[name], None)
     return RankModel(
-        **vars(split), optimizer=optimizer, optimizer_names=names, hyperparameters=optimizer_state.hyperparameters(optimizer),
-        reducers=_reducers(split),
+        **vars(split), optimizer=optimizer, optimizer_names=names, hyperparameters=optimizer_state.list_hyperparameters(optimizer),
+        reducers=_make_reducers(split),
     )  # fmt: skip
 
 
-def _reducers(split: SplitModel) -> dict[str, GradientReducer]:
-    """What sums gradients, by the name of the phase; "" in a job without phases."""
-    names, used = [name for name, _, _ in split.whole_sketch.parameters], split.techniques
+def _make_reducers(split: SplitModel) -> dict[str, GradientReducer]:
+    """Make the gradient reducers by phase name; "" in a job without phases."""
+    names, used = [name for name, _, _ in split.global_sketch.parameters], split.techniques
     trained = {phase.name: [n for n in names if phase.has(n)] for phase in split.job.phases or ()} or {"": names}
-    make = partial(GradientReducer, split.table, split.mesh, split.params, shards=used.shards)
+    make = partial(GradientReducer, split.shard_plan, split.mesh, split.params, shards=used.shards)
     return {phase: make(some, sums=used.sums.get(phase, used.shards)) for phase, some in trained.items()}
 
 
-def _room(plan: Plan, device: torch.device) -> float:
-    """Bytes of a model that the device takes whole before it is cut into stages, slices or experts."""
+def _get_full_model_limit(plan: Plan, device: torch.device) -> float:
+    """Return the bytes of a full model that may be placed on the device before it is split into stages, slices or experts."""
     if device.type != "cuda" or not plan.across:
         return math.inf
-    return torch.cuda.mem_get_info(device)[1] * WHOLE
+    return torch.cuda.mem_get_info(device)[1] * MAX_FULL_FRACTION
 
 
 def broadcast_text(text: str, rank: int, group: ProcessGroup | None, device: torch.device) -> str:
-    """Rank 0's text on every rank, sent as bytes (an object collective would unpickle what it receives)."""
+    """Broadcast rank 0's text to all ranks, as bytes (an object collective would unpickle received data)."""
     if group is None:
         return text
     data = torch.tensor(list(text.encode()) if rank == 0 else [], dtype=torch.uint8, device=device)
@@ -214,28 +214,28 @@ def broadcast_text(text: str, rank: int, group: ProcessGroup | None, device: tor
     return bytes(data.tolist()).decode()
 
 
-def check_copies(rank_model: RankModel, step: int) -> None:
-    """C006 when ranks that hold copies of the same parts do not hold the same bits. A device is waited for once."""
-    named = [(name, part.tensor) for name, part in rank_model.parts().items() if name in rank_model.params]
+def check_replicas(rank_model: RankModel, step: int) -> None:
+    """Raise C006 if replicas of a tensor are not bitwise equal. Waits for the device once."""
+    named = [(name, part.tensor) for name, part in rank_model.get_parts().items() if name in rank_model.params]
     if rank_model.techniques.average is not None:
         named += rank_model.techniques.average.tensors.items()
-    names, apart, experts = list[str](), list[Tensor](), rank_model.experts()
+    names, apart, experts = list[str](), list[Tensor](), rank_model.list_expert_params()
     replicas = rank_model.plan.replica_axes
-    for axes, shared in ((replicas, False), (of_experts(replicas), True)):
+    for axes, shared in ((replicas, False), (to_expert_axes(replicas), True)):
         group = rank_model.mesh.group_or_none(*axes)
         mine = [(name, t) for name, t in named if (name in experts) is shared]
         if group is not None and mine:
-            more, row = differences(mine, group, rank_model.device)
+            more, row = compare_across_ranks(mine, group, rank_model.device)
             names, apart = [*names, *more], [*apart, row]
     wrong = [name for name, differs in zip(names, torch.cat(apart).tolist()) if differs] if apart else []
     if wrong:
-        what = f"copies of {wrong[0]} have drifted apart by step {step}"
+        what = f"replicas of {wrong[0]} have diverged by step {step}"
         why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)
         raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
 
 
 def check_loss(loss: object) -> None:
-    """J010 when what the job's loss returned is not a scalar tensor."""
+    """Raise J010 if the job's loss is not a scalar tensor."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         why, fix = f"it returned {shape}", ("return the mean over the samples",)

@@ -1,19 +1,19 @@
-"""Text from the model in training: prompts are continued token by token, under any plan, with the same tokens.
+"""Text generation with the model being trained: prompts are continued token by token, with the same tokens under any plan.
 
-Prompts are shared out over the ranks that have other samples; ranks that compute one model together run the same ones. Each new
-token takes one forward pass over the whole text, without a cache of keys and values, which models are free to have or not: it is
-for looking at samples between steps, and not for serving. Texts of unequal length are padded on the right. In a causal model no
-position sees a later one, so each text's next token is read at its own last position as if it were alone.
+Prompts are split over the data-parallel ranks; ranks that compute one model together run the same prompts. Each new token takes one
+forward pass over the full text, without a KV cache, which models may lack. It is meant for samples during training, not for serving.
+Texts of unequal length are padded on the right. In a causal model no position sees a later one, so the next token of each text is
+read at its own last position.
 
-After a forward pass, one sum over all ranks tells everyone the new token of every text: so later stages' tokens reach the first
-stage, every rank has all texts, and all know alike whether any text goes on. No rank waits for one that has stopped.
+After a forward pass, one all-reduce distributes the new token of every text. So tokens of the last stage reach the first, every rank
+has all texts, and all ranks agree on which texts continue. No rank waits for one that has stopped.
 
-A token is drawn with one number in [0, 1) that is keyed by (seed, number of the prompt, position): no plan changes it.
+A token is drawn with one random value in [0, 1), keyed by (seed, number of the prompt, position), so it is the same under every plan.
 
-`Generate` does it now and then: on the terminal, and in `samples.jsonl` of the run directory.
+`Generate` runs it periodically, and writes to the terminal and to `samples.jsonl` of the run directory.
 
-A row is ``{"step": 500, "prompt": 0, "tokens": [17, 4, …], "text": "…"}``: the new tokens of a prompt, and what `decode` makes of
-them. The rows of steps that a resumed run makes again are made again too.
+A row is ``{"step": 500, "prompt": 0, "tokens": [17, 4, …], "text": "…"}``: the new tokens of a prompt, and their text from `decode`.
+A resumed run rewrites the rows of steps that it repeats.
 """
 
 import json
@@ -29,198 +29,198 @@ import torch.distributed as dist
 from numpy.random import Philox
 from torch import Tensor
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.config.errors import PlaitError, Problem, summarize_error
 from plait.engine.callbacks import Callback, RunningEngine
-from plait.engine.evaluate import forward_only, forward_size, outputs_here, share_now
-from plait.engine.run_directory import step_of
+from plait.engine.evaluate import compute_outputs, forward_only, get_current_share, get_forward_size
+from plait.engine.run_directory import parse_row_step
 from plait.engine.step import Step
 from plait.parallel.rank_model import RankModel
-from plait.randomness.distributions import key
-from plait.tensors.collectives import exchange
-from plait.tensors.sharded_tensor import whole
+from plait.randomness.distributions import make_philox_key
+from plait.tensors.collectives import all_gather_bytes
+from plait.tensors.sharded_tensor import to_full
 
-STRETCH = 16
-"""Lengths of what the model is given are multiples of it, so that not every token brings new shapes."""
+LENGTH_MULTIPLE = 16
+"""Input lengths are multiples of this, so that not every token has a new shape."""
 
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """How texts go on."""
+    """Options for continuing texts."""
 
-    new: int
-    """Tokens to add at most."""
+    max_new_tokens: int
+    """Maximum number of tokens to add."""
     temperature: float = 0.0
-    """What logits are divided by before one is drawn; 0: the likeliest is taken, the first of several."""
+    """Divisor of the logits before a token is drawn; 0: take the likeliest token, the first of several."""
     top_k: int | None = None
-    """Draw among so many of the likeliest only."""
+    """Draw only from this many of the likeliest tokens."""
     stop: int | None = None
     """The token that ends a text."""
     seed: int = 0
     length: int | None = None
-    """Pad all texts to this length, for a model that takes one length only; None: as far as needed."""
+    """Pad all texts to this length, for a model with a fixed length; None: pad as far as needed."""
 
-    def problem(self) -> str:
-        """What is wrong, or nothing."""
-        if self.new < 1:
-            return f"max_new_tokens is {self.new}; it is at least 1"
+    def find_problem(self) -> str:
+        """Describe the invalid option; "" if all are valid."""
+        if self.max_new_tokens < 1:
+            return f"max_new_tokens is {self.max_new_tokens}; it must be at least 1"
         if not self.temperature >= 0:
-            return f"temperature is {self.temperature}; it is at least 0"
+            return f"temperature is {self.temperature}; it must be at least 0"
         if self.top_k is not None and self.top_k < 1:
-            return f"top_k is {self.top_k}; it is at least 1, or None"
+            return f"top_k is {self.top_k}; it must be at least 1, or None"
         return ""
 
 
 def generate(
-    rank_model: RankModel, prompts: Sequence[Sequence[int]], how: TokenSampling, inputs: Callable[[Tensor], Any] | None = None
+    rank_model: RankModel, prompts: Sequence[Sequence[int]], sampling: TokenSampling, inputs: Callable[[Tensor], Any] | None = None
 ) -> list[list[int]]:
-    """The new tokens of each prompt, on every rank; the one that ended a text is the last. All ranks call it alike.
+    """Return the new tokens of each prompt, on every rank; an end token is included. All ranks call it with the same arguments.
 
-    `inputs`: makes the model's inputs of tokens, an int64 tensor of shape [texts, length]; None: as in the job's data.
-    U019 for prompts or options that cannot be, and for a model that gives no logits of shape [texts, length, vocabulary].
+    `inputs`: makes the model's inputs from tokens, an int64 tensor of shape [texts, length]; None: as in the job's data. U019 for
+    invalid prompts or options, and for a model without logits of shape [texts, length, vocabulary].
     """
-    texts = _checked(rank_model, prompts, how)
-    made = inputs or _like_data(rank_model)
-    size, share = forward_size(rank_model), share_now(rank_model)
-    held, together = share.sizes(len(texts)), rank_model.techniques.shards is not None or rank_model.plan.ep > 1
+    texts = _check_prompts(rank_model, prompts, sampling)
+    made = inputs or _make_input_builder(rank_model)
+    size, share = get_forward_size(rank_model), get_current_share(rank_model)
+    held, together = share.compute_sizes(len(texts)), rank_model.techniques.shards is not None or rank_model.plan.ep > 1
     first = np.cumsum([0, *held])
     with forward_only(rank_model):
         for offset in range(0, max(held), size):
             numbers = [range(first[r] + offset, first[r] + min(offset + size, n)) for r, n in enumerate(held)]
             everyone = [i for each in numbers for i in each]
             mine = list(numbers[share.rank]) or ([0] if together else [])
-            while going := [i for i in everyone if _goes_on(texts[i], prompts[i], how)]:
-                rank_model.setup.place.within("evaluate")
+            while going := [i for i in everyone if _needs_token(texts[i], prompts[i], sampling)]:
+                rank_model.setup.place.set_phase("evaluate")
                 new = dict.fromkeys(going, 0)
                 if together or any(i in new for i in mine):
-                    rows = padded([texts[i] for i in mine], _length(texts, prompts, everyone, how))
-                    last = _last_logits(rank_model, made(rows.to(rank_model.device)), [len(texts[i]) for i in mine])
+                    rows = pad_texts([texts[i] for i in mine], _get_padded_length(texts, prompts, everyone, sampling))
+                    last = _compute_last_logits(rank_model, made(rows.to(rank_model.device)), [len(texts[i]) for i in mine])
                     for i, logits in zip(mine, last):
                         if i in new and i in numbers[share.rank]:
-                            new[i] = 1 + chosen_token(logits, how, i, len(texts[i]))
-                for i, token in zip(going, _told(rank_model, [new[i] for i in going])):
+                            new[i] = 1 + choose_token(logits, sampling, i, len(texts[i]))
+                for i, token in zip(going, _sum_tokens(rank_model, [new[i] for i in going])):
                     texts[i].append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts)]
 
 
-def padded(texts: list[list[int]], length: int) -> Tensor:
-    """The texts as rows of an int64 tensor of this length, padded on the right with zeros."""
+def pad_texts(texts: list[list[int]], length: int) -> Tensor:
+    """Return the texts as rows of an int64 tensor of this length, padded on the right with zeros."""
     return torch.tensor([text + [0] * (length - len(text)) for text in texts], dtype=torch.int64)
 
 
-def chosen_token(logits: np.ndarray, how: TokenSampling, prompt: int, position: int) -> int:
-    """The token at `position` of the text of prompt number `prompt`. `logits`: float64, of shape [vocabulary]."""
-    if how.temperature == 0:
+def choose_token(logits: np.ndarray, sampling: TokenSampling, prompt: int, position: int) -> int:
+    """Return the token at `position` of the text of prompt number `prompt`. `logits`: float64, of shape [vocabulary]."""
+    if sampling.temperature == 0:
         return int(np.argmax(logits))
-    logits = logits / how.temperature
-    if how.top_k is not None and how.top_k < len(logits):
-        logits = np.where(logits < np.partition(logits, -how.top_k)[-how.top_k], -np.inf, logits)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(logits):
+        logits = np.where(logits < np.partition(logits, -sampling.top_k)[-sampling.top_k], -np.inf, logits)
     sums = np.cumsum(np.exp(logits - logits.max()))
-    raw = Philox(key=key(how.seed, "generate", prompt), counter=position).random_raw(1)[0]
+    raw = Philox(key=make_philox_key(sampling.seed, "generate", prompt), counter=position).random_raw(1)[0]
     return int(np.searchsorted(sums, float(raw >> np.uint64(11)) * 2.0**-53 * sums[-1], side="right"))
 
 
-def _goes_on(text: list[int], prompt: Sequence[int], how: TokenSampling) -> bool:
+def _needs_token(text: list[int], prompt: Sequence[int], sampling: TokenSampling) -> bool:
     new = len(text) - len(prompt)
-    return new < how.new and not (new and text[-1] == how.stop)
+    return new < sampling.max_new_tokens and not (new and text[-1] == sampling.stop)
 
 
-def _length(texts: list[list[int]], prompts: Sequence[Sequence[int]], numbers: list[int], how: TokenSampling) -> int:
-    """What texts are padded to: the same on all ranks, and never more than they may grow to."""
-    if how.length is not None:
-        return how.length
+def _get_padded_length(texts: list[list[int]], prompts: Sequence[Sequence[int]], numbers: list[int], sampling: TokenSampling) -> int:
+    """Return the padded length of the texts: the same on all ranks, and at most their maximum final length."""
+    if sampling.length is not None:
+        return sampling.length
     longest = max(len(texts[i]) for i in numbers)
-    most = max(len(prompts[i]) for i in numbers) + how.new - 1
-    return min(-(-longest // STRETCH) * STRETCH, most)
+    most = max(len(prompts[i]) for i in numbers) + sampling.max_new_tokens - 1
+    return min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, most)
 
 
-def _last_logits(rank_model: RankModel, inputs: object, lengths: list[int]) -> list[np.ndarray]:
-    """Of each text the logits at its last position, in float64; nothing on a rank that has none, or need not say them."""
-    outputs, here = outputs_here(rank_model, inputs, len(lengths))
+def _compute_last_logits(rank_model: RankModel, inputs: object, lengths: list[int]) -> list[np.ndarray]:
+    """Return the logits at the last position of each text, in float64; empty on a rank that does not report them."""
+    outputs, here = compute_outputs(rank_model, inputs, len(lengths))
     if not here:
         return []
-    logits = _logits(outputs)
+    logits = _extract_logits(outputs)
     if logits.dim() != 3 or logits.shape[0] != len(lengths):
         why = f"expected [texts, length, vocabulary], found {list(logits.shape)} for {len(lengths)} texts"
-        raise _wrong("the model's outputs are no logits of the next token", why)
+        raise _make_error("the model's outputs are not logits of the next token", why)
     last = torch.tensor(lengths, device=rank_model.device) - 1
-    found = whole(logits[torch.arange(len(lengths), device=rank_model.device), last])
-    first = not any(rank_model.mesh.at[axis] for axis in ("cp", "tp"))
+    found = to_full(logits[torch.arange(len(lengths), device=rank_model.device), last])
+    first = not any(rank_model.mesh.coordinates[axis] for axis in ("cp", "tp"))
     return list(found.double().cpu().numpy()) if first else []
 
 
-def _logits(outputs: object) -> Tensor:
+def _extract_logits(outputs: object) -> Tensor:
     found = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
     if not isinstance(found, Tensor):
-        raise _wrong("the model's outputs have no logits", f"it gives {type(outputs).__name__}")
+        raise _make_error("the model's outputs have no logits", f"it returns {type(outputs).__name__}")
     return found
 
 
-def _told(rank_model: RankModel, mine: list[int]) -> list[int]:
-    """What all ranks say together of the texts that go on: each token is one rank's, plus one."""
-    if rank_model.mesh.everyone is None:
+def _sum_tokens(rank_model: RankModel, mine: list[int]) -> list[int]:
+    """Sum the new tokens of continuing texts over all ranks: each token is set on one rank, plus one."""
+    if rank_model.mesh.world_group is None:
         return [token - 1 for token in mine]
     row = torch.tensor(mine, dtype=torch.int64, device=rank_model.device)
-    dist.all_reduce(row, group=rank_model.mesh.everyone)
+    dist.all_reduce(row, group=rank_model.mesh.world_group)
     return [token - 1 for token in row.tolist()]
 
 
-def _like_data(rank_model: RankModel) -> Callable[[Tensor], Any]:
-    """Tokens -> the model's inputs, of the kind that the job's data has."""
-    example = rank_model.setup.samples(1)[0]
+def _make_input_builder(rank_model: RankModel) -> Callable[[Tensor], Any]:
+    """Make a function from tokens to the model's inputs, in the form of the job's data."""
+    example = rank_model.setup.make_samples(1)[0]
     if isinstance(example, Tensor) and example.dim() == 2 and not example.is_floating_point():
         return lambda tokens: tokens
     if isinstance(example, (tuple, list)) and len(example) == 1:
         return lambda tokens: (tokens,)
-    if isinstance(example, dict) and "input_ids" in example and example.keys() <= _OF_TOKENS.keys() | {"labels"}:
-        return lambda tokens: {name: make(tokens) for name, make in _OF_TOKENS.items() if name in example}
+    if isinstance(example, dict) and "input_ids" in example and example.keys() <= _TOKEN_INPUTS.keys() | {"labels"}:
+        return lambda tokens: {name: make(tokens) for name, make in _TOKEN_INPUTS.items() if name in example}
     kind = f"a dict of {', '.join(map(str, example))}" if isinstance(example, dict) else type(example).__name__
     fix = ("engine.generate(…, inputs=lambda tokens: {…})    tokens: int64, [texts, length]",)
-    raise _wrong("plait does not know how the model is given tokens", f"its inputs are {kind}", fix)
+    raise _make_error("plait cannot make the model's inputs from tokens", f"its inputs are {kind}", fix)
 
 
-_OF_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+_TOKEN_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "input_ids": lambda tokens: tokens,
     "attention_mask": torch.ones_like,
     "position_ids": lambda tokens: torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
 }
-"""What Hugging Face's models are given: padding is on the right, where a causal model does not look."""
+"""Inputs of Hugging Face models: padding is on the right, where a causal model does not attend."""
 
 
-def _checked(rank_model: RankModel, prompts: Sequence[Sequence[int]], how: TokenSampling) -> list[list[int]]:
-    """The prompts as lists. U019 on all ranks for what is wrong, also where ranks were given other ones."""
+def _check_prompts(rank_model: RankModel, prompts: Sequence[Sequence[int]], sampling: TokenSampling) -> list[list[int]]:
+    """Return the prompts as lists. Raises U019 on all ranks for invalid prompts, or for prompts that differ between ranks."""
     try:
         texts = [[int(token) for token in prompt] for prompt in prompts]
     except (TypeError, ValueError) as error:
-        raise _wrong("a prompt is not a list of token ids", in_a_line(error)) from None
+        raise _make_error("a prompt is not a list of token ids", summarize_error(error)) from None
     short = [i for i, text in enumerate(texts) if not text or min(text) < 0]
     if short or not texts:
-        what = f"prompt {short[0]} has no tokens, or negative ones" if short else "there are no prompts"
-        raise _wrong(what, "a text goes on from at least one token")
-    if why := how.problem():
-        raise _wrong("a text cannot go on so", why)
-    longest = max(map(len, texts)) + how.new - 1
-    if how.length is not None and how.length < longest:
-        raise _wrong(
-            f"length={how.length} is too short", f"the longest text may come to {longest} tokens before its last"
+        what = f"prompt {short[0]} has no tokens, or negative ones" if short else "the list of prompts is empty"
+        raise _make_error(what, "each prompt needs at least one token")
+    if why := sampling.find_problem():
+        raise _make_error("a generation option is invalid", why)
+    longest = max(map(len, texts)) + sampling.max_new_tokens - 1
+    if sampling.length is not None and sampling.length < longest:
+        raise _make_error(
+            f"length={sampling.length} is too short", f"the longest text may have {longest} tokens before its last"
         )
-    if len(set(exchange(repr((texts, how)).encode(), rank_model.mesh.everyone, rank_model.device))) > 1:
-        raise _wrong("ranks were given other prompts, or other options", "all of them continue the same ones")
+    if len(set(all_gather_bytes(repr((texts, sampling)).encode(), rank_model.mesh.world_group, rank_model.device))) > 1:
+        raise _make_error("prompts or options differ between ranks", "all ranks must call generate with the same prompts and options")
     return texts
 
 
-def _wrong(what: str, why: str, fix: tuple[str, ...] = ()) -> PlaitError:
+def _make_error(what: str, why: str, fix: tuple[str, ...] = ()) -> PlaitError:
     return PlaitError(Problem("U019", what, why=why, fix=fix))
 
 
-SHOWN = 3
-"""Samples that are printed; the file has all."""
+PRINTED_SAMPLES = 3
+"""Samples to print; the file has all."""
 
 
 class Generate(Callback):
     """Continues `prompts`, lists of token ids, every `every` steps; 0: after each evaluation.
 
-    `decode` makes text of a list of tokens, such as a tokenizer's `decode`. The other options are those of `Engine.generate`.
-    U018 for a number of steps that cannot be; U019 as there.
+    `decode` converts a list of tokens to text, such as a tokenizer's `decode`. The other options are those of `Engine.generate`. U018
+    for an invalid number of steps; U019 as there.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Generate(Callback):
         seed: int = 0, length: int | None = None, inputs: Callable[[Tensor], Any] | None = None,
     ):  # fmt: skip
         if every < 0:
-            raise PlaitError(Problem("U018", f"Generate(every={every}) cannot be", why="it is a number of steps, or 0"))
+            raise PlaitError(Problem("U018", f"Generate(every={every}) is invalid", why="it must be a number of steps, or 0"))
         self.prompts, self.every, self.decode, self.inputs = prompts, every, decode, inputs
         self.numbers: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "stop": stop, "seed": seed,
@@ -237,10 +237,10 @@ class Generate(Callback):
         }  # fmt: skip
 
     def on_start(self, engine: RunningEngine) -> None:
-        """Forget samples of steps that will be made again."""
-        path = file_of(engine)
+        """Remove samples of steps that will be repeated."""
+        path = get_samples_path(engine)
         if engine.place.rank == 0 and path.exists():
-            kept = [row for row in path.read_bytes().splitlines() if step_of(row) <= engine.position.step]
+            kept = [row for row in path.read_bytes().splitlines() if parse_row_step(row) <= engine.position.step]
             beside = path.with_name(f"{path.name}.tmp")
             beside.write_bytes(b"".join(row + b"\n" for row in kept))
             os.replace(beside, path)
@@ -250,7 +250,7 @@ class Generate(Callback):
             self._generate(engine)
 
     def on_evaluation(self, engine: RunningEngine, values: dict[str, float]) -> None:
-        """Generate, if there is no other time."""
+        """Generate if `every` is 0."""
         if not self.every:
             self._generate(engine)
 
@@ -259,15 +259,15 @@ class Generate(Callback):
         if engine.place.rank != 0:
             return
         step = engine.position.step
-        file_of(engine).parent.mkdir(parents=True, exist_ok=True)
-        with open(file_of(engine), "a", encoding="utf-8") as file:
+        get_samples_path(engine).parent.mkdir(parents=True, exist_ok=True)
+        with open(get_samples_path(engine), "a", encoding="utf-8") as file:
             for i, tokens in enumerate(found):
                 text = None if self.decode is None else self.decode(tokens)
                 file.write(json.dumps({"step": step, "prompt": i, "tokens": tokens, "text": text}) + "\n")
-                if i < SHOWN:
+                if i < PRINTED_SAMPLES:
                     print(f"sample {i} at step {step}: {tokens if text is None else text}")
 
 
-def file_of(engine: RunningEngine) -> Path:
-    """The run's samples, beside its checkpoints."""
+def get_samples_path(engine: RunningEngine) -> Path:
+    """Return the path of the run's samples, next to its checkpoints."""
     return engine.checkpoints.directory.parent / "samples.jsonl"

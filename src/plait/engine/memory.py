@@ -1,9 +1,9 @@
-"""A rank's memory, measured: its tensors by the categories of a plan's bill, what the allocator keeps beside them, and what of the
-device is neither's.
+"""Measure a rank's memory: its tensors by category of a plan's memory estimate, the overhead of the allocator, and other use of the
+device.
 
-`measured` is what the run's record, a failure for want of memory and the benchmark ask. It reads counters: no step waits for it.
-Peaks count from `forget_peaks` on, which `plait train` calls when the first step is over: building, compiling and the choice of kernels
-take memory once, and what a run needs is what its steps need. The first step's own peaks are recorded before.
+`measure_memory` serves the run's record, out-of-memory reports and the benchmark. It reads counters: no step waits for it. Peaks
+count from `reset_peaks` on, which `plait train` calls when the first step is over. Building, compiling and kernel selection take
+memory once; a run needs the memory of its steps. The first step's own peaks are recorded before the reset.
 """
 
 import resource
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from plait.engine.memory_use import MemoryUse
-from plait.tensors.torch_private import local_of, storage_key, tree_leaves
+from plait.tensors.torch_private import local_tensor, storage_key, tree_leaves
 
 if TYPE_CHECKING:
     from plait.engine.engine import Engine
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of what the system counts the largest resident size in."""
+"""Bytes per unit of the system's peak resident size."""
 
 
-def measured(engine: "Engine") -> MemoryUse:
-    """What this rank's memory is used for: tensors now, between two steps; peaks since they were last forgotten."""
+def measure_memory(engine: "Engine") -> MemoryUse:
+    """Measure this rank's memory: tensors between two steps, and peaks since the last reset."""
     device, process = engine.rank_model.device, psutil.Process()
-    here, host = _by_category(engine, device)
+    here, host = _sum_by_category(engine, device)
     resident = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
     if device.type == "cpu":
         return MemoryUse("cpu", here, resident=resident[0], resident_peak=max(resident))
@@ -42,14 +42,14 @@ def measured(engine: "Engine") -> MemoryUse:
     )  # fmt: skip
 
 
-def forget_peaks(device: torch.device) -> None:
-    """Peaks count from now on. (Those of the host's memory cannot be forgotten.)"""
+def reset_peaks(device: torch.device) -> None:
+    """Reset the peaks of the device. (Those of host memory cannot be reset.)"""
     if device.type != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def kept(engine: "Engine") -> Iterator[tuple[str, Iterable[Any]]]:
-    """What a rank has between two steps: (category of a bill, tensors); one that comes again counts where it came first."""
+def iterate_kept_tensors(engine: "Engine") -> Iterator[tuple[str, Iterable[Any]]]:
+    """Yield (memory category, tensors) of a rank between two steps; a repeated tensor counts in its first category."""
     rank_model = engine.rank_model
     yield "parameters", [*rank_model.params.values(), *rank_model.module.parameters()]
     yield "buffers", rank_model.module.buffers()
@@ -61,16 +61,16 @@ def kept(engine: "Engine") -> Iterator[tuple[str, Iterable[Any]]]:
     if rank_model.techniques.average is not None:
         yield "average", rank_model.techniques.average.tensors.values()
     if rank_model.techniques.replica_groups is not None:
-        yield "outer", rank_model.techniques.replica_groups.held()
+        yield "outer", rank_model.techniques.replica_groups.list_extra_tensors()
     for reducer in rank_model.reducers.values():
-        yield "gradients", reducer.held()
+        yield "gradients", reducer.list_buffers()
 
 
-def _by_category(engine: "Engine", device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of what a rank has between two steps, on its device and on the host. Each storage counts once."""
+def _sum_by_category(engine: "Engine", device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """Sum the bytes of a rank between two steps, on its device and on the host. Each storage counts once."""
     here, host, seen = dict[str, int](), dict[str, int](), set[int]()
-    for category, tensors in kept(engine):
-        for tensor in map(local_of, tensors):
+    for category, tensors in iterate_kept_tensors(engine):
+        for tensor in map(local_tensor, tensors):
             key = storage_key(tensor)
             if key in seen or tensor.is_meta:
                 continue

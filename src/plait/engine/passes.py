@@ -1,14 +1,14 @@
 """The forward and backward passes of one step on one rank.
 
-They go micro-batch by micro-batch, in threads, or by a pipeline's table. Every loss enters with its weight over the weight of
-the global batch, whoever computes it and in whatever order.
+They run micro-batch by micro-batch, in threads, or by a pipeline schedule. Every loss is weighted by its weight over that of the
+global batch, on any rank and in any order.
 
-[Note: Turns]
-The turns of a step: one for a job with one loss, one for each phase that is due for a job with phases (`config/phases.py`).
+[Note: Phases of a step]
+A job with one loss has one phase per step; a job with phases runs each phase that is due (`config/phases.py`).
 
-In a phase's turn the model runs that phase alone, backward leads to the parameters that it trains and to no others, what sums
-gradients over the ranks sums theirs, and its optimizer alone takes a step. Nothing of the other phases is computed, sent or kept
-but the tensors that lie in one message with this phase's (under `fsdp`, in one group with them), which are dropped.
+In a phase the model runs that phase alone. Backward computes the gradients of its parameters only, the reducer sums those, and only
+its optimizer takes a step. Nothing of other phases is computed, sent or kept, except tensors in one bucket with this phase's (under
+`fsdp`, in one group with them), which are dropped.
 """
 
 import math
@@ -23,83 +23,88 @@ from torch import Tensor
 from plait.checkpoint.carried_state import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.config.keys import OTHER_SAMPLES
+from plait.config.keys import DATA_AXES
 from plait.config.phases import Phase, PhaseOptimizers
-from plait.data.batch import Batch, BatchShare, weigh
+from plait.data.batch import Batch, BatchShare, weigh_micro_batch
 from plait.engine.build import check_loss
-from plait.engine.logged import StepLog, recording, refused_in_threads
 from plait.engine.step import Spans
-from plait.losses.global_batch import zero_loss
-from plait.model.make import call
+from plait.engine.step_log import StepLog, make_thread_recorder, use_recorder
+from plait.losses.global_batch import make_zero_loss
+from plait.model.build_model import run_model
 from plait.parallel.gradient_reducer import GradientReducer
-from plait.parallel.loss_scale import scaled
+from plait.parallel.loss_scale import scale_loss
 from plait.parallel.pipeline.runtime import MicroBatch, PipelineRuntime
-from plait.parallel.precision import forward_format
+from plait.parallel.precision import make_forward_context
 from plait.parallel.rank_model import RankModel
 from plait.tensors import opaque_code
-from plait.tensors.collectives import host_or
-from plait.tensors.torch_private import leaves
-from plait.tensors.transfers import move
+from plait.tensors.collectives import choose_exchange_device
+from plait.tensors.torch_private import dataclass_leaves
+from plait.tensors.transfers import move_tree
 
 
-class SharesBatch(Training, Protocol):
-    """A training of which every rank computes a share of the batch."""
+class SplitBatchTraining(Training, Protocol):
+    """A training in which every rank computes its part of the batch."""
 
     @property
-    def share(self) -> BatchShare:
+    def batch_share(self) -> BatchShare:
         ...
 
 
-def weights_of(job: Job, batch: Batch) -> list[float]:
-    """The weight of each of this rank's micro-batches: its number of samples, or what `Job.weight` counts in it."""
-    return [weigh(job.weight, micro) for micro in batch.micro]
+def get_micro_weights(job: Job, batch: Batch) -> list[float]:
+    """Return the weight of each of this rank's micro-batches: its number of samples, or the result of `Job.weight`."""
+    return [weigh_micro_batch(job.weight, micro) for micro in batch.micro_batches]
 
 
-def run_here(share: BatchShare, batch: Batch, weights: list[float]) -> list[int]:
-    """Numbers of the micro-batches that this rank runs: as many as the rank with most samples, because a forward pass may
-    communicate, change buffers or count its calls. A rank without samples for one runs another rank's, with weight zero."""
-    most = batch.most or max(share.sizes(batch.size))  # of so many samples, the first parts have one each
+def select_micro_batches(share: BatchShare, batch: Batch, weights: list[float]) -> list[int]:
+    """Return the numbers of the micro-batches that this rank runs: as many as the rank with most samples runs.
+
+    A forward pass may communicate, change buffers or count its calls. A rank without samples for a micro-batch runs one of another
+    rank's, with weight zero.
+    """
+    most = batch.max_share or max(share.compute_sizes(batch.size))  # the first parts have one sample each
     return [i for i, w in enumerate(weights) if w or i < most]
 
 
-def total_weight(training: SharesBatch, batch: Batch, weights: list[float]) -> float:
-    """Weight of the global batch. Without `Job.weight` it is its number of samples, and nothing is sent. J009 if it is not positive.
+def sum_batch_weight(training: SplitBatchTraining, batch: Batch, weights: list[float]) -> float:
+    """Return the weight of the global batch. Without `Job.weight` it is the number of samples, and nothing is sent. J009 if it is not
+    positive.
 
-    In a step that replica groups make on their own: what makes the mean of the groups' losses that of the batch, when all samples
-    weigh the same, without a message between groups: a group's weight × size / (groups × its samples). It is 0 without a sample.
+    In a step local to replica groups, the weight is scaled so that the mean of the groups' losses equals that of the batch, if all
+    samples have equal weight: a group's weight × size / (groups × its samples). No message between groups is needed. It is 0 without
+    a sample.
     """
-    plan, rare, size = training.plan, training.rank_model.techniques.replica_groups, training.share.of_group(batch.size)[1]
-    on_its_own = rare is not None and not rare.sums(batch.after.step)
+    plan, rare, size = training.plan, training.rank_model.techniques.replica_groups, training.batch_share.locate_group(batch.size)[1]
+    on_its_own = rare is not None and not rare.is_warmup_step(batch.next_position.step)
     if training.job.weight is None:
         return batch.size / (plan.replica_groups if on_its_own else 1) if size else 0.0
     total = torch.tensor(sum(weights), dtype=torch.float64)
     if plan.ranks > 1:
-        peers = training.rank_model.mesh.group(*OTHER_SAMPLES)
-        total = total.to(host_or(training.rank_model.device, peers))
+        peers = training.rank_model.mesh.group(*DATA_AXES)
+        total = total.to(choose_exchange_device(training.rank_model.device, peers))
         dist.all_reduce(total, group=peers)
     if on_its_own:
         return float(total) * batch.size / (plan.replica_groups * size) if size else 0.0
     if rare is not None:
-        rare.total(total)
+        rare.sum_weight(total)
     if not 0 < float(total) < math.inf:
         raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
-                                 why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
+                                 why="Job.weight is 0 for the full batch, so its mean loss is 0 / 0"))  # fmt: skip
     return float(total)
 
 
-class Turns:
-    """Whose turn it is in a step of one rank."""
+class ActivePhase:
+    """The active phase of one rank in a step."""
 
     def __init__(self, rank_model: RankModel):
         self.rank_model = rank_model
         self.phase: Phase | None = None
-        self.first = self.last = True
-        """Of the step."""
+        self.is_first = self.is_last = True
+        """Whether the phase is the first of its step."""
         self.name = ""
-        """Of the phase; "" in a job without phases, and between steps."""
+        """Name of the phase; "" in a job without phases, and between steps."""
 
-    def of(self, step: int) -> Iterator[Phase | None]:
-        """The turns of a step, counted from 1; in each, the rank is as the phase wants it. Of step 0: those of all phases."""
+    def iterate_phases(self, step: int) -> Iterator[Phase | None]:
+        """Activate each due phase of a step in turn; steps count from 1. Step 0 activates all phases."""
         phases = self.rank_model.job.phases
         if phases is None:
             yield None
@@ -107,54 +112,54 @@ class Turns:
         due = [phase for phase in phases if phase.due(step)]
         try:
             for phase in due:
-                self.first, self.last = phase is due[0], phase is due[-1]
-                self._begin(phase)
+                self.is_first, self.is_last = phase is due[0], phase is due[-1]
+                self._activate(phase)
                 yield phase
         finally:
-            self._begin(None)
+            self._activate(None)
 
-    def _begin(self, phase: Phase | None) -> None:
+    def _activate(self, phase: Phase | None) -> None:
         rank_model, self.phase = self.rank_model, phase
         rank_model.module.turn = None if phase is None else phase.name  # type: ignore[assignment]
         self.name = "" if phase is None else phase.name
         if isinstance(rank_model.optimizer, PhaseOptimizers):
             rank_model.optimizer.turn = self.name
         if phase is not None and rank_model.techniques.shards is not None:
-            rank_model.techniques.shards.trains(phase.has)
+            rank_model.techniques.shards.select_trained(phase.has)
 
     @property
     def reducer(self) -> GradientReducer:
-        """What sums the turn's gradients."""
+        """The reducer of the phase's gradients."""
         return self.rank_model.reducers[self.name]
 
-    def backward_to(self) -> list[Tensor] | None:
-        """The tensors that the turn's backward leads to; None: all there are."""
+    def get_backward_inputs(self) -> list[Tensor] | None:
+        """Return the tensors for which the phase's backward computes gradients; None: all."""
         rank_model, phase = self.rank_model, self.phase
         if phase is None:
             return None
         if rank_model.techniques.shards is not None:
-            return rank_model.techniques.shards.gathered_of(phase.has)
+            return rank_model.techniques.shards.list_gathered(phase.has)
         return [p for n, p in rank_model.params.items() if p.requires_grad and phase.has(n)]
 
-    def forget_others(self) -> None:
-        """Drop gradients of parameters that this turn does not train: zeros that were summed beside those it does."""
+    def drop_other_gradients(self) -> None:
+        """Drop gradients of parameters that this phase does not train: zeros that were reduced with its own."""
         phase = self.phase
         for name, parameter in self.rank_model.params.items() if phase is not None else ():
             if phase is not None and not phase.has(name):
                 parameter.grad = None
 
-    def clip(self, job: Job) -> float | None:
-        """The largest gradient norm."""
+    def get_clip(self, job: Job) -> float | None:
+        """Return the maximum gradient norm."""
         return job.clip if self.phase is None or self.phase.clip is None else self.phase.clip
 
-    def updated(self) -> None:
-        """The turn's parameters were updated: the phases that follow use the new ones."""
+    def end_update(self) -> None:
+        """Reshard after the phase's update, so that later phases gather the new parameters."""
         if self.phase is not None and self.rank_model.techniques.shards is not None:
             self.rank_model.techniques.shards.reshard()
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the first group of the turn's optimizer."""
+    def learning_rate(self) -> float:
+        """The learning rate of the first group of the phase's optimizer."""
         optimizer = self.rank_model.optimizer
         if isinstance(optimizer, PhaseOptimizers) and self.phase is not None:
             optimizer = optimizer.each[self.phase.name]
@@ -162,52 +167,52 @@ class Turns:
 
 
 class Passes:
-    """Leaves the gradients of this rank's samples in the parameters' `.grad`."""
+    """Computes the gradients of this rank's samples in the parameters' `.grad`."""
 
-    def __init__(self, rank_model: RankModel, spans: Spans, turns: Turns):
+    def __init__(self, rank_model: RankModel, spans: Spans, turns: ActivePhase):
         self.rank_model, self.spans, self.turns = rank_model, spans, turns
-        self.call, self.loss = call, rank_model.job.loss
+        self.call, self.loss = run_model, rank_model.job.loss
         self.output_bytes = 0
-        """Of the outputs that processes=one gathers on its first device."""
+        """Bytes of outputs that processes=one gathers on its first device."""
         self.losses: list[tuple[int, Tensor]] = []
-        """Of the last step: number of a micro-batch, its loss; where losses are computed."""
+        """(micro-batch number, loss) of the last step, on ranks that compute losses."""
         self.number = 0
         self.logged = StepLog(rank_model.device)
 
-    def pieces(self, batch: Batch, runs: dict[int, float]) -> list[MicroBatch]:
-        """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
+    def make_micro_batches(self, batch: Batch, runs: dict[int, float]) -> list[MicroBatch]:
+        """Return the micro-batches to run, on the device. `runs`: number -> its weight relative to the global batch."""
         rank_model, found = self.rank_model, list[MicroBatch]()
         loss_scale = rank_model.techniques.loss_scale
         for i, weight in runs.items():
-            micro = batch.micro[i]
-            pair = rank_model.setup.inputs.take((micro.inputs, micro.targets))
-            inputs, targets = move(pair, rank_model.device, rank_model.setup.cast)
+            micro = batch.micro_batches[i]
+            pair = rank_model.setup.device_copies.take_tree((micro.inputs, micro.targets))
+            inputs, targets = move_tree(pair, rank_model.device, rank_model.setup.cast)
             scale = weight if loss_scale is None else weight * loss_scale.factor
             found.append(MicroBatch(inputs, targets, micro.first, micro.count or 1, weight, scale, micro.count == 0, i))
         return found
 
-    def run(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
-        """Forward and backward of all. `ready` is given the weighted losses when the last backward is about to begin."""
+    def run(self, micro_batches: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
+        """Run forward and backward of all micro-batches. `ready` is called with the weighted losses before the last backward."""
         self.logged.begin()
-        idle = bool(pieces) and all(piece.idle for piece in pieces)
-        with self.rank_model.batch_peers.here(), opaque_code.opaque():
+        idle = bool(micro_batches) and all(piece.idle for piece in micro_batches)
+        with self.rank_model.batch_peers.activate(), opaque_code.hide_higher_order():
             if self.rank_model.techniques.pipeline is None:
-                self._one_by_one(pieces, step, ready, idle)
+                self._run_sequential(micro_batches, step, ready, idle)
             else:
-                self._pipelined(self.rank_model.techniques.pipeline, pieces, step, ready, idle)
-        self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
+                self._run_pipeline(self.rank_model.techniques.pipeline, micro_batches, step, ready, idle)
+        self.losses = [(piece.index, piece.loss) for piece in micro_batches if piece.loss is not None]
 
     @property
-    def at(self) -> int:
-        """Number of the micro-batch whose forward or backward runs."""
-        return self.number if self.rank_model.techniques.pipeline is None else self.rank_model.techniques.pipeline.at
+    def current_micro_batch(self) -> int:
+        """Number of the micro-batch whose forward or backward is running."""
+        return self.number if self.rank_model.techniques.pipeline is None else self.rank_model.techniques.pipeline.micro_index
 
-    def _one_by_one(self, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool) -> None:
+    def _run_sequential(self, micro_batches: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool) -> None:
         rank_model, losses = self.rank_model, list[Tensor]()
-        for piece in pieces:
-            last, self.number = piece is pieces[-1], piece.number
+        for piece in micro_batches:
+            last, self.number = piece is micro_batches[-1], piece.index
             self.turns.reducer.begin(last, idle)
-            loss, backward = self.forward(piece, step) if rank_model.techniques.replicas is None else self._in_threads(piece, step)
+            loss, backward = self.forward(piece, step) if rank_model.techniques.replicas is None else self._forward_in_threads(piece, step)
             if piece.weight:
                 piece.loss = loss
                 losses.append(loss.double() * piece.weight)
@@ -216,82 +221,82 @@ class Passes:
             self.spans.begin("backward")
             backward()
             self.spans.end("backward")
-        if not pieces:
+        if not micro_batches:
             ready(losses)
 
     def forward(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
-        """(loss, what runs its backward pass) of one micro-batch."""
+        """Return (loss, function that runs its backward pass) of one micro-batch."""
         rank_model = self.rank_model
         self.spans.begin("forward")
-        with rank_model.randomness.at(step, piece.first, piece.samples, turn=self.turns.name):
-            loss = self._loss(self._model(piece), piece)
+        with rank_model.randomness.forward_pass(step, piece.first, piece.samples, turn=self.turns.name):
+            loss = self._compute_loss(self._run_model(piece), piece)
         self.spans.end("forward")
-        larger = scaled(loss, piece.scale)
+        larger = scale_loss(loss, piece.scale)
 
         def backward() -> None:
             rank_model.batch_peers.idle = piece.idle
             with rank_model.randomness.replay():
-                larger.backward(inputs=self.turns.backward_to())
+                larger.backward(inputs=self.turns.get_backward_inputs())
 
         return loss.detach(), backward
 
-    def _model(self, piece: MicroBatch) -> Any:
-        self.rank_model.batch_peers.begin(piece.idle)
-        with self._format(), self.logged.at(piece.weight):
-            return self.call(self.rank_model.module, piece.inputs)
+    def _run_model(self, micro_batch: MicroBatch) -> Any:
+        self.rank_model.batch_peers.begin(micro_batch.idle)
+        with self._use_format(), self.logged.record_weighted(micro_batch.weight):
+            return self.call(self.rank_model.module, micro_batch.inputs)
 
-    def _loss(self, outputs: object, piece: MicroBatch) -> Tensor:
-        """The job's loss, or zero for a micro-batch that weighs nothing: its rank takes part in what ranks communicate."""
-        with self._format(), self.logged.at(piece.weight):
-            whole = lambda: self.loss(outputs, piece.targets)  # noqa: E731
-            loss = whole() if piece.weight else zero_loss(whole, outputs, self.rank_model.batch_peers.made)
+    def _compute_loss(self, outputs: object, micro_batch: MicroBatch) -> Tensor:
+        """Compute the job's loss, or zero for a micro-batch of weight zero, whose rank still takes part in collectives."""
+        with self._use_format(), self.logged.record_weighted(micro_batch.weight):
+            whole = lambda: self.loss(outputs, micro_batch.targets)  # noqa: E731
+            loss = whole() if micro_batch.weight else make_zero_loss(whole, outputs, self.rank_model.batch_peers.exchanged)
         check_loss(loss)
         return loss
 
-    def _format(self) -> AbstractContextManager[Any]:
-        """The number format of the forward pass and the loss."""
-        return forward_format(self.rank_model.plan, self.rank_model.setup.cast, self.rank_model.device.type)
+    def _use_format(self) -> AbstractContextManager[Any]:
+        """Use the number format of the forward pass and the loss."""
+        return make_forward_context(self.rank_model.plan, self.rank_model.setup.cast, self.rank_model.device.type)
 
     @contextmanager
-    def _threaded(self) -> Iterator[None]:
-        """Around the forward pass of a part of the samples, in a thread of its own."""
-        with self.rank_model.batch_peers.thread(), self._format(), recording(refused_in_threads()):
+    def _use_thread(self) -> Iterator[None]:
+        """Set up the context of a forward pass in a separate thread."""
+        with self.rank_model.batch_peers.activate_thread(), self._use_format(), use_recorder(make_thread_recorder()):
             yield
 
-    def _pipelined(
-        self, pipe: PipelineRuntime, pieces: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool
+    def _run_pipeline(
+        self, pipeline: PipelineRuntime, micro_batches: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool
     ) -> None:
         reducer = self.turns.reducer
-        pipe.number = step
-        pipe.clock.beat = self.spans.beat
+        pipeline.step_number = step
+        pipeline.clock.report_phase = self.spans.beat
         if self.spans.clock is not None:
-            pipe.clock.now = self.spans.now
+            pipeline.clock.now = self.spans.now
         reducer.begin(False, idle)
-        losses = pipe.step(pieces, self._model, self._loss)
-        self.spans.open += pipe.clock.spans
+        losses = pipeline.step(micro_batches, self._run_model, self._compute_loss)
+        self.spans.marks += pipeline.clock.spans
         ready(losses)
         reducer.begin(True, idle)
 
-    def _in_threads(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
+    def _forward_in_threads(self, micro_batch: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         replicas = self.rank_model.techniques.replicas
         assert replicas is not None
         self.spans.begin("replicate")
         replicas.send_weights()
         self.spans.end("replicate")
         self.spans.begin("forward")
-        outputs, back = replicas.forward(self.call, self._threaded, piece.inputs, step, piece.first, piece.samples)
+        outputs, back = replicas.forward(self.call, self._use_thread, micro_batch.inputs, step, micro_batch.first, micro_batch.samples)
         self.spans.end("forward")
         self.spans.begin("loss")
-        loss = self._loss(outputs, piece)
-        gathered = leaves(outputs)
+        loss = self._compute_loss(outputs, micro_batch)
+        gathered = dataclass_leaves(outputs)
         self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
-        scaled(loss, piece.scale).backward()
+        scale_loss(loss, micro_batch.scale).backward()
         self.spans.end("loss")
 
         def backward() -> None:
             back([o.grad if isinstance(o, Tensor) else None for o in gathered])
             self.spans.begin("collect")
-            replicas.collect()
+            replicas.collect_gradients()
             self.spans.end("collect")
 
         return loss.detach(), backward

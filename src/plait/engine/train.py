@@ -1,19 +1,19 @@
-"""The training of one rank, from its first batch to its last checkpoint. `plait train` calls `train` on every rank.
+"""Train one rank, from its first batch to its last checkpoint. `plait train` calls `train` on every rank.
 
 [Note: Timeline of a run]
-All ranks of a run walk through this file together: each makes the same steps, on its own share of the samples. What comes before the
-first step is in `rank_start.py`, and one step is in `train_step.py`. Around them, in this order:
+All ranks of a run execute this file together: each makes the same steps, on its own local batch. `rank_start.py` has the work before
+the first step, and `train_step.py` one step. Around them, in this order:
 
-    batch        the rank's samples of the step, read ahead by loader processes (`Engine.batches`)
+    batch        the rank's samples of the step, prefetched by loader processes (`Engine.batches`)
     step         forward, backward, reduce, clip, update; then `Callback.on_step`
-    record       metrics, events and the live line, once the step's numbers are on the host: on a GPU that is one step later
-    snapshot     the state in memory, from which the run goes on if a rank is lost (`elastic.py`)
-    save         every `save_every` steps, and after the last: a checkpoint, written beside the steps that follow; `Callback.on_save`
+    record       metrics, events and the live line, once the step's statistics are on the host: on a GPU that is one step later
+    snapshot     the state in memory, from which the run restarts if a rank is lost (`elastic.py`)
+    save         every `save_every` steps, and after the last: a checkpoint, written in the background; `Callback.on_save`
     evaluate     after the steps that `Job.evaluate` names, and after the last; `Callback.on_evaluation`
 
-A request to stop, and a callback's wish to end the run, are summed with the gradients, so all ranks know them after the same step.
+Requests to stop, from a user or a callback, are summed with the gradients, so all ranks see them after the same step.
 
-What a rank keeps when its training ends in an error: the last good state, its record, and what its memory was used for.
+If training ends in an error, a rank keeps the last valid state, its record, and its memory use.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.engine.elastic import Keeper, Neighbours
+from plait.engine.elastic import InMemoryCheckpointer, SnapshotPeers
 from plait.engine.engine import Engine
-from plait.engine.memory import measured
-from plait.engine.memory_use import size
+from plait.engine.memory import measure_memory
+from plait.engine.memory_use import format_bytes
 from plait.engine.metrics import Recorder
 from plait.engine.rank_start import (
     RankOptions,
@@ -43,47 +43,49 @@ from plait.engine.rank_start import (
     restore,
 )
 from plait.engine.run_directory import RunDirectory
-from plait.launch.failures import described, located
+from plait.launch.failures import describe_error, format_location
 from plait.launch.place import Place
-from plait.launch.stopping import Stopped, given_up
+from plait.launch.stopping import StopRequested, stopped_reading_error
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-WANTED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)")
-"""In the message of CUDA's allocator: the bytes that it could not give."""
+REQUESTED_SIZE = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)")
+"""Matches the requested bytes in the message of CUDA's allocator."""
 FIXES = ("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")
 
 
-def out_of_memory(engine: Engine, run: RunDirectory, error: BaseException) -> PlaitError | None:
-    """M002 if the device is full, with what its memory is used for; None: it is another error."""
+def make_memory_error(engine: Engine, run: RunDirectory, error: BaseException) -> PlaitError | None:
+    """Make M002, with the memory use, if the device is out of memory; None for any other error."""
     if not isinstance(error, torch.OutOfMemoryError):
         return None
-    said, use, rank = described(error), measured(engine), engine.place.rank
-    wanted = asked(said["text"])
+    said, use, rank = describe_error(error), measure_memory(engine), engine.place.rank
+    wanted = parse_requested_bytes(said["text"])
     run.write_memory(rank, {"step": engine.position.step, "failed": {**use.to_dict(), "wanted": wanted}})
-    held = ", ".join(f"{name} {size(n)}" for name, n in use.by_category().items())
+    held = ", ".join(f"{name} {format_bytes(n)}" for name, n in use.group_by_category().items())
     device = (
-        f"of {size(use.total)} of {use.device}, tensors had at most {size(use.requested)} ({held}); the allocator kept"
-        f" {size(use.fragmented)} beside them; context, NCCL and others {size(use.beside)}"
+        f"of {format_bytes(use.total)} of {use.device}, tensors had at most {format_bytes(use.requested)} ({held}); the allocator had reserved"
+        f" {format_bytes(use.fragmented)} more; context, NCCL and others {format_bytes(use.beside)}"
     )
     step = engine.position.step
     what = f"out of memory on rank {rank} {f'after step {step}' if step else 'in the first step'}"
-    return PlaitError(Problem("M002", what, why=f"{said['text']}\n{device}", where=located(said), fix=FIXES), FAILED)
+    return PlaitError(Problem("M002", what, why=f"{said['text']}\n{device}", where=format_location(said), fix=FIXES), FAILED)
 
 
-def asked(text: str) -> int:
-    """Bytes that the allocator could not give, from its message; 0 if that has no number."""
-    found = WANTED.search(text)
+def parse_requested_bytes(text: str) -> int:
+    """Parse the bytes of the failed allocation from the allocator's message; 0 if it has no number."""
+    found = REQUESTED_SIZE.search(text)
     return round(float(found[1]) * UNITS[found[2]]) if found else 0
 
 
 @contextmanager
-def good_state_saved(engine: Engine, recorder: Recorder, keep: int) -> Iterator[None]:
-    """Around a step and what follows it. If the step is not finite and the run stops, the state before it, which is good, is saved
-    first. All ranks raise then, so all save."""
+def save_good_state(engine: Engine, recorder: Recorder, keep: int) -> Iterator[None]:
+    """Save the state before a non-finite step, which is valid, if that step ends the run.
+
+    Wraps a step and the work after it. All ranks raise then, so all save.
+    """
     try:
         yield
     except PlaitError as error:
-        if error.codes[0] not in ("N001", "N002") or not engine.position.step or not engine.whole():
+        if error.codes[0] not in ("N001", "N002") or not engine.position.step or not engine.has_complete_state():
             raise
         recorder.flush()
         first, *rest = error.problems
@@ -91,42 +93,42 @@ def good_state_saved(engine: Engine, recorder: Recorder, keep: int) -> Iterator[
         raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
 
 
-def failure_of(
-    engine: Engine, run: RunDirectory, recorder: Recorder, keeper: Keeper | None, raised: Exception | Stopped
+def make_failure(
+    engine: Engine, run: RunDirectory, recorder: Recorder, keeper: InMemoryCheckpointer | None, cause: Exception | StopRequested
 ) -> BaseException:
-    """What the rank raises for what ended its training. Flushes the record, and hands the rank's state to the launcher's next start."""
-    error = given_up(engine.place.rank, engine.position.step) if isinstance(raised, Stopped) else raised
-    with suppress(Exception):  # the device may be what failed
+    """Make the error that the rank raises for the cause. Flushes the record, and saves the rank's state for the next start."""
+    error = stopped_reading_error(engine.place.rank, engine.position.step) if isinstance(cause, StopRequested) else cause
+    with suppress(Exception):  # the device itself may have failed
         recorder.flush()
     if keeper is not None:
-        keeper.lost(error, recorder.row)
-    return out_of_memory(engine, run, error) or error
+        keeper.save_survivor_state(error, recorder.row)
+    return make_memory_error(engine, run, error) or error
 
 
-def train(
-    options: RankOptions, run: RunDirectory, place: Place, *, memory: Path | None = None, neighbours: Neighbours | None = None,
-    again: bool = False,
+def train_rank(
+    options: RankOptions, run: RunDirectory, place: Place, *, memory: Path | None = None, peers: SnapshotPeers | None = None,
+    is_restart: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train one rank to the end, or until some rank is asked to stop. Returns the result of the run as JSON values.
+    """Train one rank to the end, or until a stop is requested on any rank. Returns the result of the run as JSON values.
 
-    `memory`: the folder of snapshots, from which the run goes on if a rank is lost; with several machines, `neighbours` hold copies.
-    `again`: a rank was lost, and this goes on from there.
+    `memory`: the folder of snapshots, from which the run restarts if a rank is lost; with several nodes, `peers` store copies.
+    `is_restart`: a rank was lost, and the run restarts from a snapshot.
     """
     notes = RunNotes(place)
     notes.take_warnings()
 
-    # The rank's part of the model, at a checkpoint, at given weights, or as the job makes it.
+    # The rank's shard of the model, restored from a checkpoint or given weights, or initialized by the job.
     engine = make_engine(options, run, place)
     notes.report_unsplit(engine)
-    keeper = Keeper(engine, memory, neighbours) if memory is not None else None
-    restored = restore(engine, options, run, notes, keeper if again else None)
+    keeper = InMemoryCheckpointer(engine, memory, peers) if memory is not None else None
+    restored = restore(engine, options, run, notes, keeper if is_restart else None)
     first = engine.position.step + 1
 
-    # Callbacks begin after the state is there, and before trackers read the metrics.
+    # Callbacks start after the state is restored, and before trackers read the metrics.
     engine.callbacks.start(engine)
     notes.report_inexact(engine)
     tally = StepTally(notes)
-    recorder = Recorder(engine, run, notes.status, options.trackers, notes.note, tally.add)
+    recorder = Recorder(engine, run, notes.report_status, options.trackers, notes.note, tally.add)
 
     saved, is_done = restored, False
     try:
@@ -134,50 +136,50 @@ def train(
             catch_up(engine, run, recorder, onward=options.onward)
         saved = _make_steps(engine, options, recorder, keeper, notes) or restored
         is_done = True
-    except (Exception, Stopped) as raised:
-        error = failure_of(engine, run, recorder, keeper, raised)
+    except (Exception, StopRequested) as raised:
+        error = make_failure(engine, run, recorder, keeper, raised)
         if error is raised:
             raise
         raise error from raised
     finally:
         recorder.close(is_done)
 
-    step, ended = engine.position.step, engine.callbacks.ended
+    step, ended = engine.position.step, engine.callbacks.end_reason
     return {
         "step": step, "made": step + 1 - first, "ended": ended, "device_bytes": recorder.device_bytes,
         "stopped": engine.stopping and step < engine.job.steps and not ended,
-        "checkpoint": str(saved) if saved else None, **tally.facts(),
+        "checkpoint": str(saved) if saved else None, **tally.to_result(),
     }  # fmt: skip
 
 
 def _make_steps(
-    engine: Engine, options: RankOptions, recorder: Recorder, keeper: Keeper | None, notes: RunNotes
+    engine: Engine, options: RankOptions, recorder: Recorder, keeper: InMemoryCheckpointer | None, notes: RunNotes
 ) -> Path | None:
-    """All steps that are left. Returns the newest checkpoint, if one was saved."""
+    """Make all remaining steps. Returns the newest checkpoint, if one was saved."""
     saved, first = None, engine.position.step + 1
 
     # Ends after the job's last step, after a request to stop, or when a callback ended the run; then calls `Callback.on_end`.
     for batch in engine.batches():
-        # A step that is not finite can end the run (N001). What is saved then is the state before it.
-        with good_state_saved(engine, recorder, options.keep):
+        # A step that is not finite can end the run (N001). Then the state before it is saved.
+        with save_good_state(engine, recorder, options.keep):
             # Forward, backward, reduce, clip, update, and `Callback.on_step`. On a GPU this queues the work and returns.
             step = engine.step(batch)
 
-            # Writes the steps whose numbers are on the host, which on a GPU are those before this one: looking at this one would wait.
-            with engine.spans.around("record"):
+            # Writes the steps whose statistics are on the host; on a GPU those before this one, since reading this one would wait.
+            with engine.spans.record_span("record"):
                 recorder.step(batch, step)
 
-            # Every few steps, as often as it costs 2 % of a step.
+            # Every few steps, at a cost of at most 2 % of a step.
             if keeper is not None:
-                with engine.spans.around("checkpoint"):
+                with engine.spans.record_span("checkpoint"):
                     _keep_snapshot(keeper, recorder, notes)
 
             notes.report_uncompiled(engine)
             notes.report_nonfinite_checkpoints(engine)
             if step.step == first:
                 notes.report_inexact(engine)  # some reasons show in a forward pass
-            if step.step == first + 1:  # the numbers of the first are here, so it is over on the device too
-                _settle_in(engine, recorder, notes)
+            if step.step == first + 1:  # the statistics of the first step are read, so it is complete on the device too
+                _end_first_step(engine, recorder, notes)
 
             saved = _save_and_evaluate(engine, options, recorder, step.step) or saved
 
@@ -185,57 +187,57 @@ def _make_steps(
     return saved
 
 
-def _keep_snapshot(keeper: Keeper, recorder: Recorder, notes: RunNotes) -> None:
-    """After a step: copy the state to memory, if it is time for that."""
-    if keeper.due:
-        # A snapshot must be of a step that is known to be finite, and the record must reach as far as it does.
+def _keep_snapshot(keeper: InMemoryCheckpointer, recorder: Recorder, notes: RunNotes) -> None:
+    """Copy the state to memory after a step, if a snapshot is due."""
+    if keeper.is_due:
+        # A snapshot must be of a step confirmed as finite, and the record must include that step.
         keeper.engine.settle()
         recorder.flush()
-    keeper.stepped()
+    keeper.end_step()
     while keeper.notes:
         line = keeper.notes.pop(0)
         if keeper.engine.place.rank == 0:
             notes.note(line)
 
 
-def _settle_in(engine: Engine, recorder: Recorder, notes: RunNotes) -> None:
-    """The first step is over, and those that follow are alike: a rank that hangs is named sooner, and memory is measured anew.
+def _end_first_step(engine: Engine, recorder: Recorder, notes: RunNotes) -> None:
+    """Finish the first step: later steps take similar time, so hang detection tightens, and memory is measured again.
 
-    The garbage of building is collected on all ranks in the same step, and what is left is frozen. Else later collections would look
-    through the model again, on one rank at a time while the others wait for it.
+    The garbage of building is collected on all ranks in the same step, and remaining objects are frozen. Otherwise later collections
+    would scan the model again, on one rank at a time while the others wait for it.
     """
-    engine.place.wait(engine.rank_model.device, going=True)
+    engine.place.set_timeouts(engine.rank_model.device, going=True)
     gc.collect()
     gc.freeze()
-    recorder.memory("first")
+    recorder.record_memory("first")
     notes.report_unsaved(engine)
 
 
 def _save_and_evaluate(engine: Engine, options: RankOptions, recorder: Recorder, step: int) -> Path | None:
-    """After a step, what is due. Returns the checkpoint, if one was saved."""
+    """Save and evaluate after a step, if due. Returns the checkpoint, if one was saved."""
     saved, last = None, is_last(engine, step)
     if last or step % options.save_every == 0:
-        # A checkpoint is of a step that is known to be finite; when it is published, the record reaches as far as it does.
+        # A checkpoint is of a step confirmed as finite; the record includes that step before it is published.
         engine.settle()
         recorder.flush()
-        last = is_last(engine, step)  # the step's numbers, which `settle` read, may ask to stop
-        with engine.spans.around("checkpoint"):
+        last = is_last(engine, step)  # the step's statistics, which `settle` read, may request a stop
+        with engine.spans.record_span("checkpoint"):
             saved = engine.save(options.keep, wait=last)
 
     # The last checkpoint comes before the last evaluation: a run that ends in between evaluates when it is resumed.
     evaluate_if_due(engine, recorder, step)
 
-    # Unless the evaluation is what ends the run, as early stopping does.
-    if engine.callbacks.ended and not last:
+    # An evaluation may end the run, as early stopping does.
+    if engine.callbacks.end_reason and not last:
         recorder.flush()
         saved = engine.save(options.keep)
     return saved
 
 
 def _finish(engine: Engine, recorder: Recorder) -> None:
-    """No step follows: the record is complete, and N003 if weights are not finite."""
+    """Flush the record after the last step. N003 if weights are not finite."""
     recorder.flush()
-    recorder.memory("end")
-    poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
+    recorder.record_memory("end")
+    poisoned = engine.guard.find_bad_weights(engine, engine.position.step, "found at the end of the run")
     if poisoned is not None:
         raise PlaitError(poisoned, FAILED)

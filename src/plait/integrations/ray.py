@@ -1,11 +1,11 @@
 """plait in Ray Train's workers: `plait.ray.train("job.py", plan="dp=8", max_failures=3)`, or `python -m plait.ray job.py --plan dp=8`.
 
-Ray starts the workers and makes their process group, in which each of them runs `plait train` as a rank. When one is lost, Ray
-starts all of them again, `max_failures` times, and they go on from plait's last checkpoint: the run ends with the weights of
-one that was never disturbed. What a restart cannot mend, such as a refusal or an exception in the first step, ends the run.
+Ray starts the workers and makes their process group, and each worker runs `plait train` as a rank. When one is lost, Ray restarts all of
+them, up to `max_failures` times, and they continue from plait's last checkpoint. The final weights are those of an undisturbed run. Errors
+that a restart cannot fix, such as a rejected plan or an exception in the first step, end the run.
 
-Plait's run directory, with its checkpoints, lies where `storage` says (`--storage` or `--runs`), which all machines see; Ray's own
-record lies in `storage/ray`. There Ray keeps a *pointer* to each of the last checkpoints: a file `plait.json` that says where it is.
+Plait's run directory, with its checkpoints, is in `storage` (`--storage` or `--runs`), which all machines must share. Ray's own record is
+in `storage/ray`. It has a *pointer* to each of the last checkpoints: a file `plait.json` with its path.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait import PlaitError, Plan
-from plait.cli.main import parsed
-from plait.config.command_options import TrainOptions, options_of
-from plait.config.errors import FAILED, Problem, problem_of, too_small
-from plait.launch.failures import LOST, OWN
+from plait.cli.main import parse_command_line
+from plait.config.command_options import TrainOptions, list_options
+from plait.config.errors import FAILED, Problem, parse_problem, too_small_problem
+from plait.launch.failures import JOB_CODES, LOST_CODES
 
 POINTER = "plait.json"
-"""The file of a checkpoint in Ray's record."""
-SAID = "said.json"
-"""The file in which a rank says why it ends, and whether starting again may mend it."""
-OTHERS = ("nnodes", "node_rank", "master")
-"""Options of `plait train` that say which machine this is."""
+"""Pointer file of a checkpoint in Ray's record."""
+EXIT_FILE = "said.json"
+"""File with a rank's error, and whether a restart may fix it."""
+NODE_OPTIONS = ("nnodes", "node_rank", "master")
+"""Options of `plait train` that identify this node."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to."""
+    """Result of a run."""
 
     run: Path | None
     """Plait's run directory."""
@@ -50,7 +50,7 @@ class Trained:
 
 
 class _Result(Protocol):
-    """Ray's `Result`, as far as it is read."""
+    """The fields of Ray's `Result` that are read."""
 
     metrics: dict[str, Any] | None
 
@@ -60,11 +60,11 @@ def train(
     name: str | None = None, address: str | None = None, cpus: float = 1.0, arguments: Mapping[str, object] | None = None,
     **options: object,
 ) -> Trained:  # fmt: skip
-    """Train a job in Ray's workers, a worker for each rank of the plan.
+    """Train a job in Ray's workers, with one worker per rank of the plan.
 
-    `max_failures`: how often Ray starts the ranks again (2); -1: always. `name`: of Ray's experiment; the same name goes on with
-    the same run. `address`: of a Ray cluster, if not the one that Ray finds. `cpus`: those that Ray counts for each rank.
-    `arguments`: the job's. `options`: those of `plait train`, such as `steps=100` or `save_every=10`.
+    `max_failures`: number of restarts by Ray (2); -1: unlimited. `name`: of Ray's experiment; the same name continues the same run.
+    `address`: of a Ray cluster, if not the default. `cpus`: CPU cores that Ray reserves per rank. `arguments`: the job's.
+    `options`: those of `plait train`, such as `steps=100` or `save_every=10`.
     """
     words = [job, "--plan", plan, "--storage", str(storage), "--cpus", str(cpus)]
     for option, value in {
@@ -79,13 +79,13 @@ def train(
         elif value is not None and value is not False:
             words.append(f"--{option.replace('_', '-')}={value}")
     words += [f"--job.{key}={value}" for key, value in (arguments or {}).items()]
-    return _run(words)
+    return _train_in_ray(words)
 
 
 def main(words: list[str] | None = None) -> int:
-    """`python -m plait.ray`: the same on the command line; its exit code is that of `plait train`."""
+    """Run `python -m plait.ray`; returns the exit code of `plait train`."""
     try:
-        done = _run(sys.argv[1:] if words is None else words)
+        done = _train_in_ray(sys.argv[1:] if words is None else words)
     except PlaitError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -93,36 +93,36 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m plait.ray", allow_abbrev=False, usage="python -m plait.ray JOB [options of plait train] [those below]",
-        description="Train a job in the workers of Ray Train. Words that are not below are those of plait train.",
+        description="Train a job in the workers of Ray Train. All other options are those of plait train.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--max-failures", type=int, metavar="N", help="how often Ray starts the ranks again; -1: always (--max-restarts)")
-    add("--storage", type=Path, help="where run directories and Ray's record go; all machines see it (--runs)")
-    add("--name", help="of Ray's experiment: the same name goes on with the same run")
-    add("--address", help="of a Ray cluster: auto, ray://host:10001 (the one that Ray finds, or one on this machine)")
-    add("--cpus", type=float, default=1.0, metavar="N", help="processors that Ray counts for each rank (1)")
+    add("--max-failures", type=int, metavar="N", help="number of times Ray restarts the ranks; -1: unlimited (--max-restarts)")
+    add("--storage", type=Path, help="folder for run directories and Ray's record, shared by all machines (--runs)")
+    add("--name", help="name of Ray's experiment; the same name continues the same run")
+    add("--address", help="address of a Ray cluster: auto, ray://host:10001 (default: the one that Ray finds, or a new one on this machine)")
+    add("--cpus", type=float, default=1.0, metavar="N", help="CPU cores that Ray reserves per rank (default: 1)")
     return parser
 
 
-def _run(words: list[str]) -> Trained:
-    own, rest = _parser().parse_known_args(words)
+def _train_in_ray(words: list[str]) -> Trained:
+    own, rest = _build_parser().parse_known_args(words)
     rest = ["train", *rest]
-    _, options = parsed(rest)
+    _, options = parse_command_line(rest)
     assert isinstance(options, TrainOptions)
     if importlib.util.find_spec("ray") is None:
-        fix = ("pip install 'plait[ray]'", "pip install 'ray[train]'", "plait train …    starts the ranks itself")
+        fix = ("pip install 'plait[ray]'", "pip install 'ray[train]'", "plait train …    starts the ranks without Ray")
         raise PlaitError(
             Problem("U010", "Ray is not installed here", why="plait.ray runs ranks in workers of Ray Train", fix=fix)
         )
-    said = next((name for name in OTHERS if getattr(options, name) is not None), None)
+    said = next((name for name in NODE_OPTIONS if getattr(options, name) is not None), None)
     if said is not None:
-        what = f"{options_of(TrainOptions)[said].flag} is not for plait.ray: Ray places the ranks"
+        what = f"{list_options(TrainOptions)[said].flag} is not supported by plait.ray: Ray places the ranks"
         raise PlaitError(Problem("U002", what, fix=("--nproc <ranks on all machines together>",)))
     if own.max_failures is not None and own.max_failures < -1:
-        raise PlaitError(too_small("--max-failures", own.max_failures, -1))
+        raise PlaitError(too_small_problem("--max-failures", own.max_failures, -1))
     failures = options.max_restarts if own.max_failures is None else own.max_failures
     plan = Plan.read(options.plan or "dp=*").fill(options.nproc)
     storage = (own.storage or options.runs).absolute()
@@ -131,47 +131,47 @@ def _run(words: list[str]) -> Trained:
         or f"{Path(options.job.partition(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     )
     record = storage / "ray" / start
-    (record / SAID).unlink(missing_ok=True)
-    told = _before(options, plan)
+    (record / EXIT_FILE).unlink(missing_ok=True)
+    told = _check_before_start(options, plan)
     config = {
         "words": [*rest, "--runs", str(storage), "--plan", str(plan), "--check", "none"],
         "folder": os.getcwd(),
         "start": f"{storage} {start}",
-        "said": str(record / SAID),
+        "said": str(record / EXIT_FILE),
         "told": told,
     }
-    return _fit(config, plan.world, options, own, failures=failures)
+    return _fit_trainer(config, plan.world, options, own, failures=failures)
 
 
-def _before(options: TrainOptions, plan: Plan) -> list[str]:
-    """Refuse what can be refused before Ray starts anything; lines for the beginning of the run.
+def _check_before_start(options: TrainOptions, plan: Plan) -> list[str]:
+    """Reject invalid jobs and plans before Ray starts; return lines for the start of the run.
 
-    Processes are forked for it, which a process that Ray runs in cannot do.
+    The check forks processes, which is impossible in a process that runs Ray.
     """
     from plait.config import hugging_face
     from plait.config.job import load_job
-    from plait.launch.devices import kind_of
-    from plait.planner.refusals import foresee
+    from plait.launch.devices import resolve_kind
+    from plait.planner.refusals import validate_plan
     from plait.proof.job import check
 
-    if wrong := [*hugging_face.untrainable(options.job)]:
+    if wrong := [*hugging_face.find_untrainable(options.job)]:
         raise PlaitError(wrong)
     job = load_job(options.job, options.arguments)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        why = "Ray runs in this process already, so no process can be forked from it"
-        found = check.Checked.not_run(options.check, why)
+        why = "Ray already runs in this process, so it cannot be forked"
+        found = check.CheckResult.from_failure(options.check, why)
         if found.problems and not options.allow_inexact:
             raise PlaitError(found.problems)
         return [] if options.check == "none" else found.lines
-    foresee(job, plan, "cuda" if options.device == "cuda" else kind_of(options.device))
-    found = check.check(job, plan, options.check, name=options.job, arguments=options.arguments, workers=options.workers)
+    validate_plan(job, plan, "cuda" if options.device == "cuda" else resolve_kind(options.device))
+    found = check.check_job(job, plan, options.check, name=options.job, arguments=options.arguments, workers=options.workers)
     if found.problems and not options.allow_inexact:
         raise PlaitError(found.problems)
     return found.lines
 
 
-def _fit(
+def _fit_trainer(
     config: dict[str, Any], world: int, options: TrainOptions, own: argparse.Namespace, *, failures: int
 ) -> Trained:
     import ray
@@ -186,7 +186,7 @@ def _fit(
         gpu = options.device == "cuda" or (options.device == "auto" and ray.cluster_resources().get("GPU", 0) >= world)
         config["words"] += ["--device", "cuda" if gpu else "cpu"]
         trainer = TorchTrainer(
-            _work, train_loop_config=config, torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
+            _run_worker, train_loop_config=config, torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
             scaling_config=ScalingConfig(num_workers=world, use_gpu=gpu, resources_per_worker={"CPU": own.cpus, **({"GPU": 1} if gpu else {})}),
             run_config=RunConfig(
                 name=said.parent.name, storage_path=str(said.parent.parent),
@@ -196,45 +196,45 @@ def _fit(
         try:
             result = trainer.fit()
         except Exception as error:
-            raise _ended(error, said, failures) from error
+            raise _explain_ray_failure(error, said, failures) from error
     finally:
         if began:
             ray.shutdown()
-    if _hopeless(said):
-        raise _error_in(said)
-    return _came_to(result)
+    if _is_unrecoverable(said):
+        raise _read_error(said)
+    return _make_trained(result)
 
 
-def _work(config: dict[str, Any]) -> None:
-    """A worker of Ray Train: one rank, in the process group that Ray made."""
-    from plait.launch.attempts import name_start
-    from plait.launch.place import SAVED
+def _run_worker(config: dict[str, Any]) -> None:
+    """Run one rank in a worker of Ray Train, in the process group that Ray made."""
+    from plait.launch.attempts import set_start_id
+    from plait.launch.place import ON_CHECKPOINT
 
     said = Path(config["said"])
-    if _hopeless(said):  # Ray starts the ranks again although that mends nothing
+    if _is_unrecoverable(said):  # Ray restarts the ranks although that fixes nothing
         return
     if Path(config["folder"]).is_dir():
         os.chdir(config["folder"])
-    name_start(config["start"])
-    _begin(said, config["told"])
-    token = SAVED.set(_report)
+    set_start_id(config["start"])
+    _reset_attempt(said, config["told"])
+    token = ON_CHECKPOINT.set(_report_checkpoint)
     try:
-        command, options = parsed(config["words"])
+        command, options = parse_command_line(config["words"])
         command.run(options)
     except PlaitError as error:
-        if error.codes[0] != "C004" and not error.said:  # that is another rank's doing, who says it
+        if error.codes[0] != "C004" and not error.said:  # another rank caused it, and reports it
             word = {"problems": [vars(problem) for problem in error.problems], "exit_code": error.exit_code}
-            beside = said.with_name(f"{SAID}.{os.getpid()}")
+            beside = said.with_name(f"{EXIT_FILE}.{os.getpid()}")
             said.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps({**word, "mended": _mended(error)}), encoding="utf-8")
+            beside.write_text(json.dumps({**word, "mended": _is_recoverable(error)}), encoding="utf-8")
             os.replace(beside, said)
         raise
     finally:
-        SAVED.reset(token)
+        ON_CHECKPOINT.reset(token)
 
 
-def _begin(said: Path, lines: list[str]) -> None:
-    """What one rank does for all before they meet: forget why the attempt before ended, and say what there is to say."""
+def _reset_attempt(said: Path, lines: list[str]) -> None:
+    """On rank 0, delete the error of the previous attempt, and print the run's first lines."""
     from ray.train import get_context
 
     if get_context().get_world_rank() == 0:
@@ -243,8 +243,8 @@ def _begin(said: Path, lines: list[str]) -> None:
             print(line, flush=True)
 
 
-def _report(path: Path) -> None:
-    """Tell Ray of a checkpoint. Every rank calls it; rank 0 gives the pointer."""
+def _report_checkpoint(path: Path) -> None:
+    """Report a checkpoint to Ray. Every rank calls it; rank 0 passes the pointer."""
     from ray.train import Checkpoint, get_context, report
 
     whole = path.absolute()
@@ -257,43 +257,43 @@ def _report(path: Path) -> None:
         report(facts, checkpoint=Checkpoint.from_directory(folder))
 
 
-def _mended(error: PlaitError) -> bool:
-    """Whether it is worth starting again: a rank was lost, and not in the job's first step, where its own code is wrong."""
-    if error.codes[0] not in LOST:
+def _is_recoverable(error: PlaitError) -> bool:
+    """Whether a restart may help: a rank was lost, and not in the job's first step, where the job's code is the likely cause."""
+    if error.codes[0] not in LOST_CODES:
         return False
     made = re.search(r"at step (\d+)", str(error))
-    return error.codes[0] not in OWN or (made is not None and int(made.group(1)) > 1)
+    return error.codes[0] not in JOB_CODES or (made is not None and int(made.group(1)) > 1)
 
 
-def _hopeless(said: Path) -> bool:
-    """Whether a rank has said what starting again does not mend."""
+def _is_unrecoverable(said: Path) -> bool:
+    """Whether a rank has recorded an error that a restart does not fix."""
     return said.exists() and not json.loads(said.read_text(encoding="utf-8"))["mended"]
 
 
-def _error_in(said: Path) -> PlaitError:
-    """What a rank said there."""
+def _read_error(said: Path) -> PlaitError:
+    """Read the error that a rank recorded."""
     told = json.loads(said.read_text(encoding="utf-8"))
-    return PlaitError(map(problem_of, told["problems"]), int(told["exit_code"]))
+    return PlaitError(map(parse_problem, told["problems"]), int(told["exit_code"]))
 
 
-def _ended(error: Exception, said: Path, failures: int) -> PlaitError:
-    """What a run ends with that Ray has given up."""
+def _explain_ray_failure(error: Exception, said: Path, failures: int) -> PlaitError:
+    """Return the error of a run that Ray has ended."""
     if said.exists():
-        return _error_in(said)
+        return _read_error(said)
     lost = getattr(error, "worker_failures", {})
     why = "\n".join(
         dict.fromkeys(f"rank {rank}: {f'{one}'.splitlines()[0] or type(one).__name__}" for rank, one in lost.items())
     )
     what = f"Ray ended the run: ranks were lost more than {failures} times" if lost else "Ray ended the run"
     fix = (
-        "--max-failures N    lets Ray start the ranks again more often",
-        "the same command with --name, or --resume, goes on",
+        "--max-failures N    allows more restarts by Ray",
+        "the same command with --name, or with --resume, continues the run",
     )
     return PlaitError(Problem("L021", what, why=why or f"{type(error).__name__}: {error}"[:2000], fix=fix), FAILED)
 
 
-def _came_to(result: _Result) -> Trained:
+def _make_trained(result: _Result) -> Trained:
     facts = result.metrics or {}
-    if "checkpoint" not in facts:  # the run that was to be resumed was complete
+    if "checkpoint" not in facts:  # the resumed run was already complete
         return Trained(None, None, 0, result)
     return Trained(Path(facts["run"]), Path(facts["checkpoint"]), int(facts["step"]), result)

@@ -1,32 +1,32 @@
-"""How processes come to be, and who watches them.
+"""Start ranks, connect them, and supervise them.
 
-fork              forks workers on this machine
-forkable          whether a fork of this process could compute
-supervise         the launcher's loop
-failures          which rank is guilty
-hangs             which rank hangs, and since when
-activity          processor time, disk and network of a process
-progress          a row of progress per rank in shared memory
-limits            what the operating system must grant
-place             rank, world, and the process group
-launchers         how a launcher is described (the names of its variables); torchrun, Slurm, MPI, Kubernetes, clouds
-find_launcher     whether another launcher started this process, and as which; two answers that contradict each other are refused
-nccl              what NCCL is told: patience, flight recorder, communicators
-groups            process groups beside one that somebody else made
-one_device        what the job's code sees of torch.distributed: nothing
-attempts          ranks that torchrun or Ray start again: which start they belong to, how they meet, and who of them says what all would say
-scratch           folders that do not outlive their process
-channel           connections that outlive the death of a process at another's end
-gate              lets only those who know the key into a job's store
-loopback          only processes of the same user reach what others listen at here, or torch's store
-rendezvous        how processes of several machines meet
-node_rows         what launchers of several machines say to each other: a row for each machine in the store
-round             which machine has which ranks, from one start of the ranks to the next
-nodes             the machines of a run, from round to round: the state of each
-stopping          SIGTERM, SIGUSR1 and Ctrl-C: requests to stop, and how a process hears them while it waits
-child             the life of a process that is forked; a companion, which a rank starts, and which neither delays nor ends it
-fresh             a fresh process that starts ranks where this one cannot be forked
-devices           which accelerators there are, without a CUDA call; how memory is taken from one
-kept              what the user's code showed, on disk for the next command
-detect            this machine as a `Machine`
+fork              fork ranks on this node
+forkable          check whether a fork of this process can compute
+supervisor        the launcher's loop
+failures          find the rank that caused a failure
+hangs             find the rank that hangs, and since when
+activity          CPU time, disk and network use of a process
+progress          one row of progress per rank, in shared memory
+limits            operating system limits that a run needs
+place             rank, number of ranks and process group
+launchers         environment variables of torchrun, Slurm, MPI, Kubernetes and clouds
+find_launcher     detect the launcher that started this process; contradicting launchers are an error
+nccl              NCCL settings: timeouts, flight recorder, communicators
+groups            process groups in addition to one that the caller made
+one_device        hide torch.distributed from the job's code
+attempts          ranks that torchrun or Ray restart: their attempt number, store and shared messages
+scratch           temporary folders that are removed after their process ends
+channel           connections that survive the death of a peer process
+gate              admit only processes that have the job's key to the job's store
+loopback          restrict loopback sockets and torch's store to processes of the same user
+rendezvous        connect processes on several nodes
+node_rows         state that launchers exchange: one row per node in the store
+round             assignment of ranks to nodes, from one start of the ranks to the next
+nodes             state of each node of a run, in each round
+stopping          requests to stop: SIGTERM, SIGUSR1 and Ctrl-C
+child             a forked process, and a companion process that cannot delay or end its rank
+fresh_process     start ranks from a new Python process if this one cannot be forked
+devices           list accelerators without a CUDA call; configure the allocator
+sketch_cache      cache of sketches on disk
+detect            detect this machine as a `Machine`
 """

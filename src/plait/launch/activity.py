@@ -1,5 +1,7 @@
-"""What a process and its children use: processor time, disk, network. A process that uses none of them waits or sleeps, unless others have
-all processors."""
+"""CPU time, disk and network use of a process and its children.
+
+A process that uses none of them waits or sleeps, unless other processes occupy all CPU cores.
+"""
 
 import time
 from dataclasses import dataclass
@@ -7,50 +9,51 @@ from pathlib import Path
 
 import psutil
 
-CORE = 0.03
-"""Share of a core above which a process is at work; what waits in torch, gloo or a loader's queue stays below."""
-STARVED = 0.5
-"""Share of the time above which a process waits for a processor that others use; what wakes up now and then to look stays below."""
-BYTES = 64 * 1024.0
-"""Bytes a second above which a process reads, writes, downloads or uploads."""
+BUSY_CPU_SHARE = 0.03
+"""Fraction of a core above which a process counts as busy. A process that waits in torch, gloo or a loader's queue stays below."""
+STARVED_SHARE = 0.5
+"""Fraction of the time above which a process counts as waiting for a core. A process that only wakes up to poll stays below."""
+BUSY_BYTES_PER_S = 64 * 1024.0
+"""Bytes per second above which a process counts as reading, writing, downloading or uploading."""
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process tree has used up to a moment."""
+    """Resources that a process tree has used up to a point in time."""
 
-    at: float
-    seconds: float
-    """Of processor time."""
-    bytes: float
-    """Read and written, by files and pipes."""
-    network: float
-    """Bytes over the network (not loopback) while the tree is connected to another machine; 0 when it is not."""
+    measured_at: float
+    cpu_seconds: float
+    io_bytes: float
+    """Read and written, through files and pipes."""
+    network_bytes: float
+    """Bytes over the network (without loopback) while the tree is connected to another machine; otherwise 0."""
     waits_for_disk: bool
-    """A thread of it is in a system call that cannot be interrupted, which is what a read of a slow disk looks like."""
-    delayed: float = 0.0
-    """Seconds in which main threads could have computed, and had no processor (Linux). The kernel counts them when a thread gets one again."""
+    """A thread is in an uninterruptible system call, as during a read from a slow disk."""
+    cpu_wait_seconds: float = 0.0
+    """Seconds in which main threads were runnable but had no core (Linux). The kernel adds them when the thread runs again."""
     is_ready: bool = False
-    """A main thread computes, or could."""
+    """A main thread runs, or is runnable."""
 
-    def busy_since(self, before: "Activity") -> bool:
-        """Whether the tree did anything between two looks."""
-        took = max(self.at - before.at, 1e-3)
-        moved = max(self.bytes - before.bytes, self.network - before.network if before.network else 0.0)
-        works = (self.seconds - before.seconds) / took > CORE or (self.delayed - before.delayed) / took > STARVED
-        starves = self.is_ready and before.is_ready and self.seconds == before.seconds  # it got no processor at all
-        return self.waits_for_disk or works or starves or moved / took > BYTES
+    def is_busy_since(self, before: "Activity") -> bool:
+        """Whether the tree did any work between two measurements."""
+        took = max(self.measured_at - before.measured_at, 1e-3)
+        moved = max(self.io_bytes - before.io_bytes, self.network_bytes - before.network_bytes if before.network_bytes else 0.0)
+        works = (self.cpu_seconds - before.cpu_seconds) / took > BUSY_CPU_SHARE or (
+            self.cpu_wait_seconds - before.cpu_wait_seconds
+        ) / took > STARVED_SHARE
+        starves = self.is_ready and before.is_ready and self.cpu_seconds == before.cpu_seconds  # it got no core at all
+        return self.waits_for_disk or works or starves or moved / took > BUSY_BYTES_PER_S
 
 
-def activity(pid: int) -> Activity:
-    """What a process and its children have used so far. All zeros when it has ended."""
+def read_activity(pid: int) -> Activity:
+    """Measure the resources that a process and its children have used so far. All zeros after it has ended."""
     seconds = moved = delayed = 0.0
     disk = remote = ready = False
-    for process in _tree(pid):
+    for process in _list_process_tree(pid):
         try:
             times = process.cpu_times()
             seconds += times.user + times.system
-            delayed += _delay(process.pid)
+            delayed += _read_cpu_delay(process.pid)
             status = process.status()
             disk |= status == psutil.STATUS_DISK_SLEEP
             ready |= status == psutil.STATUS_RUNNING
@@ -65,15 +68,15 @@ def activity(pid: int) -> Activity:
     return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk, delayed, ready)
 
 
-def _delay(pid: int) -> float:
-    """Seconds in which the main thread of a process waited for a processor; 0 where the kernel does not tell."""
+def _read_cpu_delay(pid: int) -> float:
+    """Seconds in which the main thread of a process waited for a core; 0 if the kernel does not report it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 
 
-def _tree(pid: int) -> list[psutil.Process]:
+def _list_process_tree(pid: int) -> list[psutil.Process]:
     try:
         first = psutil.Process(pid)
         return [first, *first.children(recursive=True)]
@@ -81,7 +84,7 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a process is in the stopped state (SIGSTOP, a debugger)."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED

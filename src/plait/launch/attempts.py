@@ -1,12 +1,13 @@
-"""Launchers that start lost ranks again: which start a process belongs to, and a store in which the dead left nothing.
+"""Restarts by torchrun and Ray: the attempt of a process, and a store without entries of earlier attempts.
 
-torchrun and Ray end all ranks when one is lost, and start the same command again: an *attempt*. Nobody says which attempt it is:
-TORCHELASTIC_RESTART_COUNT counts on one machine alone, ranks get other numbers, and torchrun's store, unless
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set before it started, still holds the addresses of the dead. So the ranks of an
-attempt agree on its number, the *epoch*: each writes down what it drew, and rank 0 counts the epoch on and answers with all it
-has read, until everybody has found his own in an answer. What they put into the store then has the epoch in its name.
+torchrun and Ray end all ranks when one is lost, and start the same command again: an *attempt*. The number of the attempt is in no
+variable. TORCHELASTIC_RESTART_COUNT counts on one node only, and ranks are renumbered. torchrun's store still has the addresses of the
+ended ranks, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set before torchrun started.
 
-What every rank of torchrun would say alike is said by one of them.
+The ranks of an attempt therefore agree on its number, the *epoch*. Each rank writes a random token. Rank 0 increments the epoch, and
+publishes it with all tokens that it has read, until each rank has found its own token. Keys in the store then have the epoch as a prefix.
+
+A message that all ranks of torchrun would print is printed by one of them.
 """
 
 import contextlib
@@ -27,101 +28,103 @@ from plait.launch.launchers import Membership
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STORE = timedelta(seconds=1.5)
-"""How long the store of torchrun's agent may take to answer."""
+STORE_TIMEOUT = timedelta(seconds=1.5)
+"""Timeout for torchrun's agent store."""
 
 
-def says(text: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is to show an error: of the ranks that torchrun started, the first that has this text."""
+def should_report(text: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process prints an error. Among the ranks of torchrun, the first one with this text does."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     try:
         from torch.distributed import TCPStore
 
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        store = TCPStore(host, port, is_master=False, timeout=STORE)
+        store = TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
         name = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
         attempt = f"{store.add('plait/epoch', 0)}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return store.add(f"plait/said/{attempt}/{name}", 1) == 1
-    except Exception:  # no store, no agreement: said too often is better than not at all
+    except Exception:  # without a store every rank prints the message, which is better than none
         return True
 
 
-NAME = "PLAIT_START"
-"""The variable that names a start, for launchers that plait cannot recognise again: the same in all its attempts."""
-SHARED = "TORCHELASTIC_USE_AGENT_STORE"
-APART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-SLOW = 300.0
-"""Seconds that the ranks of an attempt may come apart."""
-LOOK = 0.02
-"""Seconds between two looks into the store."""
+START_VARIABLE = "PLAIT_START"
+"""Variable with the ID of a start, for launchers that plait cannot identify again. It is the same in all attempts."""
+SHARED_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+UNSHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+JOIN_TIMEOUT_S = 300.0
+"""Seconds within which all ranks of an attempt must arrive."""
+POLL_S = 0.02
+"""Seconds between two reads of the store."""
 
 
-def starts(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What tells the start that this process belongs to from others, and is the same in all its attempts: names of one or more.
+def find_start_ids(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the IDs of the start that this process belongs to. They are equal in all attempts of the start, and differ between starts.
 
-    The agent of torchrun lives on while its workers are started again, so it is one. A machine that is lost takes its agent
-    along; those of the others stay.
+    The agent of torchrun outlives its workers, so its process is an ID. A lost node loses its agent; the agents of the other nodes stay.
     """
-    if environment.get(NAME):
-        return [f"{NAME} {environment[NAME]}"]
+    if environment.get(START_VARIABLE):
+        return [f"{START_VARIABLE} {environment[START_VARIABLE]}"]
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return []
     import psutil
 
     for process in psutil.Process().parents():
-        with contextlib.suppress(psutil.AccessDenied):  # somebody else's, so none of torchrun's ranks
+        with contextlib.suppress(psutil.AccessDenied):  # another user's process, so not a rank of torchrun
             if process.environ().get("TORCHELASTIC_RUN_ID") == run:
                 continue
         return [f"torchrun {run} {socket.gethostname()} {process.pid} {process.create_time():.2f}"]
     return []
 
 
-def name_start(name: str) -> None:
-    """Say which start this process, and those that it starts, belong to."""
-    os.environ[NAME] = name
+def set_start_id(name: str) -> None:
+    """Set the ID of the start for this process and its children."""
+    os.environ[START_VARIABLE] = name
 
 
-def shared(member: Membership, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the ranks meet in a store that outlives them."""
-    return member.agent and member.master is not None and environment.get(SHARED) == "True"
+def has_shared_store(member: Membership, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the ranks use a store that outlives them."""
+    return member.has_agent_store and member.master is not None and environment.get(SHARED_STORE_VARIABLE) == "True"
 
 
-def store_of(member: Membership, epoch: int) -> "Store":
-    """torchrun's store, as this attempt is to see it."""
+def open_attempt_store(member: Membership, epoch: int) -> "Store":
+    """Open torchrun's store with this attempt's prefix."""
     from torch.distributed import PrefixStore
 
-    return PrefixStore(f"plait/{epoch}", _opened(member))
+    return PrefixStore(f"plait/{epoch}", _connect_store(member))
 
 
-def epoch_of(member: Membership, stopping: Callable[[], bool]) -> int:
-    """The number of this attempt, on which its ranks agree. L020 when they do not all come."""
+def join_epoch(member: Membership, stopping: Callable[[], bool]) -> int:
+    """Return the number of this attempt, on which its ranks agree. Raises L020 if a rank does not arrive."""
     choose_interface(member)
-    return agree(_opened(member), member.index, member.count, stopping)
+    return agree_on_epoch(_connect_store(member), member.index, member.count, stopping)
 
 
-def told(member: Membership, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for ranks on several machines that torchrun starts again: what its agents cannot do beside one store (torch 2.13)."""
+def describe_restart_limits(member: Membership, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a note for ranks on several nodes that torchrun restarts and that share one store (torch 2.13)."""
     again = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if not (again and (member.nodes or 1) > 1 and shared(member, environment)):
+    if not (again and (member.nodes or 1) > 1 and has_shared_store(member, environment)):
         return []
     return [
-        f"note  a machine that is lost cannot join again: torchrun's store is shared · export {APART} before it starts lets it"
+        f"note  a lost machine cannot join again, since torchrun's store is shared; to allow it, export {UNSHARED_STORE} before torchrun starts"
     ]
 
 
 def choose_interface(member: Membership) -> None:
-    """Have ranks on several machines talk over the interface that leads to the first: gloo would take that of the host's name."""
+    """Select the network interface that leads to the first node. By default gloo takes the interface of the host name."""
     if member.master is not None and (member.nodes or 1) > 1:
-        loopback.use(loopback.own(member.master) or loopback.towards(loopback.addresses_of(member.master)[0]))
+        loopback.set_interface(
+            loopback.find_own_interface(member.master)
+            or loopback.find_route_interface(loopback.resolve_addresses(member.master)[0])
+        )
 
 
-def agree(store: "Store", rank: int, world: int, stopping: Callable[[], bool], patience: float = SLOW) -> int:
-    """The epoch of an attempt of `world` ranks that see one store, whatever was left in it."""
-    end = time.monotonic() + patience
+def agree_on_epoch(store: "Store", rank: int, world: int, stopping: Callable[[], bool], timeout: float = JOIN_TIMEOUT_S) -> int:
+    """Agree on the epoch of an attempt of `world` ranks that use one store, whatever earlier attempts left in it."""
+    end = time.monotonic() + timeout
     if rank:
-        return _come(store, rank, stopping, end)
+        return _await_epoch(store, rank, stopping, end)
     epoch, others = store.add("plait/epoch", 1), range(1, world)
     came, heard = [f"plait/came/{r}" for r in others], [f"plait/heard/{epoch}/{r}" for r in others]
     answered: list[str] = []
@@ -130,11 +133,11 @@ def agree(store: "Store", rank: int, world: int, stopping: Callable[[], bool], p
             store.set("plait/answer", json.dumps({"epoch": epoch, "came": dict(zip(others, said))}))
             answered = said
         missing = lambda: [r for r, name in zip(others, heard) if not store.check([name])]  # noqa: E731
-        _patience(end, stopping, missing)
+        _sleep_or_raise(end, stopping, missing)
     return epoch
 
 
-def _come(store: "Store", rank: int, stopping: Callable[[], bool], end: float) -> int:
+def _await_epoch(store: "Store", rank: int, stopping: Callable[[], bool], end: float) -> int:
     mine = secrets.token_hex(8)
     store.set(f"plait/came/{rank}", mine)
     while True:
@@ -143,34 +146,34 @@ def _come(store: "Store", rank: int, stopping: Callable[[], bool], end: float) -
             if answer["came"].get(str(rank)) == mine:
                 store.set(f"plait/heard/{answer['epoch']}/{rank}", "1")
                 return int(answer["epoch"])
-        _patience(end, stopping, lambda: [0])
+        _sleep_or_raise(end, stopping, lambda: [0])
 
 
-def _patience(end: float, stopping: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-    """Wait a little. L020 when there was enough of it, or when somebody asked to stop."""
+def _sleep_or_raise(end: float, stopping: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+    """Sleep briefly. Raises L020 after the timeout, or after a request to stop."""
     if stopping():
-        raise PlaitError(Problem("L020", "asked to stop before all ranks had come"), RESUMABLE)
+        raise PlaitError(Problem("L020", "the run received a request to stop before all ranks had arrived"), RESUMABLE)
     if time.monotonic() > end:
         late = missing()
         ranks = ", ".join(map(str, late[:8])) + (", …" if len(late) > 8 else "")
-        what = f"the ranks that torchrun started did not all come: rank {ranks} said nothing"
-        why = "torchrun's store outlives its workers, and what ranks of an earlier attempt left in it does not count"
-        fix = (f"export {APART}    before torchrun starts, on every machine", "see what the other ranks say")
+        what = f"some ranks that torchrun started are missing: rank {ranks} did not arrive"
+        why = "torchrun's store outlives its workers, and entries of an earlier attempt are ignored"
+        fix = (f"export {UNSHARED_STORE}    before torchrun starts, on every machine", "see the errors of the other ranks")
         raise PlaitError(Problem("L020", what, why=why, fix=fix), FAILED)
-    time.sleep(LOOK)
+    time.sleep(POLL_S)
 
 
-def _opened(member: Membership) -> "Store":
+def _connect_store(member: Membership) -> "Store":
     from torch.distributed import TCPStore
 
     where = f"{member.master}:{member.port}"
     try:
-        return TCPStore(member.master or "", member.port or 0, is_master=False, timeout=timedelta(seconds=SLOW))
+        return TCPStore(member.master or "", member.port or 0, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
     except RuntimeError as error:
         why = f"{error}".splitlines()[0]
         fix = (
-            f"nc -vz {member.master} {member.port}    is its agent alive?",
-            f"export {APART}    before torchrun starts",
+            f"nc -vz {member.master} {member.port}    checks whether its agent is alive",
+            f"export {UNSHARED_STORE}    before torchrun starts",
         )
         raise PlaitError(
             Problem("L020", f"torchrun's store at {where} cannot be reached", why=why, fix=fix), FAILED

@@ -1,11 +1,11 @@
-"""Connections between processes of a run that may die one by one: messages with a header of fixed size, and bytes after it.
+"""Connections between processes of a run that survive the death of single peers: messages of a fixed-size header and a payload.
 
-A process group of gloo breaks for all when one of its members dies, so a server and its groups have a connection each instead. Who
-connects proves that it knows the run's key, and so does who listens, as at the gate (`launch/gate.py`): on a loopback port anyone on
-the machine may knock. A header is ten whole numbers: kind, eight that the kind gives a meaning, and how many bytes follow. Nothing
-that is received is code, and no length is believed beyond what the receiver says it expects.
+A gloo process group breaks for all members when one of them dies. So a server and its replica groups use one connection each. Both sides
+authenticate with the run's key, as at the gate (`launch/gate.py`), because any user of the machine can connect to a loopback port. A header
+has ten integers: the kind, eight fields whose meaning depends on the kind, and the payload size. Received bytes are never executed, and
+payloads above the receiver's limit are rejected.
 
-One thread serves all connections (`Hub.poll`), and sends whatever a connection takes: a peer that reads slowly holds up nobody.
+One thread serves all connections (`Hub.poll`) without blocking, so a slow reader delays no other peer.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from plait.launch.gate import GREETING, KNOCKING, NONCE, PROOF, Stranger, proof_of
-from plait.launch.loopback import same_user
+from plait.launch.gate import AUTH_TIMEOUT, GREETING, NONCE, PROOF, AuthenticationError, compute_proof
+from plait.launch.loopback import is_same_user
 
 HEADER = struct.Struct("!10q")
-NUMBERS = 8
+HEADER_FIELDS = 8
 CHUNK = 1 << 20
-"""Bytes that are read or written at once."""
+"""Bytes per read or write."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """What one side tells the other."""
+    """A message: its kind, up to eight integers, and a payload."""
 
     kind: int
     numbers: tuple[int, ...]
@@ -38,50 +38,53 @@ class Packet:
 
 
 class Peer:
-    """One end of a connection. `name` is the owner's: whom it has found to be there."""
+    """One end of a connection. The owner sets `name` when it has identified the peer."""
 
     def __init__(self, link: socket.socket, key: bytes, guest: bool, most: int):
-        self.link, self.key, self.guest, self.most = link, key, guest, most
+        self.link, self.key, self.is_guest, self.max_bytes = link, key, guest, most
         self.name: tuple[int, int] | None = None
-        self.proven, self.since = False, time.monotonic()
-        self.out = deque[memoryview]()
-        self.mine, self.theirs = secrets.token_bytes(NONCE), b""
+        self.is_authenticated, self.connected_at = False, time.monotonic()
+        self.outbox = deque[memoryview]()
+        self.own_nonce, self.peer_nonce = secrets.token_bytes(NONCE), b""
         self.header: tuple[int, ...] | None = None
-        self.got = 0
-        self.room = bytearray(len(GREETING) + NONCE if guest else NONCE + PROOF)
+        self.received = 0
+        self.buffer = bytearray(len(GREETING) + NONCE if guest else NONCE + PROOF)
         if not guest:
-            self.out.append(memoryview(GREETING + self.mine))
+            self.outbox.append(memoryview(GREETING + self.own_nonce))
 
     def send(self, kind: int, numbers: Iterable[int] = (), parts: Iterable[bytes] = ()) -> None:
-        """Have a message sent, as soon as the other side takes it."""
+        """Queue a message; `write` sends it."""
         row, rest = [*numbers], [memoryview(part) for part in parts if part]
-        row += [0] * (NUMBERS - len(row))
-        self.out.append(memoryview(HEADER.pack(kind, *row, sum(map(len, rest)))))
-        self.out.extend(rest)
+        row += [0] * (HEADER_FIELDS - len(row))
+        self.outbox.append(memoryview(HEADER.pack(kind, *row, sum(map(len, rest)))))
+        self.outbox.extend(rest)
 
     def write(self) -> None:
-        """Send what can be sent now. OSError when the other side is gone."""
+        """Send as much as the socket accepts. Raises OSError if the peer has gone."""
         with contextlib.suppress(BlockingIOError):
-            while self.out:
-                sent = self.link.send(self.out[0][:CHUNK])
-                self.out[0] = self.out[0][sent:]
-                if not len(self.out[0]):
-                    self.out.popleft()
+            while self.outbox:
+                sent = self.link.send(self.outbox[0][:CHUNK])
+                self.outbox[0] = self.outbox[0][sent:]
+                if not len(self.outbox[0]):
+                    self.outbox.popleft()
 
     def read(self) -> list[Packet]:
-        """What has come, whole messages only. OSError, EOFError when the other side is gone; Stranger when it is none of the run's."""
+        """Return the complete messages that have arrived.
+
+        Raises OSError or EOFError if the peer has gone, `AuthenticationError` if it does not have the run's key.
+        """
         found = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                if self.got < len(self.room):
-                    count = self.link.recv_into(memoryview(self.room)[self.got : self.got + CHUNK])
+                if self.received < len(self.buffer):
+                    count = self.link.recv_into(memoryview(self.buffer)[self.received : self.received + CHUNK])
                     if not count and found:
                         break  # and the next time it is closed
                     if not count:
                         raise EOFError("the connection was closed")
-                    self.got += count
-                if self.got == len(self.room):
-                    message = self._filled(self.room)
+                    self.received += count
+                if self.received == len(self.buffer):
+                    message = self._parse_buffer(self.buffer)
                     if message is not None:
                         found.append(message)
                         if len(found) >= 16:
@@ -89,66 +92,66 @@ class Peer:
         return found
 
     def _expect(self, size: int) -> None:
-        self.room, self.got = bytearray(size), 0
+        self.buffer, self.received = bytearray(size), 0
 
-    def _filled(self, data: bytearray) -> Packet | None:
-        if not self.proven:
-            self._prove(bytes(data))
+    def _parse_buffer(self, data: bytearray) -> Packet | None:
+        if not self.is_authenticated:
+            self._authenticate(bytes(data))
             return None
         if self.header is None:
             self.header = HEADER.unpack(data)
-            if not 0 <= self.header[-1] <= self.most:
-                raise Stranger(f"a message of {self.header[-1]} bytes, at most {self.most}")
+            if not 0 <= self.header[-1] <= self.max_bytes:
+                raise AuthenticationError(f"a message of {self.header[-1]} bytes, at most {self.max_bytes}")
             self._expect(self.header[-1])
             if self.header[-1]:
                 return None
-            data = self.room
+            data = self.buffer
         kind, *numbers, _ = self.header
         self.header = None
         self._expect(HEADER.size)
         return Packet(kind, tuple(numbers), data)
 
-    def _prove(self, data: bytes) -> None:
-        """The next step of showing each other that both know the key."""
-        if not self.guest:
-            self.theirs, proof = data[:NONCE], data[NONCE:]
-            if not hmac.compare_digest(proof, proof_of(self.key, b"guest", self.mine + self.theirs)):
-                raise Stranger("it does not know the key")
-            self.out.append(memoryview(proof_of(self.key, b"gate", self.mine + self.theirs)))
-        elif not self.theirs:
+    def _authenticate(self, data: bytes) -> None:
+        """Take the next step of mutual authentication."""
+        if not self.is_guest:
+            self.peer_nonce, proof = data[:NONCE], data[NONCE:]
+            if not hmac.compare_digest(proof, compute_proof(self.key, b"guest", self.own_nonce + self.peer_nonce)):
+                raise AuthenticationError("the peer does not have the key")
+            self.outbox.append(memoryview(compute_proof(self.key, b"gate", self.own_nonce + self.peer_nonce)))
+        elif not self.peer_nonce:
             if not data.startswith(GREETING):
-                raise Stranger("something else listens there")
-            self.theirs = data[len(GREETING) :]
-            self.out.append(memoryview(self.mine + proof_of(self.key, b"guest", self.theirs + self.mine)))
+                raise AuthenticationError("another program listens there")
+            self.peer_nonce = data[len(GREETING) :]
+            self.outbox.append(memoryview(self.own_nonce + compute_proof(self.key, b"guest", self.peer_nonce + self.own_nonce)))
             return self._expect(PROOF)
-        elif not hmac.compare_digest(data, proof_of(self.key, b"gate", self.theirs + self.mine)):
-            raise Stranger("it does not know the key")
-        self.proven = True
+        elif not hmac.compare_digest(data, compute_proof(self.key, b"gate", self.peer_nonce + self.own_nonce)):
+            raise AuthenticationError("the peer does not have the key")
+        self.is_authenticated = True
         return self._expect(HEADER.size)
 
 
 class Hub:
-    """All connections of a process. `listening`: where others come to. `most`: bytes of the longest message."""
+    """All connections of a process. `listening`: the socket that accepts peers. `most`: maximum payload in bytes."""
 
     def __init__(self, key: bytes, listening: socket.socket | None = None, most: int = 1 << 40):
-        self.key, self.most, self.listening = key, most, listening
+        self.key, self.max_bytes, self.listener = key, most, listening
         self.selector = selectors.DefaultSelector()
         self.peers = set[Peer]()
-        self.early: list[tuple[Peer, Packet | None]] = []
-        """What others said while a connection was made."""
+        self.backlog: list[tuple[Peer, Packet | None]] = []
+        """Messages that arrived while a connection was being made."""
         if listening is not None:
             listening.setblocking(False)
             self.selector.register(listening, selectors.EVENT_READ, None)
 
     def connect(self, port: int, alive: Callable[[], None]) -> Peer:
-        """A connection to who listens at a port of this machine, which may take its time; `alive` is called meanwhile.
+        """Connect to a server at a port of this machine; `alive` is called while waiting.
 
-        ConnectionError when nobody is there, or a stranger.
+        Raises ConnectionError if no server listens there, or if it does not have the run's key.
         """
         early: list[tuple[Peer, Packet | None]] = []
         try:
-            peer = self._added(socket.create_connection(("127.0.0.1", port), KNOCKING), guest=True)
-            while not peer.proven:
+            peer = self._add_peer(socket.create_connection(("127.0.0.1", port), AUTH_TIMEOUT), guest=True)
+            while not peer.is_authenticated:
                 alive()
                 found = self.poll(1.0)
                 if any(who is peer and message is None for who, message in found):
@@ -156,54 +159,54 @@ class Hub:
                 early += found
         except OSError as error:
             raise ConnectionError(f"the server at port {port} is gone: {error}") from error
-        self.early += early
+        self.backlog += early
         return peer
 
-    def _added(self, link: socket.socket, guest: bool) -> Peer:
+    def _add_peer(self, link: socket.socket, guest: bool) -> Peer:
         link.setblocking(False)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = Peer(link, self.key, guest, self.most)
+        peer = Peer(link, self.key, guest, self.max_bytes)
         self.peers.add(peer)
         self.selector.register(link, selectors.EVENT_READ, peer)
         return peer
 
     def poll(self, timeout: float) -> list[tuple[Peer, Packet | None]]:
-        """What has come from whom, after at most so many seconds; None: that peer is gone."""
+        """Return the messages that arrive within `timeout` seconds, with their peers. None stands for a peer that has gone."""
         for peer in [*self.peers]:
-            if not peer.proven and not peer.guest and time.monotonic() - peer.since > KNOCKING:
+            if not peer.is_authenticated and not peer.is_guest and time.monotonic() - peer.connected_at > AUTH_TIMEOUT:
                 self.close(peer)
-        gone = [peer for peer in [*self.peers] if not self._written(peer)]
-        found, self.early = [*self.early, *((peer, None) for peer in gone)], []
+        gone = [peer for peer in [*self.peers] if not self._flush_peer(peer)]
+        found, self.backlog = [*self.backlog, *((peer, None) for peer in gone)], []
         for key, mask in self.selector.select(0.0 if found else timeout):
             peer = key.data
             if peer is None:
                 self._accept()
                 continue
-            if mask & selectors.EVENT_WRITE and not self._written(peer):
+            if mask & selectors.EVENT_WRITE and not self._flush_peer(peer):
                 found.append((peer, None))
             elif mask & selectors.EVENT_READ:
                 found += self._read(peer)
         return found
 
     def _accept(self) -> None:
-        assert self.listening is not None
+        assert self.listener is not None
         with contextlib.suppress(OSError):
-            link, _ = self.listening.accept()
-            if same_user(link):
-                self._added(link, guest=False)
+            link, _ = self.listener.accept()
+            if is_same_user(link):
+                self._add_peer(link, guest=False)
             else:
                 link.close()
 
     def _read(self, peer: Peer) -> list[tuple[Peer, Packet | None]]:
         try:
             return [(peer, message) for message in peer.read()]
-        except (OSError, EOFError, Stranger):
-            proven = peer.proven
+        except (OSError, EOFError, AuthenticationError):
+            proven = peer.is_authenticated
             self.close(peer)
-            return [(peer, None)] if proven or peer.guest else []
+            return [(peer, None)] if proven or peer.is_guest else []
 
-    def _written(self, peer: Peer) -> bool:
-        """Whether the peer is still there, after what can be sent was."""
+    def _flush_peer(self, peer: Peer) -> bool:
+        """Send the bytes that the socket accepts; return whether the peer is still connected."""
         if peer not in self.peers:
             return True
         try:
@@ -211,7 +214,7 @@ class Hub:
         except OSError:
             self.close(peer)
             return False
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
         self.selector.modify(peer.link, events, peer)
         return True
 
@@ -222,16 +225,16 @@ class Hub:
             peer.link.close()
 
     def flush(self, peers: Iterable[Peer], seconds: float = 60.0) -> None:
-        """Send these all that is meant for them, for so long at most."""
+        """Send all queued messages to these peers, for at most `seconds`."""
         end = time.monotonic() + seconds
         left = [peer for peer in peers if peer in self.peers]
         while time.monotonic() < end:
-            left = [peer for peer in left if self._written(peer) and peer.out]
+            left = [peer for peer in left if self._flush_peer(peer) and peer.outbox]
             if not left:
                 break
             time.sleep(0.001)
 
-    def shut(self) -> None:
+    def close_all(self) -> None:
         for peer in [*self.peers]:
             self.close(peer)
         self.selector.close()

@@ -1,12 +1,11 @@
-"""The life of a process that plait forks: it ends with its parent, leaves signals to it, and never returns into its code.
+"""Life cycle of a process that plait forks: it ends with its parent, ignores stop signals, and never returns into the parent's code.
 
-[Note: Companion]
-A process that a rank starts, for work that must neither delay nor end training.
+[Note: Companion] A process that a rank starts for work that must neither delay nor end training.
 
-It is a new Python, not a fork: none of the rank's threads, sockets and locks are in it, and a package that it imports can crash
-it alone. Its output goes to a file; lines for the user go through a pipe, which the rank reads between steps without waiting.
-Its session is its own, so Ctrl-C in the terminal does not reach it. It ends after the rank has closed its standard input, which
-the system does if the rank dies.
+It is a new Python process and not a fork, so it has none of the rank's threads, sockets and locks. A package that crashes it does not crash
+the rank. Its output goes to a file. Lines for the user go through a pipe, which the rank reads between steps without waiting. It has its
+own session, so Ctrl-C in the terminal does not reach it. It ends after the rank has closed its standard input, which the system does if the
+rank dies.
 """
 
 import contextlib
@@ -22,16 +21,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, NoReturn
 
-from plait.launch.stopping import REQUESTS
+from plait.launch.stopping import STOP_SIGNALS
 
 
-def live(work: Callable[[], int], parent: int) -> NoReturn:
-    """Do `work` in a process that `parent` has just forked, and end with the status that it returns; 1 when it raises."""
+def run_child(work: Callable[[], int], parent: int) -> NoReturn:
+    """Run `work` in a process that `parent` has just forked, and exit with the status that it returns, or 1 if it raises."""
     die_with_parent()
     status = 1
     with contextlib.suppress(BaseException):
         if os.getppid() == parent:
-            for number in REQUESTS:
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             status = work()
     for stream in (sys.stdout, sys.stderr):
@@ -40,18 +39,18 @@ def live(work: Callable[[], int], parent: int) -> NoReturn:
     os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
 
 
-def environment_with(folder: Path) -> dict[str, str]:
-    """This process's environment, with a folder in front of Python's path."""
+def prepend_python_path(folder: Path) -> dict[str, str]:
+    """Return this process's environment with a folder at the front of PYTHONPATH."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when its parent ends (Linux)."""
+    """Have the kernel send this process a signal when its parent ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)
 
 
-LAST = 600.0
+EXIT_GRACE_S = 600.0
 """Seconds after the end of its work in which a companion must exit; then it is killed."""
 
 
@@ -68,20 +67,20 @@ class Companion:
                 [sys.executable, "-c", code, module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
                 bufsize=0, start_new_session=True, env={**os.environ, **environment},
             )  # fmt: skip
-        self._input, self._output = _pipe(self.process.stdin), _pipe(self.process.stdout)
+        self._input, self._output = _require_pipe(self.process.stdin), _require_pipe(self.process.stdout)
         os.set_blocking(self._output.fileno(), False)
         self._rest = b""
 
     def read_lines(self) -> list[str]:
-        """The lines for the user since the last call."""
+        """Return the lines for the user since the last call."""
         while data := self._output.read(65536):
             self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         return [line.decode("utf-8", "replace") for line in lines]
 
     def finish(self, word: str) -> None:
-        """End its work; `word` says how the run ended."""
-        with contextlib.suppress(OSError, ValueError):  # it has exited, or was told before
+        """End its work; `word` is the outcome of the run."""
+        with contextlib.suppress(OSError, ValueError):  # it has exited, or has been finished before
             self._input.write(word.encode())
             self._input.close()
 
@@ -92,28 +91,28 @@ class Companion:
             self.process.returncode = 0  # so that subprocess does not warn of a process that is still running
 
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+def _require_pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
 
 
 class EndOfWork(threading.Event):
-    """Is set once the rank has ended the work, or died. `word`: what the rank gave to `finish`; empty if it died."""
+    """Set once the rank has ended the work, or has died. `word`: the argument of `finish`; empty if the rank died."""
 
     word = b""
 
     def listen(self) -> None:
-        """Read standard input to its end. `LAST` seconds later, end this process, whatever a library waits for."""
+        """Read standard input to its end. `EXIT_GRACE_S` seconds later, exit, even if a library still waits."""
         while data := os.read(0, 64):
             self.word += data
         self.set()
-        time.sleep(LAST)
+        time.sleep(EXIT_GRACE_S)
         os._exit(1)
 
 
 def live_as_companion() -> None:
-    """The process of a companion, from its first line to its last."""
-    for number in REQUESTS:  # its rank decides when it ends
+    """Run the process of a companion."""
+    for number in STOP_SIGNALS:  # its rank decides when it ends
         signal.signal(number, signal.SIG_IGN)
     lines, end = os.dup(1), EndOfWork()
     os.dup2(2, 1)
@@ -128,6 +127,6 @@ def live_as_companion() -> None:
     import_module(sys.argv[1]).main(end, say, *sys.argv[2:])
 
 
-def variables(*names: str) -> dict[str, str]:
-    """Those of the environment variables that are set, and not empty."""
+def read_variables(*names: str) -> dict[str, str]:
+    """Return these environment variables, as far as they are set and not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -1,15 +1,15 @@
-"""Whether ranks that are forked from this process could compute: found out before the fork, since nothing of it shows in this process.
+"""Check before a fork whether the forked ranks could compute. The obstacles are invisible in this process.
 
-Four things spoil a process for forking. torch.cuda was used here: its context is lost in a fork. The CUDA runtime was only asked
-something, such as `torch.cuda.is_available()`: that starts the driver, which is lost too, and torch marks the forks. A library beside
-torch (CuPy, JAX, Numba) has started the driver. Or autograd has threads for devices, since a backward pass has run where torch sees
-a device: a fork has none of them, and waits for them or raises.
+Four actions make a process unusable for forking. First, it used torch.cuda, whose context is lost in a fork. Second, it called the CUDA
+runtime, for example through `torch.cuda.is_available()`: this starts the driver, which is lost too, and torch marks the forks. Third,
+another library (CuPy, JAX, Numba) started the driver. Fourth, a backward pass ran with a visible device, so autograd has threads for
+devices. A fork has none of these threads, and waits for them or raises.
 
-NVML may be asked before a fork. It opens the same files of the system as the driver does (/dev/nvidia-uvm since NVIDIA's driver 580),
-so open files tell nothing: the driver itself is asked.
+NVML calls are safe before a fork. NVML opens the same device files as the driver (/dev/nvidia-uvm since NVIDIA's driver 580), so open files
+prove nothing, and the driver itself is queried.
 
-Libraries ask for a device's properties when they are imported (torch's `has_triton`, by torchao), which would start CUDA. While ranks
-are still to be forked, another fork answers.
+Libraries query a device's properties when they are imported (torch's `has_triton`, by torchao), which would start CUDA. Until ranks are
+forked, another fork runs these queries.
 """
 
 import contextlib
@@ -25,40 +25,45 @@ from types import SimpleNamespace
 from typing import Any
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-DRIVER = "libcuda.so.1"
-ASKED = ("get_device_properties", "current_device")
-"""What of torch.cuda a fork answers. torch's other questions about a device's kind ask these."""
-AUTOGRAD = "pt_autograd_"
-"""How the names of autograd's threads for devices begin."""
+DRIVER_LIBRARY = "libcuda.so.1"
+FORK_ANSWERED = ("get_device_properties", "current_device")
+"""Functions of torch.cuda that run in a fork. torch's other queries of a device's kind use these."""
+AUTOGRAD_PREFIX = "pt_autograd_"
+"""Prefix of the names of autograd's threads for devices."""
 
 
-def stay() -> None:
-    """Let `torch.cuda.is_available()` ask NVML instead of the CUDA runtime, unless the user chose: a job file that asks leaves
-    this process forkable. Where whoever started it ignores SIGCHLD, nobody could wait for a fork: then it is no longer ignored."""
+def keep_forkable() -> None:
+    """Make `torch.cuda.is_available()` use NVML instead of the CUDA runtime, unless the user chose.
+
+    A job file that calls it then leaves this process forkable. If SIGCHLD is ignored, its default is restored, because no fork could be waited
+    for otherwise.
+    """
     os.environ.setdefault(NVML_CHECK, "1")
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def answer_by_forks() -> None:
-    """From here on a fork answers what is asked about devices, until CUDA is used here. What is forked later asks for itself. For a process
-    that ends with the command: what counts on a question to start CUDA, as `reset_peak_memory_stats` does, fails."""
+    """From now on run device queries in forks, until CUDA is used here. Processes forked later run their own queries.
+
+    Only for a process that ends with the command: code that relies on a query to start CUDA, as `reset_peak_memory_stats` does, fails.
+    """
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
         return
-    for name in ASKED:
+    for name in FORK_ANSWERED:
         plain = getattr(torch.cuda, name)
         if getattr(plain, "process", None) != os.getpid():
-            setattr(torch.cuda, name, _by_fork(plain, os.getpid()))
+            setattr(torch.cuda, name, _wrap_query(plain, os.getpid()))
 
 
 @contextlib.contextmanager
-def answered_by_forks() -> Iterator[None]:
-    """Inside, forks answer; afterwards this process asks again."""
+def use_fork_answers() -> Iterator[None]:
+    """Inside, device queries run in forks; afterwards in this process."""
     import torch
 
-    plain = {name: getattr(torch.cuda, name) for name in ASKED}
+    plain = {name: getattr(torch.cuda, name) for name in FORK_ANSWERED}
     answer_by_forks()
     try:
         yield
@@ -67,7 +72,7 @@ def answered_by_forks() -> Iterator[None]:
             setattr(torch.cuda, name, ask)
 
 
-def _by_fork(plain: Callable[..., Any], process: int) -> Callable[..., Any]:
+def _wrap_query(plain: Callable[..., Any], process: int) -> Callable[..., Any]:
     import torch
 
     known = dict[str, Any]()
@@ -78,7 +83,7 @@ def _by_fork(plain: Callable[..., Any], process: int) -> Callable[..., Any]:
             return plain(*args, **options)
         key = repr((args, options))
         if key not in known:
-            values = _in_a_fork(lambda: _plain_values(plain(*args, **options)))
+            values = _run_in_fork(lambda: _extract_plain_values(plain(*args, **options)))
             known[key] = SimpleNamespace(**values) if isinstance(values, dict) else values
         return plain(*args, **options) if known[key] is None else known[key]
 
@@ -86,16 +91,16 @@ def _by_fork(plain: Callable[..., Any], process: int) -> Callable[..., Any]:
     return ask
 
 
-def _plain_values(found: object) -> int | dict[str, int | float | str]:
-    """A number, or an object's attributes that are numbers or words: torch's own object stays in its process."""
+def _extract_plain_values(found: object) -> int | dict[str, int | float | str]:
+    """Return an integer, or the attributes of an object that are numbers or strings. torch's object stays in its process."""
     if isinstance(found, int):
         return found
     values = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
     return {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
 
 
-def _in_a_fork(ask: Callable[[], Any]) -> Any:
-    """What a fork of this process finds, a JSON value; None where it raises."""
+def _run_in_fork(ask: Callable[[], Any]) -> Any:
+    """Return the JSON result of a function that runs in a fork of this process; None if it raises."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -111,48 +116,51 @@ def _in_a_fork(ask: Callable[[], Any]) -> Any:
     return json.loads(answer) if answer else None
 
 
-def spoilt(on_devices: bool = False) -> str:
-    """Why ranks that are forked now could not compute, or nothing. `on_devices`: they are to use devices, and not the CPU alone."""
+def find_fork_obstacle(on_devices: bool = False) -> str:
+    """Return the reason why ranks forked now could not compute; empty if they can.
+
+    `on_devices`: the ranks use devices, and not only the CPU.
+    """
     import torch
 
     if torch.cuda.is_initialized():
-        return "this process has used CUDA, which its copies could not"
-    threads = autograd_threads()
+        return "this process has used CUDA, which its forks cannot use"
+    threads = list_autograd_threads()
     if threads:
-        return f"autograd has threads for devices here ({', '.join(threads)}), which its copies would lack: a backward pass has run"
+        return f"autograd has threads for devices here ({', '.join(threads)}), which its forks lack: a backward pass has run"
     if not on_devices:
         return ""
-    if driver_started():
-        return "something in this process has started the CUDA driver, which its copies could not use"
-    if _fork_is_marked():
-        return "something in this process has asked the CUDA runtime, such as torch.cuda.is_available(): its copies could not use CUDA"
+    if is_driver_started():
+        return "this process has started the CUDA driver, which its forks cannot use"
+    if _is_fork_marked():
+        return "this process has called the CUDA runtime, such as torch.cuda.is_available(): its forks cannot use CUDA"
     return ""
 
 
-def autograd_threads() -> list[str]:
-    """The names of autograd's threads for devices in this process, as far as the system says."""
-    names = (_read(path) for path in Path("/proc/self/task").glob("*/comm"))
-    return sorted(name for name in names if name.startswith(AUTOGRAD))
+def list_autograd_threads() -> list[str]:
+    """Return the names of autograd's threads for devices in this process, as far as the system lists them."""
+    names = (_read_thread_name(path) for path in Path("/proc/self/task").glob("*/comm"))
+    return sorted(name for name in names if name.startswith(AUTOGRAD_PREFIX))
 
 
-def _read(path: Path) -> str:
+def _read_thread_name(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:  # the thread has ended
         return ""
 
 
-def driver_started() -> bool:
-    """Whether something in this process has started the CUDA driver. Asking does not start it, nor load its library."""
+def is_driver_started() -> bool:
+    """Whether this process has started the CUDA driver. The check neither starts the driver nor loads its library."""
     try:
-        driver = ctypes.CDLL(DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:  # nobody has loaded it
+        driver = ctypes.CDLL(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:  # it is not loaded
         return False
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
-def _fork_is_marked() -> bool:
-    """Whether torch refuses CUDA to a fork of this process: one that does nothing else tells."""
-    from plait.tensors.torch_private import cuda_lost
+def _is_fork_marked() -> bool:
+    """Whether torch rejects CUDA in a fork of this process. Only a test fork shows it."""
+    from plait.tensors.torch_private import is_cuda_lost
 
-    return bool(_in_a_fork(cuda_lost))
+    return bool(_run_in_fork(is_cuda_lost))

@@ -1,16 +1,17 @@
-"""The gate before a job's store: torch's store lets in anyone who connects, so nobody connects to it but this.
+"""Authentication for a job's store. torch's store accepts every connection, so it is reachable only through the gate.
 
-On the machine of number 0 the gate listens on one interface, and asks whoever comes for a proof that it knows the job's key. On loopback,
-where the processes of the job come to the store, it asks the system who they are: only this user's are let in. On every other machine a
-tunnel listens on loopback, with the same question, and passes what comes through the gate. Gate and guest both prove it: who has taken the
-port of another job's gate is found out too. Gate and tunnel are processes of their own, which end with the one that made them.
+On node 0 the gate listens on one interface, and requires a proof that a peer has the job's key. Processes of the job on node 0 connect over
+loopback, where the operating system identifies them: only this user's processes are admitted. On every other node a tunnel listens on
+loopback, with the same check, and forwards connections through the gate. Gate and guest authenticate each other, so a program on the port
+of another job's gate is detected. Gate and tunnel are separate processes, which end with the process that started them.
 
-The proof is HMAC-SHA256 over numbers that both sides drew: nothing that was listened to can be used again.
+The proof is an HMAC-SHA256 over nonces of both sides, so recorded proofs cannot be replayed.
 
-The key of a job: who does not know it does not join. Every process makes it from a secret that all of a user's machines share.
+A process must have the job's key to join. The key is derived from a secret that all of a user's machines share, and from the job's ID, so
+the key of one job does not admit to another.
 
-The secret is PLAIT_SECRET, or else the user's own file, which the first run makes: ~/.config/plait/secret. Machines that share
-home folders share that too. A job's key is made of the secret and the job's number, so that one job does not open another.
+The secret is PLAIT_SECRET, or else the user's file ~/.config/plait/secret, which the first run creates. Machines with a shared home folder
+share that file.
 """
 
 import asyncio
@@ -29,209 +30,209 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.files import read_plain
+from plait.config.files import read_plain_file
 from plait.launch import limits
-from plait.launch.child import live
-from plait.launch.loopback import GuardedStore, same_user
+from plait.launch.child import run_child
+from plait.launch.loopback import GuardedStore, is_same_user
 
 GREETING = b"plait-gate-1\n"
 NONCE = PROOF = 32
-NO = bytes(PROOF)
-"""In place of a gate's proof: the guest's is wrong. A gate that has no room closes the connection without a word."""
-KNOCKING = 5.0
-"""Seconds in which who has connected must have proved that it knows the key."""
-UNHEARD = 20.0
-"""Seconds after which a connection is broken on which nothing that is sent is acknowledged; and for which a tunnel tries a gate."""
-WAITING = 256
-"""Connections that have not yet proved it. For a further one the oldest goes, of the address that has most."""
+REJECTED = bytes(PROOF)
+"""Sent instead of a gate's proof if the guest's proof is wrong. A gate that is full closes the connection without a message."""
+AUTH_TIMEOUT = 5.0
+"""Seconds within which a peer must authenticate."""
+ACK_TIMEOUT = 20.0
+"""Seconds after which a connection without acknowledgments is closed, and for which a tunnel retries a gate."""
+MAX_PENDING = 256
+"""Maximum number of unauthenticated connections. A further one evicts the oldest, from the address with the most."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Way = Callable[[Streams], AbstractAsyncContextManager[Streams]]
-"""Opens the other half of a connection, and closes it. Raises `Stranger` when the connection is refused."""
+Opener = Callable[[Streams], AbstractAsyncContextManager[Streams]]
+"""Opens the other half of a connection, and closes it. Raises `AuthenticationError` if the connection is rejected."""
 
 
-class Stranger(Exception):
-    """The other side does not know the job's key, is no gate, or is another user."""
+class AuthenticationError(Exception):
+    """The peer does not have the job's key, is not a gate, or belongs to another user."""
 
 
 @dataclass(frozen=True)
-class _Door:
-    """Where connections come from, and where they lead."""
+class _Route:
+    """A listening socket, and the opener of the connections' other half."""
 
-    listening: socket.socket
-    way: Way
+    listener: socket.socket
+    opener: Opener
 
 
-def stand(listening: socket.socket, key: bytes) -> int:
-    """Start a store, and the gate that leads to it; returns the store's port on this machine. Closes `listening` here."""
-    local = limits.listening()
+def start_gate(listening: socket.socket, key: bytes) -> int:
+    """Start a store and its gate; return the store's port on this node. Closes `listening` here."""
+    local = limits.open_loopback_socket()
 
-    def doors() -> list[_Door]:
+    def make_routes() -> list[_Route]:
         store = GuardedStore()
 
         @contextlib.asynccontextmanager
         async def to_store() -> AsyncIterator[Streams]:
-            with store.connected() as link:
+            with store.open_connection() as link:
                 yield await asyncio.open_connection(sock=link)
 
         @contextlib.asynccontextmanager
-        async def proven(streams: Streams) -> AsyncIterator[Streams]:
-            await asyncio.wait_for(_admit(streams, key), KNOCKING)
+        async def open_authenticated(streams: Streams) -> AsyncIterator[Streams]:
+            await asyncio.wait_for(_authenticate_guest(streams, key), AUTH_TIMEOUT)
             async with to_store() as other:
                 yield other
 
         @contextlib.asynccontextmanager
-        async def own(streams: Streams) -> AsyncIterator[Streams]:
+        async def open_same_user(streams: Streams) -> AsyncIterator[Streams]:
             _check_user(streams)
             async with to_store() as other:
                 yield other
 
-        return [_Door(listening, proven), _Door(local, own)]
+        return [_Route(listening, open_authenticated), _Route(local, open_same_user)]
 
-    return _start(doors, local, listening)
+    return _start_forwarder(make_routes, local, listening)
 
 
-def tunnel(host: str, port: int, key: bytes) -> int:
-    """Start a tunnel to a gate, and return the port on which this machine's processes find it."""
-    local = limits.listening()
+def start_tunnel(host: str, port: int, key: bytes) -> int:
+    """Start a tunnel to a gate, and return its port for this node's processes."""
+    local = limits.open_loopback_socket()
 
     @contextlib.asynccontextmanager
-    async def outwards(streams: Streams) -> AsyncIterator[Streams]:
+    async def open_gate(streams: Streams) -> AsyncIterator[Streams]:
         _check_user(streams)
-        other = await _patiently(host, port, key)
+        other = await _retry_connect(host, port, key)
         try:
             yield other
         finally:
             other[1].close()
 
-    return _start(lambda: [_Door(local, outwards)], local)
+    return _start_forwarder(lambda: [_Route(local, open_gate)], local)
 
 
-async def through(host: str, port: int, key: bytes) -> Streams:
-    """A connection to the store behind a gate. Raises `Stranger`, and OSError or TimeoutError when nobody is there."""
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), KNOCKING)
+async def connect_gate(host: str, port: int, key: bytes) -> Streams:
+    """Connect to the store behind a gate. Raises `AuthenticationError`, or OSError or TimeoutError if no gate answers."""
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), AUTH_TIMEOUT)
     try:
-        await asyncio.wait_for(_prove((reader, writer), key), KNOCKING)
-    except (Stranger, OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+        await asyncio.wait_for(_authenticate_to_gate((reader, writer), key), AUTH_TIMEOUT)
+    except (AuthenticationError, OSError, asyncio.IncompleteReadError, TimeoutError) as error:
         writer.close()
         if isinstance(error, ConnectionError):
             raise
-        raise Stranger(f"{type(error).__name__}: {error}") from error
+        raise AuthenticationError(f"{type(error).__name__}: {error}") from error
     return reader, writer
 
 
-async def _patiently(host: str, port: int, key: bytes) -> Streams:
-    """The same, again and again where the gate has no room."""
-    end = asyncio.get_running_loop().time() + UNHEARD
+async def _retry_connect(host: str, port: int, key: bytes) -> Streams:
+    """Connect to a gate, and retry while the gate is full."""
+    end = asyncio.get_running_loop().time() + ACK_TIMEOUT
     while True:
         try:
-            return await through(host, port, key)
+            return await connect_gate(host, port, key)
         except ConnectionError:
             if asyncio.get_running_loop().time() > end:
                 raise
         await asyncio.sleep(0.1)
 
 
-async def _admit(streams: Streams, key: bytes) -> None:
+async def _authenticate_guest(streams: Streams, key: bytes) -> None:
     reader, writer = streams
     mine = secrets.token_bytes(NONCE)
     writer.write(GREETING + mine)
     said = await reader.readexactly(NONCE + PROOF)
     theirs, proof = said[:NONCE], said[NONCE:]
-    if not hmac.compare_digest(proof, proof_of(key, b"guest", mine + theirs)):
-        writer.write(NO)
+    if not hmac.compare_digest(proof, compute_proof(key, b"guest", mine + theirs)):
+        writer.write(REJECTED)
         await writer.drain()
-        raise Stranger("it does not know the key")
-    writer.write(proof_of(key, b"gate", mine + theirs))
+        raise AuthenticationError("the peer does not have the key")
+    writer.write(compute_proof(key, b"gate", mine + theirs))
     await writer.drain()
 
 
-async def _prove(streams: Streams, key: bytes) -> None:
+async def _authenticate_to_gate(streams: Streams, key: bytes) -> None:
     reader, writer = streams
     try:
         greeting = await reader.readexactly(len(GREETING))
     except asyncio.IncompleteReadError as error:
         if error.partial:
             raise
-        raise ConnectionResetError("it closed the connection before it greeted") from None
+        raise ConnectionResetError("the peer closed the connection before its greeting") from None
     if greeting != GREETING:
-        raise Stranger("something else listens there")
+        raise AuthenticationError("another program listens there")
     theirs, mine = await reader.readexactly(NONCE), secrets.token_bytes(NONCE)
-    writer.write(mine + proof_of(key, b"guest", theirs + mine))
+    writer.write(mine + compute_proof(key, b"guest", theirs + mine))
     try:
         proof = await reader.readexactly(PROOF)
     except asyncio.IncompleteReadError:
-        raise ConnectionResetError("it closed the connection before it answered") from None
-    if proof == NO:
-        raise Stranger("it does not accept this machine's key")
-    if not hmac.compare_digest(proof, proof_of(key, b"gate", theirs + mine)):
-        raise Stranger("it does not know the key")
+        raise ConnectionResetError("the peer closed the connection before its proof") from None
+    if proof == REJECTED:
+        raise AuthenticationError("the peer rejects this machine's key")
+    if not hmac.compare_digest(proof, compute_proof(key, b"gate", theirs + mine)):
+        raise AuthenticationError("the peer does not have the key")
 
 
-def proof_of(key: bytes, who: bytes, nonces: bytes) -> bytes:
-    """What shows that one knows the key, to who drew the numbers."""
+def compute_proof(key: bytes, who: bytes, nonces: bytes) -> bytes:
+    """Compute the proof of the key for these nonces. `who`: the side that sends it."""
     return hmac.new(key, who + nonces, hashlib.sha256).digest()
 
 
 def _check_user(streams: Streams) -> None:
-    if not same_user(streams[1].get_extra_info("socket")):
-        raise Stranger("it is another user's")
+    if not is_same_user(streams[1].get_extra_info("socket")):
+        raise AuthenticationError("the peer belongs to another user")
 
 
-def _start(doors: Callable[[], list[_Door]], local: socket.socket, *others: socket.socket) -> int:
-    """Pass connections on in a process of its own, in which the doors are made. Returns the port of `local`; closes all here."""
+def _start_forwarder(doors: Callable[[], list[_Route]], local: socket.socket, *others: socket.socket) -> int:
+    """Start a process that forwards connections, and makes its routes. Returns the port of `local`; closes all sockets here."""
     parent, port = os.getpid(), int(local.getsockname()[1])
 
     def work() -> int:
-        asyncio.run(_serve(doors()))
+        asyncio.run(_serve_routes(doors()))
         return 0
 
-    with limits.forking("the process that passes connections on"):
+    with limits.catch_fork_failure("the process that forwards connections"):
         child = os.fork()
     if child == 0:
-        live(work, parent)
+        run_child(work, parent)
     for one in (local, *others):
         one.close()
     return port
 
 
-async def _serve(doors: list[_Door]) -> None:
-    servers = [await asyncio.start_server(_passing(door.way), sock=door.listening, backlog=1024) for door in doors]
+async def _serve_routes(doors: list[_Route]) -> None:
+    servers = [await asyncio.start_server(_make_handler(door.opener), sock=door.listener, backlog=1024) for door in doors]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
-def _passing(way: Way) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
-    """What is done with each connection of a door."""
+def _make_handler(way: Opener) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """Return the handler of a route's connections."""
     waiting = dict[asyncio.Task[None], str]()
 
-    async def pass_on(streams: Streams) -> None:
+    async def forward_both(streams: Streams) -> None:
         task = asyncio.current_task()
         try:
             async with way(streams) as other:
                 waiting.pop(task, None)  # pyrefly: ignore
                 for _, writer in (streams, other):
-                    _patient(writer)
-                await _either(_pass(streams[0], other[1]), _pass(other[0], streams[1]))
-        except (Stranger, OSError, asyncio.IncompleteReadError, TimeoutError):
+                    _set_ack_timeout(writer)
+                await _run_until_first(_forward_bytes(streams[0], other[1]), _forward_bytes(other[0], streams[1]))
+        except (AuthenticationError, OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
             waiting.pop(task, None)  # pyrefly: ignore
             streams[1].close()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(waiting) >= WAITING:
+        while len(waiting) >= MAX_PENDING:
             crowded = Counter(waiting.values()).most_common(1)[0][0]
             oldest = next(task for task, address in waiting.items() if address == crowded)
             del waiting[oldest]
             oldest.cancel()
         peer = writer.get_extra_info("peername")
-        waiting[asyncio.ensure_future(pass_on((reader, writer)))] = peer[0] if peer else ""
+        waiting[asyncio.ensure_future(forward_both((reader, writer)))] = peer[0] if peer else ""
 
     return connected
 
 
-async def _either(*ways: Coroutine[Any, Any, None]) -> None:
-    """Until one of them ends; then the others end too."""
+async def _run_until_first(*ways: Coroutine[Any, Any, None]) -> None:
+    """Run until one of the coroutines ends; then cancel the others."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -240,48 +241,47 @@ async def _either(*ways: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
 
-def _patient(writer: asyncio.StreamWriter) -> None:
-    """Have the connection broken when nobody acknowledges what is sent: a cable that is pulled out closes nothing, and who
-    asks the store would wait for an answer without end."""
+def _set_ack_timeout(writer: asyncio.StreamWriter) -> None:
+    """Close the connection if sent data is not acknowledged. An unplugged cable closes nothing, and a request to the store would never return."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNHEARD))
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * ACK_TIMEOUT))
 
 
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
 
 
-SHORTEST, LONGEST = 16, 4096
-"""Characters of a secret."""
+MIN_SECRET, MAX_SECRET = 16, 4096
+"""Minimum and maximum number of characters of a secret."""
 
 
-def key(job: str) -> bytes:
-    """32 bytes. L008 when the secret is too short, or others can read the file it is in."""
+def make_job_key(job: str) -> bytes:
+    """Derive the 32-byte key of a job. Raises L008 if the secret is too short, or if other users can read its file."""
     said = os.environ.get("PLAIT_SECRET")
-    secret = said if said is not None else _kept(_file())
-    if len(secret) < SHORTEST:
-        where = "PLAIT_SECRET" if said is not None else str(_file())
-        what = f"the secret in {where} has {len(secret)} characters: at least {SHORTEST} make one that is not guessed"
+    secret = said if said is not None else _read_or_make_secret(_find_secret_file())
+    if len(secret) < MIN_SECRET:
+        where = "PLAIT_SECRET" if said is not None else str(_find_secret_file())
+        what = f"the secret in {where} has {len(secret)} characters; the minimum is {MIN_SECRET}"
         raise PlaitError(
             Problem("L008", what, fix=("export PLAIT_SECRET=$(openssl rand -hex 16)    the same on all machines",))
         )
     return hmac.new(secret.encode("utf-8", "surrogateescape"), f"plait {job}".encode(), hashlib.sha256).digest()
 
 
-def whence() -> str:
-    """Where this machine has its secret from, in words."""
-    return "PLAIT_SECRET" if "PLAIT_SECRET" in os.environ else str(_file())
+def describe_secret_source() -> str:
+    """Describe the source of this machine's secret."""
+    return "PLAIT_SECRET" if "PLAIT_SECRET" in os.environ else str(_find_secret_file())
 
 
-def _file() -> Path:
+def _find_secret_file() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "plait" / "secret"
 
 
-def _kept(path: Path) -> str:
-    """What the file says. It is made where there is none: whole at once, so that of several processes one makes it."""
+def _read_or_make_secret(path: Path) -> str:
+    """Read the secret file, or create it atomically, so that exactly one of several processes creates it."""
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -293,14 +293,14 @@ def _kept(path: Path) -> str:
                 os.link(draft, path)
             draft.unlink()
         facts = path.stat()
-        text = read_plain(path, LONGEST).decode().strip()
+        text = read_plain_file(path, MAX_SECRET).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        what = f"the secret that keeps strangers out of a job cannot be kept in {path}"
+        what = f"the secret that authenticates a job's processes cannot be stored in {path}"
         raise PlaitError(
             Problem("L008", what, why=str(error), fix=("export PLAIT_SECRET=<the same on all machines>",))
         ) from error
     if facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        what = f"others can read {path}, in which the secret is that keeps strangers out of a job"
+        what = f"other users can read {path}, the secret that authenticates a job's processes"
         raise PlaitError(
             Problem("L008", what, why=f"its mode is {stat.filemode(facts.st_mode)}", fix=(f"chmod 600 {path}",))
         )

@@ -1,6 +1,6 @@
-"""Process groups beside one that somebody else made: where that takes no tensors of the host, as NCCL alone does, gloo takes them.
+"""Process groups in addition to an existing one. If that one takes no host tensors, as with NCCL alone, gloo handles them.
 
-Ray Train, and many a program, makes a group of NCCL before it calls plait, which also sends small tensors of the host.
+Ray Train and other programs make an NCCL group before they call plait, which also sends small host tensors.
 """
 
 from typing import Any
@@ -9,26 +9,28 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def of_all() -> ProcessGroup:
-    """The group of all ranks that exists; or one of the same ranks that also takes tensors of the host. All ranks call it."""
-    world = dist.group.WORLD if backend() is None else new_group(None)
+def get_world_group() -> ProcessGroup:
+    """Return the existing group of all ranks, or a new group of the same ranks that also takes host tensors. All ranks call it."""
+    world = dist.group.WORLD if choose_backend() is None else new_group(None)
     assert isinstance(world, ProcessGroup)
     return world
 
 
 def new_group(ranks: list[int] | None, **settings: Any) -> object:
-    """`dist.new_group`, of which the groups take tensors of the host."""
-    return dist.new_group(ranks, backend=backend(), **settings)
+    """`dist.new_group` with support for host tensors."""
+    return dist.new_group(ranks, backend=choose_backend(), **settings)
 
 
-def backend() -> str | None:
-    """What groups beside the one that exists need as theirs; None: the same as that one."""
+def choose_backend() -> str | None:
+    """Return the backend for new groups; None: the backend of the existing group."""
     there = dist.get_backend_config()
     return None if "cpu:" in there else f"cpu:gloo,{there}"
 
 
-def backend_of_meshes() -> str | None:
-    """The same for `DeviceMesh`, which splits the communicator of a group that has a device into groups without those of the host,
-    unless it is told a backend of all devices."""
+def choose_mesh_backend() -> str | None:
+    """Return the backend for a `DeviceMesh`.
+
+    If a group is bound to a device, `DeviceMesh` splits its communicator into groups without host tensors, unless a backend is given.
+    """
     bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
-    return backend() or (str(dist.get_backend_config()) if bound else None)
+    return choose_backend() or (str(dist.get_backend_config()) if bound else None)

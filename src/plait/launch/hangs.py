@@ -1,31 +1,29 @@
-"""Which rank hangs: the launcher's view of ranks that say nothing for a while.
+"""Find the rank that hangs, from the launcher's observation of ranks that make no progress.
 
-A rank that is slow must not be ended, and one that is dead must be found. Silence alone does not tell them apart, so
-the launcher looks closer at a rank that has been silent: does its process tree use processor, disk or network, where is
-its Python stack, and do the others wait for it? From that it does two things at two times.
+A slow rank must not be ended, and a hung one must be found. Missing progress alone does not distinguish them. So the launcher observes a
+silent rank: whether its process tree uses CPU, disk or network, its Python stack, and whether the other ranks wait for it. It then acts in
+two stages.
 
-It *names* such a rank after a while (`NAMED`; of one that computes its processor time counts, for a busy machine makes any rank slow):
-which step and phase, the user's line, whether it computes or sleeps, who waits for it; its stack goes to its log. Nothing is ended by that.
+First it *reports* the rank after `REPORT_AFTER`: step and phase, the user's line, busy or idle, and the ranks that wait for it. The rank's
+stack goes to its log. For a busy rank the CPU time counts, because a busy machine makes every rank slow. A report ends nothing.
 
-It *ends* the run late, and the sooner the surer it is (`limit`). All others wait in a collective that this rank has not
-entered, in a phase that took the others next to no time: a few seconds. It reads, saves or compiles, which may take
-minutes at any moment: ten minutes without using anything, an hour when it is at work. Every limit grows with what the
-same phase took before, on any rank; `--hang-timeout` overrules all of them. A rank that a signal has stopped is ended for
-after `STOPPED`.
+Later it *ends* the run, after a limit that depends on the evidence (`compute_limit`). If all others wait in a collective that this rank has
+not entered, in a phase that the others passed quickly, the limit is a few seconds. While a rank reads, saves or compiles, it is ten minutes
+for an idle rank and an hour for a busy one. Every limit grows with the slowest duration of the same phase, on any rank; `--hang-timeout`
+replaces all limits. A rank that a signal has stopped ends the run after `STOPPED_LIMIT`.
 
-The host of a GPU queues work and then waits for its device, which may compute, or wait in a collective for the devices of
-others: from outside these look alike, and the wait may sleep or spin. Such a rank waits, so that it is not blamed beside one
-whose host is elsewhere; but nothing is ended for it before the time that a rank has which computes.
+The host of a GPU queues work and then waits for its device. The device may compute, or wait in a collective for other devices. Both look
+the same from outside, and the wait may sleep or spin. Such a rank counts as waiting, so a rank whose host is elsewhere is blamed first. Its
+own limit is that of a busy rank.
 
-Where a process is: its Python stack, asked for by a signal.
+Python stacks are requested by signals.
 
-A process is asked twice. One signal is answered by Python itself, between two of its instructions, when it sleeps, waits for a
-lock or loops. Who stands in compiled code does not come to that, and is asked by a second signal, which `faulthandler`
-answers at once. It reads the stack as it lies in memory: safe while Python stands still, and not while it runs, when it
-crashed a healthy rank now and then.
+A process gets up to two signals. Python itself answers the first one between two bytecode instructions, if it sleeps, waits for a lock or
+loops. If it is in compiled code, it does not answer, and gets the second signal, which `faulthandler` answers at once. faulthandler reads
+the stack from memory. This is safe while Python stands still; while Python runs, it occasionally crashed a healthy rank.
 
-Each rank writes to a file of its own that the launcher made before the fork. A process that does not catch a signal is not asked: the
-signal would end it.
+Each rank writes to its own file, which the launcher made before the fork. A process without a handler gets no signal, since the signal
+would end it.
 """
 
 import faulthandler
@@ -42,22 +40,22 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from plait.config.library import PLAIT, STANDARD, is_library
-from plait.launch.activity import Activity, activity, stopped
-from plait.launch.progress import BETWEEN, READING, Progress, ProgressBoard
+from plait.config.library import PLAIT_FOLDER, STDLIB_FOLDERS, is_library
+from plait.launch.activity import Activity, is_stopped, read_activity
+from plait.launch.progress import BETWEEN_PHASES, READ_PHASES, Progress, ProgressBoard
 
-_STANDING = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-_RUNNING = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
-"""The signals for those in compiled code, and for those in Python: some that programs do not use, where the system has any."""
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_COMPILED_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+_PYTHON_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+"""Signals for processes in compiled code and in Python; real-time signals that programs rarely use, if the system has any."""
+_FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _LAUNCHER = str(Path(__file__).with_name("fork.py"))
 _COMPILING = (
     "_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/codecache.py", "_inductor/async_compile.py",
     "_inductor/cpp_builder.py", "_functorch/aot_autograd.py", "triton/compiler/",
 )  # fmt: skip
-"""Files of torch that are on the stack while it compiles, and not while compiled code runs."""
-_DEVICE = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("cuda/streams.py", "cuda/__init__.py", "accelerator/__init__.py"))
-"""Files of torch in which a host waits for its device, in functions called `synchronize`."""
+"""Files of torch that are on the stack during compilation, and not while compiled code runs."""
+_DEVICE_FILES = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("cuda/streams.py", "cuda/__init__.py", "accelerator/__init__.py"))
+"""Files of torch whose `synchronize` functions wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -73,99 +71,99 @@ class StackFrame:
 
     @property
     def owner(self) -> str:
-        """Whose code it is: `user`, `plait`, `torch.distributed`, `python`, or `library`."""
-        if self.file.startswith(PLAIT):
+        """Owner of the code: `user`, `plait`, `torch.distributed`, `python`, or `library`."""
+        if self.file.startswith(PLAIT_FOLDER):
             return "plait"
         if f"torch{os.sep}distributed{os.sep}" in self.file:
             return "torch.distributed"
         if "site-packages" in self.file or "dist-packages" in self.file:
             return "library"
-        if self.file.startswith(("<", *STANDARD)):
+        if self.file.startswith(("<", *STDLIB_FOLDERS)):
             return "python"
         return "library" if is_library(self.file) else "user"
 
     @property
-    def awaits_device(self) -> bool:
-        """Whether it is torch's wait for what was queued to a device: for an event, a stream, or all of it."""
-        return self.name == "synchronize" and self.file.endswith(_DEVICE)
+    def is_awaiting_device(self) -> bool:
+        """Whether the call is torch's wait for a device: for an event, a stream, or all queued work."""
+        return self.name == "synchronize" and self.file.endswith(_DEVICE_FILES)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The stack of a process's main thread, innermost call first; empty when the process did not answer."""
+    """Stack of a process's main thread, innermost call first; empty if the process did not answer."""
 
     frames: tuple[StackFrame, ...] = ()
     text: str = ""
 
     @property
     def where(self) -> str:
-        """The innermost line of the user's code, else the innermost line of any but Python's own, and torch's where it waits for a device."""
+        """The innermost line of the user's code, else of a library, else of Python; torch's wait for a device is skipped."""
         for wanted in (("user",), ("library", "plait", "torch.distributed"), ("python",)):
-            found = next((frame for frame in self.frames if frame.owner in wanted and not frame.awaits_device), None)
+            found = next((frame for frame in self.frames if frame.owner in wanted and not frame.is_awaiting_device), None)
             if found:
                 return str(found)
         return ""
 
     @property
-    def communicates(self) -> bool:
-        """Whether the call that has not returned is plait's or torch.distributed's: what waits for others is there."""
+    def is_communicating(self) -> bool:
+        """Whether the innermost call is plait's or torch.distributed's, as while waiting for other ranks."""
         inner = next((f.owner for f in self.frames if f.owner != "python"), "")
         return inner in ("plait", "torch.distributed")
 
     @property
-    def awaits_device(self) -> bool:
-        """Whether the call that has not returned waits for the device."""
+    def is_awaiting_device(self) -> bool:
+        """Whether the innermost call waits for the device."""
         inner = next((f for f in self.frames if f.owner != "python"), None)
-        return inner is not None and inner.awaits_device
+        return inner is not None and inner.is_awaiting_device
 
     @property
-    def asked_by_user(self) -> bool:
-        """Whether the user's own code called torch.distributed, so that waiting is what it wants."""
+    def is_user_collective(self) -> bool:
+        """Whether the user's own code called torch.distributed, so the wait is intended."""
         owners = [f.owner for f in self.frames if f.owner in ("user", "plait", "torch.distributed")]
         caller = next((owner for owner in owners if owner != "torch.distributed"), "")
         return owners[:1] == ["torch.distributed"] and caller == "user"
 
     @property
-    def compiles(self) -> bool:
+    def is_compiling(self) -> bool:
         return any(part in frame.file for frame in self.frames for part in _COMPILING)
 
 
 class Stacks:
-    """The files that ranks write their stacks to, one each: an answer that comes late is no other rank's. Make it before the fork."""
+    """Files for the ranks' stacks, one per rank, so that a late answer goes to the right rank. Create it before the fork."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._files = {rank: self._file() for rank in ranks}
+        self._files = {rank: self._make_file() for rank in ranks}
 
     @staticmethod
-    def _file() -> IO[bytes]:
+    def _make_file() -> IO[bytes]:
         in_memory = hasattr(os, "memfd_create")  # Linux: also when the disk is full
         file = os.fdopen(os.memfd_create("plait-stacks"), "rb+") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)  # whoever has which offset
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)  # independent of the writer's file offset
         return file
 
-    def answer(self, rank: int) -> None:
-        """From now on this process, which is that of a rank, writes its stack when asked.
+    def install_handlers(self, rank: int) -> None:
+        """Install handlers in this rank's process that write its stack.
 
-        Only that of the main thread: reading the stack of a thread that runs on may crash.
+        Only the main thread's stack is written, because reading the stack of a running thread may crash.
         """
         end = self._files[rank].fileno()
 
-        def tell(number: int, frame: FrameType | None) -> None:
+        def write_stack(number: int, frame: FrameType | None) -> None:
             lines = [_HEADER]
             while frame is not None:
                 lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
                 frame = frame.f_back
             os.write(end, ("\n".join(lines) + "\n").encode(errors="replace"))
 
-        signal.signal(_RUNNING, tell)
-        signal.siginterrupt(_RUNNING, False)  # compiled code need not know that its read was interrupted
-        faulthandler.register(_STANDING, file=end, all_threads=False)
+        signal.signal(_PYTHON_SIGNAL, write_stack)
+        signal.siginterrupt(_PYTHON_SIGNAL, False)  # so that no read in compiled code fails with EINTR
+        faulthandler.register(_COMPILED_SIGNAL, file=end, all_threads=False)
 
-    def ask(self, rank: int, pid: int, patience: float = 0.5) -> Stack:
-        """The stack of a rank's process. Empty when it does not catch the signals, or cannot run."""
+    def request_stack(self, rank: int, pid: int, patience: float = 0.5) -> Stack:
+        """Return the stack of a rank's process; empty if it has no handlers, or cannot run."""
         end = self._files[rank].fileno()
         os.ftruncate(end, 0)
-        return parse(_answered(end, pid, _RUNNING, patience) or _answered(end, pid, _STANDING, patience))
+        return parse_stack(_signal_and_read(end, pid, _PYTHON_SIGNAL, patience) or _signal_and_read(end, pid, _COMPILED_SIGNAL, patience))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -173,12 +171,12 @@ class Stacks:
 
 
 _HEADER = "Stack (most recent call first):"
-"""As faulthandler has it."""
+"""First line of a stack, as faulthandler writes it."""
 
 
-def _answered(end: int, pid: int, number: int, patience: float) -> str:
-    """What a process writes when it gets the signal."""
-    if not _catches(pid, number):
+def _signal_and_read(end: int, pid: int, number: int, patience: float) -> str:
+    """Return the stack that a process writes on a signal; empty without an answer."""
+    if not _has_handler(pid, number):
         return ""
     os.kill(pid, number)
     text, ends = "", time.monotonic() + patience
@@ -190,18 +188,15 @@ def _answered(end: int, pid: int, number: int, patience: float) -> str:
     return text[text.rfind(_HEADER) :] if _HEADER in text else ""
 
 
-def parse(text: str) -> Stack:
-    """A stack as faulthandler prints it.
-
-    What called the launcher is not part of it: a script or a notebook, which is nobody's training.
-    """
-    matches = (_FRAME.match(line) for line in text.splitlines())
+def parse_stack(text: str) -> Stack:
+    """Parse a stack in faulthandler's format, without the frames that called the launcher (a script or a notebook)."""
+    matches = (_FRAME_LINE.match(line) for line in text.splitlines())
     frames = (StackFrame(m["file"], m["line"], m["name"]) for m in matches if m)
     return Stack(tuple(takewhile(lambda frame: frame.file != _LAUNCHER, frames)), text)
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal. Only Linux says; elsewhere it is believed."""
+def _has_handler(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal. Systems other than Linux do not show it; there the answer is True."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -210,279 +205,285 @@ def _catches(pid: int, number: int) -> bool:
     return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
-STOPPED = 2.0
-"""Seconds a process may be in the stopped state (SIGSTOP, a debugger) before the run is ended."""
-LOOK, STACK, NAMED = 3.0, 8.0, 30.0
-"""Seconds of silence after which the launcher looks at what a rank uses, and at its stack, and after which it names it."""
-AGAIN = 4.0
-"""A rank is named again once it has been silent this many times as long; and first, this many times the slowest seen."""
-AWAITED, AWAITED_BUSY = 10.0, 12.0
-"""Seconds for which all others may wait for a rank that uses nothing, and for one that computes: if it has had a processor for as long."""
-IDLE, BUSY, FIRST = 120.0, 300.0, 3600.0
-"""Seconds without progress where nobody is known to wait: using nothing; computing; computing in the build or the first
-step, where torch and libraries compile and fetch."""
-READS, READS_BUSY = 600.0, 3600.0
-"""Seconds without progress while a rank reads samples, saves or compiles: using nothing, and at work."""
-GROWTH = 10.0
-"""A limit is at least this many times what the same phase has taken so far on any rank."""
+STOPPED_LIMIT = 2.0
+"""Seconds in the stopped state (SIGSTOP, a debugger) after which the run is ended."""
+OBSERVE_AFTER, STACK_AFTER, REPORT_AFTER = 3.0, 8.0, 30.0
+"""Seconds without progress after which the launcher observes a rank's activity, requests its stack, and reports it."""
+REPEAT_FACTOR = 4.0
+"""Factor on the silent time between two reports of a rank. The first report also waits this many times the phase's slowest duration."""
+AWAITED_LIMIT, AWAITED_BUSY_LIMIT = 10.0, 12.0
+"""Seconds for which all others may wait for an idle rank, and for a rank that has had this much CPU time."""
+IDLE_LIMIT, BUSY_LIMIT, FIRST_STEP_LIMIT = 120.0, 300.0, 3600.0
+"""Seconds without progress while no rank is known to wait: for an idle rank, for a busy one, and for a busy one in the build or first step.
+
+In the build and the first step torch and libraries compile and download.
+"""
+READ_LIMIT, READ_BUSY_LIMIT = 600.0, 3600.0
+"""Seconds without progress while a rank reads samples, saves or compiles: for an idle rank and for a busy one."""
+GROWTH_FACTOR = 10.0
+"""Minimum ratio of a limit to the slowest duration of the same phase on any rank."""
 
 
 @dataclass
-class Look:
-    """What the launcher knows of one silent rank."""
+class RankObservation:
+    """Observation of one silent rank."""
 
     rank: int
     progress: Progress
-    silent: float
-    """Seconds since it last said something."""
-    busy: bool = False
-    """Its process tree uses processor, disk or network."""
+    silent_seconds: float
+    """Seconds since its last progress."""
+    is_busy: bool = False
+    """Its process tree uses CPU, disk or network."""
     stack: Stack = field(default_factory=Stack)
-    waited: float = 0.0
-    """Seconds for which it has used nothing."""
-    worked: float = 0.0
-    """Seconds of processor time that it has used while it said nothing."""
+    idle_seconds: float = 0.0
+    """Seconds since it became idle."""
+    cpu_seconds: float = 0.0
+    """Seconds of CPU time since its last progress."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """It waits for another rank, or for its device."""
-        if self.busy or self.stack.awaits_device:
-            return self.stack.awaits_device
-        return self.stack.communicates or (self.progress.phase == "reduce" and not self.stack.frames)
+        if self.is_busy or self.stack.is_awaiting_device:
+            return self.stack.is_awaiting_device
+        return self.stack.is_communicating or (self.progress.phase == "reduce" and not self.stack.frames)
 
 
 @dataclass(frozen=True)
 class _Usage:
-    """What a silent rank had used at the first look and at the last one."""
+    """Usage of a silent rank at the first and at the last observation."""
 
     first: Activity
     last: Activity
     idle_from: float
-    """Since when it uses nothing (`time.monotonic`)."""
+    """Time at which it became idle (`time.monotonic`)."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that holds a run up."""
+    """A rank that blocks a run."""
 
-    look: Look
+    suspect: RankObservation
     others: tuple[str, ...]
-    """What the others do."""
-    stopped: bool = False
-    devices: bool = False
-    """Nobody is elsewhere: all ranks here wait, some of them for their devices."""
+    """Phases of the other ranks."""
+    is_stopped: bool = False
+    on_devices: bool = False
+    """All ranks on this node wait, some of them for their devices."""
 
 
-def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience: float | None) -> tuple[float, float]:
-    """(seconds for which `suspect` may go on, seconds of them that have passed).
+def compute_limit(
+    suspect: RankObservation, others: list[RankObservation], uniform: bool, seen: float, hang_timeout: float | None
+) -> tuple[float, float]:
+    """Return (the limit for `suspect` in seconds, the seconds of it that have passed).
 
-    `others`: the looks at all other running ranks. `alike`: what ranks do in a phase is alike, so that the others'
-    time is a measure for this one's. `seen`: the longest that this phase took so far.
+    `others`: observations of all other running ranks. `uniform`: ranks do equal work in a phase, so the others' times apply to this rank.
+    `seen`: the slowest duration of this phase so far.
     """
-    phase, busy = suspect.progress.phase, suspect.busy
+    phase, busy = suspect.progress.phase, suspect.is_busy
     building = phase in ("start", "build")
-    waiting = [look for look in others if look.waits and not look.stack.awaits_device]  # a device may still compute
-    awaited = bool(others) and len(waiting) == len(others) and not any(o.stack.asked_by_user for o in waiting)
-    passed, allowed = suspect.silent, (FIRST if building or suspect.progress.step < 1 else BUSY) if busy else IDLE
-    if suspect.stack.compiles or phase in READING or phase == "checkpoint":
-        allowed = READS_BUSY if busy else READS
-    elif awaited and (alike or building) and (not busy or (not building and suspect.worked >= AWAITED_BUSY)):
-        passed = min(passed, *(look.waited for look in waiting))
-        seen = max(seen, *(look.silent - look.waited for look in waiting))
-        allowed = AWAITED_BUSY if busy else AWAITED
-    return (max(allowed, GROWTH * seen) if patience is None else patience), passed
+    waiting = [look for look in others if look.is_waiting and not look.stack.is_awaiting_device]  # a device may still compute
+    awaited = bool(others) and len(waiting) == len(others) and not any(o.stack.is_user_collective for o in waiting)
+    passed, allowed = suspect.silent_seconds, (FIRST_STEP_LIMIT if building or suspect.progress.step < 1 else BUSY_LIMIT) if busy else IDLE_LIMIT
+    if suspect.stack.is_compiling or phase in READ_PHASES or phase == "checkpoint":
+        allowed = READ_BUSY_LIMIT if busy else READ_LIMIT
+    elif awaited and (uniform or building) and (not busy or (not building and suspect.cpu_seconds >= AWAITED_BUSY_LIMIT)):
+        passed = min(passed, *(look.idle_seconds for look in waiting))
+        seen = max(seen, *(look.silent_seconds - look.idle_seconds for look in waiting))
+        allowed = AWAITED_BUSY_LIMIT if busy else AWAITED_LIMIT
+    return (max(allowed, GROWTH_FACTOR * seen) if hang_timeout is None else hang_timeout), passed
 
 
 class HangDetector:
-    """Looks at the progress of the ranks on this machine and says what is worth saying. `elsewhere`: there are others."""
+    """Observes the progress of the ranks on this node. `has_remote_ranks`: the run has ranks on other nodes."""
 
     def __init__(
-        self, board: ProgressBoard, pids: dict[int, int], stacks: Stacks, patience: float | None, alike: bool,
-        elsewhere: bool = False,
+        self, board: ProgressBoard, pids: dict[int, int], stacks: Stacks, hang_timeout: float | None, uniform: bool,
+        has_remote_ranks: bool = False,
     ):  # fmt: skip
-        self.elsewhere = elsewhere
-        self.board, self.pids, self.stacks, self.patience, self.alike = board, pids, stacks, patience, alike
+        self.has_remote_ranks = has_remote_ranks
+        self.board, self.pids, self.stacks, self.hang_timeout, self.uniform = board, pids, stacks, hang_timeout, uniform
         self.stopped_since: dict[int, float] = {}
         self.slowest: dict[str, float] = {}
-        """By phase, the longest that a rank said nothing in it and then went on."""
+        """Slowest duration of each phase on any rank."""
         self.last: dict[int, Progress] = {}
-        self.used: dict[int, _Usage] = {}
-        """Of silent ranks."""
-        self.looks: list[Look] = []
-        self.named: dict[int, float] = {}
-        self.checked = self.looked = self.awake = 0.0
+        self.usage: dict[int, _Usage] = {}
+        """Usage of silent ranks."""
+        self.observations: list[RankObservation] = []
+        self.next_report: dict[int, float] = {}
+        self.checked_at = self.observed_at = self.awake_since = 0.0
 
     def check(self) -> Hang | None:
-        """The rank that holds everyone up and is to be ended for, or None. Looks at most ten times a second."""
+        """Return the rank that blocks the run and must be ended, or None. Observes at most ten times a second."""
         now = time.monotonic()
-        if now - self.checked < 0.1:
+        if now - self.checked_at < 0.1:
             return None
-        if self.checked and now - self.checked > 2.0:  # the launcher itself was suspended: its clock proves nothing
+        if self.checked_at and now - self.checked_at > 2.0:  # the launcher itself was suspended: its clock proves nothing
             self.stopped_since.clear()
-            self.used.clear()
-            self.awake = now
-        self.checked = now
-        self._follow()
-        held = self._stopped(now)
+            self.usage.clear()
+            self.awake_since = now
+        self.checked_at = now
+        self._read_progress()
+        held = self._find_stopped(now)
         if held is not None:
-            return Hang(Look(held, self.last[held], now - self.last[held].since), self._others(held), True)
-        if self.stopped_since or now - self.looked < min(1.0, self._scale(LOOK)):
+            return Hang(RankObservation(held, self.last[held], now - self.last[held].since), self._describe_others(held), True)
+        if self.stopped_since or now - self.observed_at < min(1.0, self._scale_time(OBSERVE_AFTER)):
             return None
-        self.looked = now
-        self.looks = list(self._look(now))
-        return self._judged()
+        self.observed_at = now
+        self.observations = list(self._observe_ranks(now))
+        return self._find_culprit()
 
-    def names(self) -> Iterator[tuple[list[Look], list[Look]]]:
-        """Of the last look: (ranks that have been silent for long in the same place, those that wait for them)."""
-        looks, self.looks = self.looks, []  # each look is told of once
-        waiting = [look for look in looks if look.waits]
+    def list_silent_groups(self) -> Iterator[tuple[list[RankObservation], list[RankObservation]]]:
+        """Yield groups of the last observation: (ranks that have been silent at the same place for long, ranks that wait for them)."""
+        looks, self.observations = self.observations, []  # each observation is reported once
+        waiting = [look for look in looks if look.is_waiting]
         together = len(waiting) == len(looks)
-        groups: dict[tuple[object, ...], list[Look]] = {}
+        groups: dict[tuple[object, ...], list[RankObservation]] = {}
         for look in looks:
             seen = self.slowest.get(look.progress.phase, 0.0)
-            due = self.named.get(look.rank, max(self._scale(NAMED), AGAIN * seen))
-            passed = min(look.silent, look.worked) if look.busy and not together else look.silent
-            if passed >= due and (not look.waits or together):
-                self.named[look.rank] = AGAIN * look.silent
-                where = (look.progress.step, look.progress.phase, look.busy, look.stack.where)
+            due = self.next_report.get(look.rank, max(self._scale_time(REPORT_AFTER), REPEAT_FACTOR * seen))
+            passed = min(look.silent_seconds, look.cpu_seconds) if look.is_busy and not together else look.silent_seconds
+            if passed >= due and (not look.is_waiting or together):
+                self.next_report[look.rank] = REPEAT_FACTOR * look.silent_seconds
+                where = (look.progress.step, look.progress.phase, look.is_busy, look.stack.where)
                 key = ("all",) if together else where
                 groups.setdefault(key, []).append(look)
         for group in groups.values():
-            yield sorted(group, key=_guilt), [look for look in waiting if look not in group]
+            yield sorted(group, key=_guilt_key), [look for look in waiting if look not in group]
 
-    def _scale(self, seconds: float) -> float:
-        """A time of looking, shorter where the user has less patience."""
-        return seconds if self.patience is None else min(seconds, self.patience / 3)
+    def _scale_time(self, seconds: float) -> float:
+        """Scale an observation time down if the hang timeout is short."""
+        return seconds if self.hang_timeout is None else min(seconds, self.hang_timeout / 3)
 
-    def _follow(self) -> None:
-        """Read all rows; learn how long phases take."""
+    def _read_progress(self) -> None:
+        """Read the progress of all ranks, and update the slowest duration of each phase."""
         for rank in self.board.ranks:
             row, before = self.board.read(rank), self.last.get(rank)
             if before is not None and row != before:
                 took = row.since - before.since
                 self.slowest[before.phase] = max(self.slowest.get(before.phase, 0.0), took)
-                self.used.pop(rank, None)
-                self.named.pop(rank, None)
+                self.usage.pop(rank, None)
+                self.next_report.pop(rank, None)
             self.last[rank] = row
 
-    def _stopped(self, now: float) -> int | None:
+    def _find_stopped(self, now: float) -> int | None:
         for rank, pid in self.pids.items():
-            if stopped(pid):
-                if now - self.stopped_since.setdefault(rank, now) > STOPPED:
+            if is_stopped(pid):
+                if now - self.stopped_since.setdefault(rank, now) > STOPPED_LIMIT:
                     return rank
             else:
                 self.stopped_since.pop(rank, None)
         return None
 
-    def _look(self, now: float) -> Iterator[Look]:
-        """A look at each running rank; a close one at those that are silent."""
+    def _observe_ranks(self, now: float) -> Iterator[RankObservation]:
+        """Yield an observation of each running rank, with activity and stack if it is silent."""
         for rank, row in self.last.items():
             if row.phase == "end":
                 continue
-            since = max(row.since, self.awake)
-            look = Look(rank, row, now - since)
-            if look.silent < self._scale(LOOK):
-                look.busy = True
+            since = max(row.since, self.awake_since)
+            look = RankObservation(rank, row, now - since)
+            if look.silent_seconds < self._scale_time(OBSERVE_AFTER):
+                look.is_busy = True
             else:
-                look.busy, used = self._updated_usage(rank, since)
-                look.waited = 0.0 if look.busy else now - used.idle_from
-                look.worked = used.last.seconds - used.first.seconds
-                if look.silent >= self._scale(STACK):
-                    look.stack = self.stacks.ask(rank, self.pids[rank])
+                look.is_busy, used = self._update_usage(rank, since)
+                look.idle_seconds = 0.0 if look.is_busy else now - used.idle_from
+                look.cpu_seconds = used.last.cpu_seconds - used.first.cpu_seconds
+                if look.silent_seconds >= self._scale_time(STACK_AFTER):
+                    look.stack = self.stacks.request_stack(rank, self.pids[rank])
             yield look
 
-    def _updated_usage(self, rank: int, since: float) -> "tuple[bool, _Usage]":
-        """(whether a silent rank does anything, its usage until now)."""
-        found, before = activity(self.pids[rank]), self.used.get(rank)
-        busy = before is None or found.busy_since(before.last)  # one look shows no movement
+    def _update_usage(self, rank: int, since: float) -> "tuple[bool, _Usage]":
+        """Return (whether a silent rank is busy, its usage until now)."""
+        found, before = read_activity(self.pids[rank]), self.usage.get(rank)
+        busy = before is None or found.is_busy_since(before.last)  # one look shows no movement
         if before is None:
-            self.used[rank] = _Usage(found, found, since)
+            self.usage[rank] = _Usage(found, found, since)
         else:
-            self.used[rank] = _Usage(before.first, found, found.at if busy else before.idle_from)
-        return busy, self.used[rank]
+            self.usage[rank] = _Usage(before.first, found, found.measured_at if busy else before.idle_from)
+        return busy, self.usage[rank]
 
-    def _judged(self) -> Hang | None:
-        """The rank that has been silent for longer than it may."""
-        suspects = [look for look in self.looks if not look.waits]
+    def _find_culprit(self) -> Hang | None:
+        """Return the rank that has exceeded its limit."""
+        suspects = [look for look in self.observations if not look.is_waiting]
         if not suspects:
-            return self._deadlock()
-        for suspect in sorted(suspects, key=lambda look: (look.progress.step, -look.silent)):
-            others = [look for look in self.looks if look is not suspect]
+            return self._check_deadlock()
+        for suspect in sorted(suspects, key=lambda look: (look.progress.step, -look.silent_seconds)):
+            others = [look for look in self.observations if look is not suspect]
             seen = self.slowest.get(suspect.progress.phase, 0.0)
-            allowed, passed = limit(suspect, others, self.alike, seen, self.patience)
+            allowed, passed = compute_limit(suspect, others, self.uniform, seen, self.hang_timeout)
             if passed >= allowed:
-                return Hang(suspect, self._others(suspect.rank))
+                return Hang(suspect, self._describe_others(suspect.rank))
         return None
 
-    def _deadlock(self) -> Hang | None:
-        """All ranks wait, so nobody will ever come: for each other, or for a call that the user's code makes on some.
+    def _check_deadlock(self) -> Hang | None:
+        """Return the hang if all ranks wait, for each other or in a collective that the user's code calls on some ranks only.
 
-        Where there are ranks on other machines, it may be one of those that holds these up, which its own launcher finds.
+        If other nodes have ranks, one of those may block these ranks; its own launcher finds it.
         """
-        on_devices = any(look.stack.awaits_device for look in self.looks)
-        if not self.looks or (self.elsewhere and not on_devices):
+        on_devices = any(look.stack.is_awaiting_device for look in self.observations)
+        if not self.observations or (self.has_remote_ranks and not on_devices):
             return None
-        first = min(self.looks, key=_guilt)
-        phases = {look.progress.phase for look in self.looks}
-        allowed = READS if phases & {*READING, "checkpoint"} else AWAITED if len(self.looks) > 1 else IDLE
+        first = min(self.observations, key=_guilt_key)
+        phases = {look.progress.phase for look in self.observations}
+        allowed = READ_LIMIT if phases & {*READ_PHASES, "checkpoint"} else AWAITED_LIMIT if len(self.observations) > 1 else IDLE_LIMIT
         if on_devices:
-            allowed = max(allowed, FIRST if min(look.progress.step for look in self.looks) < 1 else BUSY)
+            allowed = max(allowed, FIRST_STEP_LIMIT if min(look.progress.step for look in self.observations) < 1 else BUSY_LIMIT)
         measured = phases if on_devices else phases - {"reduce"} or {""}
         seen = max(self.slowest.get(phase, 0.0) for phase in measured)
-        allowed = max(allowed, GROWTH * seen) if self.patience is None else self.patience
-        if min(look.silent if on_devices else look.waited for look in self.looks) < allowed:
+        allowed = max(allowed, GROWTH_FACTOR * seen) if self.hang_timeout is None else self.hang_timeout
+        if min(look.silent_seconds if on_devices else look.idle_seconds for look in self.observations) < allowed:
             return None
-        return Hang(first, self._others(first.rank), devices=on_devices and len(self.looks) > 1)
+        return Hang(first, self._describe_others(first.rank), on_devices=on_devices and len(self.observations) > 1)
 
-    def _others(self, rank: int) -> tuple[str, ...]:
-        on_devices = {look.rank for look in self.looks if look.stack.awaits_device}
+    def _describe_others(self, rank: int) -> tuple[str, ...]:
+        on_devices = {look.rank for look in self.observations if look.stack.is_awaiting_device}
         does = {r: row.phase + ", waiting for its device" * (r in on_devices) for r, row in self.last.items()}
         return tuple(f"rank {r} in {words}" for r, words in does.items() if r != rank)
 
 
-def _guilt(look: Look) -> tuple[bool, int, float]:
-    """Sorts the likeliest culprit first: a rank whose user asked for a collective of its own, then who has come least far."""
-    return (not look.stack.asked_by_user, look.progress.step, -look.silent)
+def _guilt_key(look: RankObservation) -> tuple[bool, int, float]:
+    """Sort key with the likeliest cause first: ranks in a collective of the user's own code, then ranks with the fewest steps."""
+    return (not look.stack.is_user_collective, look.progress.step, -look.silent_seconds)
 
 
-def told(group: list[Look], waiting: list[Look], names: Mapping[int, str], logs: bool) -> str:
-    """One line on ranks that have been silent in the same place, for the console. `names`: of processes that are no ranks of the plan;
-    `logs`: ranks have logs."""
+def format_silent_ranks(group: list[RankObservation], waiting: list[RankObservation], names: Mapping[int, str], logs: bool) -> str:
+    """Format a console line for ranks that have been silent at the same place.
+
+    `names`: of processes that are not ranks of the plan; `logs`: ranks have logs.
+    """
     look = group[0]
-    on_devices = [one.stack.awaits_device for one in group]
+    on_devices = [one.stack.is_awaiting_device for one in group]
     ranks = sorted(one.rank for one in group)
     who = names.get(ranks[0], "") if len(ranks) == 1 else ""
-    who = who or ranks_in_words(ranks)
+    who = who or format_ranks(ranks)
     verb = "has" if len(group) == 1 else "have"
-    if look.stack.compiles:
-        does = "torch.compile is at work"
+    if look.stack.is_compiling:
+        does = "running torch.compile"
     elif any(on_devices):
         mixed = "waiting for their devices or for each other"
         does = mixed if not all(on_devices) else "waiting for their devices" if len(group) > 1 else "waiting for its device"
-    elif look.busy:
+    elif look.is_busy:
         does = "at work"
-    elif look.waits:
+    elif look.is_waiting:
         does = "waiting for each other" if len(group) > 1 else "waiting for other ranks"
     else:
-        does = "using no processor, disk or network"
-    at = f": {look.stack.where}" + f" on rank {look.rank}" * (len(group) > 1 and look.waits) if look.stack.where else ""
+        does = "using no CPU, disk or network"
+    at = f": {look.stack.where}" + f" on rank {look.rank}" * (len(group) > 1 and look.is_waiting) if look.stack.where else ""
     waits = (
-        f"; {ranks_in_words([one.rank for one in waiting])} wait{'s' * (len(waiting) == 1)} for it" if waiting else ""
+        f"; {format_ranks([one.rank for one in waiting])} wait{'s' * (len(waiting) == 1)} for it" if waiting else ""
     )
     log = f" (stack in logs/rank{look.rank}.log)" if logs else ""
-    return f"note  {who} {verb} made no progress for {look.silent:.0f} s {moment(look.progress)}, {does}{at}{waits}{log}"
+    return f"note  {who} {verb} made no progress for {look.silent_seconds:.0f} s {format_moment(look.progress)}, {does}{at}{waits}{log}"
 
 
-def moment(progress: Progress) -> str:
-    """`at step 5, forward`, `after step 5, evaluate`, or `during build`."""
+def format_moment(progress: Progress) -> str:
+    """Format a moment: `at step 5, forward`, `after step 5, evaluate`, or `during build`."""
     step, phase = progress.step, progress.phase
     if step < 0:
         return f"during {phase}"
-    return f"after step {step}, {phase}" if phase in BETWEEN else f"at step {step + 1}, {phase}"
+    return f"after step {step}, {phase}" if phase in BETWEEN_PHASES else f"at step {step + 1}, {phase}"
 
 
-def ranks_in_words(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 0-7` or `ranks 0,2,5`."""
+def format_ranks(ranks: list[int]) -> str:
+    """Format ranks: `rank 3`, `ranks 0-7` or `ranks 0,2,5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks == list(range(ranks[0], ranks[-1] + 1)):

@@ -1,14 +1,14 @@
-"""What the operating system must grant a run on this machine: open files, processes, the loopback interface.
+"""Operating system limits that a run needs on this machine: open files, processes, the loopback interface.
 
-What can be known is found out before a process is started; what a rank meets later is told by the same functions.
+Known limits are checked before a process starts. Errors that a rank meets later are described by the same functions.
 
-Open files of a process: the standard streams that its starter closed, and those that a fork shares.
+Open files of a process are its standard streams, which may be closed, and files that a fork shares.
 
-Daemons and cron start programs with standard streams closed: the next file that is opened then gets the number of one, and what is printed
-goes into it. So closed ones are opened on /dev/null first.
+Daemons and cron start programs with closed standard streams. The next file that is opened then gets a stream's number, and printed text
+goes into it. So closed streams are first opened on /dev/null.
 
-A fork copies descriptors, and copies of a descriptor share one offset. If ranks or loader processes seek in a file that was opened
-before the fork, one process moves the offset of all others, and samples are wrong.
+A fork duplicates descriptors, and duplicates share one file offset. If ranks or loader processes seek in a file that was opened before the
+fork, they move each other's offsets, and samples are wrong.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ from collections.abc import Iterator
 
 from plait.config.errors import FAILED, PlaitError, Problem
 
-FILES_WANTED = 4096
-"""A soft limit of open files below this is raised, as far as the hard limit allows: loader processes pass tensors as files."""
-CONNECT = 2.0
-"""Seconds a connection of this machine with itself may take."""
+MIN_OPEN_FILES = 4096
+"""Soft limit of open files below which it is raised, up to the hard limit; loader processes pass tensors as files."""
+CONNECT_TIMEOUT = 2.0
+"""Timeout in seconds for a connection of this machine to itself."""
 
 
-def check(ranks: int, loopback: bool) -> None:
-    """H006, H016 when the launcher of so many ranks cannot run here; H007 when they meet on `loopback`, which does not answer."""
+def check_limits(ranks: int, loopback: bool) -> None:
+    """Raise H006 or H016 if a launcher of this many ranks cannot run here, H007 if the ranks need `loopback` and it does not answer."""
     _check_proc()
     _check_files(ranks)
     if loopback:
-        listening().close()
+        open_loopback_socket().close()
 
 
 def _check_files(ranks: int) -> None:
-    """H006 when the launcher of so many ranks could not open what it needs. Raises the soft limit where it is low."""
+    """Raise H006 if a launcher of this many ranks could not open its files. Raises a low soft limit first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
-        wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        wanted = MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MIN_OPEN_FILES)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     needed = 3 * ranks + 14  # two pipes and a connection for each, and the rendezvous store's own
@@ -57,7 +57,7 @@ def _check_files(ranks: int) -> None:
 
 
 def _check_proc() -> None:
-    """H016 on Linux where /proc is missing, or is that of other processes: memory, hangs and connections are read there."""
+    """Raise H016 on Linux if /proc is missing, or belongs to other processes; memory, hangs and connections are read there."""
     if sys.platform != "linux":
         return
     found = ""
@@ -70,33 +70,33 @@ def _check_proc() -> None:
 
 
 def too_many_files(why: str, where: str) -> Problem:
-    """H006, of open files."""
+    """H006 for open files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fix = ("ulimit -n 4096    (in a container: --ulimit nofile=4096)", "fewer --workers")
     return Problem("H006", f"too many open files: a process may have {limit}", why=why, where=where, fix=fix)
 
 
-def refused(error: OSError) -> Problem | None:
-    """H006 when an error of the operating system says that one of its limits is reached; R006 when nothing temporary can be written."""
+def explain_os_limit(error: OSError) -> Problem | None:
+    """Return H006 for an error about a reached limit, R006 if no temporary folder is writable, None for other errors."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return too_many_files(str(error), "")
-    if "No usable temporary directory" in str(error):  # Python's own words
+    if "No usable temporary directory" in str(error):  # Python's error message
         fix = ("export TMPDIR=/a/folder/with/room", "ulimit -f    how much a file may have")
         return Problem("R006", "no folder for temporary files can be written", why=str(error), fix=fix)
     return None
 
 
 def too_many_processes(what: str, why: str, fewer: tuple[str, ...], where: str = "") -> Problem:
-    """H006, of processes and threads."""
+    """H006 for processes and threads."""
     count = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limit = f"; ulimit -u is {count}" if count != resource.RLIM_INFINITY else ""
     fix = ("ulimit -u    (in a container: --pids-limit)", *fewer)
-    return Problem("H006", f"the system starts no more processes: {what}", why=f"{why}{limit}", where=where, fix=fix)
+    return Problem("H006", f"the system cannot start more processes: {what}", why=f"{why}{limit}", where=where, fix=fix)
 
 
 @contextlib.contextmanager
-def forking(what: str, fewer: str = "") -> Iterator[None]:
-    """H006 when the system has no room for another process: `what` it is. `fewer`: an option that asks for fewer."""
+def catch_fork_failure(what: str, fewer: str = "") -> Iterator[None]:
+    """Convert a failed fork of process `what` to H006. `fewer`: an option that needs fewer processes."""
     try:
         yield
     except OSError as error:
@@ -106,13 +106,13 @@ def forking(what: str, fewer: str = "") -> Iterator[None]:
         raise PlaitError(problem, FAILED) from error
 
 
-def listening() -> socket.socket:
-    """A socket that only this machine reaches. H007 when the machine does not reach itself."""
+def open_loopback_socket() -> socket.socket:
+    """Open a socket on 127.0.0.1. Raises H007 if this machine cannot connect to itself."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen(256)
     try:
-        with socket.create_connection(listening.getsockname(), CONNECT):
+        with socket.create_connection(listening.getsockname(), CONNECT_TIMEOUT):
             listening.accept()[0].close()
     except OSError as error:
         listening.close()
@@ -123,11 +123,11 @@ def listening() -> socket.socket:
 
 
 def no_shared_memory(what: str, why: str, where: str) -> Problem:
-    """H008, with the room there is."""
+    """H008 with the free space of /dev/shm."""
     with contextlib.suppress(OSError):
         room = os.statvfs("/dev/shm")
         free, size = room.f_bavail * room.f_frsize / 2**20, room.f_blocks * room.f_frsize / 2**20
-        told = f"/dev/shm has {free:.1f} of {size:.1f} MiB free, and loader processes hand batches over through it"
+        told = f"/dev/shm has {free:.1f} of {size:.1f} MiB free, and loader processes pass batches through it"
         why = f"{told}\n{why}"
     fix = (
         "--workers 0, or fewer",
@@ -137,14 +137,14 @@ def no_shared_memory(what: str, why: str, where: str) -> Problem:
     return Problem("H008", what, why=why, where=where, fix=fix)
 
 
-STANDARD = 2
-"""Descriptors up to this one are standard streams, which processes share on purpose."""
-_KEPT = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC
+LAST_STANDARD_FD = 2
+"""Highest descriptor of the standard streams, which processes share on purpose."""
+_KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC
 
 
-def open_standard() -> None:
-    """Open standard streams that are closed."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (STANDARD, "stderr", "w")):
+def open_standard_streams() -> None:
+    """Open closed standard streams on /dev/null."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (LAST_STANDARD_FD, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
@@ -158,24 +158,24 @@ def open_standard() -> None:
             setattr(sys, name, stream)
 
 
-def own_offsets() -> None:
-    """Open every inherited file that can be read once more, in this process, at the same offset. Linux only.
+def reopen_inherited_files() -> None:
+    """Reopen every inherited readable file in this process at the same offset. Linux only.
 
-    A file that is open for writing alone stays shared: what several processes write to it follows each other, as in a log.
+    A write-only file stays shared, so that lines of several processes are appended, as in a log.
     """
     with contextlib.suppress(OSError):  # there is no /proc
         for name in os.listdir("/proc/self/fd"):
-            if (number := int(name)) > STANDARD:
+            if (number := int(name)) > LAST_STANDARD_FD:
                 with contextlib.suppress(OSError):  # it is closed, or may not be opened any more
-                    _reopen(number)
+                    _reopen_file(number)
 
 
-def _reopen(number: int) -> None:
+def _reopen_file(number: int) -> None:
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE == os.O_WRONLY:
         return
     offset, inherited = os.lseek(number, 0, os.SEEK_CUR), os.get_inheritable(number)
-    fresh = os.open(f"/proc/self/fd/{number}", flags & _KEPT | os.O_CLOEXEC)
+    fresh = os.open(f"/proc/self/fd/{number}", flags & _KEPT_FLAGS | os.O_CLOEXEC)
     try:
         os.lseek(fresh, offset, os.SEEK_SET)
         os.dup2(fresh, number, inheritable=inherited)

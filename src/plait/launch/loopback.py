@@ -1,10 +1,10 @@
-"""Who may use what this machine's processes tell each other on loopback: this user alone, though every user reaches every port there.
+"""Restrict connections on loopback to processes of this user; by default every user of the machine can reach every loopback port.
 
-Processes that have a parent in common meet in a file without a name. Others come over TCP; there the system says whose a connection is
-(Linux: its netlink interface for sockets), and torch's store, which asks nobody, stands behind a packet filter that only connections of
-one process pass. Where the system has neither, every user of the machine is trusted, and `guards` says so.
+Processes with a common parent share a store in a file without a name. Others connect over TCP. There the operating system identifies the
+user of a connection (Linux: netlink socket diagnostics). torch's store has no authentication, so a packet filter admits only connections of
+one process to it. If the system has neither, every user of the machine is trusted, and `has_user_guards` is False.
 
-Which network interface of this machine leads to another one, and has which address.
+This file also finds the network interface that leads to another node, and its address.
 """
 
 import contextlib
@@ -24,75 +24,75 @@ from typing import TYPE_CHECKING
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import limits
-from plait.launch.scratch import Scratch
+from plait.launch.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
 
 LINUX = sys.platform == "linux"
-RECENT = 1000
-"""Connections that the filter knows. Older ones have been accepted, and need it no longer."""
-TRIES = 10
+MAX_RECENT_PORTS = 1000
+"""Maximum number of connections that the filter lists. Older ones have been accepted and no longer need it."""
+MAX_TRIES = 10
 
 
 @dataclass(frozen=True)
 class _Connection:
-    """What the system knows of one end: its state (linux/tcp_states.h) and the user whose it is."""
+    """State (linux/tcp_states.h) and user of one end of a connection."""
 
     state: int
     user: int
 
 
-def _own() -> _Connection:
-    """An established one of this user."""
+def _own_connection() -> _Connection:
+    """Return the value of an established connection of this user."""
     return _Connection(1, os.getuid())
 
 
 class LocalStore:
-    """A store for this process and those that it forks. Closed here, it goes with the last of them."""
+    """A store for this process and its forks. It is removed when the last of them has ended."""
 
     def __init__(self) -> None:
-        self._opened = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
         if LINUX:
             file = os.memfd_create("plait-store")
-            self._opened.callback(os.close, file)
+            self._resources.callback(os.close, file)
             self._path = f"/proc/self/fd/{file}"
         else:
-            self._path = f"{self._opened.enter_context(Scratch('store')) / 'store'}"
+            self._path = f"{self._resources.enter_context(ScratchFolder('store')) / 'store'}"
 
     def open(self) -> "FileStore":
-        """A connection of this process to it."""
+        """Connect this process to the store."""
         from torch.distributed import FileStore
 
         return FileStore(self._path, -1)
 
     def close(self) -> None:
-        """Of the process that made it."""
-        self._opened.close()
+        """Close it, in the process that created it."""
+        self._resources.close()
 
 
 @functools.cache
-def guards() -> bool:
-    """Whether the system keeps other users of this machine out."""
-    return _knows_users() and _has_filters()
+def has_user_guards() -> bool:
+    """Whether the operating system can keep out other users of this machine."""
+    return _can_identify_users() and _has_filters()
 
 
-def same_user(link: socket.socket) -> bool:
-    """Whether who has connected to this machine from this machine is a process of this user."""
-    return not _knows_users() or _other_end(link) == _own()
+def is_same_user(link: socket.socket) -> bool:
+    """Whether the peer of a connection within this machine is a process of this user."""
+    return not _can_identify_users() or _query_other_end(link) == _own_connection()
 
 
 @functools.cache
-def _knows_users() -> bool:
-    with contextlib.suppress(OSError), limits.listening() as door, socket.socket() as link:
+def _can_identify_users() -> bool:
+    with contextlib.suppress(OSError), limits.open_loopback_socket() as door, socket.socket() as link:
         link.connect(door.getsockname())
         with door.accept()[0] as accepted:
-            return _other_end(accepted) == _own()
+            return _query_other_end(accepted) == _own_connection()
     return False
 
 
-def _other_end(link: socket.socket) -> _Connection | None:
-    """The other end of a connection within this machine: `sock_diag(7)` of Linux. OSError when the system does not know it."""
+def _query_other_end(link: socket.socket) -> _Connection | None:
+    """Query the other end of a connection within this machine: `sock_diag(7)` of Linux. Raises OSError if it is unknown."""
     (here, port), (there, theirs) = link.getsockname(), link.getpeername()
     ends = struct.pack("!HH4s12x4s12x", theirs, port, socket.inet_aton(there), socket.inet_aton(here))
     request = struct.pack("=BBxxI", socket.AF_INET, socket.IPPROTO_TCP, 0xFFFFFFFF) + ends + struct.pack("=Iq", 0, -1)
@@ -106,90 +106,90 @@ def _other_end(link: socket.socket) -> _Connection | None:
 
 
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _HEADER, _USER = 4, 20, 1, 16, 64
-"""Numbers of linux/sock_diag.h and linux/inet_diag.h: the last is where the user stands in an answer."""
+"""Constants of linux/sock_diag.h and linux/inet_diag.h; the last one is the offset of the user in an answer."""
 
 
 class GuardedStore:
-    """torch's store on loopback, with which this process alone can connect."""
+    """torch's store on loopback; only this process can connect to it."""
 
     def __init__(self) -> None:
-        self._recent = deque[int](maxlen=RECENT)
-        for _ in range(TRIES):
-            listening = limits.listening()
+        self._recent = deque[int](maxlen=MAX_RECENT_PORTS)
+        for _ in range(MAX_TRIES):
+            listening = limits.open_loopback_socket()
             self.address = listening.getsockname()
-            self._door = listening.dup()
-            self.store = _store_at(listening)
-            self._guard()
-            if self._untouched():
+            self._listener = listening.dup()
+            self.store = _open_tcp_store(listening)
+            self._update_filter()
+            if self._is_untouched():
                 return
-            self._door.close()
-        raise ConnectionAbortedError(f"another user connects with every new port of this machine, {TRIES} times")
+            self._listener.close()
+        raise ConnectionAbortedError(f"another user connects to every new port of this machine, {MAX_TRIES} times")
 
     @contextlib.contextmanager
-    def connected(self) -> Iterator[socket.socket]:
-        """A connection to the store; the port that it comes from is this process's until it is closed."""
+    def open_connection(self) -> Iterator[socket.socket]:
+        """Connect to the store; the source port belongs to this process until the connection is closed."""
         with socket.socket() as link:
             link.bind((self.address[0], 0))
             port = link.getsockname()[1]
             self._recent.append(port)
-            self._guard()
+            self._update_filter()
             try:
-                link.settimeout(limits.CONNECT)
+                link.settimeout(limits.CONNECT_TIMEOUT)
                 link.connect(self.address)
                 link.setblocking(False)
                 yield link
             finally:
-                with contextlib.suppress(ValueError):  # so many came after it
+                with contextlib.suppress(ValueError):  # newer ports have replaced it
                     self._recent.remove(port)
-                self._guard()
+                self._update_filter()
 
-    def _untouched(self) -> bool:
-        """Whether nobody came in before the filter was there: the store has one connection, its own, and no keys."""
+    def _is_untouched(self) -> bool:
+        """Whether no process connected before the filter was installed: the store has one connection, its own, and no keys."""
         if not _has_filters():
             return True
-        counted = [self.store.num_keys() for _ in range(2)]  # the second answer comes after whatever had come before the first
-        return not any(counted) and _connections_to(self.address) == [_own()]
+        counted = [self.store.num_keys() for _ in range(2)]  # the second answer follows all requests that preceded the first
+        return not any(counted) and _list_connections(self.address) == [_own_connection()]
 
-    def _guard(self) -> None:
-        """Let packets to the door through that come from the ports of this process; a connection keeps the filter it was accepted with."""
+    def _update_filter(self) -> None:
+        """Install a filter that accepts only packets from ports of this process. A connection keeps the filter of its accept call."""
         if not _has_filters():
             return
         host = int.from_bytes(socket.inet_aton(self.address[0]), "big")
         steps = [(_LOAD_WORD, 0, 0, _SOURCE_ADDRESS), (_EQUAL, 1, 0, host), (_RETURN, 0, 0, 0), (_LOAD_HALF, 0, 0, _SOURCE_PORT)]
         for port in self._recent:
             steps += [(_EQUAL, 0, 1, port), (_RETURN, 0, 0, 0xFFFFFFFF)]
-        _attach(self._door, [*steps, (_RETURN, 0, 0, 0)])
+        _attach_filter(self._listener, [*steps, (_RETURN, 0, 0, 0)])
 
 
 _LOAD_WORD, _LOAD_HALF, _EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _SOURCE_ADDRESS, _SOURCE_PORT = 0xFFF00000 + 12, 0
-"""Where they stand: from the head of the address layer, and of the transport layer (linux/filter.h)."""
+"""Offsets from the start of the network header and of the transport header (linux/filter.h)."""
 _ATTACH_FILTER = 26
 
 
 @functools.cache
 def _has_filters() -> bool:
     with contextlib.suppress(OSError), socket.socket() as one:
-        _attach(one, [(_RETURN, 0, 0, 0)])
+        _attach_filter(one, [(_RETURN, 0, 0, 0)])
         return LINUX
     return False
 
 
-def _attach(link: socket.socket, steps: list[tuple[int, int, int, int]]) -> None:
-    """Have the system ask a program of the packet filter about each packet for this socket."""
+def _attach_filter(link: socket.socket, steps: list[tuple[int, int, int, int]]) -> None:
+    """Attach a packet filter program to a socket."""
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     link.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", len(steps), ctypes.addressof(program)))
 
 
-def _store_at(listening: socket.socket) -> "TCPStore":
+def _open_tcp_store(listening: socket.socket) -> "TCPStore":
     from torch.distributed import TCPStore
 
     host, port = listening.getsockname()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _connections_to(address: tuple[str, int]) -> list[_Connection]:
-    """The other end of each connection to an address of this machine."""
+def _list_connections(address: tuple[str, int]) -> list[_Connection]:
+    """List the other ends of all connections to an address of this machine."""
     number = f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
     tables = [table for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()]
     rows = [line.split() for table in tables for line in table.read_text().splitlines() if number in line]
@@ -202,13 +202,13 @@ _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 @dataclass(frozen=True)
 class Interface:
-    """One of this machine's, with its IPv4 address."""
+    """A network interface of this machine, with its IPv4 address."""
 
     name: str
     address: str
 
     @property
-    def loops(self) -> bool:
+    def is_loopback(self) -> bool:
         """It reaches this machine only."""
         return ipaddress.ip_address(self.address).is_loopback
 
@@ -216,8 +216,8 @@ class Interface:
         return f"{self.name} ({self.address})"
 
 
-def all_of_this_machine() -> list[Interface]:
-    """Those that have an IPv4 address."""
+def list_interfaces() -> list[Interface]:
+    """List the interfaces that have an IPv4 address."""
     found = list[Interface]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -227,32 +227,32 @@ def all_of_this_machine() -> list[Interface]:
     return found
 
 
-def addresses_of(host: str) -> list[str]:
-    """The IPv4 addresses of a name, or of itself. L007 when it has none."""
+def resolve_addresses(host: str) -> list[str]:
+    """Resolve a host name or address to IPv4 addresses. Raises L007 if it has none."""
     try:
         rows = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        what = f"the machine of rank 0 is called {host}, and this one ({socket.gethostname()}) knows no address of that name"
-        fix = ("--master <its address>:29500    or PLAIT_MASTER", f"getent hosts {host}    asks as plait did")
+        what = f"the host of rank 0 is {host}, and this machine ({socket.gethostname()}) cannot resolve that name"
+        fix = ("--master <its address>:29500    or PLAIT_MASTER", f"getent hosts {host}    repeats plait's lookup")
         raise PlaitError(Problem("L007", what, why=str(error), fix=fix), FAILED) from error
     return list(dict.fromkeys(str(row[4][0]) for row in rows))
 
 
-def own(host: str) -> Interface | None:
-    """The interface of this machine that a name means; None when it means another machine."""
-    addresses = addresses_of(host)
-    mine = [one for one in all_of_this_machine() if one.address in addresses]
+def find_own_interface(host: str) -> Interface | None:
+    """Return this machine's interface with one of the host's addresses; None if the host is another machine."""
+    addresses = resolve_addresses(host)
+    mine = [one for one in list_interfaces() if one.address in addresses]
     if mine:
-        return min(mine, key=lambda one: one.loops)
+        return min(mine, key=lambda one: one.is_loopback)
     if any(ipaddress.ip_address(address).is_loopback for address in addresses):
         return Interface(LOOPBACK, "127.0.0.1")  # 127.0.1.1 of Debian, for a machine's own name
     return None
 
 
-def towards(address: str) -> Interface:
-    """The one through which this machine sends to an address, or the one that GLOO_SOCKET_IFNAME names. L007 when there is none."""
+def find_route_interface(address: str) -> Interface:
+    """Return the interface that routes to an address, or the one in GLOO_SOCKET_IFNAME. Raises L007 if it is missing."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    known = all_of_this_machine()
+    known = list_interfaces()
     if chosen:
         named = next((one for one in known if one.name == chosen), None)
         if named is None:
@@ -262,7 +262,7 @@ def towards(address: str) -> Interface:
         return named
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect((address, 9))  # sends nothing: the routing table answers
+            asking.connect((address, 9))  # sends nothing; the routing table selects the source address
             source = str(asking.getsockname()[0])
     except OSError as error:
         there = ", ".join(map(str, known)) or "none"
@@ -273,9 +273,9 @@ def towards(address: str) -> Interface:
     return next((one for one in known if one.address == source), Interface(LOOPBACK, source))
 
 
-def use(interface: Interface) -> None:
-    """Have gloo, and NCCL where there is a choice, use one interface. What the user set stays."""
+def set_interface(interface: Interface) -> None:
+    """Make gloo use one interface, and NCCL if there are several. Values that the user set are kept."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
-    others = [one for one in all_of_this_machine() if not one.loops]
-    if len(others) > 1 and not interface.loops:
+    others = [one for one in list_interfaces() if not one.is_loopback]
+    if len(others) > 1 and not interface.is_loopback:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")

@@ -1,8 +1,8 @@
-"""What the launchers of several machines say to each other: one row for each machine, in the job's store.
+"""State that the launchers of several nodes exchange: one row per node, in the job's store.
 
-Every `PERIOD` seconds each launcher writes its own row. Number 0 reads all of them, the others read that of number 0, so what is sent grows
-with the number of machines and not with its square. A row, like every value here, comes with a proof that a launcher of the run
-wrote it: other programs of the same user can reach the store too.
+Every `PERIOD` seconds each launcher writes its own row. Node 0 reads all rows; the others read node 0's row. So traffic grows linearly with
+the number of nodes. Each value carries a proof that a launcher of the run wrote it, because other programs of the same user can reach the
+store too.
 """
 
 import hmac
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from msgspec import Struct, json
 from msgspec.structs import replace
 
-from plait.config.errors import FAILED, PlaitError, Problem, shown
-from plait.launch.gate import PROOF, proof_of
+from plait.config.errors import FAILED, PlaitError, Problem, escape_controls
+from plait.launch.gate import PROOF, compute_proof
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -23,125 +23,125 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PERIOD = 0.25
 """Seconds between two exchanges of rows."""
-SUSPENDED = 10.0
-"""Seconds without an exchange after which this launcher itself did not run, so that its clock says nothing about the others."""
+SUSPENDED_AFTER = 10.0
+"""Seconds without an exchange after which this launcher itself was suspended. Its clock then proves nothing about other nodes."""
 
 
-class Held(Struct, frozen=True):
-    """The training states in a machine's memory, by step: those that are complete, and those of which it has pieces."""
+class StoredSteps(Struct, frozen=True):
+    """Steps whose training state is in a node's memory: complete states, and states of which it has shards."""
 
     complete: tuple[int, ...] = ()
     pieces: tuple[int, ...] = ()
 
 
-NOTHING = Held()
+NO_STEPS = StoredSteps()
 
 
-class Bring(Struct, frozen=True):
-    """Number 0 has a machine copy its part of a step's state to the run directory."""
+class CopyRequest(Struct, frozen=True):
+    """Request from node 0 to copy a node's part of a step's state to the run directory."""
 
     machine: int
     step: int
     number: str
 
 
-class Brought(Struct, frozen=True):
-    """The answer to a `Bring` of that number, with the metrics of its step if the machine has them."""
+class CopyReply(Struct, frozen=True):
+    """Reply to the `CopyRequest` with this number, with the metrics of its step if the node has them."""
 
     number: str
     metrics: dict[str, Any] | None = None
 
 
 class NodeRow(Struct, frozen=True):
-    """The state of one machine (`launch/nodes.py` explains the states)."""
+    """State of one node (`launch/nodes.py` explains the states)."""
 
     host: str = ""
     life: str = ""
-    """Drawn at random when the launcher starts; empty before it has come."""
+    """Random token of the launcher process; empty before it has arrived."""
     beat: int = 0
     state: Literal["came", "ready", "runs", "failed", "ended", "over"] = "came"
     round: int = -1
     failure: dict[str, Any] | None = None
-    """What failed in this round (of number 0: on any machine), or what ended the launcher."""
+    """The failure in this round (in node 0's row: on any node), or the error that ended the launcher."""
     broken: bool = False
-    """Ranks here have lost their connections to others, so a machine that is silent is gone."""
+    """Ranks on this node have lost connections to others, so a silent node is lost."""
     asked: bool = False
-    """A signal on this machine asked the ranks to stop."""
-    held: Held = NOTHING
+    """A signal on this node requested the ranks to stop."""
+    held: StoredSteps = NO_STEPS
     regroups: int = -1
-    """Number 0: the round in which the ranks stop so that more machines can join."""
-    bring: Bring | None = None
-    """Number 0: what a machine is to do before the next round."""
-    brought: Brought | None = None
+    """Node 0: round in which the ranks stop so that more nodes can join."""
+    bring: CopyRequest | None = None
+    """Node 0: a node's task before the next round."""
+    brought: CopyReply | None = None
 
 
 class NodeRows:
-    """This machine's row, and the others' as far as this machine reads them."""
+    """This node's row, and the rows of the nodes that it reads."""
 
     def __init__(self, store: "Store", key: bytes, index: int, count: int):
         self._store, self._key, self.index = store, key, index
         self.others = [0] if index else [*range(1, count)]
-        """The machines whose rows this one reads."""
+        """The nodes whose rows this node reads."""
         self._rows = dict.fromkeys(self.others, NodeRow()) | {index: NodeRow(socket.gethostname(), secrets.token_hex(8))}
-        self._heard = dict.fromkeys(self.others, time.monotonic())
+        self._last_heard = dict.fromkeys(self.others, time.monotonic())
         self._exchanged = 0.0
-        self.put(_key(index), self.mine)
+        self.put(_row_key(index), self.own)
 
     @property
-    def mine(self) -> NodeRow:
+    def own(self) -> NodeRow:
         return self._rows[self.index]
 
     def __getitem__(self, machine: int) -> NodeRow:
         return self._rows[machine]
 
-    def silent(self, machine: int) -> float:
-        """Seconds since something new was read from a machine."""
-        return time.monotonic() - self._heard[machine]
+    def silent_seconds(self, machine: int) -> float:
+        """Seconds since a row of a node last changed."""
+        return time.monotonic() - self._last_heard[machine]
 
-    def forgive(self) -> None:
-        """Count the silence of the others from now on."""
-        self._heard = dict.fromkeys(self.others, time.monotonic())
+    def reset_silence(self) -> None:
+        """Reset the silent times of the other nodes to zero."""
+        self._last_heard = dict.fromkeys(self.others, time.monotonic())
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return time.monotonic() - self._exchanged >= PERIOD
 
     def exchange(self, **facts: Any) -> None:
-        """Write this machine's row, with these fields changed, and read the others'. When it returns, the others can read the row."""
+        """Write this node's row with these fields changed, and read the others'. After the return the other nodes can read the row."""
         now = time.monotonic()
-        if self._exchanged and now - self._exchanged > SUSPENDED:
-            self.forgive()
+        if self._exchanged and now - self._exchanged > SUSPENDED_AFTER:
+            self.reset_silence()
         self._exchanged = now
-        self._rows[self.index] = replace(self.mine, beat=self.mine.beat + 1, **facts)
-        self.put(_key(self.index), self.mine)
-        there = [k for k in self.others if self._rows[k].life or self._store.check([_key(k)])]
-        values = self._store.multi_get(list(map(_key, there))) if there else []
+        self._rows[self.index] = replace(self.own, beat=self.own.beat + 1, **facts)
+        self.put(_row_key(self.index), self.own)
+        there = [k for k in self.others if self._rows[k].life or self._store.check([_row_key(k)])]
+        values = self._store.multi_get(list(map(_row_key, there))) if there else []
         for k, value in zip(there, values, strict=True):
-            row = self._proven(_key(k), value, NodeRow)
+            row = self._decode_proven(_row_key(k), value, NodeRow)
             if (row.life, row.beat) != (self._rows[k].life, self._rows[k].beat):
-                self._rows[k], self._heard[k] = row, now
+                self._rows[k], self._last_heard[k] = row, now
 
     def put(self, key: str, value: object) -> None:
         """Write a value, with the proof that a launcher of the run wrote it."""
         text = json.encode(value)
-        self._store.set(key, self._proof(key, text) + text.decode())
+        self._store.set(key, self._compute_proof(key, text) + text.decode())
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """A value that a launcher wrote, or None before it did. L009 when another program wrote it."""
-        return self._proven(key, self._store.get(key), kind) if self._store.check([key]) else None
+        """Return a value that a launcher wrote, or None if it is missing. Raises L009 if another program wrote it."""
+        return self._decode_proven(key, self._store.get(key), kind) if self._store.check([key]) else None
 
-    def _proof(self, key: str, text: bytes) -> str:
-        return proof_of(self._key, key.encode(), text).hex()
+    def _compute_proof(self, key: str, text: bytes) -> str:
+        return compute_proof(self._key, key.encode(), text).hex()
 
-    def _proven(self, key: str, value: bytes, kind: type[T]) -> T:
+    def _decode_proven(self, key: str, value: bytes, kind: type[T]) -> T:
         proof, text = value[: 2 * PROOF], value[2 * PROOF :]
-        if hmac.compare_digest(proof, self._proof(key, text).encode()):
+        if hmac.compare_digest(proof, self._compute_proof(key, text).encode()):
             return json.decode(text, type=kind)
-        what = "another program has written into this run's store: it holds what no launcher of the run wrote"
+        what = "another program has written into this run's store: a value has no valid proof of the run's key"
         fix = ("end that program", "--resume    on all machines, with another --master port")
-        why = f"{key} is {shown(value.decode(errors='replace')[:80])}"
+        why = f"{key} is {escape_controls(value.decode(errors='replace')[:80])}"
         raise PlaitError(Problem("L009", what, why=why, fix=fix), FAILED)
 
 
-def _key(machine: int) -> str:
+def _row_key(machine: int) -> str:
     return f"launcher/{machine}"

@@ -1,11 +1,12 @@
-"""Requests to stop: what SIGTERM (a machine is taken away), SIGUSR1 (Slurm's warning that it will be) and Ctrl-C do to `plait train`.
+"""Requests to stop: SIGTERM (a node is preempted), SIGUSR1 (Slurm's advance warning) and Ctrl-C in `plait train`.
 
-Ranks that train finish their step and save; a rank that waits for samples gives the step up. Before the first step there is nothing to
-save, and the process ends at once. Either way the exit code is 75, which means: run me again; Ctrl-C before the first step is 130.
+Ranks that train finish their step and save; a rank that waits for samples abandons the step. Before the first step there is nothing to
+save, and the process ends at once. In both cases the exit code is 75, which requests another start; for Ctrl-C before the first step it is
+130.
 
-Python runs a signal's handler between two of its own instructions: not while the main thread waits in compiled code, for a store or
-for other ranks. There the number of the signal, which the system's handler writes into a pipe at once, is read by somebody else: for
-a rank that plait forked by the launcher (`RankSignals`), for any other process by a thread (`ending_waits`).
+Python runs a signal handler between two bytecode instructions, and not while the main thread waits in compiled code for a store or other
+ranks. There the number of the signal, which the C handler writes into a pipe at once, is read by another party. For a rank that plait
+forked, it is the launcher (`RankSignals`); for any other process, a thread (`end_waits_on_stop`).
 """
 
 import contextlib
@@ -21,190 +22,192 @@ from types import FrameType
 from plait.config.errors import RESUMABLE, PlaitError, Problem
 from plait.launch.progress import ProgressBoard
 
-WARNINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-REQUESTS = (signal.SIGINT, *WARNINGS)
-_OVER = b"\0"
-HEARD = 1.0
-"""Seconds after a request in which a wait may end by itself, before it is given up."""
+WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+STOP_SIGNALS = (signal.SIGINT, *WARNING_SIGNALS)
+_END_MARK = b"\0"
+WAIT_GRACE_S = 1.0
+"""Seconds after a request in which a wait may end by itself, before it is abandoned."""
 
 
-class Stopped(KeyboardInterrupt):
-    """Somebody asked this process to stop, and nothing is lost by that. What goes on after an `Exception` must not go on."""
+class StopRequested(KeyboardInterrupt):
+    """Raised by a request to stop before there is anything to save. Handlers of `Exception` do not catch it."""
 
     def error(self) -> PlaitError:
-        """C011."""
-        why = f"{signal.Signals(self.args[0]).name} came before there was anything to save"
-        fix = (f"{command()}    runs it again",)
+        """Convert to C011."""
+        why = f"{signal.Signals(self.args[0]).name} arrived before the first step was saved"
+        fix = (f"{rebuild_command()}    runs it again",)
         return PlaitError(Problem("C011", "stopped before the first step", why=why, fix=fix), RESUMABLE)
 
 
 class StopRequest:
-    """Whether this process was asked to stop: the handler of the signals, also while there are forked ranks (see `fork.py`).
+    """Whether this process received a request to stop. Handles the signals, also while there are forked ranks (see `fork.py`).
 
-    `waits`: it ends after a step that will be made, whatever it does now. `trains`: its ranks are those of a run.
+    `waits`: this process ends after the current or next step. `trains`: its ranks are those of a run.
     """
 
     def __init__(self, waits: bool = False):
         self.waits, self.trains, self.number, self.process = waits, False, 0, os.getpid()
 
     @staticmethod
-    def of_process(waits: bool = False) -> "StopRequest":
-        """The one that hears this process's signals; one that hears nothing where there is none."""
+    def get_current(waits: bool = False) -> "StopRequest":
+        """Return the request that handles this process's signals, or a new one without signals."""
         heard = signal.getsignal(signal.SIGTERM)
         return heard if isinstance(heard, StopRequest) else StopRequest(waits)
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator["StopRequest"]:
-        """Meanwhile the signals are requests. C011 where one ended this process."""
-        before = self.listen()
+    def handle_signals(self) -> Iterator["StopRequest"]:
+        """Inside, the signals are requests to stop. Raises C011 if one ended this process."""
+        before = self.install_handlers()
         try:
-            with told():
+            with convert_stop():
                 yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def listen(self) -> dict[int, "signal._HANDLER"]:
-        """From now on the signals are requests. Returns what they were before."""
+    def install_handlers(self) -> dict[int, "signal._HANDLER"]:
+        """Handle the signals as requests from now on. Returns the previous handlers."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self) for number in WARNINGS}
+        return {number: signal.signal(number, self) for number in WARNING_SIGNALS}
 
     def is_set(self) -> bool:
         return self.number > 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self.process:  # a copy that was forked just now
+        if os.getpid() != self.process:  # a process that was forked just now
             return
         first, self.number = not self.number, number
-        if first and self.ends_at_once():
-            raise Stopped(number)
+        if first and self.is_immediate():
+            raise StopRequested(number)
 
-    def ends_at_once(self) -> bool:
+    def is_immediate(self) -> bool:
         """Whether a request ends this process while it has no ranks."""
         return not (self.waits or self.trains)
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """While this process has ranks that train."""
+    def mark_training(self) -> Iterator[None]:
+        """Inside, this process has ranks that train."""
         self.trains = True
         try:
             yield
         finally:
             self.trains = False
 
-    def begun(self, step: int) -> None:
-        """Said by a rank that another launcher started: `step` steps are made, and if there are any a request waits for the next."""
+    def mark_begun(self, step: int) -> None:
+        """Record in a rank of another launcher that `step` steps are complete. After the first step, a request waits for the next one."""
         self.waits = self.waits or step > 0
 
-    def beside(self, board: ProgressBoard, number: int) -> None:
-        """The same while there are ranks: those that train go on to save, once all of them are built."""
+    def handle_with_ranks(self, board: ProgressBoard, number: int) -> None:
+        """Handle a request while there are ranks: ranks that train continue until they have saved, once all of them are built."""
         first, self.number = not self.number, number
-        if first and not (self.waits or (self.trains and board.begun())):
-            raise Stopped(number)
+        if first and not (self.waits or (self.trains and board.has_begun())):
+            raise StopRequested(number)
 
-    def before(self, board: ProgressBoard) -> None:
-        """The same of a signal that came while ranks were forked, or between two starts of them."""
+    def handle_pending(self, board: ProgressBoard) -> None:
+        """Handle a request that arrived while ranks were forked, or between two starts of them."""
         if self.number and self.trains:
             if not self.waits:
-                raise Stopped(self.number)
+                raise StopRequested(self.number)
             board.stop()
 
 
-def stoppable(work: Callable[[], int]) -> int:
-    """Do the work of a command; during it the signals are requests. Then they do nothing: `plait` says how it ended, which takes a
-    moment under torchrun, and `cli/main.py` puts them back."""
-    handled = StopRequest().listen()
+def run_stoppable(work: Callable[[], int]) -> int:
+    """Run the work of a command, with signals as requests to stop; afterwards signals are ignored.
+
+    `plait` then prints the result, which takes a moment under torchrun, and `cli/main.py` restores the handlers.
+    """
+    handled = StopRequest().install_handlers()
     try:
-        with told():
+        with convert_stop():
             return work()
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
 
 
-def signal_pipe() -> tuple[int, int]:
-    """`os.pipe()` for `signal.set_wakeup_fd`: writing into it never blocks."""
+def open_signal_pipe() -> tuple[int, int]:
+    """Open an `os.pipe()` for `signal.set_wakeup_fd` with a non-blocking end for writing."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     return reading, writing
 
 
 @contextlib.contextmanager
-def ending_waits() -> Iterator[None]:
-    """Inside, a request that ends this process at once does so in `HEARD` seconds, also while the main thread is in compiled code."""
-    request = StopRequest.of_process()
+def end_waits_on_stop() -> Iterator[None]:
+    """Inside, a request that ends this process takes effect within `WAIT_GRACE_S` seconds, even in compiled code."""
+    request = StopRequest.get_current()
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not request:
         yield
         return
-    reading, writing = signal_pipe()
+    reading, writing = open_signal_pipe()
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     over = threading.Event()
-    thread = threading.Thread(target=_end_late, args=(request, reading, over), daemon=True)
+    thread = threading.Thread(target=_end_stuck_process, args=(request, reading, over), daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         signal.set_wakeup_fd(before)
-        os.write(writing, _OVER)  # closing it would not do: a process that was forked inside has it too
+        os.write(writing, _END_MARK)  # closing it is not enough: a process that was forked inside has it too
         thread.join()
         os.close(writing)
         os.close(reading)
 
 
-def _end_late(request: StopRequest, reading: int, over: threading.Event) -> None:
-    """The thread: ends the process if its main thread has not run the handler of a request `HEARD` seconds after it."""
-    while not (numbers := os.read(reading, 64)).endswith(_OVER):
-        asked = next((number for number in numbers if number in REQUESTS), None)
-        if asked is None or over.wait(HEARD) or request.number or not request.ends_at_once():
+def _end_stuck_process(request: StopRequest, reading: int, over: threading.Event) -> None:
+    """Thread: end the process if its main thread has not handled a request within `WAIT_GRACE_S` seconds."""
+    while not (numbers := os.read(reading, 64)).endswith(_END_MARK):
+        asked = next((number for number in numbers if number in STOP_SIGNALS), None)
+        if asked is None or over.wait(WAIT_GRACE_S) or request.number or not request.is_immediate():
             continue
         if asked != signal.SIGINT:
-            print(Stopped(asked).error(), file=sys.stderr, flush=True)
+            print(StopRequested(asked).error(), file=sys.stderr, flush=True)
         os._exit(130 if asked == signal.SIGINT else RESUMABLE)
 
 
 class RankSignals:
-    """What a rank that plait forked does with requests to stop: its launcher reads them from `pipe`, whatever the rank does.
+    """Requests to stop in a rank that plait forked: its launcher reads them from `pipe`, in any state of the rank.
 
-    The launcher asks all ranks by the board. It has a rank give up the samples that it waits for by a signal too, in `leaving`.
+    The launcher requests all ranks to stop through the board. With a signal it also makes a rank abandon samples, in `allow_leaving`.
     """
 
     def __init__(self, board: ProgressBoard, pipe: int):
         self.board, self.pipe, self.waits = board, pipe, False
 
-    def listen(self) -> None:
-        """From now on. Processes that the rank forks have no part in it: what ends a helper process is no request."""
-        for number in REQUESTS:
+    def install_handlers(self) -> None:
+        """Handle signals in this rank from now on. Processes that the rank forks are excluded; signals to them are no requests."""
+        for number in STOP_SIGNALS:
             signal.signal(number, self)
         signal.set_wakeup_fd(self.pipe, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_not_a_rank)
+        os.register_at_fork(after_in_child=_reset_signals)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.waits and self.board.leaves():
+        if self.waits and self.board.is_leave_requested():
             self.waits = False
-            raise Stopped(number)
+            raise StopRequested(number)
 
     @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Inside, a rank that reads samples raises `Stopped` where the launcher asks it to give them up."""
+    def allow_leaving(self) -> Iterator[None]:
+        """Inside, a rank that reads samples raises `StopRequested` if the launcher requests it to abandon them."""
         self.waits = True
         try:
-            if self.board.leaves():
-                raise Stopped(signal.SIGTERM)
+            if self.board.is_leave_requested():
+                raise StopRequested(signal.SIGTERM)
             yield
         finally:
             self.waits = False
 
 
-def _not_a_rank() -> None:
-    """A process that a rank has forked: it can be ended as usual, but not by a Ctrl-C that is meant for the launcher."""
+def _reset_signals() -> None:
+    """Restore the signals in a process that a rank has forked: SIGTERM ends it, Ctrl-C is for the launcher."""
     signal.set_wakeup_fd(-1)
-    for number in REQUESTS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
-def given_up(rank: int, done: int) -> PlaitError:
+def stopped_reading_error(rank: int, done: int) -> PlaitError:
     """C011 of a rank that received a request to stop while it read samples, of a step or of an evaluation."""
     why = "the run received a request to stop, and a rank does not wait for samples then: they are read again after --resume"
     what = f"stopped while rank {rank} read samples after step {done}"
@@ -212,18 +215,18 @@ def given_up(rank: int, done: int) -> PlaitError:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """What ends this process at once is an error like others, which other machines are told; a Ctrl-C needs no explanation."""
+def convert_stop() -> Iterator[None]:
+    """Convert `StopRequested` to an error that other nodes can read; a Ctrl-C stays as it is, since it needs no explanation."""
     try:
         yield
-    except Stopped as stopped:
+    except StopRequested as stopped:
         if stopped.args[0] == signal.SIGINT:
             raise
         raise stopped.error() from None
 
 
-def command(*more: str, resume: str = "", to: str = "") -> str:
-    """This process's command line, as it is typed again: with more words, and resuming from `to` where it says `resume`."""
+def rebuild_command(*more: str, resume: str = "", to: str = "") -> str:
+    """Return this process's command line with `more` options, and with `to` in place of the `resume` value."""
     program, *words = sys.argv
     if Path(program).name not in ("plait", "__main__.py") or words[:1] != ["train"]:
         return " ".join(["the same command", *more])

@@ -1,6 +1,6 @@
-"""Losses that look at the whole batch or the whole vocabulary.
+"""Losses over the global batch or a large vocabulary.
 
-global_batch      means over the global batch, or the global batch itself; so the balance loss of Hugging Face's mixtures of experts
+global_batch      means over the global batch, or the global batch itself, also for Hugging Face's balance loss
 linear_cross_entropy  cross-entropy of a last linear layer without its logits
-separable         whether a loss is the weighted mean of its parts
+separable         checks whether a loss is the weighted mean of its parts
 """

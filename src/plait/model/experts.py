@@ -1,4 +1,4 @@
-"""What a mixture of experts is, for the rest of plait: which parameters are whose, and what travels."""
+"""Mixtures of experts: the parameters of each expert, and the rows sent to them."""
 
 from dataclasses import dataclass
 from math import prod
@@ -7,71 +7,70 @@ import torch
 from torch import nn
 
 from plait.config.plan import Plan
-from plait.tensors.parameters import like
-from plait.tensors.rows import Rows, everything
+from plait.tensors.parameters import make_parameter_like
+from plait.tensors.rows import Rows, full_ranges
 
-Format = tuple[str, tuple[int, ...], torch.dtype]
+ParameterFormat = tuple[str, tuple[int, ...], torch.dtype]
 """(name, shape, dtype) of a parameter."""
 
 
 @dataclass(frozen=True)
 class MoELayer:
-    """A layer whose experts can be shared out over ranks."""
+    """A layer whose experts can be sharded over ranks."""
 
     name: str
-    """The module that is run in another way: the stacked experts themselves, or the layer with the list."""
+    """The module that ep replaces: the stacked experts, or the layer with the list of experts."""
     experts: int
-    parameters: tuple[tuple[Format, ...], ...]
-    """Its parameters: of each expert in a list; of stacked experts one tuple, each cut along dim 0."""
+    parameters: tuple[tuple[ParameterFormat, ...], ...]
+    """Parameters of each expert in a list; for stacked experts one tuple, each sharded along dim 0."""
     modules: tuple[str, ...] = ()
     """Names of the experts in a list."""
     trained: frozenset[str] = frozenset()
-    """Names of those parameters that are."""
-    numbers: tuple[tuple[str, int], ...] = ()
-    """Attributes of a stacked module that hold a number of experts (0: of this rank's) or of choices (1)."""
+    """Names of the trained parameters among them."""
+    count_attributes: tuple[tuple[str, int], ...] = ()
+    """Attributes of a stacked module that hold the number of experts (0: of this rank) or of choices (1)."""
     rows: float = 0.0
-    """Rows that a sample sends to experts: its tokens times the choices of each. Which experts, depends on the data."""
+    """Rows that a sample sends to experts: its tokens times the choices of each. The data decides which experts."""
     calls: int = 1
-    """How often a forward pass calls it."""
+    """Calls per forward pass."""
     width: tuple[int, int] = (0, 0)
-    """Numbers of a row on its way to an expert, and back."""
+    """Elements of a row on its way to an expert, and back."""
     itemsize: int = 4
-    """Bytes of a number."""
+    """Bytes per element."""
     coupled: bool = False
-    """What it computes for a token depends on the others in the batch: experts that are full drop tokens."""
+    """The output for a token depends on other tokens of the batch, because full experts drop tokens."""
 
     @property
-    def stacked(self) -> bool:
-        """Whether parameters hold all experts, along dim 0."""
+    def is_stacked(self) -> bool:
+        """Whether each parameter has all experts, along dim 0."""
         return not self.modules
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all its experts' parameters."""
+        """Names of all parameters of its experts."""
         return frozenset(name for rows in self.parameters for name, _, _ in rows)
 
-    def mine(self, ranks: int, rank: int) -> range:
-        """The experts of a rank."""
-        ((first, length),) = Rows.even(self.experts, ranks).ranks[rank]
+    def get_rank_experts(self, ranks: int, rank: int) -> range:
+        ((first, length),) = Rows.make_even(self.experts, ranks).ranks[rank]
         return range(first, first + length)
 
-    def held(self, mine: range) -> list[Format]:
-        """The parameters of a rank with these experts, as large as they are there."""
-        if self.stacked:
-            return [(name, (len(mine), *shape[1:]), dtype) for name, shape, dtype in self.parameters[0]]
-        return [row for number in mine for row in self.parameters[number]]
+    def list_rank_parameters(self, own: range) -> list[ParameterFormat]:
+        """Return the parameters of a rank with these experts, in their local shapes."""
+        if self.is_stacked:
+            return [(name, (len(own), *shape[1:]), dtype) for name, shape, dtype in self.parameters[0]]
+        return [row for number in own for row in self.parameters[number]]
 
-    def share(self, plan: Plan) -> int:
-        """Bytes of the experts that ranks keep parts of, on the rank that has most: it is gathered as one."""
-        rows = self.held(self.mine(plan.ep, 0)) if plan.expert_shards > 1 else []
+    def count_gathered_bytes(self, plan: Plan) -> int:
+        """Return the bytes of sharded experts on the rank with most of them; they are gathered at once."""
+        rows = self.list_rank_parameters(self.get_rank_experts(plan.ep, 0)) if plan.expert_shards > 1 else []
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype in rows)
 
 
-def cut_stacked(module: nn.Module, mixture: MoELayer, mine: range) -> nn.Module:
-    """The module with some of its experts only, in place."""
+def shard_stacked(module: nn.Module, mixture: MoELayer, own: range) -> nn.Module:
+    """Keep only the given experts of a stacked module, in place."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        part = parameter.detach()[mine.start : mine.stop].clone()
-        setattr(module, name, like(parameter, part, (((mine.start, len(mine)),), *everything(tuple(parameter.shape[1:])))))
-    for name, one in mixture.numbers:
-        setattr(module, name, one or len(mine))
+        part = parameter.detach()[own.start : own.stop].clone()
+        setattr(module, name, make_parameter_like(parameter, part, (((own.start, len(own)),), *full_ranges(tuple(parameter.shape[1:])))))
+    for name, one in mixture.count_attributes:
+        setattr(module, name, one or len(own))
     return module

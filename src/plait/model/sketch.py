@@ -1,11 +1,10 @@
-"""The sketch: what a job is, found by running its model on fake tensors. No weights are computed with, no data moves.
+"""The sketch: an analysis of a job's model, by running it on fake tensors. No weights are computed and no data moves.
 
-The model runs twice, on two batch sizes. Whatever draws a random number is noted with its place and with the dim of
-the drawn tensor that grew with the batch: that is all `randomness/keyed.py` needs to give any rank its own stretch of the
-one global mask. Layers that look at the whole batch at once (batch statistics) are noted too, because splitting the
-batch changes them unless they are synchronised.
+The model runs twice, on two batch sizes. Each random draw is recorded with its place and with the dim of the drawn tensor that grows with the
+batch. With these, `randomness/keyed.py` gives any rank its part of the single global mask. Layers that use the complete batch (batch
+statistics) are recorded too, because splitting the batch changes them unless they are synchronized.
 
-A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
+A model that reads values in its forward pass cannot run on fake tensors. A copy of it then runs on real tensors.
 """
 
 import warnings
@@ -17,25 +16,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.errors import in_a_line
-from plait.config.job import user_line
-from plait.model import alike, units
+from plait.config.errors import summarize_error
+from plait.config.job import find_user_line
+from plait.model import equal_layers, units
 from plait.model.experts import MoELayer
-from plait.model.meter import Metered, MeteredCall
-from plait.model.operations import ZERO, Effort, Figure, OperationCounts, Unit, UnitCall, line
+from plait.model.meter import MeteredCall, MeteredRun
+from plait.model.operations import ZERO_COST, LinearCost, OperationCounts, OpStats, Unit, UnitCall, fit_products
 from plait.model.slices import ParameterSlice, Slices
-from plait.model.trace import Call, RunTrace, trace_run
+from plait.model.trace import RunModel, RunTrace, trace_run
 from plait.randomness import keyed
 from plait.tensors.opaque_code import is_scripted
 from plait.tensors.parameters import ParameterAttributes, copy_module
-from plait.tensors.trees import ProbeSizes, template
+from plait.tensors.trees import ProbeSizes, make_template
 
 
-def places_of(
+def find_places(
     rounds: list[list[RunTrace]], sizes: ProbeSizes, decides: bool = False
 ) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
-    """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim. `decides`: the
-    model decides at random what to run, so that a draw of one batch may be missing for another."""
+    """Return the batch dim and shape of every random place, and the modules of draws that do not grow with the batch in exactly one dim.
+
+    `decides`: the model has random branches, so a draw of one batch may be missing for another.
+    """
     places: dict[str, int | None] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     coupled = []
@@ -59,109 +60,109 @@ def places_of(
 
 
 UNKNOWN = -1
-"""In place of a batch dim, as in `randomness/distributions.py`."""
+"""An unknown batch dim, as in `randomness/distributions.py`."""
 
 
-ROUNDS = 8
-"""Pairs of runs for a model that decides at random what to run."""
-PROBES = ProbeSizes(3, 5)
-"""The two batch sizes of the runs: odd, so that dims of the model rarely have them."""
+RUN_PAIRS = 8
+"""Pairs of runs for a model with random branches."""
+PROBE_SIZES = ProbeSizes(3, 5)
+"""The two batch sizes of the runs. They are odd, so that dims of the model rarely equal them."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """What `engine/build.py` and the strategies need to know of a model. All names are qualified module names."""
+    """The properties of a model that `engine/build.py` and the strategies use. All names are qualified module names."""
 
     parameters: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    """(name, shape, dtype) of every parameter that is trained, tied ones once."""
+    """(name, shape, dtype) of every trained parameter; tied ones are listed once."""
     frozen: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
-    """The same of every parameter that is not."""
+    """(name, shape, dtype) of every frozen parameter."""
     order: tuple[str, ...] = ()
-    """Names of both, in the model's order."""
+    """Names of all parameters, in the model's order."""
     buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
-    """The same of every buffer."""
+    """(name, shape, dtype) of every buffer."""
     attributes: Mapping[str, ParameterAttributes] = field(default_factory=dict, compare=False)
-    """What code has put on parameters, of those that have any."""
+    """Attributes that code has set on parameters, by name."""
     places: dict[str, int | None] = field(default_factory=dict)
     """Random place `module#call#draw` -> batch dim of the tensor drawn there (None: it has none)."""
     drawn: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Random place -> shape of the whole tensor drawn there for one sample: its batch dim has the rows of a sample."""
+    """Random place -> full shape of the tensor drawn there for one sample: its batch dim has the rows of a sample."""
     unkeyed: tuple[str, ...] = ()
-    """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
-    uneven: tuple[str, ...] = ()
-    """Modules that draw a tensor whose shape does not grow with the batch in one dim: which part is a sample's is not known."""
-    packed: tuple[str, ...] = ()
+    """Modules with random draws that plait cannot key (operators without a rule)."""
+    uneven_draws: tuple[str, ...] = ()
+    """Modules that draw a tensor whose shape does not grow with the batch in one dim: the part of a sample is unknown."""
+    packed_rnns: tuple[str, ...] = ()
     """Recurrent modules with dropout between their layers in packed sequences."""
     batch_norms: tuple[str, ...] = ()
-    """Batch-norm modules that use batch statistics in training: these can be synchronised."""
+    """Batch-norm modules that use batch statistics in training; these can be synchronized."""
     batch_coupled: tuple[str, ...] = ()
-    """Modules that use batch statistics by a direct call: these cannot be synchronised."""
-    counting: tuple[str, ...] = ()
-    """Buffers that every training forward changes, besides those of batch norms (counters, power iterations)."""
+    """Modules that use batch statistics by a direct call; these cannot be synchronized."""
+    changed_buffers: tuple[str, ...] = ()
+    """Buffers that every training forward changes, except those of batch norms (counters, power iterations)."""
     rewritten: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Weights that every training forward changes (moving averages of others), and the modules whose code does it."""
-    followed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Weights from which every training forward writes tensors outside of the model (a teacher's), and the modules whose code does it."""
-    sampled: tuple[str, ...] = ()
-    """Of both, those whose new value comes from the samples."""
-    unshared: tuple[str, ...] = ()
-    """Of these, those that a rank makes of its own samples, without `plait.global_mean` and `plait.global_batch`."""
+    """Weights that every training forward changes (moving averages of others), and the modules that write them."""
+    outside_writes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Weights from which every training forward writes tensors outside of the model (a teacher's), and the modules that write them."""
+    from_samples: tuple[str, ...] = ()
+    """Buffers and weights among these with new values that come from samples."""
+    rank_dependent: tuple[str, ...] = ()
+    """Those among them with values from a rank's own samples, without `plait.global_mean` and `plait.global_batch`."""
     process_flags: tuple[str, ...] = ()
-    """Attributes that are true because this process has made something that no checkpoint holds, such as hooks (`model/mutations.py`)."""
+    """Attributes that are True because of a per-process object that no checkpoint contains, such as hooks (`model/mutations.py`)."""
     coupled_in_eval: str = ""
-    """What of it uses the batch in eval mode, in a phrase (`engine/analyse.py`)."""
+    """A phrase for the part of the model that uses the batch in eval mode (`engine/model_analysis.py`)."""
     host_random: bool = False
-    """True when the forward pass draws from Python's or numpy's generator."""
-    decides: bool = False
-    """True when it may decide by torch's generator what to run: it looks at values, and draws numbers for no sample."""
-    by_values: bool = False
-    """True when the model had to run on real tensors."""
+    """The forward pass draws from Python's or numpy's generator."""
+    has_random_branches: bool = False
+    """Its control flow may depend on torch's generator: it reads values and draws numbers that belong to no sample."""
+    needs_real_tensors: bool = False
+    """The model had to run on real tensors."""
     units: tuple[Unit, ...] = ()
     calls: tuple[UnitCall, ...] = ()
     needs: tuple[int, ...] = ()
-    """Calls whose outputs the model's output depends on."""
+    """Calls on whose outputs the model's output depends."""
     alike: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
-    """Rows of units each of which computes the same as the one before it, of what that returned."""
+    """Rows of equal units: each one computes the same as the previous one, on its output."""
     rest: tuple[str, ...] = ()
-    """Parameters that belong to no unit: the model's own, used by the code between units."""
-    flops_between: Figure = ZERO
+    """Parameters outside of all units, used by the code between units."""
+    flops_between: LinearCost = ZERO_COST
     """Floating-point operations of the code between units."""
     work_between: OperationCounts = field(default_factory=OperationCounts, compare=False)
-    """What the code between units consists of."""
-    saved_between: Figure = ZERO
-    """Bytes that the code between units keeps for backward, besides what units keep too."""
+    """Operations of the code between units."""
+    saved_between: LinearCost = ZERO_COST
+    """Bytes that the code between units saves for backward, without those that units save too."""
     differentiates: bool = False
-    """True when the forward pass asks for derivatives itself."""
+    """The forward pass itself computes derivatives."""
     sequence_plan: Any = None
-    """Where the sequence is in the model (`parallel/context/sequences.py`), when it is cut."""
+    """The sequence dims in the model (`parallel/context/sequences.py`), if it is sharded."""
     scripted: tuple[str, ...] = ()
-    """Modules that `torch.jit` has compiled."""
+    """Modules compiled by `torch.jit`."""
     opaque: tuple[tuple[str, str], ...] = ()
-    """Operators of higher order that the forward pass calls: the module whose code does it, and the operator."""
+    """Higher-order operators of the forward pass: (module that calls it, operator)."""
     unmeasured: str = ""
-    """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
+    """The reason why units could not be measured; then there are no units, and every parameter is in `rest`."""
     unmeasured_at: str = ""
-    """The line of the model's code at which that failed, if it is known."""
-    whole_update: bool = False
-    """The job's optimizer looks at whole tensors, of which the plan's ranks hold parts (`parallel/whole_tensors.py`)."""
-    single_steps: bool = False
-    """The job's optimizer stacks tensors, and makes a step for each of them (`model/optimizers.py`)."""
+    """The line of the model's code at which measuring failed, if known."""
+    needs_whole_tensors: bool = False
+    """The job's optimizer reads full tensors, of which the plan's ranks have shards (`parallel/tensor_owners.py`)."""
+    steps_per_tensor: bool = False
+    """The job's optimizer stacks tensors, and steps once for each of them (`model/optimizers.py`)."""
     slices: Slices = field(default_factory=Slices)
-    """What tensor parallelism can cut; found only for a plan that has it."""
-    cuts: tuple[ParameterSlice, ...] = ()
-    """Every parameter that is cut into slices, by its first name."""
-    shares: tuple[str, ...] = ()
-    """Parameters whose gradient on a rank of a sliced model is a share of a sum over all of them."""
-    mixtures: tuple[MoELayer, ...] = ()
-    """Layers with experts; found only for a plan that shares them out."""
+    """The parts that tensor parallelism can shard; only found for a plan with tp."""
+    tp_shards: tuple[ParameterSlice, ...] = ()
+    """Every parameter with tp shards, by its first name."""
+    partial_gradients: tuple[str, ...] = ()
+    """Parameters whose gradient on a rank of a tp-sharded model is a partial sum over all tp ranks."""
+    moe_layers: tuple[MoELayer, ...] = ()
+    """Layers with experts; only found for a plan that shards them."""
 
-    def has(self, module: str) -> bool:
+    def has_module(self, module: str) -> bool:
         """Whether a module lies in a unit of this sketch."""
         return any(f"{module}.".startswith(f"{unit.name}.") for unit in self.units)
 
-    def local(self, rank: int) -> "Sketch":
-        """The sketch of a rank's slices: the same model with smaller parameters."""
-        cuts = {cut.parameter: cut for cut in self.cuts}
+    def make_local(self, rank: int) -> "Sketch":
+        """Return the sketch of a rank's tp shards: the same model with smaller parameters."""
+        cuts = {cut.parameter: cut for cut in self.tp_shards}
         sizes = {n: d.itemsize * prod(s) for n, s, d in (*self.parameters, *self.frozen)}
         cut = lambda rows: tuple((n, cuts[n].shape(s, rank) if n in cuts else s, d) for n, s, d in rows)  # noqa: E731
         parameters, frozen = cut(self.parameters), cut(self.frozen)
@@ -171,67 +172,68 @@ class Sketch:
         return replace(self, parameters=parameters, frozen=frozen, units=units)
 
 
-@keyed.host_kept()
-def sketch(
-    model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None,
+@keyed.preserve_host_state()
+def sketch_model(
+    model: nn.Module, inputs: Callable[[int], Any], call: RunModel, unit_names: tuple[str, ...] | None = None,
     loss: Callable[[int], Callable[[Any], Any]] | None = None,
 ) -> Sketch:  # fmt: skip
-    """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does.
+    """Run `model` on batches of `PROBE_SIZES` samples and record its properties. `inputs(n)` makes a batch.
 
-    `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called. `loss(n)`
-    makes the loss of an output for n samples, asked what it depends on where units hand on more than they return.
+    `unit_names`: the names of its units, instead of a search. Raises J015 if a name matches no called module. `loss(n)` returns the loss of an output
+    for
+    n samples. It shows which values the loss uses, if units pass on values outside of their outputs.
     """
-    probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
-    first = probe.first()
-    again = units.chosen_again(model, probe.chosen, first[0].metered) if wanted is None else None
+    probe = _Probe(model, inputs, call, units.find_units(model) if unit_names is None else units.find_named(model, unit_names))
+    first = probe.run_first()
+    again = units.revise_units(model, probe.chosen, first[0].metered) if unit_names is None else None
     if again is not None and probe.metering:
         probe.chosen = again
-        first = probe.pair(0)
+        first = probe.run_pair(0)
     host_random = any(run.host_random for run in first)
-    decides = probe.by_values and None in places_of([first], PROBES)[0].values()
-    more = range(1, ROUNDS if host_random or decides else 1)  # branches taken at random: see most of them
-    rounds = [first, *(probe.pair(number) for number in more)]
+    decides = probe.by_values and None in find_places([first], PROBE_SIZES)[0].values()
+    more = range(1, RUN_PAIRS if host_random or decides else 1)  # random branches: run enough pairs to see most of them
+    rounds = [first, *(probe.run_pair(number) for number in more)]
     if loss is not None and any(call.aside for run in first for call in run.metered.calls):
-        probe.judge(loss, rounds)
-    if wanted is not None and probe.metering:
-        units.check_named(model, wanted, [pair[0].metered for pair in rounds])
+        probe.limit_leaks(loss, rounds)
+    if unit_names is not None and probe.metering:
+        units.check_named(model, unit_names, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
-    places, drawn, coupled = places_of(rounds, PROBES, host_random or decides)
+    places, drawn, coupled = find_places(rounds, PROBE_SIZES, host_random or decides)
     return Sketch(
-        **_tensors(model),
+        **_describe_tensors(model),
         places=places,
         drawn=drawn,
         unkeyed=_unique(name for run in small for name in run.unkeyed),
-        uneven=_unique(name for name in coupled if all(name not in run.packed for run in small)),
-        packed=_unique(name for run in small for name in run.packed),
+        uneven_draws=_unique(name for name in coupled if all(name not in run.packed_rnns for run in small)),
+        packed_rnns=_unique(name for run in small for name in run.packed_rnns),
         batch_norms=_unique(name for run in small for name in run.batch_norms),
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
-        counting=_unique(name for run in small for name in run.counting),
+        changed_buffers=_unique(name for run in small for name in run.changed_buffers),
         rewritten={name: tuple(sorted(by)) for run in small for name, by in run.rewritten.items()},
-        followed={name: tuple(sorted(by)) for run in small for name, by in run.followed.items()},
-        sampled=_unique(name for run in small for name in run.sampled),
-        unshared=_unique(name for run in small for name in run.unshared),
+        outside_writes={name: tuple(sorted(by)) for run in small for name, by in run.outside_writes.items()},
+        from_samples=_unique(name for run in small for name in run.from_samples),
+        rank_dependent=_unique(name for run in small for name in run.rank_dependent),
         process_flags=_unique(name for run in small for name in run.process_flags),
         host_random=host_random,
-        decides=decides,
-        by_values=probe.by_values,
+        has_random_branches=decides,
+        needs_real_tensors=probe.by_values,
         scripted=tuple(name for name, module in model.named_modules() if is_scripted(module)),
         opaque=tuple(dict.fromkeys(call for run in small for call in run.opaque)),
         unmeasured=probe.unmeasured,
         unmeasured_at=probe.unmeasured_at,
-        **_measures(model, probe.chosen, rounds),
+        **_measure_units(model, probe.chosen, rounds),
     )
 
 
-def _tensors(model: nn.Module) -> dict[str, Any]:
-    """The fields of a sketch that say which parameters and buffers there are."""
+def _describe_tensors(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a sketch that list parameters and buffers."""
     row = lambda name, t: (name, tuple(t.shape), t.dtype)  # noqa: E731
     return {
         "parameters": tuple(row(n, p) for n, p in model.named_parameters() if p.requires_grad),
         "frozen": tuple(row(n, p) for n, p in model.named_parameters() if not p.requires_grad),
         "order": tuple(name for name, _ in model.named_parameters()),
         "buffers": tuple(row(n, b) for n, b in model.named_buffers()),
-        "attributes": {n: own for n, p in model.named_parameters() if (own := ParameterAttributes.of(p))},
+        "attributes": {n: own for n, p in model.named_parameters() if (own := ParameterAttributes.capture(p))},
     }
 
 
@@ -240,39 +242,39 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Probe:
-    """Runs of one model, and how they have to be made: on fake tensors or for real, measuring units or not."""
+    """Runs of one model, on fake or real tensors, with or without measuring units."""
 
-    def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: Call, chosen: dict[str, bool]):
+    def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: RunModel, chosen: dict[str, bool]):
         self.model, self.inputs, self.call, self.chosen = model, inputs, call, chosen
         self.by_values, self.metering = False, True
         self.unmeasured = self.unmeasured_at = ""
 
-    def first(self) -> list[RunTrace]:
-        """The first pair: on fake tensors, else on real ones; measured, else not measured, and then the sketch gives the reason.
+    def run_first(self) -> list[RunTrace]:
+        """Run the first pair: on fake tensors, then on real ones; with units measured, otherwise without. The sketch then has the reason.
 
-        Only a failure of the last way is raised: on real tensors, with nothing measured, the model itself fails.
+        Only an error of the last attempt is raised. It runs on real tensors without measuring, so it is the model's own error.
         """
         for self.by_values, self.metering in ((False, True), (False, False), (True, True)):
             try:
-                pair = self.pair(0)
+                pair = self.run_pair(0)
                 if self.metering:
-                    _measures(self.model, self.chosen, [pair])
+                    _measure_units(self.model, self.chosen, [pair])
                     self.unmeasured = self.unmeasured_at = ""
                 return pair
             except Exception as error:
                 if self.metering:
-                    self.unmeasured, self.unmeasured_at = in_a_line(error), user_line(error)
+                    self.unmeasured, self.unmeasured_at = summarize_error(error), find_user_line(error)
         self.metering = False
-        return self.pair(0)
+        return self.run_pair(0)
 
-    def judge(self, loss: Callable[[int], Callable[[Any], Any]], rounds: list[list[RunTrace]]) -> None:
-        """Let the calls of these runs leak what the loss depends on, and not all that is in the model's output."""
-        inputs, judge = self.inputs(PROBES[0]), loss(PROBES[0])
+    def limit_leaks(self, loss: Callable[[int], Callable[[Any], Any]], rounds: list[list[RunTrace]]) -> None:
+        """Limit the leaks of these calls to values that the loss uses, instead of all values in the model's output."""
+        inputs, judge = self.inputs(PROBE_SIZES[0]), loss(PROBE_SIZES[0])
         keyed.seed_host("sketch", 0)
         model = copy_module(self.model) if self.by_values else self.model
         try:
-            trace = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
-        except Exception:  # it may look at numbers: then it may depend on anything
+            trace = trace_run(model, inputs, self.call, not self.by_values, self.chosen, compute_loss=judge)
+        except Exception:  # it may read values, and so depend on anything
             return
         read = trace.metered.calls
         for run in (run.metered.calls for pair in rounds for run in pair):
@@ -280,55 +282,57 @@ class _Probe:
                 for call, judged in zip(run, read):
                     call.leaks = judged.leaks
 
-    def pair(self, number: int) -> list[RunTrace]:
-        """The two runs: of a large model, the second has a few of its alike layers."""
-        small = self.run(PROBES[0], number)
-        return [small, self._shorter(small, number) or self.run(PROBES[1], number)]
+    def run_pair(self, number: int) -> list[RunTrace]:
+        """Run the model on both batch sizes. For a large model, the second run has a few of its equal layers."""
+        small = self.run(PROBE_SIZES[0], number)
+        return [small, self._run_shortened(small, number) or self.run(PROBE_SIZES[1], number)]
 
     def run(self, samples: int, number: int) -> RunTrace:
-        """One run. All of one number have the host generators in the same state, so that they take the same branches."""
+        """Run the model once. Runs of one `number` start with equal host generators, so that they take the same branches."""
         example = self.inputs(samples)
         keyed.seed_host("sketch", number)
-        before = keyed.first_draws()
+        before = keyed.draw_host_numbers()
         keyed.seed_host("sketch", number)
-        with warnings.catch_warnings():  # a copy of fake weights is warned of
+        with warnings.catch_warnings():  # copying fake weights emits a warning
             warnings.simplefilter("ignore")
             model = copy_module(self.model) if self.by_values else self.model
         names = {name for name, _ in model.named_modules()}
         metering = [name for name in self.chosen if name in names] if self.metering else None
         found = trace_run(model, example, self.call, not self.by_values, metering)
-        found.host_random = before[:2] != keyed.first_draws()[:2]
+        found.host_random = before[:2] != keyed.draw_host_numbers()[:2]
         return found
 
-    def _shorter(self, small: RunTrace, number: int) -> RunTrace | None:
-        """What the second run of a model would show, from runs with a few of its alike layers. None if that cannot be said."""
+    def _run_shortened(self, small: RunTrace, number: int) -> RunTrace | None:
+        """Compute the trace of the second run from runs with a few of the equal layers. Returns None if that is impossible."""
         if self.by_values or not self.metering or small.host_random:
             return None
         calls = small.metered.calls
-        closed = {call.unit for call in calls} - _opened(self.model, [small.metered])
-        rows = alike.rows_of(self.model, units.alike([single(c) for c in calls], [(c.course,) for c in calls], closed))
+        closed = {call.unit for call in calls} - _find_opened(self.model, [small.metered])
+        rows = equal_layers.find_layer_rows(
+            self.model, units.find_equal_rows([fit_single(c) for c in calls], [(c.call_hash,) for c in calls], closed)
+        )
         if not rows:
             return None
         try:
-            with alike.shortened(self.model, rows):
-                short, large = (self.run(samples, number) for samples in PROBES)
-        except Exception:  # code that counts its layers, for example
+            with equal_layers.remove_equal_layers(self.model, rows):
+                short, large = (self.run(samples, number) for samples in PROBE_SIZES)
+        except Exception:  # for example, code that counts its layers
             return None
-        return alike.lengthened(small, short, large, rows)
+        return equal_layers.extend_trace(small, short, large, rows)
 
 
-def _opened(model: nn.Module, runs: Sequence[Metered]) -> set[str]:
-    """Units with parameters that are used outside of their own calls."""
-    return units.tied(model, {call.unit for run in runs for call in run.calls}).union(*(run.opened for run in runs))
+def _find_opened(model: nn.Module, runs: Sequence[MeteredRun]) -> set[str]:
+    """Return the units with parameters that are used outside of their own calls."""
+    return units.find_tied(model, {call.unit for run in runs for call in run.calls}).union(*(run.opened for run in runs))
 
 
-def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTrace]]) -> dict[str, Any]:
-    """The fields of a sketch that say what the units are and what their calls cost: those of the round with most."""
+def _measure_units(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTrace]]) -> dict[str, Any]:
+    """Return the fields of a sketch with units and the costs of their calls, from the pair of runs with most calls."""
     everything = [run.metered for pair in rounds for run in pair]
     rows = sorted(everything, key=lambda run: -len(run.calls))
-    called = units.in_order([[call.unit for call in run.calls] for run in rows])
+    called = units.merge_order([[call.unit for call in run.calls] for run in rows])
     names = {id(p): name for name, p in model.named_parameters()}
-    open_ = _opened(model, everything)
+    open_ = _find_opened(model, everything)
     listed = []
     for name in called:
         module = model.get_submodule(name)
@@ -337,34 +341,34 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTr
         named = tuple(names[id(p)] for p in parameters)
         listed.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
     small, large = (run.metered for run in max(rounds, key=lambda pair: len(pair[0].metered.calls)))
-    same = units.same_calls(small, large)
+    same = units.has_same_calls(small, large)
     others = large.calls if same else [None] * len(small.calls)
     inside = {name for unit in listed for name in unit.parameters}
-    calls = tuple(_call(a, b) for a, b in zip(small.calls, others))
-    courses = [(a.course, b.course) if b else () for a, b in zip(small.calls, others)]
+    calls = tuple(_fit_call(a, b) for a, b in zip(small.calls, others))
+    courses = [(a.call_hash, b.call_hash) if b else () for a, b in zip(small.calls, others)]
     return {
         "units": tuple(listed),
         "calls": calls,
-        "alike": units.alike(calls, courses, set(called) - open_) if same else (),
+        "alike": units.find_equal_rows(calls, courses, set(called) - open_) if same else (),
         "needs": small.needs,
         "differentiates": any(run.differentiates for run in everything),
         "rest": tuple(name for name in names.values() if name not in inside),
-        "work_between": _work(small.effort, large.effort if same else None),
-        "flops_between": _fit(small, large if same else None, "flops"),
-        "saved_between": _fit(small, large if same else None, "saved"),
+        "work_between": _fit_work(small.effort, large.effort if same else None),
+        "flops_between": _fit_cost(small, large if same else None, "flops"),
+        "saved_between": _fit_cost(small, large if same else None, "saved"),
     }
 
 
-def single(call: MeteredCall) -> UnitCall:
-    """A call of one run: its template holds for batches of that size only."""
-    return _call(call, None)
+def fit_single(call: MeteredCall) -> UnitCall:
+    """Fit a call of a single run: its template is valid for that batch size only."""
+    return _fit_call(call, None)
 
 
-def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
-    figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "fresh", "output", "saved")}
-    form = template(small.returned, None if large is None else large.returned, PROBES)
+def _fit_call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
+    figures = {name: _fit_cost(small, large, name) for name in ("flops", "inputs", "fresh", "output", "saved")}
+    form = make_template(small.returned, None if large is None else large.returned, PROBE_SIZES)
     ends = [run.output // max(1, small.itemsize) for run in (small, large) if run is not None]
-    work = _work(small.effort, None if large is None else large.effort, ends)
+    work = _fit_work(small.effort, None if large is None else large.effort, ends)
     flags = {
         "backward": small.backward,
         "given": small.given,
@@ -376,24 +380,24 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **flags)
 
 
-def _work(small: Effort, large: Effort | None, returned: Sequence[int] = (0, 0)) -> OperationCounts:
-    """What a call consists of. `returned`: elements of its output in each run."""
-    a, b = PROBES
+def _fit_work(small: OpStats, large: OpStats | None, returned: Sequence[int] = (0, 0)) -> OperationCounts:
+    """Fit the operations of a call. `returned`: elements of its output in each run."""
+    a, b = PROBE_SIZES
 
-    def each(one: float, other: float) -> float:
+    def per_sample(one: float, other: float) -> float:
         return one / a if large is None else (other - one) / (b - a)
 
     other = small if large is None else large
-    wide = each(small.moved[returned[0]], other.moved[returned[-1]])
-    whole = each(sum(small.moved.values()), sum(other.moved.values()))
-    keys = each(small.keys, other.keys)
-    return OperationCounts(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
+    wide = per_sample(small.moved[returned[0]], other.moved[returned[-1]])
+    whole = per_sample(sum(small.moved.values()), sum(other.moved.values()))
+    keys = per_sample(small.keys, other.keys)
+    return OperationCounts(tuple(fit_products(small, large, PROBE_SIZES)), wide, whole - wide, float(small.operators), keys)
 
 
-def _fit(small: object, large: object, name: str) -> Figure:
-    """The line through both runs; when only one can be used, all of it is for each sample."""
-    a, b = PROBES
+def _fit_cost(small: object, large: object, name: str) -> LinearCost:
+    """Fit a line through both runs. With one run, the total is proportional to the number of samples."""
+    a, b = PROBE_SIZES
     if large is None:
-        return Figure(0.0, getattr(small, name) / a)
+        return LinearCost(0.0, getattr(small, name) / a)
     each = (getattr(large, name) - getattr(small, name)) / (b - a)
-    return Figure(getattr(small, name) - a * each, each)
+    return LinearCost(getattr(small, name) - a * each, each)

@@ -19,14 +19,14 @@ Avoid when
     They fit: a larger matrix product is faster.
 
 How it stays exact
-    A micro-batch's loss is a mean over its own weight. It counts with that weight over the weight of the global batch.
+    A micro-batch's loss is a mean over its own weight. It is scaled by that weight over the weight of the global batch.
     The mean of the micro-batches' means would be wrong if they are unequal (a short batch, masked tokens). Batch
     statistics are the exception: a layer that normalizes over the batch sees one micro-batch at a time.
 
     Dynamic padding is that of the global batch. A micro-batch with shorter samples is collated together with the
     batch's longest sample, whose row is then dropped (`data/padding.py`). So dropout, and all other code that reads
-    padded positions, gets what it gets on one device. The micro-batch also computes this padding. plait does not change
-    a `collate` that sorts, packs, crops or draws random numbers, and names it if the model draws random numbers.
+    padded positions, gets the same padding as on one device. The micro-batch also computes this padding. plait does not change
+    a `collate` that sorts, packs, crops or draws random numbers, and reports it if the model draws random numbers.
 
 Paper
     Ott et al. 2018, Scaling Neural Machine Translation.
@@ -43,28 +43,28 @@ AXIS = None
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.microbatches > 1
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     smallest = batch // plan.shares
     if plan.microbatches > smallest >= 1:
-        what = f"a share of {smallest} samples does not split into {plan.microbatches} micro-batches"
-        why = f"batch {batch} / {plan.shares} shares = {batch / plan.shares:.4g} samples each"
+        what = f"a local batch of {smallest} samples does not split into {plan.microbatches} micro-batches"
+        why = f"batch {batch} / {plan.shares} local batches = {batch / plan.shares:.4g} samples each"
         fix = (f"microbatches={smallest}", f"--batch {plan.microbatches * plan.shares}")
         yield Problem("P014", what, why=why, fix=fix)
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
-        yield f"batch statistics in {name} are those of each of the {plan.microbatches} micro-batches, not of the batch"
-    changing = [f"buffer {name}" for name in sketch.counting] + [f"weight {name}" for name in sketch.rewritten]
-    changing += [f"a tensor outside of the model that follows {name}" for name in sketch.followed]
+        yield f"batch statistics in {name} are computed per micro-batch ({plan.microbatches} per step), not over the batch"
+    changing = [f"buffer {name}" for name in sketch.changed_buffers] + [f"weight {name}" for name in sketch.rewritten]
+    changing += [f"a tensor outside of the model that receives {name}" for name in sketch.outside_writes]
     for name in changing:
-        yield f"{name} changes in every forward pass, and a step has {plan.microbatches} of them"
+        yield f"{name} changes in every forward pass, and a step has {plan.microbatches} forward passes"
 
 
 def apply(split: SplitModel) -> SplitModel:
-    """Nothing to wire: the engine runs the micro-batches that the data layer cut."""
+    """Return `split` unchanged: the engine runs the micro-batches that the data layer makes."""
     return split

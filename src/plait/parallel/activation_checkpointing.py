@@ -45,77 +45,83 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
-from plait.randomness.keyed import HostState, RepeatableForward, host_state, restore_host
+from plait.randomness.keyed import HostState, RepeatableForward, get_host_state, restore_host_state
 from plait.tensors import opaque_code
-from plait.tensors.float64 import Wide
-from plait.tensors.modules import Attributes, HeldValues, attributes_of, put_back, state_kept
-from plait.tensors.opaque_code import keeping
+from plait.tensors.float64 import Float64Mode
+from plait.tensors.module_state import (
+    SavedAttributes,
+    SavedContents,
+    restore_attributes,
+    restore_module_state,
+    save_attributes,
+)
+from plait.tensors.opaque_code import keep_saved_tensors
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
 AXIS = None
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.activation_checkpointing != "none"
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     return ()
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def marked(sketch: Sketch) -> list[str]:
-    """Units worth recomputing: they keep more than their inputs. One that changes its inputs would run on others; one
-    that changes weights would do it twice."""
-    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.fresh.of(1)}
+def choose_units(sketch: Sketch) -> list[str]:
+    """List the units whose saved activations are larger than their inputs. Units that change their inputs or any weights are left
+    out: a second run would compute something else."""
+    worth = {c.unit for c in sketch.calls if c.saved.for_batch(1) > c.fresh.for_batch(1)}
     worth -= {c.unit for c in sketch.calls if c.writes or c.back is not None}
-    writers = {module for by in (*sketch.rewritten.values(), *sketch.followed.values()) for module in by}
+    writers = {module for by in (*sketch.rewritten.values(), *sketch.outside_writes.values()) for module in by}
     worth -= {unit for unit in worth for module in writers if f"{module}.".startswith(f"{unit}.")}
     return [u.name for u in sketch.units if u.name in worth]
 
 
 def apply(split: SplitModel) -> SplitModel:
     _check_draws(split)
-    for name in marked(split.sketch):
+    for name in choose_units(split.sketch):
         module, selective = split.module.get_submodule(name), split.plan.activation_checkpointing == "selective"
-        module.forward = Recomputed(module, name, split.sketch, selective=selective, wide=split.setup.cast is torch.float64)
+        module.forward = CheckpointedForward(module, name, split.sketch, selective=selective, wide=split.setup.cast is torch.float64)
     return split
 
 
 def _check_draws(split: SplitModel) -> None:
-    """P092 when a derivative that the forward pass asks for would have a unit that draws computed again, inside of that pass."""
-    units, owners = marked(split.whole_sketch), {place.split("#")[0] for place in split.whole_sketch.places}
+    """Raise P092 if the forward pass computes derivatives and a recomputed unit draws random numbers: that recomputation would draw others."""
+    units, owners = choose_units(split.global_sketch), {place.split("#")[0] for place in split.global_sketch.places}
     draws = [unit for unit in units if any(f"{owner}.".startswith(f"{unit}.") for owner in owners)]
-    if draws and split.whole_sketch.differentiates:
+    if draws and split.global_sketch.differentiates:
         what = f"activation_checkpointing={split.plan.activation_checkpointing} does not work with random numbers in {draws[0]}"
-        why = "the forward pass asks for derivatives, and what is computed again for them there would draw others"
-        raise PlaitError(Problem("P092", what, why=why, fix=("leave out activation_checkpointing", "no dropout in it")))
+        why = "the forward pass computes derivatives, and its recomputation would draw other random numbers"
+        raise PlaitError(Problem("P092", what, why=why, fix=("leave out activation_checkpointing", "remove dropout from this unit")))
 
 
-class Recomputed(RepeatableForward):
-    """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
+class CheckpointedForward(RepeatableForward):
+    """A unit's forward under an activation checkpoint. Hooks on the unit run outside of the checkpoint."""
 
     def __init__(self, module: nn.Module, name: str, sketch: Sketch, *, selective: bool, wide: bool):
         super().__init__(module)
         self.host_random, self.wide = sketch.host_random, wide
         inside = {f"{name}.{path}" if path else name: m for path, m in module.named_modules()}
-        counting = [buffer.rpartition(".") for buffer in sketch.counting]
+        counting = [buffer.rpartition(".") for buffer in sketch.changed_buffers]
         self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
-        self.contexts: dict[str, Any] = {"context_fn": _selective} if selective else {}
-        self.plain = [inner for _, inner in opaque_code.plain(module)]
-        """Its modules without those that torch.jit has compiled, whose state cannot be replaced."""
+        self.contexts: dict[str, Any] = {"context_fn": _make_contexts} if selective else {}
+        self.plain_modules = [inner for _, inner in opaque_code.iter_unscripted(module)]
+        """The unit's modules except those compiled by torch.jit, whose state cannot be replaced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
+        """Run the module's forward: checkpointed if gradients are enabled, else directly."""
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        state, runs = host_state() if self.host_random else None, 0
-        attributes, given = attributes_of(self.plain), SimpleNamespace(args=args, kwargs=kwargs)
-        passed = HeldValues([given], libraries=True)
+        state, runs = get_host_state() if self.host_random else None, 0
+        attributes, given = save_attributes(self.plain_modules), SimpleNamespace(args=args, kwargs=kwargs)
+        passed = SavedContents([given], libraries=True)
         counting = [
             (buffers, name, None if (b := buffers[name]) is None else b.clone()) for buffers, name in self.counting
         ]
@@ -123,71 +129,71 @@ class Recomputed(RepeatableForward):
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with keeping(), ExitStack() as again:
+            with keep_saved_tensors(), ExitStack() as again:
                 if runs > 1:
-                    again.enter_context(_as_passed(given, passed))
-                    again.enter_context(self._second(state, attributes, counting))
+                    again.enter_context(_restore_arguments(given, passed))
+                    again.enter_context(self._restore_state(state, attributes, counting))
                 return self.run(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **self.contexts, **kwargs)
 
     @contextmanager
-    def _second(
+    def _restore_state(
         self,
         state: HostState | None,
-        attributes: Attributes,
+        attributes: SavedAttributes,
         counting: list[tuple[dict[str, Tensor | None], str, Tensor | None]],
     ) -> Iterator[None]:
-        """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
-        now = host_state()
-        with state_kept(self.plain, hooks=False):
+        """Set the generators of Python and numpy, attributes and buffers to their state before the first pass. Restore them on exit."""
+        now = get_host_state()
+        with restore_module_state(self.plain_modules, hooks=False):
             for buffers, name, value in counting:
                 buffers[name] = None if value is None else value.clone()
-            put_back(attributes)
+            restore_attributes(attributes)
             try:
                 if state is not None:
-                    restore_host(HostState(state.python, state.numpy, torch.get_rng_state()))
-                with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
+                    restore_host_state(HostState(state.python, state.numpy, torch.get_rng_state()))
+                with Float64Mode() if self.wide else nullcontext():  # torch's engine exits all modes around backward
                     yield
             finally:
                 if state is not None:
-                    restore_host(HostState(now.python, now.numpy, torch.get_rng_state()))
+                    restore_host_state(HostState(now.python, now.numpy, torch.get_rng_state()))
 
 
 @contextmanager
-def _as_passed(given: SimpleNamespace, before: HeldValues) -> Iterator[None]:
-    """Lists, dicts and objects among the arguments of a unit hold what they held `before` its first pass; after, what they hold now."""
-    now = HeldValues([given], libraries=True)
-    before.put_back()
+def _restore_arguments(given: SimpleNamespace, before: SavedContents) -> Iterator[None]:
+    """Set lists, dicts and objects among the unit's arguments to their contents `before` the first pass. Restore them on exit."""
+    now = SavedContents([given], libraries=True)
+    before.restore_contents()
     try:
         yield
     finally:
-        now.put_back()
+        now.restore_contents()
 
 
-Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]
-"""(operator, which call of it) -> its outputs with their versions, and their structure."""
+SavedOutputs = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]
+"""(operator, index of its call) -> its outputs with their versions, and their tree structure."""
 
 
-def _selective() -> tuple["_Keeping", "_Keeping"]:
-    """The contexts of a forward pass and of its recomputation, which share what was kept."""
-    kept: Kept = {}
-    return _Keeping(kept, again=False), _Keeping(kept, again=True)
+def _make_contexts() -> tuple["_SelectiveMode", "_SelectiveMode"]:
+    """Make the contexts of a forward pass and of its recomputation; both use the same saved outputs."""
+    kept: SavedOutputs = {}
+    return _SelectiveMode(kept, again=False), _SelectiveMode(kept, again=True)
 
 
-class _Keeping(TorchDispatchMode):
-    """Keeps the outputs of dear operators, and gives them back in the same order when the unit runs again.
+class _SelectiveMode(TorchDispatchMode):
+    """Saves the outputs of expensive operators, and returns them in the same order when the unit runs again.
 
-    One that was changed in place since is computed again: what it was made from is there. (torch's own contexts raise
-    there, and wherever the second run is not operator by operator the first.)
+    An output that was changed in place since then is computed again, because its inputs are there. torch's own contexts raise in
+    this case, and also if the second run has other operators than the first.
     """
 
-    def __init__(self, kept: Kept, again: bool):
+    def __init__(self, kept: SavedOutputs, again: bool):
         super().__init__()
         self.kept, self.again, self.calls = kept, again, Counter[Any]()
 
-    def __enter__(self) -> "_Keeping":
-        self.calls.clear()  # a model that differentiates in its forward pass comes here several times
+    def __enter__(self) -> "_SelectiveMode":
+        self.calls.clear()  # entered several times by a model that differentiates in its forward pass
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -198,15 +204,15 @@ class _Keeping(TorchDispatchMode):
         self.calls[func] += 1
         place = (func, self.calls[func])
         found = self.kept.pop(place, None) if self.again else None
-        if found is not None and all(_writes(t) == number for t, number in found[0]):
+        if found is not None and all(_get_version(t) == number for t, number in found[0]):
             return tree_unflatten([t for t, _ in found[0]], found[1])
         out = func(*args, **(kwargs or {}))
         if not self.again:
             leaves, spec = tree_flatten(out)
             held = [alias(t) if isinstance(t, Tensor) else t for t in leaves]
-            self.kept[place] = [(t, _writes(t)) for t in held], spec
+            self.kept[place] = [(t, _get_version(t)) for t in held], spec
         return out
 
 
-def _writes(leaf: object) -> int:
+def _get_version(leaf: object) -> int:
     return version(leaf) if isinstance(leaf, Tensor) else 0

@@ -4,7 +4,7 @@ What it does
     Some units consist of modules (a block of a transformer, a stage of a CNN). `compile=true` turns the forward and
     backward of each into generated kernels (regional compilation). Equal units use one compiled code, however many they
     are. Code between units runs uncompiled, and so does a unit that is a single layer of torch's (an embedding, a
-    head). A model without such a unit is compiled as one graph. Modules stay what they are, and so do parameter names,
+    head). A model without such a unit is compiled as one graph. Modules stay unchanged, and so do parameter names,
     hooks and checkpoints.
 
     No message between ranks is part of a graph, except the statistics of batch normalization. If a unit sends or
@@ -49,106 +49,109 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import CompiledUnits, SplitModel
-from plait.tensors.modules import call_class_forward
-from plait.tensors.torch_private import hooks_of, let_compile
+from plait.tensors.module_state import wrap_class_forward
+from plait.tensors.torch_private import forward_hooks, set_recompile_limit
 
 AXIS = None
 EXACT = True
-EACH = 4
-"""How often the code of a class may be compiled for each module that has it: for shapes, for training and for evaluation. Where a graph of a
-unit breaks, as at the borders of slices, its layers are compiled by themselves. Code given up between forward and its recomputation ends a run."""
+COMPILES_PER_MODULE = 4
+"""Compilations allowed per module with the same class: for shapes, for training and for evaluation. If a graph breaks inside a unit,
+as between tensor-parallel layers, its layers are compiled one by one. If torch gives up between forward and recomputation, the
+run ends."""
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.compile
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        what, why = "compile=true needs a C++ compiler, none was found", "looked for g++ and clang++ in PATH"
+        what, why = "compile=true needs a C++ compiler, none was found", "g++ and clang++ are not in PATH"
         yield Problem("H002", what, why=why, fix=("install g++",))
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
 def apply(split: SplitModel) -> SplitModel:
-    names, left = _regions(split)
-    compiled = CompiledUnits(names, left | _beside(split))
+    names, left = _choose_regions(split)
+    compiled = CompiledUnits(names, left | _explain_layers(split))
     alike = Counter(type(m).forward for m in split.module.modules())
-    let_compile(EACH * max(len(names), *alike.values()))
+    set_recompile_limit(COMPILES_PER_MODULE * max(len(names), *alike.values()))
     for name in names:
-        call_class_forward(split.module.get_submodule(name), partial(_run, split, name, compiled))
+        wrap_class_forward(split.module.get_submodule(name), partial(_run_compiled, split, name, compiled))
 
     def finish(_: object) -> None:
-        split.randomness.compiled(split.module, names)
+        split.randomness.prepare_compiled(split.module, names)
         for name in names:
-            _outside_graphs(split.module.get_submodule(name))
+            _disable_inner_hooks(split.module.get_submodule(name))
 
     split.hooks.optimizer_created.append(finish)
-    return split.using(compiled=compiled)
+    return split.with_techniques(compiled=compiled)
 
 
-def _regions(split: SplitModel) -> tuple[list[str], dict[str, str]]:
-    """The modules that are compiled, each for itself; the units besides that consist of modules, and why they are not.
-    P018 when none can be."""
+def _choose_regions(split: SplitModel) -> tuple[list[str], dict[str, str]]:
+    """Choose the modules to compile separately. Also return the reason for each unit of modules that stays uncompiled.
+
+    Raises P018 if no unit can be compiled.
+    """
     plan, model = split.plan, split.module
-    found = module_units(split.whole_sketch, model)
+    found = list_module_units(split.global_sketch, model)
     if not found and plan.devices == plan.shares and plan.ep == 1:
         return [""], {}
-    left = {name: why for name in found if (why := _why_not(split, name))}
+    left = {name: why for name in found if (why := _explain_uncompiled(split, name))}
     if len(left) == len(found):
         what = "compile=true finds nothing to compile in this model under this plan"
         told = [f"{name} {why}" for name, why in left.items()]
-        why = told[0] if told else "its units are single layers of torch's, and ranks exchange what lies between"
-        raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "dp and fsdp alone")))
+        why = told[0] if told else "its units are single layers of torch's, and ranks exchange activations between them"
+        raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "use only dp and fsdp")))
     mine = {unit.name for unit in split.sketch.units}
     return [name for name in found if name in mine and name not in left], left
 
 
-def module_units(sketch: Sketch, model: nn.Module) -> list[str]:
-    """The units that consist of modules, which can be compiled one by one."""
-    return [unit.name for unit in sketch.units if not _single(model.get_submodule(unit.name))]
+def list_module_units(sketch: Sketch, model: nn.Module) -> list[str]:
+    """List the units that consist of modules, which can be compiled one by one."""
+    return [unit.name for unit in sketch.units if not _is_torch_layer(model.get_submodule(unit.name))]
 
 
-def _single(module: nn.Module) -> bool:
-    """Whether it is one of torch's own layers, an operator already."""
+def _is_torch_layer(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, which is a single operator already."""
     kind = next(k for k in type(module).__mro__ if not k.__module__.startswith("plait."))
     return kind.__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 
-def _why_not(split: SplitModel, name: str) -> str:
-    """Why a unit that consists of modules stays uncompiled."""
-    sequence_plan, words = split.whole_sketch.sequence_plan, split.whole_sketch.slices.vocabulary
-    if sequence_plan is not None and any(call.unit == name and call.poses for call in sequence_plan.calls):
-        return "stays uncompiled: its code counts positions, so under cp it is given tensors that torch.compile cannot trace"
+def _explain_uncompiled(split: SplitModel, name: str) -> str:
+    """Explain why a unit that consists of modules stays uncompiled; empty if it is compiled."""
+    sequence_plan, words = split.global_sketch.sequence_plan, split.global_sketch.slices.vocabulary
+    if sequence_plan is not None and any(call.unit == name and call.has_full_shape for call in sequence_plan.calls):
+        return "stays uncompiled: its code counts positions, so under cp it gets tensors that torch.compile cannot trace"
     if split.plan.tp > 1 and any(f"{word}.".startswith(f"{name}.") for word in words):
-        return "stays uncompiled: the vocabulary is cut in it (tp), and what it returns is there in parts, which a graph cannot give"
+        return "stays uncompiled: tp shards the vocabulary in it, and a graph cannot return the sharded output"
     return ""
 
 
-def _beside(split: SplitModel) -> dict[str, str]:
-    """Layers inside of compiled units that run between graphs, and what the plan leaves out for graphs; and why."""
+def _explain_layers(split: SplitModel) -> dict[str, str]:
+    """Name the layers inside compiled units that run between graphs, and the options that compilation disables, each with the reason."""
     plan = split.plan
-    why = "stays uncompiled: how many rows travel to its experts depends on the data (ep)"
-    beside = {mixture.name: why for mixture in split.whole_sketch.mixtures} if plan.ep > 1 else {}
+    why = "stays uncompiled: the number of rows sent to its experts depends on the data (ep)"
+    beside = {mixture.name: why for mixture in split.global_sketch.moe_layers} if plan.ep > 1 else {}
     if plan.tp > 1 and plan.sequence_parallel:
         beside["sequence_parallel"] = (
-            "has no effect: units would be given tensors that claim the shape of the whole sequence, which torch.compile cannot trace"
+            "has no effect: units would get tensors with the shape of the full sequence, which torch.compile cannot trace"
         )
     return beside
 
 
-def _run(
+def _run_compiled(
     split: SplitModel, name: str, compiled: CompiledUnits, forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:  # fmt: skip
-    with split.randomness.unit(name):
-        return compiled.of(forward)(module, *args, **kwargs)
+    with split.randomness.unit_call(name):
+        return compiled.compile_forward(forward)(module, *args, **kwargs)
 
 
-def _outside_graphs(unit: nn.Module) -> None:
-    """Hooks of modules inside a unit run between its graphs: many of them exchange something, and each belongs to one unit."""
+def _disable_inner_hooks(unit: nn.Module) -> None:
+    """Run the hooks of modules inside a unit between its graphs: many of them communicate, and each belongs to one unit."""
     for module in unit.modules():
-        for hooks in hooks_of(module) if module is not unit else ():
+        for hooks in forward_hooks(module) if module is not unit else ():
             hooks.update({key: torch.compiler.disable(hook) for key, hook in hooks.items()})

@@ -1,8 +1,7 @@
-"""What a plan needs of a model whose forward pass was followed: what it writes into itself, and its units.
+"""Rejects plans by the measured forward pass of a model: its writes (`model/mutations.py`), and units that were not measured
+(`model/sketch.py`).
 
-What a plan would lose or multiply of what a forward pass writes into the model itself (`model/mutations.py`).
-
-Plans that need the units of a model, for a model whose units could not be measured (`model/sketch.py`).
+A plan may lose or repeat the writes of a forward pass into the model itself. Other plans need the units of a model.
 """
 
 from collections.abc import Collection, Iterator
@@ -11,44 +10,44 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.keys import SAME_SLICES
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.fsdp.groups import groups
+from plait.parallel.fsdp.groups import group_units
 
 
-def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
-    """P031 when the plan would lose or multiply what the forward pass writes into weights. `cut`: those that tp cuts."""
+def find_lost_write(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
+    """Return P031 if the plan would lose or repeat writes of the forward pass into weights. `cut`: the weights that tp shards."""
     for name in sketch.rewritten:
         if plan.is_sharded:
-            why = "a rank has the whole weight only while its unit runs, and drops it with what was written"
+            why = "a rank has the full weight only while its unit runs, and drops it together with the written values"
         elif plan.offload == "optimizer":
-            why = "the optimizer's copy on the host would take its place"
+            why = "the optimizer's copy on the host would overwrite it"
         elif plan.processes == "one":
             why = "threads share the weight, and each would write it"
         elif name in cut:
             why = f"tp={plan.tp} gives every rank a slice of it"
-        elif name in _differing(plan, sketch) and plan.along(SAME_SLICES) > 1:
-            why = f"what is written comes from the samples, and {plan.along(SAME_SLICES)} copies see different ones"
+        elif name in _list_differing(plan, sketch) and plan.along(SAME_SLICES) > 1:
+            why = f"the written values depend on the samples, and {plan.along(SAME_SLICES)} replicas have different samples"
         else:
             continue
         what = f"the forward pass changes the weight {name}, which does not work with {plan}"
-        copies = 1 if name in sketch.unshared else plan.world
-        fix = (f'--plan "dp={copies}"', "pp, when one unit holds it and changes it")
+        copies = 1 if name in sketch.rank_dependent else plan.world
+        fix = (f'--plan "dp={copies}"', "pp, if one unit contains the weight and changes it")
         return Problem("P031", what, why=why, fix=fix)
-    return _followed(plan, sketch, cut)
+    return _find_followed_write(plan, sketch, cut)
 
 
-def _followed(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
-    """P031 when a tensor outside of the model follows a weight that is not whole on each rank where the code that writes it runs."""
-    gathered = {name: units for units in [[], *groups(sketch)] for name in _weights(sketch, units)} if sketch.followed else {}
-    for name, modules in sketch.followed.items():
+def _find_followed_write(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
+    """Return P031 if a tensor outside the model receives a weight that is not full on each rank where the writing code runs."""
+    gathered = {name: units for units in [[], *group_units(sketch)] for name in _list_weights(sketch, units)} if sketch.outside_writes else {}
+    for name, modules in sketch.outside_writes.items():
         units = gathered.get(name, [])
         inside = all(any(f"{module}.".startswith(f"{unit}.") for unit in units) for module in modules)
         if plan.is_sharded and units and not inside:
-            why = f"a rank has a shard of the weight, and the whole only while {units[0]} runs"
+            why = f"a rank has a shard of the weight, and the full weight only while {units[0]} runs"
         elif plan.processes == "one":
             why = "threads share the tensor, and each would write it"
         elif name in cut:
             why = f"tp={plan.tp} gives every rank a slice of the weight"
-        elif plan.pp > 1 and not _own(sketch, name, modules):
+        elif plan.pp > 1 and not _is_own_write(sketch, name, modules):
             why = f"pp={plan.pp} gives the weight to the ranks of one stage"
         else:
             continue
@@ -57,43 +56,46 @@ def _followed(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | Non
     return None
 
 
-def _weights(sketch: Sketch, units: list[str]) -> list[str]:
-    """The parameters of some units."""
+def _list_weights(sketch: Sketch, units: list[str]) -> list[str]:
+    """List the parameters of some units."""
     return [name for unit in sketch.units if unit.name in units for name in unit.parameters]
 
 
-def _own(sketch: Sketch, name: str, modules: Collection[str]) -> bool:
-    """Whether the code of the unit that has a weight alone writes it."""
+def _is_own_write(sketch: Sketch, name: str, modules: Collection[str]) -> bool:
+    """Whether only the code of the unit with this weight writes it."""
     unit = next((unit.name for unit in sketch.units if name in unit.parameters), None)
     return unit is not None and all(f"{module}.".startswith(f"{unit}.") for module in modules)
 
 
-def check(plan: Plan, sketch: Sketch) -> None:
-    """Raise what is `refused`."""
-    if problem := refused(plan, sketch, {cut.parameter for cut in sketch.cuts}):
+def check_writes(plan: Plan, sketch: Sketch) -> None:
+    """Raise P031 if the plan would lose writes of the forward pass."""
+    if problem := find_lost_write(plan, sketch, {cut.parameter for cut in sketch.tp_shards}):
         raise PlaitError(problem)
 
 
-def _differing(plan: Plan, sketch: Sketch) -> tuple[str, ...]:
-    """What copies write differently: what is made of a rank's own samples. `global_mean` and `global_batch` are of all ranks with other
-    samples, but of one thread's part under `processes=one`, and of a shard of the sequences under `cp`."""
-    return sketch.sampled if plan.processes == "one" or plan.cp > 1 else sketch.unshared
+def _list_differing(plan: Plan, sketch: Sketch) -> tuple[str, ...]:
+    """List the writes that differ between replicas: those that depend on a rank's own samples.
+
+    `global_mean` and `global_batch` cover all ranks with other samples. Under `processes=one` they cover only one thread's part,
+    and under `cp` one sequence shard.
+    """
+    return sketch.from_samples if plan.processes == "one" or plan.cp > 1 else sketch.rank_dependent
 
 
-def apart(plan: Plan, sketch: Sketch, ranks: int) -> Iterator[str]:
-    """What cannot equal one device when so many ranks see different samples: buffers made from them."""
-    for name in _differing(plan, sketch):
+def list_inexact_buffers(plan: Plan, sketch: Sketch, ranks: int) -> Iterator[str]:
+    """List the buffers that cannot equal those of one device, because `ranks` ranks have different samples."""
+    for name in _list_differing(plan, sketch):
         if name not in sketch.rewritten:
-            yield f"buffer {name} is made from the samples that a rank sees: each of {ranks} ranks has its own"
+            yield f"buffer {name} is computed from the samples of a rank: each of {ranks} ranks has its own"
 
 
-AXES = ("pp", "cp", "tp", "ep")
-"""Axes that split the model by its units, or what these compute."""
+UNIT_AXES = ("pp", "cp", "tp", "ep")
+"""Axes that split the model by its units, or the computation of units."""
 
 
-def refused_unmeasured(plan: Plan, sketch: Sketch) -> Problem | None:
-    """P073 if the plan splits or recomputes units, and the model has none that were measured."""
-    needs = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1]
+def find_unmeasured(plan: Plan, sketch: Sketch) -> Problem | None:
+    """Return P073 if the plan splits or recomputes units, and the model's units could not be measured."""
+    needs = [f"{axis}={getattr(plan, axis)}" for axis in UNIT_AXES if getattr(plan, axis) > 1]
     needs += [f"activation_checkpointing={plan.activation_checkpointing}"] if plan.activation_checkpointing != "none" else []
     if not sketch.unmeasured or not needs:
         return None

@@ -1,4 +1,4 @@
-"""Offload: keep in host memory what the device does not need at the moment.
+"""Offload: keep optimizer state, or also parameters, in host memory.
 
 What it does
     The optimizer reads and writes its state once per step. `offload=optimizer` keeps that state in host memory, with
@@ -40,64 +40,64 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
-from plait.tensors.parameters import like
+from plait.tensors.parameters import make_parameter_like
 
 AXIS = None
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.offload != "none"
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     return ()
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
 def apply(split: SplitModel) -> SplitModel:
     if split.plan.offload == "all":
-        return split  # the shards live on the host (`parallel/fsdp/strategy.py`), and the optimizer where they live
+        return split  # the shards and the optimizer are on the host (`parallel/fsdp/strategy.py`)
     pin = split.device.type == "cuda"
     masters = {
-        name: like(parameter, _host(parameter.detach(), pin))
+        name: make_parameter_like(parameter, _to_host(parameter.detach(), pin))
         for name, parameter in split.params.items()
     }
 
-    way = _ToHost(masters, split.device) if pin else _copied
+    way = _HostCopier(masters, split.device) if pin else _copy_to_cpu
 
-    def out() -> None:
+    def copy_gradients() -> None:
         found = way({name: gradient for name in masters if (gradient := split.params[name].grad) is not None})
         for name, master in masters.items():
             master.grad = found.get(name)
 
-    def back() -> None:
+    def copy_back() -> None:
         with torch.no_grad():
             for name, master in masters.items():
                 split.params[name].copy_(master, non_blocking=True)
                 master.grad = None
 
-    def again() -> None:
+    def reload_masters() -> None:
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(split.params[name])
 
-    split.hooks.state_loaded.append(again)
-    split.hooks.masters_written.append(back)
-    split.hooks.before_update.append(out)
-    split.hooks.after_update.append(back)
-    return split.using(masters=masters)
+    split.hooks.state_loaded.append(reload_masters)
+    split.hooks.masters_written.append(copy_back)
+    split.hooks.before_update.append(copy_gradients)
+    split.hooks.after_update.append(copy_back)
+    return split.with_techniques(masters=masters)
 
 
-def _copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_cpu(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: gradient.to("cpu", copy=True) for name, gradient in gradients.items()}
 
 
-class _ToHost:
-    """Copies gradients of a GPU into pinned memory of the host, all of them on a stream of its own: the host waits once."""
+class _HostCopier:
+    """Copies gradients of a GPU into pinned host memory on a separate stream, so that the host waits once."""
 
     def __init__(self, masters: dict[str, nn.Parameter], device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -117,17 +117,17 @@ class _ToHost:
             for name, gradient in gradients.items():
                 dense = gradient.layout is torch.strided
                 found[name] = self.places[name].copy_(gradient, non_blocking=True) if dense else gradient.cpu()
-        self.stream.synchronize()  # so what the gradients lie in can be given back
+        self.stream.synchronize()  # so the memory of the gradients can be freed
         return found
 
 
-def _host(tensor: Tensor, pin: bool) -> Tensor:
+def _to_host(tensor: Tensor, pin: bool) -> Tensor:
     copied = tensor.to("cpu", copy=True)
     return copied.pin_memory() if pin else copied
 
 
-def on_host(plan: Plan, category: str, updating: bool) -> bool:
-    """Whether tensors of a category of memory lie on the host. `updating`: made by the optimizer's step."""
+def is_on_host(plan: Plan, category: str, updating: bool) -> bool:
+    """Whether tensors of a memory category are on the host. `updating`: allocated by the optimizer's step."""
     if plan.offload == "none":
         return False
     there = ("optimizer", "average", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))

@@ -28,7 +28,7 @@ Choose when
 
 Avoid when
     Results must equal those of fp32. These formats round differently, so they are not exact. `plait verify` proves the
-    logic in float64, and also compares a step in this format with one device in the same format (`proof/formats.py`).
+    logic in float64, and also compares a step in this format with one device in the same format (`proof/plan_formats.py`).
 
 How it stays equal on all ranks
     The ranks decide about an overflow by the *global* gradient norm, after the sum over ranks. An infinity on one rank
@@ -53,57 +53,58 @@ from plait.model.sketch import Sketch
 from plait.parallel import fp8
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.rank_model import SplitModel
-from plait.parallel.spec import is_divisible
-from plait.tensors.float64 import Wide
+from plait.parallel.spec import is_shardable
+from plait.tensors.float64 import Float64Mode
 from plait.tensors.torch_private import tree_map_only
 
 AXIS = None
 EXACT = False
-CUTTING = ("microbatches", "dp", "fsdp", "cp", "tp")
-"""Keys that have fewer rows, or slices, multiplied at once."""
+SPLITTING_KEYS = ("microbatches", "dp", "fsdp", "cp", "tp")
+"""Keys that reduce the rows, or the slices, that are multiplied at once."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.precision != "fp32"
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    yield from fp8.missing() if plan.precision == "fp8" else ()
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    yield from fp8.check_package() if plan.precision == "fp8" else ()
 
 
-def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
-    if plan.precision == "fp8" and (apart := [key for key in CUTTING if getattr(plan, key) > 1]):
-        yield f"a scale of fp8 is that of what is multiplied at once: other numbers share one where {' and '.join(apart)} cut it"
-    yield f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64, and a step against one device in {plan.precision}"
+def inexact_reasons(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
+    if plan.precision == "fp8" and (apart := [key for key in SPLITTING_KEYS if getattr(plan, key) > 1]):
+        yield f"fp8 scales depend on the values of one matmul, and {' and '.join(apart)} split these values differently"
+    yield f"{plan.precision} rounds differently from fp32; the proof covers the logic in float64, and one step against one device in {plan.precision}"
 
 
 def apply(split: SplitModel) -> SplitModel:
     if split.plan.precision == "fp8" and split.setup.cast is None:
         fp8.check_device(split.device)
-        fp8.convert(split.module, split.setup.fp8_layers, split.plan.fp8_recipe, split.device.type == "cpu")
+        fp8.convert_layers(split.module, split.setup.fp8_layers, split.plan.fp8_recipe, split.device.type == "cpu")
     if split.plan.precision == "tf32" and split.setup.cast is None:
-        split.hooks.close.append(multiply_in_tf32())
-    return split.using(loss_scale=LossScale(split.device)) if split.plan.precision == "fp16" else split
+        split.hooks.close.append(enable_tf32())
+    return split.with_techniques(loss_scale=LossScale(split.device)) if split.plan.precision == "fp16" else split
 
 
-def multiply_in_tf32() -> Callable[[], None]:
-    """From now on GPUs may multiply fp32 numbers in TF32, in this process; what puts torch's settings back."""
+def enable_tf32() -> Callable[[], None]:
+    """Allow TF32 for fp32 matmuls and convolutions on GPUs of this process. Return a function that restores torch's
+    settings."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
 
-    def put_back() -> None:
+    def restore() -> None:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
 
-    return put_back
+    return restore
 
 
 @contextmanager
-def multiplying(plan: Plan) -> Iterator[None]:
-    """Inside, products of fp32 numbers are made as the plan says, forward and backward."""
-    put_back = multiply_in_tf32() if plan.precision == "tf32" else None
+def use_matmul_precision(plan: Plan) -> Iterator[None]:
+    """Multiply fp32 tensors as the plan defines, in forward and backward, inside this context."""
+    put_back = enable_tf32() if plan.precision == "tf32" else None
     try:
         yield
     finally:
@@ -111,57 +112,58 @@ def multiplying(plan: Plan) -> Iterator[None]:
             put_back()
 
 
-def unrounded(plan: Plan) -> Plan:
-    """The same plan in fp32: its logic, which is proved in float64."""
+def make_fp32_plan(plan: Plan) -> Plan:
+    """Return the same plan in fp32, for the proof in float64."""
     return replace(plan, precision="fp32", fp8_recipe=Plan.fp8_recipe)
 
 
-def named(plan: Plan) -> str:
-    """The number format, with what belongs to it."""
+def describe_precision(plan: Plan) -> str:
+    """Return the number format as text, with the fp8 recipe if there is one."""
     return f"fp8 {plan.fp8_recipe}" if plan.precision == "fp8" else plan.precision
 
 
-def plan_format(plan: Plan) -> torch.dtype | None:
-    """The 16-bit format of the forward pass, or None."""
+def find_autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """Return the 16-bit dtype of the forward pass, or None."""
     return _DTYPES.get(plan.precision)
 
 
-def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The context of the forward pass and the loss."""
+def make_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the autocast context of the forward pass and the loss."""
     return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
 
-def forward_format(plan: Plan, cast: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
-    """The number format of the forward pass and the loss; `cast` is float64 in `verify`, where nothing narrows."""
+def make_forward_context(plan: Plan, cast: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    """Return the context of the forward pass and the loss. Under `cast=float64` (`verify`), nothing is cast to fewer
+    bits."""
     if cast is torch.float64:
-        return Wide()
-    return autocast(device, plan_format(plan))
+        return Float64Mode()
+    return make_autocast(device, find_autocast_dtype(plan))
 
 
-def trained_format(
+def make_trace_context(
     plan: Plan, cast: torch.dtype | None, device: str, model: torch.nn.Module
 ) -> AbstractContextManager[Any]:
-    """`forward_format` for a model that is not sharded yet: under `fsdp`, and `offload=all`, it computes with weights in 16 bits, as
-    they are gathered, so that what units hand on has the format that it will have."""
+    """Like `make_forward_context`, for a model that is not sharded yet. Under `fsdp` and `offload=all` it casts weights
+    to 16 bits, as gathered weights are, so that outputs of units have their final dtype."""
     stack = ExitStack()
-    stack.enter_context(forward_format(plan, cast, device))
-    half = plan_format(plan) if cast is None and plan.is_sharded else None
+    stack.enter_context(make_forward_context(plan, cast, device))
+    half = find_autocast_dtype(plan) if cast is None and plan.is_sharded else None
     if half is not None:
-        stack.enter_context(_Gathered(model, half))
+        stack.enter_context(_LowPrecisionWeights(model, half))
     return stack
 
 
-class _Gathered(TorchFunctionMode):
-    """Gives operators a model's weights in another format."""
+class _LowPrecisionWeights(TorchFunctionMode):
+    """Casts a model's weights for every torch function."""
 
     def __init__(self, model: torch.nn.Module, half: torch.dtype):
         super().__init__()
         self.half = half
-        self.weights = {id(p) for p in model.parameters() if is_divisible(p.shape) and p.is_floating_point()}
+        self.weights = {id(p) for p in model.parameters() if is_shardable(p.shape) and p.is_floating_point()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(Tensor, self._gathered, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self._cast_weight, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _gathered(self, t: Tensor) -> Tensor:
+    def _cast_weight(self, t: Tensor) -> Tensor:
         return t.to(self.half) if id(t) in self.weights else t

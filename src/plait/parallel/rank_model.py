@@ -1,9 +1,9 @@
-"""One rank's model under a plan, and what trains it. Frozen: `engine/build.py` makes it, step by step, and nobody changes it.
+"""One rank's model under a plan, with what trains it. All classes are frozen; `engine/build.py` builds them step by
+step.
 
-SplitModel    what strategies are given, and return with what they make of it: the module, its parameters, their techniques
-RankModel     a split model with its optimizer and its gradient reducers
-
-The units that torch.compile compiles, and what became of them, are a `CompiledUnits` (see `parallel/compiled.py`).
+SplitModel       input and result of each strategy: the module, its parameters, and the techniques applied so far
+RankModel        a split model with its optimizer and its gradient reducers
+CompiledUnits    the units that torch.compile compiles (see `parallel/compiled.py`)
 """
 
 import re
@@ -18,6 +18,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.losses.global_batch import BatchPeers
 from plait.model.sketch import Sketch
+from plait.parallel.batch_split.batch_balancer import BatchBalancer
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.gradient_reducer import GradientReducer, ReplicaSums
@@ -25,55 +26,54 @@ from plait.parallel.loss_scale import LossScale
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.rank_setup import RankSetup
-from plait.parallel.replica_groups.synchronise import RareSynchroniser
+from plait.parallel.replica_groups.outer_synchronizer import OuterSynchronizer
 from plait.parallel.replicas import Replicas
-from plait.parallel.shares.balance import Balance
 from plait.parallel.spec import ShardPlan
 from plait.randomness.keyed import Randomness
 from plait.tensors.moving_average import MovingAverage
-from plait.tensors.rows import Part, whole
-from plait.tensors.torch_private import compiled_so_far
+from plait.tensors.rows import Part, make_full_part
+from plait.tensors.torch_private import count_compiled
 
 
 class CompiledUnits:
-    """The compiled forward of each class, one for all units of the class; and what became of it."""
+    """The compiled forward of each class, one for all units of a class, and the reasons why others stay uncompiled."""
 
     def __init__(self, names: list[str], left: dict[str, str]):
-        self.names, self.left = names, left
-        self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self.before = compiled_so_far()
-        self.asked = False
+        self.names, self.skip_reasons = names, left
+        self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.last_counts = count_compiled()
+        self.has_reported = False
 
-    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """(module, its arguments) -> what the forward gives."""
-        if forward not in self.made:
+    def compile_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled function (module, *arguments) -> output of a forward."""
+        if forward not in self.compiled:
             own = not forward.__module__.startswith("torch.")
-            self.made[forward] = torch.compile(forward if own else _ours(forward))
-        return self.made[forward]
+            self.compiled[forward] = torch.compile(forward if own else _wrap_forward(forward))
+        return self.compiled[forward]
 
-    def notes(self) -> list[str]:
-        """What stays uncompiled, or is left out, by this plan; in a line for units that are alike."""
-        rows = dict.fromkeys((re.sub(r"\d+", "*", name), why) for name, why in self.left.items())
+    def describe_skips(self) -> list[str]:
+        """Describe the units that stay uncompiled or are skipped under this plan, one line per group of similar units."""
+        rows = dict.fromkeys((re.sub(r"\d+", "*", name), why) for name, why in self.skip_reasons.items())
         return [f"compile: {name} {why}" for name, why in rows]
 
-    def news(self) -> list[str]:
-        """After a step: what torch.compile gave up, or that it compiled nothing at all; each once."""
-        (graphs, given_up), before = compiled_so_far(), self.before
+    def report_failures(self) -> list[str]:
+        """Report once, after a step, what torch.compile did not compile, or that it compiled nothing."""
+        (graphs, given_up), before = count_compiled(), self.last_counts
         lines = []
-        if self.made and graphs == before[0] and not self.asked:
+        if self.compiled and graphs == before[0] and not self.has_reported:
             lines.append(
-                "compile: torch.compile made no graph, everything runs uncompiled (TORCH_LOGS=graph_breaks says why)"
+                "compile: torch.compile made no graph; everything runs uncompiled (TORCH_LOGS=graph_breaks shows the reason)"
             )
         if given_up > before[1]:
             lines.append(
-                "compile: a part of a unit runs uncompiled from now on, it was compiled too often (TORCH_LOGS=recompiles)"
+                "compile: a part of a unit runs uncompiled now, because it was recompiled too often (TORCH_LOGS=recompiles)"
             )
-        self.asked, self.before = True, (graphs, given_up)
+        self.has_reported, self.last_counts = True, (graphs, given_up)
         return lines
 
 
-def _ours(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ours: torch.compile skips one of torch's own modules that it would begin with."""
+def _wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a forward of torch's own modules in a function of plait, because torch.compile skips torch's modules."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
@@ -83,49 +83,50 @@ def _ours(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What is called later than a rank is built, each in the order in which it was added. Strategies add to it."""
+    """Functions that run after a rank is built, each list in the order in which strategies appended to it."""
 
     optimizer_created: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
-    """With the optimizer, once it is made."""
+    """Called with the optimizer, after it is created."""
     gradients_summed: list[Callable[[GradientReducer], None]] = field(default_factory=list)
-    """With what summed the gradients of a step, before they are measured and clipped. All ranks call it."""
+    """Called with the gradient reducer, after gradients are reduced and before they are measured and clipped. All ranks
+    call it."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
-    """Before the optimizer's step: what it updates gets its gradients. Hooks that the job has on its optimizer run later."""
+    """Called before the optimizer's step, to set the gradients of the tensors that it updates. The job's hooks on the optimizer run
+    later."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    """After the optimizer's step, and the job's hooks on it: what it updated goes where it is used."""
+    """Called after the optimizer's step and the job's hooks on it, to copy updated tensors to where they are used."""
     state_loaded: list[Callable[[], None]] = field(default_factory=list)
-    """When the parts were written from outside (a checkpoint was loaded)."""
+    """Called after the parts were written from outside, such as by loading a checkpoint."""
     masters_written: list[Callable[[], None]] = field(default_factory=list)
-    """When `Techniques.masters` were written outside of a step: they are copied into `params`. All ranks call it."""
+    """Called after `Techniques.masters` were written outside of a step, to copy them into `params`. All ranks call it."""
     close: list[Callable[[], None]] = field(default_factory=list)
-    """When the engine is closed, the last first: settings of this process become what they were."""
+    """Called when the engine is closed, in reverse order, to restore settings of this process."""
 
 
 @dataclass(frozen=True)
 class Techniques:
-    """What the plan's techniques run in a step; None of those that it leaves out."""
+    """Runtime objects of the plan's techniques in a step; None for techniques that the plan does not use."""
 
     sums: Mapping[str, ReplicaSums] = field(default_factory=dict)
-    """What sums gradients over replicas, by the name of the phase; "" in a job without phases."""
+    """Reduces gradients over replicas, by name of the phase ("" in a job without phases)."""
     shards: FsdpRuntime | None = None
-    """What runs the parts of a sharded model."""
+    """Gathers and frees the shards of an fsdp model."""
     pipeline: PipelineRuntime | None = None
-    """This rank's part of the pipeline."""
+    """This rank's stages of the pipeline."""
     replicas: Replicas | None = None
-    """Copies of the model in threads."""
-    replica_groups: RareSynchroniser | None = None
-    """What this rank synchronises with its like in other replica groups."""
+    """Replicas of the model in threads."""
+    replica_groups: OuterSynchronizer | None = None
+    """Synchronizes this rank with the ranks of other replica groups that have the same part of the model."""
     compressor: Compressor | None = None
-    """What makes the sums of `grad_compression`, and holds the residuals."""
+    """Reduces gradients under `grad_compression`, and stores the residuals."""
     loss_scale: LossScale | None = None
-    balance: Balance | None = None
-    """What follows the speeds of shares, under `batch_split=auto`."""
+    balance: BatchBalancer | None = None
+    """Adapts local batches to measured speeds, under `batch_split=auto`."""
     average: MovingAverage | None = None
-    """The average of the weights, where the job wants one."""
+    """Moving average of the weights, if the job has one."""
     compiled: CompiledUnits | None = None
-    """What is compiled, and what is not."""
     masters: Mapping[str, nn.Parameter] | None = None
-    """What the optimizer updates when it is not `params`: copies in host memory, or whole tensors."""
+    """Tensors that the optimizer updates instead of `params`: copies in host memory, or full tensors."""
 
 
 @dataclass(frozen=True)
@@ -134,19 +135,19 @@ class SplitModel:
 
     setup: RankSetup
     mesh: Mesh
-    table: ShardPlan
-    """Which rank has which part of which tensor, and how each gradient is summed."""
-    whole_sketch: Sketch
-    """Of the whole model."""
+    shard_plan: ShardPlan
+    """The ranks that have each part of each tensor, and the reductions of each gradient."""
+    global_sketch: Sketch
+    """Sketch of the full model."""
     sketch: Sketch
-    """Of what this rank has of it."""
+    """Sketch of this rank's part of the model."""
     module: nn.Module
     params: Mapping[str, nn.Parameter]
     """This rank's part of every parameter, by the model's name; tied ones once."""
     batch_peers: BatchPeers
-    """The ranks with other samples, while a step's passes run."""
+    """The ranks with different samples, during the passes of a step."""
     randomness: Randomness
-    """Not with `Techniques.replicas`, which bring their own, one for each thread."""
+    """Unused with `Techniques.replicas`, which have one per thread."""
     hooks: Hooks = field(default_factory=Hooks)
     techniques: Techniques = field(default_factory=Techniques)
 
@@ -162,46 +163,48 @@ class SplitModel:
     def device(self) -> torch.device:
         return self.setup.device
 
-    def using(self, **techniques: Any) -> Self:
-        """The same with these fields of `techniques`."""
+    def with_techniques(self, **techniques: Any) -> Self:
+        """Return a copy with these fields of `techniques` replaced."""
         return replace(self, techniques=replace(self.techniques, **techniques))
 
-    def to_update(self) -> dict[str, nn.Parameter]:
-        """What the optimizer is given, by name; in the place of what this rank does not update, what the module has there."""
+    def get_optimizer_params(self) -> dict[str, nn.Parameter]:
+        """Return the optimizer's parameters by name. Parameters that this rank does not update are those of the module."""
         updated = self.techniques.masters or self.params
         return {n: updated.get(n, p) for n, p in self.module.named_parameters()}
 
-    def parts(self) -> dict[str, Part]:
-        """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        at, specs = self.mesh.at, self.table.specs
+    def get_parts(self) -> dict[str, Part]:
+        """Return this rank's part of every parameter and buffer, by the model's names; tied ones once."""
+        at, specs = self.mesh.coordinates, self.shard_plan.specs
         found = {n: Part(p.detach(), specs[n].shape, specs[n].ranges(at)) for n, p in self.params.items()}
         here = {n: b for n, b in self.module.named_buffers() if n not in specs or specs[n].is_here(at)}
-        return found | {n: whole(b.detach()) for n, b in here.items()}
+        return found | {n: make_full_part(b.detach()) for n, b in here.items()}
 
-    def experts(self) -> set[str]:
-        """Parameters of experts that this rank has: replicas and shards of the rest of the model leave them."""
-        return {name for name in self.params if self.table.specs[name].expert}
+    def list_expert_params(self) -> set[str]:
+        """Return the names of expert parameters on this rank, which replicas and shards of the other parameters
+        exclude."""
+        return {name for name in self.params if self.shard_plan.specs[name].expert}
 
-    def forget_gathered(self) -> None:
-        """Parameters that are gathered were gathered of other numbers: the parts have changed."""
+    def discard_gathered(self) -> None:
+        """Free gathered parameters, because the shards that they were gathered from have changed."""
         if self.techniques.shards is not None:
             self.techniques.shards.reshard()
 
     def refresh(self) -> None:
-        """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
-        self.forget_gathered()
+        """Discard all values that depend on the parts, because the parts were written from outside (a checkpoint was
+        loaded)."""
+        self.discard_gathered()
         for loaded in self.hooks.state_loaded:
             loaded()
 
 
 @dataclass(frozen=True)
 class RankModel(SplitModel):
-    """What a rank trains."""
+    """The complete state that one rank trains."""
 
     optimizer: torch.optim.Optimizer = field(kw_only=True)
     optimizer_names: Mapping[int, str] = field(kw_only=True)
     """The name of each parameter that the optimizer updates, by its id."""
     hyperparameters: list[dict[str, Any]] = field(kw_only=True)
-    """Those of the optimizer's groups as the job sets them."""
+    """Hyperparameters of the optimizer's groups, as the job sets them."""
     reducers: Mapping[str, GradientReducer] = field(kw_only=True)
-    """What sums gradients over all ranks, by the name of the phase; "" in a job without phases."""
+    """Reduces gradients over all ranks, by name of the phase ("" in a job without phases)."""

@@ -37,9 +37,9 @@ import torch
 
 from plait.config.errors import Problem
 from plait.config.plan import Plan
-from plait.launch.devices import cuda_names
+from plait.launch.devices import list_cuda_devices
 from plait.model.sketch import Sketch
-from plait.parallel.mutations import apart
+from plait.parallel.mutations import list_inexact_buffers
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.replicas import Replicas
 
@@ -47,29 +47,29 @@ AXIS = None
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.processes == "one"
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.dp > batch:
-        what, why = f"global batch {batch} does not split over {plan.dp} devices", "devices would never have a sample"
+        what, why = f"global batch {batch} is smaller than the number of devices ({plan.dp})", "devices would never get a sample"
         fix = (f'--plan "dp={batch} processes=one"', f"--batch {plan.dp}")
         yield Problem("P012", what, why=f"{plan.dp - batch} {why}", fix=fix)
-    if device == "cuda" and len(cuda_names()) < plan.dp:
-        what = f"{plan.dp} devices are needed in one process, {len(cuda_names())} are visible"
-        yield Problem("H003", what, fix=("--device cpu", f'--plan "dp={len(cuda_names())} processes=one"'))
+    if device == "cuda" and len(list_cuda_devices()) < plan.dp:
+        what = f"one process needs {plan.dp} devices, and {len(list_cuda_devices())} are visible"
+        yield Problem("H003", what, fix=("--device cpu", f'--plan "dp={len(list_cuda_devices())} processes=one"'))
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
-        yield f"batch statistics in {name} are those of each replica; only device 0's are kept"
-    yield from apart(plan, sketch, plan.dp)
+        yield f"batch statistics in {name} are those of each replica; only those of device 0 are kept"
+    yield from list_inexact_buffers(plan, sketch, plan.dp)
     if sketch.host_random:
-        yield "the forward pass draws from Python's or numpy's generator, which all threads share"
+        yield "the forward pass draws from Python's or numpy's generator, which all threads use"
 
 
 def apply(split: SplitModel) -> SplitModel:
     cpu = split.device.type == "cpu"
     devices = [split.device if cpu else torch.device("cuda", i) for i in range(split.plan.dp)]
-    return split.using(replicas=Replicas(split.module, devices, split.job.seed, split.sketch))
+    return split.with_techniques(replicas=Replicas(split.module, devices, split.job.seed, split.sketch))

@@ -1,21 +1,21 @@
-"""Which plan, will it fit, how fast, why: what a step costs on a machine, found without the machine.
+"""Predict the speed and memory of plans, and search the best plan for a job on a machine, without that machine.
 
-question          from job and machine to what is searched
-from_sketch       the model as products and bytes: the workload
-formulas          seconds of a workload on devices and on cores, and bytes of the fullest rank, in closed forms
-late              what copies and replica groups send each other, and when
-estimate          one plan
-constants         what was fitted to measurements
-search_space      what is searched
-search            the best of them
-correction        how far off predictions are, learned from measured runs
-answer            what `plait plan` says
-exactness         what rare synchronisation costs in exactness, and the link speed below which it pays
-late_map          which way to synchronise is fastest, by link and spread of speeds
-inexact           the best plans that are another training
-goals             what fewer and more devices do; the cheapest, fewest, largest
-alternatives      other plans and batches than a run's
-trial             a few real steps of plans on processors
-refusals          what is refused before there are ranks
-dryrun/           a plan built and stepped without processes
+plan_request      turns a job and a machine into a search space
+workload          describes a model as matrix products and bytes
+formulas          closed forms: seconds of a workload on GPUs and CPU cores, and bytes of the fullest rank
+sync_costs        bytes and seconds of messages between replicas and between replica groups
+estimate          predicts one plan
+constants         constants fitted to measurements
+search_space      the plans to search
+search            finds the best plans
+correction        prediction errors, learned from measured runs
+answer            the output of `plait plan`
+exactness         the loss in progress from infrequent synchronization, and the link speed below which it pays
+sync_map          the fastest synchronization method by link speed and spread of rank speeds
+inexact           the best plans that change the training result
+goals             scaling over device counts; the cheapest, smallest and largest settings
+alternatives      other plans and batch sizes for a measured run
+trial             times a few real steps of plans on CPU processes
+refusals          rejects invalid plans before any rank starts
+dryrun/           builds and steps a plan without processes
 """

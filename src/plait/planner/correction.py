@@ -1,9 +1,13 @@
-"""How far off predictions are, learned from measured runs.
+"""Correction of predicted step times, and their uncertainty, learned from measured runs.
 
-The logarithm of measured over predicted time is taken to be a sum of independent errors: one that all runs of an occasion share, one for each
-software, device, model, number format and layout, two that runs of like size share in part, one for what messages of gradients take at this
-place, and noise. So a run that is like a measured one is known better than one that is not, and how sure a prediction is follows from the same
-sum (a Gaussian process over labels, sizes and shares). With no measured runs it says how wrong the model itself is.
+The model is a Gaussian process over labels, sizes and fractions of the step. The logarithm of measured over predicted time is a sum of
+independent errors:
+
+- one error shared by all runs of an occasion, and one for each software, device, model, number format and layout;
+- errors that runs of similar size share in part, and one for the time of gradient messages at this site;
+- noise.
+
+A run that resembles a measured one therefore has a smaller uncertainty. Without measured runs, the sum gives the error of the model itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,78 +19,78 @@ import numpy as np
 
 from plait.config.plan import Plan
 from plait.planner.estimate import Estimate
-from plait.planner.search import ALIKE, Found
+from plait.planner.search import TIE_FRACTION, SearchResult
 
-PARTS = {"occasion": 0.143, "software": 0.151, "device": 0.07, "model": 0.052, "precision": 0.09, "layout": 0.062}
-"""Standard deviation of each shared error, of published sources that were predicted without any of their rows (`bench/fit.py --folds`)."""
-NEAR = {"work": 0.142, "devices": 0.072}
-"""The same of errors that change with a size: those of runs that are `e` times as large correlate by 1/e."""
-OWN = {"place": 2.0, "axes": 0.2, "plan": 0.1}
-"""The same of a user's own runs: what all runs on the machine share is nearly unknown before the first of them; a way to split, and a plan, that were
-run are known better than others."""
-SPENT = {"gradients": 0.655}
-"""That of the seconds of a part of the step, which counts by the part's share of it."""
-ON_CORES = {"slices": 4.0}
-"""The same for messages inside layers between processes of one host, each of which waits until the others are given a core: what is predicted
-of them is little, and wrong by a factor."""
+ERROR_DEVIATIONS = {"occasion": 0.143, "software": 0.151, "device": 0.07, "model": 0.052, "precision": 0.09, "layout": 0.062}
+"""Standard deviation of each shared error, from published sources predicted without any of their own rows (`bench/fit.py --folds`)."""
+SIZE_DEVIATIONS = {"work": 0.142, "devices": 0.072}
+"""Standard deviation of errors that depend on size: the correlation of runs whose sizes differ by a factor of `e` is 1/e."""
+LOCAL_DEVIATIONS = {"place": 2.0, "axes": 0.2, "plan": 0.1}
+"""Standard deviations for local runs. The error of the machine is nearly unknown before its first run.
+Axes and plans that were run before are better known than others."""
+PART_DEVIATIONS = {"gradients": 0.655}
+"""Standard deviation of the error in one part of the step, scaled by its fraction of the step."""
+CORE_DEVIATIONS = {"slices": 4.0}
+"""The same for messages inside layers between processes of one host. Each process waits for a core, so predictions are small and wrong by a
+factor."""
 NOISE = 0.076
-"""That of two runs that are alike in all of these."""
-ROUTED = 0.325
-"""The same for mixtures of experts: releases of one framework alone differ by 76 % there."""
-NINETY = 1.645
-"""Standard deviations that hold nine tenths of a normal distribution."""
+"""Standard deviation between runs that agree in all labels and sizes."""
+MOE_NOISE = 0.325
+"""The same for mixtures of experts, where releases of one framework differ by 76 %."""
+Z_SCORE_90 = 1.645
+"""Half-width of the 90 % interval of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a run is like."""
+class RunTraits:
+    """The properties of a run on which prediction errors depend."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the keys of `PARTS`, "" where nothing can be wrong."""
+    """Values by the keys of `ERROR_DEVIATIONS`; "" if that error cannot occur."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """What parts of the step are of it, by the names of an estimate's."""
+    """Fraction of the step of each part, by the names of `Estimate.parts`."""
     sizes: Mapping[str, float] = field(default_factory=dict)
-    """Logarithms, of the keys of `NEAR`."""
-    routed: bool = False
-    """Its rows go to experts."""
+    """Logarithms, by the keys of `SIZE_DEVIATIONS`."""
+    has_experts: bool = False
+    """The model has mixtures of experts."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What to multiply a predicted time with, and how sure the product is."""
+    """A factor on predicted seconds, and its uncertainty."""
 
     factor: float
     deviation: float
-    """Standard deviation of the logarithm."""
+    """Standard deviation of the logarithm of the factor."""
 
     @property
     def low(self) -> float:
-        """The factor that one of twenty runs falls below."""
-        return self.factor * exp(-NINETY * self.deviation)
+        """5th percentile of measured over predicted time."""
+        return self.factor * exp(-Z_SCORE_90 * self.deviation)
 
     @property
     def high(self) -> float:
-        """The factor that one of twenty runs exceeds."""
-        return self.factor * exp(NINETY * self.deviation)
+        """95th percentile of measured over predicted time."""
+        return self.factor * exp(Z_SCORE_90 * self.deviation)
 
 
-def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Correction:
-    """For a run like `of`, from measured ones: (traits, logarithm of measured over predicted seconds)."""
-    scatter = _scatter(anchors)
-    own = max(_noise(of), scatter)
-    total = _alike(of, of) + own
+def fit_correction(traits: RunTraits, anchors: Sequence[tuple[RunTraits, float]] = ()) -> Correction:
+    """Predict the correction of a run from measured runs: (traits, logarithm of measured over predicted seconds)."""
+    scatter = _estimate_scatter(anchors)
+    own = max(_compute_noise(traits), scatter)
+    total = _compute_covariance(traits, traits) + own
     if not anchors:
         return Correction(1.0, float(np.sqrt(total)))
-    between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors])
-    between += np.diag([max(_noise(a), scatter) for a, _ in anchors])
-    towards = np.array([_alike(of, a) for a, _ in anchors])
+    between = np.array([[_compute_covariance(a, b) for b, _ in anchors] for a, _ in anchors])
+    between += np.diag([max(_compute_noise(a), scatter) for a, _ in anchors])
+    towards = np.array([_compute_covariance(traits, a) for a, _ in anchors])
     solved = np.linalg.solve(between, towards)
     mean = float(solved @ np.array([error for _, error in anchors]))
     return Correction(exp(mean), float(np.sqrt(max(total - solved @ towards, own))))
 
 
-def _scatter(anchors: Sequence[tuple[Traits, float]]) -> float:
-    """The variance of runs of one plan, as on a machine that others use too; nothing where no plan was run twice."""
+def _estimate_scatter(anchors: Sequence[tuple[RunTraits, float]]) -> float:
+    """Return the variance between repeated runs of one plan, such as on a shared machine; 0 if no plan was repeated."""
     runs: dict[str, list[float]] = {}
     for traits, error in anchors:
         runs.setdefault(traits.labels.get("plan", ""), []).append(error)
@@ -95,70 +99,82 @@ def _scatter(anchors: Sequence[tuple[Traits, float]]) -> float:
     return squares / max(1, sum(len(errors) - 1 for errors in again))
 
 
-def _alike(a: Traits, b: Traits) -> float:
-    """The covariance of two runs' errors."""
-    same = sum(size**2 for part, size in (PARTS | OWN).items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
-    near = sum(size**2 * exp(-abs(a.sizes[part] - b.sizes[part])) for part, size in NEAR.items() if part in a.sizes and part in b.sizes)
-    return same + near + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in (SPENT | ON_CORES).items())
+def _compute_covariance(a: RunTraits, b: RunTraits) -> float:
+    """Return the covariance of the errors of two runs."""
+    same = sum(size**2 for part, size in (ERROR_DEVIATIONS | LOCAL_DEVIATIONS).items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
+    near = sum(size**2 * exp(-abs(a.sizes[part] - b.sizes[part])) for part, size in SIZE_DEVIATIONS.items() if part in a.sizes and part in b.sizes)
+    return (
+        same
+        + near
+        + sum(
+            size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0)
+            for part, size in (PART_DEVIATIONS | CORE_DEVIATIONS).items()
+        )
+    )
 
 
-def _noise(of: Traits) -> float:
-    return (ROUTED if of.routed else NOISE) ** 2
+def _compute_noise(traits: RunTraits) -> float:
+    return (MOE_NOISE if traits.has_experts else NOISE) ** 2
 
 
-def sizes_of(found: Estimate) -> dict[str, float]:
-    """How large a run is: operations of a micro-batch on one device, and devices."""
+def compute_log_sizes(found: Estimate) -> dict[str, float]:
+    """Return the logarithms of the operations of a micro-batch on one device, and of the device count."""
     return {"work": log(found.flops / found.plan.microbatches), "devices": log(found.plan.devices)}
 
 
-def layout_of(plan: Plan) -> str:
-    """What is split, as a label of runs."""
+def label_layout(plan: Plan) -> str:
+    """Return the label of a plan's layout: its parallel sizes, ZeRO stage and activation checkpointing."""
     return f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero_stage if plan.fsdp > 1 else 0} {plan.activation_checkpointing}"
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What runs of this machine say of predictions: each as (traits, logarithm of measured over predicted seconds)."""
+class LearnedCorrection:
+    """Runs measured on this machine, as (traits, logarithm of measured over predicted seconds), and corrections from them."""
 
-    anchors: tuple[tuple[Traits, float], ...] = ()
+    anchors: tuple[tuple[RunTraits, float], ...] = ()
     model: str = ""
-    """The job whose plans are predicted."""
-    routed: bool = False
-    """It has mixtures of experts."""
+    """Name of the job whose plans are predicted."""
+    has_experts: bool = False
+    """The job has mixtures of experts."""
     on_cores: bool = False
-    """Devices are the cores of a host."""
+    """The devices are CPU cores."""
     folder: str = ""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Runs that nothing was learned from, by the reason."""
+    """Number of runs that were not used, by reason."""
 
-    def traits(self, found: Estimate) -> Traits:
-        """What a run of this job would be like."""
+    def make_traits(self, found: Estimate) -> RunTraits:
+        """Return the traits of a run of this job under an estimated plan."""
         plan = found.plan
-        labels = {"place": "here", "model": self.model, "precision": plan.precision, "layout": layout_of(plan),
+        labels = {"place": "here", "model": self.model, "precision": plan.precision, "layout": label_layout(plan),
                   "axes": f"{plan.tp} {plan.pp} {plan.cp} {plan.ep}", "plan": f"{self.model} {plan}"}  # fmt: skip
-        shares = {part: found.share(part) for part in SPENT}
-        return Traits(labels, shares | ({"slices": found.share("tensor")} if self.on_cores else {}), sizes_of(found), self.routed)
+        shares = {part: found.get_fraction(part) for part in PART_DEVIATIONS}
+        return RunTraits(
+            labels,
+            shares | ({"slices": found.get_fraction("tensor")} if self.on_cores else {}),
+            compute_log_sizes(found),
+            self.has_experts,
+        )
 
-    def of(self, found: Estimate) -> Correction:
-        """What the runs say of one prediction."""
-        return correction(self.traits(found), self.anchors)
+    def predict_correction(self, found: Estimate) -> Correction:
+        """Predict the correction of one estimate."""
+        return fit_correction(self.make_traits(found), self.anchors)
 
-    def applied(self, found: Estimate) -> Estimate:
-        """A prediction, corrected: the parts of its step are as much longer as all of it."""
-        factor = self.of(found).factor if self.anchors else 1.0
+    def correct_estimate(self, found: Estimate) -> Estimate:
+        """Return the corrected estimate. All parts of the step scale by the same factor."""
+        factor = self.predict_correction(found).factor if self.anchors else 1.0
         return replace(found, seconds=found.seconds * factor, parts={name: each * factor for name, each in found.parts.items()})
 
-    def corrected(self, found: Found) -> Found:
-        """What a search found, corrected and in the order of the corrected times."""
+    def correct_result(self, found: SearchResult) -> SearchResult:
+        """Return a search result with corrected times, sorted by them."""
         if not self.anchors:
             return found
-        best = [replace(c, estimate=c.estimate and self.applied(c.estimate)) for c in found.best]
+        best = [replace(c, estimate=c.estimate and self.correct_estimate(c.estimate)) for c in found.best]
         least = min((c.cost for c in best), default=0.0)
-        first = next((c for c in best if c.cost <= least * (1 + ALIKE)), None)  # of plans as fast, what was first without runs
+        first = next((c for c in best if c.cost <= least * (1 + TIE_FRACTION)), None)  # among ties, the plan that was first without runs
         return replace(found, best=tuple(sorted(best, key=lambda c: (c is not first, c.cost, str(c.plan)))))
 
     def describe(self) -> str:
-        """The end of the line that says how sure predictions are; nothing where there are no runs."""
+        """Describe the runs used, as the end of the confidence line; empty without runs."""
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(self.skipped.items()))
         if not self.anchors:
             return f"; learned from no run in {self.folder}: {skipped}" if skipped else ""
@@ -171,5 +187,5 @@ class Learned:
         return {"runs": len(self.anchors), "folder": self.folder, "errors": [error for _, error in self.anchors], "skipped": dict(self.skipped)}
 
 
-NOTHING = Learned()
-"""Of no run."""
+NO_RUNS = LearnedCorrection()
+"""A correction without runs."""

@@ -1,7 +1,7 @@
-"""The split side of `verify`: one rank trains under the plan and writes down its parts; the parts are put together.
+"""The split side of `verify`: each rank trains under the plan and writes its parts of tensors; the parts are then merged.
 
-Whatever the layout, a rank holds rectangles of tensors (`tensors/rows.py`). Put together they must be the one device's
-tensors, and where ranks hold the same rectangle they must hold the same bits.
+In every layout, a rank has rectangles of tensors (`tensors/rows.py`). Merged, they must equal the tensors of one device. Ranks with the
+same rectangle must have the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,33 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config.errors import PlaitError, stopped
+from plait.config.errors import PlaitError, stopped_problem
 from plait.config.job import Job
-from plait.config.keys import AXES, OTHER_SAMPLES
+from plait.config.keys import AXES, DATA_AXES
 from plait.config.phases import Phase
 from plait.config.plan import Plan
-from plait.data.batch import Batch, InTurn
+from plait.data.batch import Batch, RotatingSplit
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
-from plait.launch.place import Place, threads
+from plait.launch.place import Place, count_threads
 from plait.model.sketch import Sketch
-from plait.parallel.context.sequences import opened_units
+from plait.parallel.context.sequences import describe_opened
 from plait.parallel.rank_model import RankModel
-from plait.proof import formats, own_batch, probes
-from plait.proof import notes as noting
-from plait.proof.notes import seen_in
-from plait.proof.phases import of_phases
-from plait.proof.probes import SMALL, Trace
+from plait.proof import activation_recorder as noting
+from plait.proof import full_batch, plan_formats, probes
+from plait.proof.activation_recorder import get_seen_digests
+from plait.proof.phases import merge_phase_row
+from plait.proof.probes import SMALL_BATCH_TENSORS, Trace
 from plait.proof.scenario import Scenario
 from plait.randomness.keyed import is_drawing
-from plait.tensors.collectives import digests
+from plait.tensors.collectives import digest_tensors
 from plait.tensors.rows import Part
-from plait.tensors.rows import whole as whole_part
+from plait.tensors.rows import make_full_part as whole_part
 
 
 @dataclass(frozen=True)
-class PartDone:
-    """What a rank did in a part of a proof."""
+class PartResult:
+    """Result of one rank in one part of a proof."""
 
     facts: dict[str, Any]
     """JSON values."""
@@ -48,140 +48,144 @@ class PartDone:
 
 
 @dataclass
-class StepNotes:
-    """What a rank notes of its steps."""
+class StepRecorder:
+    """Records the steps of one rank."""
 
     engine: Engine
-    notes: noting.Notes
+    recorder: noting.ActivationRecorder
     traffic: Traffic
-    """What is sent in the first step."""
+    """Messages of the first step."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     row: dict[str, Any] = field(default_factory=dict)
-    """Of the step's phases so far, in a job that has phases."""
+    """Values of the step's phases so far, in a job with phases."""
     ids: list[list[Any]] = field(default_factory=list)
-    held: list[list[Any]] = field(default_factory=list)
+    replica_digests: list[list[Any]] = field(default_factory=list)
 
     def update(self, batch: Batch, step_row: Tensor, phase: Phase | None = None) -> None:
-        """Take the optimizer's step, of a phase if there are any, with what is held before and after it noted."""
-        engine, parts = self.engine, self.engine.rank_model.parts()
-        self.held.append(["gradient", _held(gradients := self.gradients(), parts, _group(engine.rank_model))])
-        self.notes.tensors("sum", gradients, parts)
-        with self.watching():
+        """Run the optimizer step (of `phase`, if the job has phases) and record the tensors before and after it."""
+        engine, parts = self.engine, self.engine.rank_model.get_parts()
+        self.replica_digests.append(["gradient", _digest_tensors(gradients := self.gradients(), parts, _make_group_prefix(engine.rank_model))])
+        self.recorder.record_tensors("sum", gradients, parts)
+        with self.watch_traffic():
             told = engine.update(batch, step_row)
             engine.settle()
-        weights = _weights(engine)
-        self.held.append(
-            ["weight", _held(weights | _averages(engine), parts, _group(engine.rank_model)) | _held_by_all(engine)]
+        weights = _collect_state(engine)
+        self.replica_digests.append(
+            [
+                "weight",
+                _digest_tensors(weights | _collect_averages(engine), parts, _make_group_prefix(engine.rank_model))
+                | _digest_base_parts(engine),
+            ]
         )
-        self.notes.tensors("weight", weights, parts)
-        of = f" of group {i}" if (i := engine.rank_model.mesh.at["replica_groups"]) else ""
+        self.recorder.record_tensors("weight", weights, parts)
+        of = f" of group {i}" if (i := engine.rank_model.mesh.coordinates["replica_groups"]) else ""
         row = {f"loss{of}": told.loss, f"norm{of}": told.norm, "lr": told.lr, "samples": told.samples}
         if phase is not None:
-            self.row = row = of_phases(engine.job, phase, row, self.row if not engine.turns.first else {})
-        if engine.turns.last:
+            self.row = row = merge_phase_row(engine.job, phase, row, self.row if not engine.active_phase.is_first else {})
+        if engine.active_phase.is_last:
             self.rows.append(row | {"logged": told.logged})
-            self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+            self.ids.append([batch.position.epoch, [i for micro in batch.micro_batches for i in micro.ids]])
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """Notes what is sent, in the first step."""
+    def watch_traffic(self) -> AbstractContextManager[Any]:
+        """Record the messages of the first step; later steps record nothing."""
         return nullcontext() if self.rows else self.traffic.watch()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of the gradients that are there."""
+        """This rank's parts of all existing gradients."""
         return {n: p.grad for n, p in self.engine.rank_model.params.items() if p.grad is not None}
 
 
 PART = "part"
-"""Kind of a rank's report of what it did in a part of a proof, whose tensors are in files then."""
-PARTS = SMALL_BATCHES, OWN_SIZE, OWN_FORMATS = range(3)
-"""Numbers of the parts, in the order in which ranks do them."""
+"""Kind of a rank's report after a part of a proof. The tensors of the part are then in files."""
+PARTS = SMALL_BATCHES, FULL_BATCHES, PLAN_FORMATS = range(3)
+"""Numbers of the parts, in the order in which ranks compute them."""
 
 
-def run(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train one rank under the scenario, and report each part of it once it is done. `facts`: those of the reference's `Trace`."""
+def train_candidate(scenario: Scenario, facts: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Train one rank under the scenario and report each part when it is done. `facts`: those of the reference's `Trace`."""
     assert place.report is not None
-    for number, part in enumerate(_parts(scenario, facts, place)):
+    for number, part in enumerate(_train_parts(scenario, facts, place)):
         for name, group in part.tensors.items():
-            probes.write(scenario.folder / f"{name}-{place.rank}.safetensors", group)
+            probes.write_tensors(scenario.folder / f"{name}-{place.rank}.safetensors", group)
         place.report({"kind": PART, "number": number, "value": part.facts})
     return {}
 
 
-def _parts(scenario: Scenario, facts: dict[str, Any], place: Place) -> Iterator[PartDone]:
-    """The small batches; held-out metrics and batches of the job's own size; a step in the plan's own number formats, if there is one."""
+def _train_parts(scenario: Scenario, facts: dict[str, Any], place: Place) -> Iterator[PartResult]:
+    """Yield the small batches, then held-out metrics and full batches, then a step in the plan's number formats if the reference made one."""
     hard = scenario.hard
     sketch = scenario.analysis.float64
     engine = Engine(
         hard, scenario.logic, device=scenario.device, place=place, cast=torch.float64, on_nan="ignore", sketch=sketch
     )
-    notes = noting.of_rank(engine)
-    yield _of_small_batches(engine, notes, scenario)
+    notes = noting.make_rank_recorder(engine)
+    yield _train_small_batches(engine, notes, scenario)
     metrics = engine.evaluate()
-    noted, tensors = _of_own_size(engine, notes, scenario.job, facts)
+    noted, tensors = _train_full_batches(engine, notes, scenario.job, facts)
     own_ids = [ids for _, ids in noted.ids]
-    of_own_size = {"metrics": metrics, "own_rows": noted.rows, "own_ids": own_ids, "own_held": noted.held}
-    yield PartDone(of_own_size, tensors)
+    of_own_size = {"metrics": metrics, "own_rows": noted.rows, "own_ids": own_ids, "own_held": noted.replica_digests}
+    yield PartResult(of_own_size, tensors)
     if known := facts.get("formats"):
         hard = replace(hard, batch=known["batch"])
-        step, tensors = in_own_formats(hard, scenario.plan, scenario.device, place, scenario.analysis.own_formats)
-        yield PartDone({"formats": step}, tensors)
+        step, tensors = train_plan_formats(hard, scenario.plan, scenario.device, place, scenario.analysis.own_formats)
+        yield PartResult({"formats": step}, tensors)
 
 
-def _of_small_batches(engine: Engine, notes: noting.Notes, scenario: Scenario) -> PartDone:
-    """The steps of the hard job. `notes` are closed afterwards: what comes next is not located."""
+def _train_small_batches(engine: Engine, recorder: noting.ActivationRecorder, scenario: Scenario) -> PartResult:
+    """Train the steps of the hardened job. Closes `recorder`: differences in later steps are not located."""
     rank_model, place, plan = engine.rank_model, engine.place, scenario.logic
     if rank_model.techniques.balance is not None:
-        rank_model.techniques.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
-    noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
-    tensors = {"initial": {n: p.tensor.clone() for n, p in rank_model.parts().items() if n in rank_model.params}}
+        rank_model.techniques.balance.course = RotatingSplit(plan.ranks)  # measured speeds would also change the parts between steps
+    noted, run = StepRecorder(engine, recorder, Traffic(place.rank, plan)), list[tuple[int, str]]()
+    tensors = {"initial": {n: p.tensor.clone() for n, p in rank_model.get_parts().items() if n in rank_model.params}}
     source = engine.batches()
     for step in range(scenario.steps):
         batch = next(source, None)
         if batch is None:
-            raise PlaitError(stopped("proof", f"after {step} of {scenario.steps} steps: nothing is proved"))
-        notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
-        for phase in engine.turns.of(step + 1):
-            with noted.watching():
+            raise PlaitError(stopped_problem("proof", f"after {step} of {scenario.steps} steps: the proof is incomplete"))
+        recorder.begin_batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro_batches])
+        for phase in engine.active_phase.iterate_phases(step + 1):
+            with noted.watch_traffic():
                 step_row = engine.backward(batch)
             if step == 0:
-                run = engine.sizes_run(batch)
+                run = engine.list_micro_shapes(batch)
                 tensors.setdefault("gradients", {}).update({n: g.clone() for n, g in noted.gradients().items()})
             noted.update(batch, step_row, phase)
-    tensors |= _at_the_end(rank_model)
-    seen, told = seen_in(engine.data), notes.told(rank_model, scenario.folder / f"noted-{place.rank}.safetensors")
-    parts = _ranges(rank_model)
-    names = _by_group(engine, tensors, parts)
+    tensors |= _copy_final_parts(rank_model)
+    seen, told = get_seen_digests(engine.data), recorder.export(rank_model, scenario.folder / f"noted-{place.rank}.safetensors")
+    parts = _collect_ranges(rank_model)
+    names = _rename_by_group(engine, tensors, parts)
     found = {
-        "rows": noted.rows, "ids": noted.ids, "held": noted.held, "seen": seen, "inexact": engine.inexact,
-        "notes": opened_units(rank_model.whole_sketch), "names": names,
-        "stage": rank_model.mesh.at["pp"], "reads": not any(_on_other_axes(rank_model)),
-        **_messages(engine, run, noted.traffic),
+        "rows": noted.rows, "ids": noted.ids, "held": noted.replica_digests, "seen": seen, "inexact": engine.inexact,
+        "notes": describe_opened(rank_model.global_sketch), "names": names,
+        "stage": rank_model.mesh.coordinates["pp"], "reads": not any(_get_peer_coordinates(rank_model)),
+        **_collect_messages(engine, run, noted.traffic),
         "host_random": rank_model.sketch.host_random, "varies": rank_model.sketch.host_random and plan.tp > 1,
-        "random": list(rank_model.whole_sketch.places) * is_drawing(),
+        "random": list(rank_model.global_sketch.places) * is_drawing(),
         "places": len(rank_model.sketch.places) * is_drawing(), **told,
         "batch_norms": list(rank_model.sketch.batch_norms), "parts": parts,
     }  # fmt: skip
-    return PartDone(found, tensors)
+    return PartResult(found, tensors)
 
 
-def _at_the_end(rank_model: RankModel) -> dict[str, dict[str, Tensor]]:
-    """This rank's parts of `weights`, `buffers` and the `average` as they are."""
+def _copy_final_parts(rank_model: RankModel) -> dict[str, dict[str, Tensor]]:
+    """Copy this rank's current parts of `weights`, `buffers` and the `average`."""
     average = {} if rank_model.techniques.average is None else {n: t.clone() for n, t in rank_model.techniques.average.tensors.items()}
-    buffers = {n: p.tensor.clone() for n, p in rank_model.parts().items() if n not in rank_model.params}
+    buffers = {n: p.tensor.clone() for n, p in rank_model.get_parts().items() if n not in rank_model.params}
     return {"weights": {n: p.detach().clone() for n, p in rank_model.params.items()}, "buffers": buffers, "average": average}
 
 
-def _group(rank_model: RankModel) -> str:
-    """How the names begin of what belongs to this rank's replica group; nothing where there is only one."""
-    return f"group {rank_model.mesh.at['replica_groups']}: " if rank_model.techniques.replica_groups is not None else ""
+def _make_group_prefix(rank_model: RankModel) -> str:
+    """Prefix of tensor names of this rank's replica group; empty if there is only one group."""
+    return f"group {rank_model.mesh.coordinates['replica_groups']}: " if rank_model.techniques.replica_groups is not None else ""
 
 
-def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]]) -> list[str]:
-    """All names of parameters in order. What a replica group has of its own gets its name, and the global weights plain ones."""
+def _rename_by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]]) -> list[str]:
+    """Return all parameter names in order. Renames a group's own tensors to `group i: name`; plain names are global weights."""
     rank_model, names = engine.rank_model, [n for n, _ in engine.model.named_parameters()]
     if rank_model.techniques.replica_groups is None:
         return names
-    own, common = _group(rank_model), {n: p.tensor for n, p in rank_model.techniques.replica_groups.global_parts().items()}
+    own, common = _make_group_prefix(rank_model), {n: p.tensor for n, p in rank_model.techniques.replica_groups.reduce_global_parts().items()}
     weights = tensors["weights"]
     for kind in ("gradients", "weights", "buffers"):
         tensors[kind] = {own + n: t for n, t in tensors[kind].items()}
@@ -190,27 +194,27 @@ def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict
     return [*names, *(f"group {i}: {n}" for i in range(engine.plan.replica_groups) for n in names)]
 
 
-def _held_by_all(engine: Engine) -> dict[str, int]:
-    """Digests of what all replica groups hold alike."""
-    common = engine.rank_model.techniques.replica_groups.base_parts() if engine.rank_model.techniques.replica_groups is not None else {}
-    return _held({f"{n} (global)": part.tensor for n, part in common.items()}, common)
+def _digest_base_parts(engine: Engine) -> dict[str, int]:
+    """Digests of the tensors that are equal on all replica groups."""
+    common = engine.rank_model.techniques.replica_groups.get_global_parts() if engine.rank_model.techniques.replica_groups is not None else {}
+    return _digest_tensors({f"{n} (global)": part.tensor for n, part in common.items()}, common)
 
 
-def _of_own_size(
-    engine: Engine, notes: noting.Notes, job: Job, facts: dict[str, Any]
-) -> tuple[StepNotes, dict[str, dict[str, Tensor]]]:
-    """The steps of the job's own size (`proof/own_batch.py`): what is noted, and the tensors. `notes` are closed."""
+def _train_full_batches(
+    engine: Engine, recorder: noting.ActivationRecorder, job: Job, facts: dict[str, Any]
+) -> tuple[StepRecorder, dict[str, dict[str, Tensor]]]:
+    """Train the steps with the job's own batch size (`proof/full_batch.py`). Returns the records and the tensors. `recorder` must be closed."""
     noted, made = (
-        StepNotes(engine, notes, Traffic(engine.place.rank, engine.plan)),
+        StepRecorder(engine, recorder, Traffic(engine.place.rank, engine.plan)),
         dict[str, dict[str, Tensor]](own_gradients={}, own_weights={}),
     )
-    course = own_batch.OwnBatchSteps(engine, job, facts)
+    course = full_batch.FullBatchSteps(engine, job, facts)
     for batch, _ in course.steps():
         step_row = engine.backward(batch)
         if not noted.rows:
             made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
         norm = engine.norm(step_row)[0]
-        course.prepare(len(noted.rows))
+        course.prepare_update(len(noted.rows))
         noted.update(batch, step_row)
         noted.rows[-1]["norm"] = norm
     if noted.rows:
@@ -218,110 +222,110 @@ def _of_own_size(
     return noted, made
 
 
-def in_own_formats(
+def train_plan_formats(
     job: Job, plan: Plan, device: str, place: Place, sketch: Sketch | None = None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """A step in the number formats of the plan (`proof/formats.py`): what is noted, and tensors. `sketch`: as `Engine` is given it."""
-    torch.set_num_threads(threads(place.world))  # as one device's: a dry run beside the ranks is not counted
+    """Train one step in the plan's number formats (`proof/plan_formats.py`). Returns facts and tensors. `sketch`: as for `Engine`."""
+    torch.set_num_threads(count_threads(place.world))  # as on one device: the concurrent dry run is not counted
     engine = Engine(job, plan, device=device, place=place, on_nan="ignore", sketch=sketch)
     rank_model, traffic = engine.rank_model, Traffic(place.rank, plan)
     if rank_model.techniques.loss_scale is not None:
-        rank_model.techniques.loss_scale.load_state_dict({"value": formats.SCALE, "good_steps": 0})
+        rank_model.techniques.loss_scale.load_state_dict({"value": plan_formats.LOSS_SCALE, "good_steps": 0})
     batch = next(engine.batches())
     with traffic.watch():
         step_row = engine.backward(batch)
-    run = engine.sizes_run(batch)
+    run = engine.list_micro_shapes(batch)
     scale = rank_model.techniques.loss_scale.value if rank_model.techniques.loss_scale is not None else 1.0
     gradient = {
         n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in rank_model.params.items() if p.grad is not None
     }
-    losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
+    losses = {str(batch.micro_batches[i].first): float(loss) for i, loss in engine.passes.losses}
     with traffic.watch():
         engine.update(batch, step_row)
-    state = formats.states(engine.optimizer, rank_model.optimizer_names or {})
+    state = plan_formats.collect_optimizer_state(engine.optimizer, rank_model.optimizer_names or {})
     kinds: dict[str, dict[str, Tensor]] = {"gradient": gradient, "weight": {**rank_model.params}, "state": state, "start": {}}
     made = {f"formats_{kind}": group for kind, group in kinds.items()}
-    owned = rank_model.table.owned(rank_model.mesh.at)
+    owned = rank_model.shard_plan.list_owned(rank_model.mesh.coordinates)
     wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in owned}
     return {
-        "parts": _ranges(rank_model) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
-        "losses": losses, "dtypes": formats.dtypes(gradient, dict(rank_model.params), state),
-        **_messages(engine, run, traffic),
+        "parts": _collect_ranges(rank_model) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
+        "losses": losses, "dtypes": plan_formats.collect_dtypes(gradient, dict(rank_model.params), state),
+        **_collect_messages(engine, run, traffic),
     }, made  # fmt: skip
 
 
-def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
-    """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
+def _collect_messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
+    """Messages of a rank. Ranks with equal `alike` must make the same calls: it has everything that calls depend on, except for the plan."""
     rank_model, samples = engine.rank_model, tuple(n for n, _ in sizes)
-    held_experts = str(sorted(tuple(rank_model.params[n].shape) for n in rank_model.experts()))  # one rank may have one more
+    held_experts = str(sorted(tuple(rank_model.params[n].shape) for n in rank_model.list_expert_params()))  # may be uneven
     grouped = rank_model.techniques.replica_groups is not None
-    sent = [tuple(p.shape) for p in rank_model.params.values()] if grouped else []  # parts, which may be uneven
+    sent = [tuple(p.shape) for p in rank_model.params.values()] if grouped else []  # parts may be uneven
     return {
-        "alike": [*_on_other_axes(rank_model), *samples, *_crossings(rank_model, samples), held_experts, str(sent)],
-        "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
+        "alike": [*_get_peer_coordinates(rank_model), *samples, *_describe_stage_shapes(rank_model, samples), held_experts, str(sent)],
+        "sizes": sizes, "collectives": [m.signature for m in traffic.messages], "sent": traffic.total_by_op(),
     }  # fmt: skip
 
 
-def _on_other_axes(rank_model: RankModel) -> list[int]:
-    """A rank's place among those with the same samples: the first of them is the one whose samples are counted."""
-    return [rank_model.mesh.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
+def _get_peer_coordinates(rank_model: RankModel) -> list[int]:
+    """Coordinates of a rank among the ranks with the same samples. Samples are counted on the first of them (all zeros)."""
+    return [rank_model.mesh.coordinates[axis] for axis in AXES if axis not in ("replica_groups", *DATA_AXES)]
 
 
-def _ranges(rank_model: RankModel) -> dict[str, list[Any]]:
-    """Of which whole each tensor of a rank is a part: name -> [shape, ranges]."""
-    return {name: [part.shape, part.ranges] for name, part in rank_model.parts().items()}
+def _collect_ranges(rank_model: RankModel) -> dict[str, list[Any]]:
+    """Map each tensor of a rank to [full shape, ranges of its part]."""
+    return {name: [part.shape, part.ranges] for name, part in rank_model.get_parts().items()}
 
 
-def _crossings(rank_model: RankModel, samples: tuple[int, ...]) -> list[str]:
-    """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
+def _describe_stage_shapes(rank_model: RankModel, samples: tuple[int, ...]) -> list[str]:
+    """Shapes of a rank's stage messages, if they differ from the sketch's because its number of samples differs."""
     paths = rank_model.techniques.pipeline.paths if rank_model.techniques.pipeline else ()
-    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(paths, samples)]
+    return [str([slot.shape_for(n) for s in range(c.partition.stages) for slot in c.crossing_slots(s)]) for c, n in zip(paths, samples)]
 
 
-def _weights(engine: Engine) -> dict[str, Tensor]:
-    """What a rank holds after an update: parameters, buffers and the optimizer's tensors `name (optimizer key)`."""
+def _collect_state(engine: Engine) -> dict[str, Tensor]:
+    """Tensors of a rank after an update: parameters, buffers and optimizer state as `name (optimizer key)`."""
     rank_model = engine.rank_model
-    found = {name: part.tensor for name, part in rank_model.parts().items()}
+    found = {name: part.tensor for name, part in rank_model.get_parts().items()}
     for parameter, state in engine.optimizer.state.items():
         name = (rank_model.optimizer_names or {})[id(parameter)]
         found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
     return found
 
 
-def _averages(engine: Engine) -> dict[str, Tensor]:
-    """This rank's parts of the average of the weights, where the job wants one."""
+def _collect_averages(engine: Engine) -> dict[str, Tensor]:
+    """This rank's parts of the averaged weights; empty if the job has no average."""
     average = engine.rank_model.techniques.average
     return {} if average is None else {f"{name} (average)": tensor for name, tensor in average.tensors.items()}
 
 
-def _held(tensors: dict[str, Tensor], parts: dict[str, Part], owner: str = "") -> dict[str, int]:
-    """A digest of each tensor, by its name, after its owner's, and where its part begins and ends."""
-    rows = digests(list(tensors.items())).tolist()
+def _digest_tensors(tensors: dict[str, Tensor], parts: dict[str, Part], owner: str = "") -> dict[str, int]:
+    """Digest of each tensor. The key has the owner, the name, and the ranges of the part."""
+    rows = digest_tensors(list(tensors.items())).tolist()
     keys = {n: parts[n.partition(" (")[0]] for n in tensors}
     return {f"{owner}{n} @{keys[n].ranges}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
 
 
-def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
-    """What the ranks did in the small batches, with whole tensors."""
-    named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
+def gather_trace(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
+    """Merge the small-batch results of all ranks into a trace with full tensors."""
+    named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage lists its own layers
     rows = [{k: v for row in step for k, v in row.items()} for step in zip(*(r["rows"] for r in reversed(ranks)))]
     facts = {**ranks[0], "rows": rows, "inexact": list(named)}
-    return Trace(facts, **put_together(folder, SMALL, [r["parts"] for r in ranks]))
+    return Trace(facts, **gather_rank_tensors(folder, SMALL_BATCH_TENSORS, [r["parts"] for r in ranks]))
 
 
-def put_together(
+def gather_rank_tensors(
     folder: Path, groups: Sequence[str], ranges: list[dict[str, list[Any]]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Groups of tensors from the files that ranks wrote. `ranges`: of each rank, [shape, ranges] of its part by a tensor's name.
-    Elements that no rank holds are NaN."""
+    """Read groups of tensors from the files of all ranks and merge the parts. `ranges`: [shape, ranges] by tensor name, for each rank.
+    Elements that are on no rank are NaN."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in groups}
     for name, group in found.items():
         for rank, parts in enumerate(ranges):
-            for key, tensor in probes.read(folder / f"{name}-{rank}.safetensors").items():
+            for key, tensor in probes.read_tensors(folder / f"{name}-{rank}.safetensors").items():
                 shape, where = parts.get(key) or parts[key.partition("|")[0]]
                 if key not in group:
                     real = tensor.is_floating_point() or tensor.is_complex()
                     group[key] = torch.full(shape, float("nan") if real else 0, dtype=tensor.dtype)
-                for piece in Part(tensor, tuple(shape), tuple(where)).pieces():
-                    piece.inside(group[key]).copy_(piece.tensor)
+                for piece in Part(tensor, tuple(shape), tuple(where)).iter_rects():
+                    piece.slice_tensor(group[key]).copy_(piece.tensor)
     return found

@@ -1,8 +1,8 @@
-"""What `plait verify` trains on both sides: the job made hard, so that rare paths cannot hide.
+"""The job that `plait verify` trains on both sides, hardened so that rare paths are reached.
 
-A small batch divides unevenly over ranks and micro-batches (ragged weights); the data set is short enough that a batch with fewer
-samples than ranks and a second epoch come up; the learning rate is still warming up; and clipping is at a fraction of the gradient norm
-(always active). Adam's eps is at least `EPS`, so that a gradient which is truly zero does not blow rounding up to a full step.
+A small batch divides unevenly over ranks and micro-batches (ragged weights). The data set is short, so that a batch with fewer samples than
+ranks and a second epoch occur. The learning rate is still warming up. Clipping is always active, at a fraction of the gradient norm. Adam's
+eps is at least `EPS`, so that rounding in a gradient that is truly zero does not cause a full step.
 """
 
 from collections.abc import Callable
@@ -12,69 +12,69 @@ from typing import Any
 
 import numpy as np
 
-from plait.config.job import Job, optimized
+from plait.config.job import Job, replace_optimizer
 from plait.config.plan import Plan
 from plait.data import sampling
-from plait.data.batch import Data, is_map, largest, opened
-from plait.data.sampling import Sampling, data_of, epoch_order, token_lengths
+from plait.data.batch import Data, is_map, max_micro_batch_size, open_data
+from plait.data.sampling import Sampling, epoch_order, open_job_data, token_lengths
 from plait.model.sketch import Sketch
-from plait.proof import own_batch, phases, reference
-from plait.proof.notes import ChosenSamples, FirstSamples, first_of, sample_digest
+from plait.proof import full_batch, phases, reference
+from plait.proof.activation_recorder import ChosenSamples, FirstSamples, digest_sample, take_first
 
 CLIP = 0.1
-"""Clipping at this share of the first gradient norm."""
+"""Clipping norm, as a fraction of the first gradient norm."""
 EPS, UNCLIPPED_EPS = 1e-6, 1e-4
-"""Adam's eps is at least this; where gradients are not clipped, batch statistics of two samples can make one a hundred times as large."""
-FULL = 0.7
-"""A step of a proof has about so much of its batch, where a token budget ends steps."""
+"""Lower bound of Adam's eps. Without clipping, batch statistics of two samples can make a gradient a hundred times as large."""
+BATCH_FILL = 0.7
+"""Approximate fill of a batch if a token budget ends steps."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What one process finds about the model while the reference trains, so that ranks need not. None: ranks find it themselves."""
+    """Results of the process that analyzes the model while the reference trains, so that ranks skip the analysis. None: ranks analyze it."""
 
     float64: Sketch | None = None
     """The sketch under the plan in float64."""
     own_formats: Sketch | None = None
     """The sketch under the plan in its own number formats."""
     messages: list[dict[str, Any]] | str = ""
-    """The messages of every rank in a dry run of the first step in float64, or why there is none."""
+    """Messages of every rank in a dry run of the first step in float64, or the reason for having none."""
     own_messages: list[dict[str, Any]] | str = ""
-    """The same of the step in the plan's own number formats."""
+    """The same for the step in the plan's own number formats."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is compared: what both sides train, for how long, and where they put what they have."""
+    """The job, plan and limits of a comparison, and the folder for the results of both sides."""
 
     job: Job
     """As the user wrote it."""
     hard: Job
-    """What both sides train first, as `harden` returns it."""
+    """The hardened job of the first part, from `harden`."""
     plan: Plan
-    """As it was given."""
+    """As given by the user."""
     logic: Plan
-    """The same in fp32, which the ranks compute in float64."""
+    """The same plan in fp32, which the ranks compute in float64."""
     steps: int
     device: str
     """cpu or cuda."""
     clip: float
-    """The reference clips at this share of its first gradient norm, and the ranks at the norm that this gave."""
+    """The reference clips at this fraction of its first gradient norm; the ranks clip at the resulting norm."""
     seconds: float
-    """What batches of the job's own size may take on one device; 0: none, and no step in the plan's own formats."""
+    """Time limit of the full batches on one device. 0: no full batches, and no step in the plan's own formats."""
     folder: Path
     analysis: Analysis = Analysis()
 
 
-def parts_of(plan: Plan) -> int:
-    """So many parts of a batch are computed by themselves."""
+def count_parts(plan: Plan) -> int:
+    """Number of parts of a batch that are computed separately."""
     return plan.replica_groups * plan.shares * plan.microbatches
 
 
 def harden(job: Job, plan: Plan, short: int, batch: int = 0, least_eps: float = EPS) -> Job:
-    """The job with the rare paths forced: see the module's text. The last batch of an epoch has `short` samples. `batch`, unless
-    it is 0: instead of a small one. `least_eps`: of Adam."""
-    parts = parts_of(plan)
+    """Harden the job (see the module's docstring). The last batch of an epoch has `short` samples. `batch`: batch size, 0 for a small one.
+    `least_eps`: lower bound of Adam's eps."""
+    parts = count_parts(plan)
     batch = batch or 2 * parts + max(1, parts // 2)
     warm, given = 10 * batch, job.schedule
 
@@ -84,69 +84,68 @@ def harden(job: Job, plan: Plan, short: int, batch: int = 0, least_eps: float = 
     def eps(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         def optimizer(parameters: list[Any]) -> Any:
             made = make(parameters)
-            own_batch.raise_eps(made, least_eps)
+            full_batch.raise_eps(made, least_eps)
             return made
 
         return optimizer
 
     hard = replace(
-        optimized(phases.hard(job), eps),
+        replace_optimizer(phases.harden_phases(job), eps),
         batch=batch,
         schedule=schedule,
-        data=lambda: limited(data_of(job), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
+        data=lambda: limit_data(open_job_data(job), 2 * batch + short, lambda: read_first_batch(job, 2 * batch + short, batch)),
         ema=None if job.ema is None else replace(job.ema, every=min(job.ema.every, 2)),
-        evaluate=own_batch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
+        evaluate=full_batch.limit_evaluation(job.evaluate, 2 * max_micro_batch_size(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
         steps=10**9,
     )
     if not (job.order or job.token_budget):
         return hard
-    hard, begins = _own_epochs(job, hard, short)
-    return replace(hard, data=lambda: limited(opened(job.data), None, begins))
+    hard, begins = _shorten_epochs(job, hard, short)
+    return replace(hard, data=lambda: limit_data(open_data(job.data), None, begins))
 
 
-def limited(data: Data, length: int | None, begins: Callable[[], list[Any]]) -> ChosenSamples | FirstSamples:
-    """The first `length` samples of a data set (None: all), each noted as it is read. `begins` gives those of the first step, whose
-    length the sketch is made of."""
-    samples = first_of(data, length, sample_digest)
+def limit_data(data: Data, length: int | None, begins: Callable[[], list[Any]]) -> ChosenSamples | FirstSamples:
+    """The first `length` samples of a data set (None: all), with a digest of each. `begins` returns the samples of the first step, which
+    determine the lengths in the sketch."""
+    samples = take_first(data, length, digest_sample)
     if hasattr(data, "collate"):
         samples.sketched_beside = begins
     return samples
 
 
-def first_batch(job: Job, length: int, batch: int) -> list[Any]:
-    """The samples of the first step, of the first `length` of the job's data."""
-    data = opened(job.data)
+def read_first_batch(job: Job, length: int, batch: int) -> list[Any]:
+    """Read the samples of the first step, from the first `length` samples of the job's data."""
+    data = open_data(job.data)
     if is_map(data):
         length = min(length, len(data))
     else:
-        data, length = first_of(data, batch), batch
-    return next(reference.samples(replace(job, batch=batch), data, length))[2]
+        data, length = take_first(data, batch), batch
+    return next(reference.iterate_samples(replace(job, batch=batch), data, length))[2]
 
 
-def _own_epochs(job: Job, hard: Job, short: int) -> tuple[Job, Callable[[], list[Any]]]:
-    """`hard` for a job with an order or a token budget of its own: its own epochs, of which each has two steps and `short` samples. And
-    what reads the samples of its first step.
+def _shorten_epochs(job: Job, hard: Job, short: int) -> tuple[Job, Callable[[], list[Any]]]:
+    """Harden a job that has its own order or token budget: each epoch has two steps and `short` samples. Also returns a function that reads
+    the samples of its first step.
 
-    The order is asked with the length of the whole data, and the first of what it returns are an epoch here; so the samples, and their
-    lengths, are those that the job itself begins with. The budget is made as small as the batch is, so that it, and not the batch, ends
-    some steps.
+    The order function is called with the length of the full data, and an epoch is the beginning of its result. So the samples and their
+    lengths are those at the start of the real training. The token budget is reduced like the batch, so that it ends some of the steps.
     """
-    data = sampling.data_of(job)
+    data = sampling.open_job_data(job)
     length, budget = len(data), job.token_budget
-    if budget is not None and 2 * short < hard.batch:  # else each part of a batch needs two samples
+    if budget is not None and 2 * short < hard.batch:  # otherwise each part of a batch needs two samples
         some = token_lengths(budget, length)[epoch_order(job.order, job.seed, 0, length)[: 2 * hard.batch + short]]
         mean = (
             float(np.mean([some[i : i + hard.batch].max() for i in range(len(some))])) if budget.padded else some.mean()
         )
-        budget = replace(budget, tokens=min(budget.tokens, max(1, round(FULL * hard.batch * mean))))
+        budget = replace(budget, tokens=min(budget.tokens, max(1, round(BATCH_FILL * hard.batch * mean))))
     steps = Sampling(length, hard.batch, job.seed, job.order, budget)
-    count, whole = 0, len(steps.epoch(0))
+    count, whole = 0, len(steps.epoch_indices(0))
     for _ in range(2):
-        count += steps.size(0, count)
+        count += steps.step_size(0, count)
     count = min(count + short, whole)
 
     def order(seed: int, epoch: int, length: int) -> np.ndarray:
         return epoch_order(job.order, seed, epoch, length)[:count]
 
     hard = replace(hard, order=order, token_budget=budget)
-    return hard, lambda: next(reference.samples(replace(hard, data=job.data), opened(job.data)))[2]
+    return hard, lambda: next(reference.iterate_samples(replace(hard, data=job.data), open_data(job.data)))[2]

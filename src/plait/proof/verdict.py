@@ -1,6 +1,6 @@
-"""The judgement of `verify`: probes compared, the first wrong tensor named, and the likely cause.
+"""The judgment of `verify`: compared probes, the first wrong tensor, and the likely cause.
 
-The likely cause of a difference: where it begins (`proof/locate.py`), and the pattern of the probes, the signatures of known bugs.
+The likely cause follows from the place where the difference begins (`proof/locate.py`), and from patterns of known bugs in the probes.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -11,53 +11,53 @@ from torch import Tensor
 
 from plait.config.errors import DIFFERENT, Problem
 from plait.config.plan import Plan
-from plait.proof.locate import Finding, beginning
+from plait.proof.locate import Finding, locate_difference
 from plait.proof.probes import (
     TOLERANCE,
     Probe,
     Trace,
-    apart,
-    collectives,
-    floor_of,
-    logged,
-    moved,
-    ratio,
-    replicas,
-    rows,
-    samples,
-    size_of,
-    tensors,
-    unlike_replicas,
+    compare_collectives,
+    compare_logged,
+    compare_replicas,
+    compare_rows,
+    compare_samples,
+    compare_tensors,
+    compute_floor,
+    explain_replicas,
+    find_constant_ratio,
+    measure_movement,
+    measure_scale,
+    relative_max_diff,
 )  # fmt: skip
-from plait.proof.sides import Sides
+from plait.proof.trace_pair import TracePair
 
-WEIGHTS = "micro-batches or ranks enter with the wrong weight, or some are lost: no constant ratio"
+WEIGHTS_TEXT = "micro-batches or ranks have a wrong weight, or some are lost: no constant ratio"
 CODES = {
     "data": "V006", "forward": "V015", "between": "V015", "gather": "V015", "message": "V016", "backward message": "V016",
     "recompute": "V017", "loss": "V014", "accumulation": "V014", "backward": "V018", "weights": "V018", "reduction": "V019",
     "clip": "V007", "optimizer": "V009",
 }  # fmt: skip
-OF_SUMS = ("V002", "V003", "V009", "V014", "V019")
-"""What is said of sums of gradients and of updates that are not one device's."""
-USUAL = {
-    "forward": "a message lost, late or in another order; a mask, a mean or statistics of a rank's own part",
-    "between": "a value made of a rank's own part where one of the whole is meant",
-    "gather": "parts of weights that are late, lost or in another order",
-    "message": "a message that is late, of another micro-batch, or written to while it was sent",
-    "backward message": "a message that is late, of another micro-batch, or written to while it was sent",
+SUM_CODES = ("V002", "V003", "V009", "V014", "V019")
+"""Codes about wrong sums of gradients and wrong updates."""
+USUAL_CAUSES = {
+    "forward": "a message that is lost, late or out of order; or a mask, mean or statistics of a rank's part",
+    "between": "a value computed from a rank's part instead of the full tensor",
+    "gather": "shards of weights that are late, lost or out of order",
+    "message": "a message that is late, from another micro-batch, or overwritten during the transfer",
+    "backward message": "a message that is late, from another micro-batch, or overwritten during the transfer",
     "recompute": "other random numbers, or state that changed in between",
-    "loss": "a mean where a sum belongs, a weight of ranks or micro-batches, a loss over a rank's own part",
-    "accumulation": "gradients overwritten, or a micro-batch that is scaled otherwise",
-    "backward": "a sum over ranks that is missing or made twice",
-    "weights": "a weight's gradient made of a rank's own part where one of the whole is meant",
-    "reduction": "a parameter left out of the sum, a sum where a mean belongs, two sums",
+    "loss": "a mean instead of a sum, a wrong weight of ranks or micro-batches, or a loss over a rank's part",
+    "accumulation": "overwritten gradients, or a wrongly scaled micro-batch",
+    "backward": "a sum over ranks that is missing or computed twice",
+    "weights": "a weight's gradient computed from a rank's part instead of the full tensor",
+    "reduction": "a parameter missing from the sum, a sum instead of a mean, or two sums",
 }
-"""What usually does each."""
-COUPLED = ("loss", "between", "forward", "backward", "weights")
-COUPLES = "the loss is not a weighted mean over samples: it couples samples, or Job.weight does not count what it averages over"
+"""The usual causes of each kind of difference."""
+COUPLING_KINDS = ("loss", "between", "forward", "backward", "weights")
+COUPLING_TEXT = "the loss is not a weighted mean over samples: it couples samples, or Job.weight is not its divisor"
 
 
-def likely_cause(
+def find_likely_cause(
     probes: tuple[Probe, ...], expected: Trace, actual: Trace, plan: Plan, where: Finding | None = None
 ) -> tuple[str, str]:
     """(code, sentence) of the likely cause of the first difference. `where`: where it begins, if that was found."""
@@ -67,108 +67,108 @@ def likely_cause(
     if actual.facts["inexact"]:
         return "V010", actual.facts["inexact"][0]
     if not p["I"].equal:
-        return "V001", "the initial weights differ: they depend on something besides the seeded generators"
+        return "V001", "the initial weights differ: they depend on more than the seeded generators"
     if not p["D"].equal:
         return "V006", f"the samples differ: {p['D'].detail}"
     if not p["S"].equal and (where is None or where.kind == "optimizer"):
         return "V008", f"the clock differs: {p['S'].name}, {p['S'].detail}"
-    if not p["G"].equal and expected.facts["mean"] is False and (where is None or where.kind in COUPLED):
-        return "V013", COUPLES
+    if not p["G"].equal and expected.facts["mean"] is False and (where is None or where.kind in COUPLING_KINDS):
+        return "V013", COUPLING_TEXT
     if missing := set(expected.gradients) ^ set(actual.gradients):
         return "V003", f"{min(missing)} has a gradient on one side only"
     if where is not None:
-        return _located(where, p, expected, actual, plan)
+        return _explain_location(where, p, expected, actual, plan)
     if not p["G"].equal:
-        return _gradient_cause(p, expected, actual, plan)
+        return _explain_gradients(p, expected, actual, plan)
     if not p["R"].equal:
-        return unlike_replicas(p["R"], expected.buffers)
+        return explain_replicas(p["R"], expected.buffers)
     if not p["U2"].equal and p["U2"].name.startswith("norm"):
         why = "clipping uses another norm than the global one"
-        return "V007", f"the gradients agree and their norm does not ({p['U2'].detail}): {why}"
+        return "V007", f"the gradients agree, but their norm does not ({p['U2'].detail}): {why}"
     if not p["U"].equal or not p["U2"].equal:
         why = "the optimizer, the clipping or later steps differ"
-        return "V009", f"the gradients of step 1 agree and the weights do not: {why}"
+        return "V009", f"the gradients of step 1 agree, but the weights do not: {why}"
     if "L" in p and not p["L"].equal:
         return "V028", f"{p['L'].name} of plait.log: {p['L'].detail}"
     if not p["B"].equal:
-        return "V011", f"buffer {p['B'].name} differs: it is computed from a rank's own share of the batch"
+        return "V011", f"buffer {p['B'].name} differs: it is computed from a rank's local batch"
     if "A" in p and not p["A"].equal:
         return (
             "V009",
-            f"the weights agree and their average does not ({p['A'].name}): it moves otherwise, or at other steps",
+            f"the weights agree, but their average does not ({p['A'].name}): its updates or their steps differ",
         )
     return "V012", f"the collectives differ: {p['C'].detail}"
 
 
-def _located(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
-    """The cause by where the difference begins; known patterns have codes of their own."""
-    code, text = CODES[where.kind], sentence(where, plan) + _carries(where, expected, actual)
+def _explain_location(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
+    """The cause by the place where the difference begins. Known patterns have their own codes."""
+    code, text = CODES[where.kind], describe_finding(where, plan) + _describe_carried_state(where, expected, actual)
     if where.kind in ("loss", "weights", "reduction") and where.step == 0 and not p["G"].equal:
-        known, pattern = _gradient_cause(p, expected, actual, plan)
+        known, pattern = _explain_gradients(p, expected, actual, plan)
         if known in ("V002", "V003", "V004"):
             return known, f"{pattern}: {text}"
-    drawn = draws(where, actual.facts["random"])
+    drawn = find_drawing_module(where, actual.facts["random"])
     if where.kind in ("forward", "between", "backward", "weights") and drawn:
-        why = f"random numbers are drawn in {drawn}, and those of the ranks are not stretches of the one device's"
+        why = f"random numbers are drawn in {drawn}, and those of the ranks are not slices of those on one device"
         return "V005", f"{why}: {text}"
     return code, text
 
 
-def of_calls(verdict: "Verdict", why: str) -> "Verdict":
-    """The verdict on a model whose outputs depend on how often it was called, which this plan does more often: V029."""
-    probe, cause = Probe("K", "calls of the model", 1, 0, detail=why), f"the model counts its calls: {why}"
+def blame_call_count(verdict: "Verdict", why: str) -> "Verdict":
+    """V029: the outputs of the model depend on its number of calls, and this plan calls it more often."""
+    probe, cause = Probe("K", "calls of the model", 1, 0, detail=why), f"the outputs depend on the number of model calls: {why}"
     located = verdict.where is None or verdict.where.kind in ("forward", "between", "recompute")
     if not verdict.equal and not located:
         return replace(verdict, probes=(*verdict.probes, probe))
     return replace(verdict, probes=(*verdict.probes, probe), code="V029", cause=cause)
 
 
-def _carries(where: Finding, expected: Trace, actual: Trace) -> str:
-    """What may change a forward pass and is no random number of torch's, where a forward pass is the first that differs."""
+def _describe_carried_state(where: Finding, expected: Trace, actual: Trace) -> str:
+    """Name the state outside torch that may change a forward pass, if a forward pass is the first difference."""
     if where.kind not in ("forward", "between", "recompute"):
         return ""
     changes = expected.facts.get("changes") or []
     found = [f"each call of the model changes {', '.join(changes[:3])}"] if changes else []
-    found += ["the model draws from Python's or numpy's generator, which knows no samples"] * bool(actual.facts.get("host_random"))
+    found += ["the model draws from Python's or numpy's generator, which is not seeded per sample"] * bool(actual.facts.get("host_random"))
     return "".join(f"; {line}" for line in found)
 
 
-def draws(where: Finding, places: list[str]) -> str:
-    """The module that draws random numbers where a difference begins: in the unit, or in code between units."""
+def find_drawing_module(where: Finding, places: list[str]) -> str:
+    """Module that draws random numbers where a difference begins: in the unit, or between units. "" if none does."""
     modules = [place.partition("#")[0] for place in places]
     units = tuple(f"{unit}." for unit in (where.unit, where.after) if unit)
     inside = (module for module in modules if where.kind == "between" or f"{module}.".startswith(units))
     return next((module or "the model's own code" for module in inside), "")
 
 
-def sentence(where: Finding, plan: Plan) -> str:
-    """What is wrong first, where, and by how much; and what usually does that."""
+def describe_finding(where: Finding, plan: Plan) -> str:
+    """Describe the first difference, its place and size, and the usual causes."""
     unit, name, after = where.unit, where.name, where.after
     what = {
-        "data": "the inputs or targets differ, though the samples were read alike: they are put together otherwise",
-        "forward": f"what unit {unit} returns is the first thing that differs, and what it is given does not",
-        "between": f"what unit {unit} is given is the first thing that differs: code between units"
-        + (f", after {after}," if after else "") + " computes something else",
-        "gather": f"unit {unit} uses another {name} than the ranks hold: it is put together wrongly from its parts",
-        "message": f"what unit {unit} returns is right where it is computed, and wrong where the next stage receives it",
-        "recompute": f"unit {unit} computes something else when its forward runs again for the backward pass",
-        "loss": f"all units return what they should, and the gradient that comes back for {unit}, the last, differs",
-        "backward": f"the forward pass is right; the gradient that unit {unit} sends back for {after} is the first that differs",
-        "backward message": f"the gradient of what unit {unit} returned is right on the stage that sends it back, and wrong where it is received",
-        "weights": f"gradients that come back for units are right; that of {name} differs on the ranks, before any sum",
-        "reduction": f"each rank's gradient of {name} is right, and their sum differs",
-        "accumulation": f"each micro-batch's gradient of {name} is right, and their sum on a rank differs",
-        "clip": "gradients agree, and the norm they are clipped by does not",
-        "optimizer": f"gradients and norm agree, and {name} differs after the update",
+        "data": "the inputs or targets differ although the samples agree: they are collated differently",
+        "forward": f"the first difference is the output of unit {unit}; its inputs agree",
+        "between": f"the first difference is the input of unit {unit}: code between units"
+        + (f", after {after}," if after else "") + " computes another value",
+        "gather": f"unit {unit} used a wrong {name}: the gathered tensor does not match its shards",
+        "message": f"the output of unit {unit} is right on its stage, but wrong where the next stage receives it",
+        "recompute": f"the recomputed forward of unit {unit} differs from its first forward",
+        "loss": f"the outputs of all units agree; the first difference is the gradient of the output of {unit}, the last unit",
+        "backward": f"the forward pass agrees; the first difference is the gradient from unit {unit} for the output of {after}",
+        "backward message": f"the gradient of unit {unit}'s output is right on the sending stage, but wrong where it is received",
+        "weights": f"gradients of unit outputs agree; the gradient of {name} differs on the ranks before any reduction",
+        "reduction": f"each rank's gradient of {name} is right, but their sum differs",
+        "accumulation": f"each micro-batch's gradient of {name} is right, but their sum on a rank differs",
+        "clip": "gradients agree, but the norm for clipping does not",
+        "optimizer": f"gradients and norm agree, but {name} differs after the update",
     }[where.kind]  # fmt: skip
     if where.how:
         what += f" ({where.how})"
-    usual = USUAL.get(where.kind, "")
-    return f"{what}; {place(where, plan)}" + (f"; usually {usual}" if usual else "")
+    usual = USUAL_CAUSES.get(where.kind, "")
+    return f"{what}; {describe_place(where, plan)}" + (f"; usually {usual}" if usual else "")
 
 
-def place(where: Finding, plan: Plan) -> str:
-    """From which step, on which ranks, in which micro-batches, on which axis, and how large."""
+def describe_place(where: Finding, plan: Plan) -> str:
+    """Steps, ranks, micro-batches, axes and size of a difference."""
     told = [f"from step {where.step + 1}"]
     if where.ranks and len(where.ranks) < plan.world:
         told.append(f"on rank {', '.join(map(str, where.ranks))}")
@@ -183,68 +183,68 @@ def place(where: Finding, plan: Plan) -> str:
     return ", ".join(told)
 
 
-def _algorithm_cause(probes: tuple[Probe, ...], algorithm: "AlgorithmTold", cause: str) -> tuple[str, str]:
-    """V026, with when the split run leaves its algorithm: at once, or with what is kept from step to step."""
+def _explain_algorithm(probes: tuple[Probe, ...], algorithm: "AlgorithmReference", cause: str) -> tuple[str, str]:
+    """V026, and when the split run leaves its algorithm: in the first sum, or through state that is kept from step to step."""
     p = {probe.code: probe for probe in probes}
     if not p["G"].equal:
-        return "V026", f"the first sum of {algorithm.name} is not the algorithm's: {cause}"
+        return "V026", f"the first sum is not that of {algorithm.name}: {cause}"
     first = f", first in {p['U2'].name}" if not p["U2"].equal else ""
-    kept = "what is kept from step to step (a residual, a factor), the clipping or the optimizer"
-    return "V026", f"the first sum of {algorithm.name} is the algorithm's, and later steps are not{first}: {kept}"
+    kept = "state between steps (a residual, a factor), the clipping or the optimizer"
+    return "V026", f"the first sum is that of {algorithm.name}, but later steps are not{first}: check {kept}"
 
 
-def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
+def _explain_gradients(p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
     both = {n: (t, actual.gradients[n]) for n, t in expected.gradients.items() if n in actual.gradients}
-    floor = floor_of(expected.gradients)
-    wrong = [n for n, (a, b) in both.items() if not apart(a, b, size_of(a, floor)) <= TOLERANCE]
+    floor = compute_floor(expected.gradients)
+    wrong = [n for n, (a, b) in both.items() if not relative_max_diff(a, b, measure_scale(a, floor)) <= TOLERANCE]
     if not p["R"].equal and "gradient" in p["R"].detail:
         return "V004", f"{p['R'].name}: its gradient is not summed over the ranks"
-    ratios = {None if (r := ratio(*both[n])) is None else round(r, 6) for n in wrong}
+    ratios = {None if (r := find_constant_ratio(*both[n])) is None else round(r, 6) for n in wrong}
     factor = ratios.pop() if len(ratios) == 1 else None
     if factor is not None and len(wrong) == len(expected.gradients):
-        why = f"a sum where a mean belongs, or the reverse ({plan})"
+        why = f"a sum instead of a mean, or the reverse ({plan})"
         return "V002", f"every gradient is {factor:.4g} times too large: {why}"
     if factor is not None:
         wrongs = f"only {len(wrong)} of {len(expected.gradients)} gradients are wrong"
         return "V003", f"{wrongs}, by the factor {factor:.4g}: counted twice or not at all"
     if actual.facts["places"]:
-        return "V005", "the model draws random numbers: the ranks' masks are not stretches of the one device's mask"
-    return "V014", WEIGHTS
+        return "V005", "the model draws random numbers: the ranks' masks are not slices of the mask on one device"
+    return "V014", WEIGHTS_TEXT
 
 
 @dataclass(frozen=True)
-class AlgorithmTold:
-    """The algorithm that a plan is held to instead of one device, and how far that takes training from one device's."""
+class AlgorithmReference:
+    """The algorithm to which a plan is compared instead of one device, and its distance from one device's training."""
 
     name: str
     distance: float
-    """How far the weights of both are apart after the steps, over how far one device's moved: norms over all weights."""
+    """Distance of the weights after the steps, relative to the change on one device: norms over all weights."""
     steps: int
     left_out: tuple[str, ...] = ("batches of the job's own size", "a step in the plan's own formats")
-    """What is compared with one device only, and so was not here."""
+    """Parts of the proof that need one device, and are left out here."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         after = f"after {self.steps} steps"
         if self.distance <= TOLERANCE:
-            return f"equal to dp here ({self.distance:.0e} apart {after})"
+            return f"equal to dp here (distance {self.distance:.0e} {after})"
         return f"{100 * self.distance:.2g} % from dp {after}"
 
 
-def told_of(name: str, one: Trace, algorithm: Trace) -> AlgorithmTold:
-    """The distance of what an algorithm trained from what one device did."""
-    return AlgorithmTold(name, distance(one.initial, one.weights, algorithm.weights), len(one.facts["rows"]))
+def measure_algorithm(name: str, one: Trace, algorithm: Trace) -> AlgorithmReference:
+    """Measure how far an algorithm's training is from one device's."""
+    return AlgorithmReference(name, measure_distance(one.initial, one.weights, algorithm.weights), len(one.facts["rows"]))
 
 
-def distance(initial: dict[str, Tensor], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """How far weights are from one device's, as a part of how far those have moved: norms over all weights."""
+def measure_distance(initial: dict[str, Tensor], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Distance of weights from one device's, relative to the change of the latter: norms over all weights."""
     norm = lambda a, b: sum(float((a[n].double() - b[n].double()).square().sum()) for n in initial) ** 0.5  # noqa: E731
     return norm(other, one) / max(norm(one, initial), 1e-300)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Equal to one device or not, and if not, where first and why probably."""
+    """Result of a proof: equal to one device or not; if not, the first difference and its likely cause."""
 
     plan: str
     probes: tuple[Probe, ...]
@@ -254,20 +254,20 @@ class Verdict:
     world: int = 1
     forced: dict[str, Any] = field(default_factory=dict)
     where: Finding | None = None
-    """Where the difference begins, as far as it was found."""
+    """Where the difference begins, if that was found."""
     notes: tuple[str, ...] = ()
-    """What the split run does that costs more than its plan says by itself."""
-    algorithm: AlgorithmTold | None = None
-    """What the plan is held to, where that is not one device."""
+    """Properties of the split run that cost time or memory and are not visible in the plan."""
+    algorithm: AlgorithmReference | None = None
+    """The algorithm to which the plan is compared instead of one device."""
     split: bool = True
-    """Whether anything is split: a plan of one process and one micro-batch proves nothing of a split."""
+    """True if anything is split: a plan with one process and one micro-batch proves nothing about splitting."""
     job: str = ""
-    """Its name, where it is known."""
+    """Name of the job, if known."""
     problems: tuple[Problem, ...] = ()
-    """What the job check finds (`proof/job/causes.py`), where the job itself is the cause of a difference."""
+    """Findings of the job check (`proof/job/causes.py`), if the job itself causes the difference."""
 
     def __repr__(self) -> str:
-        return table(self, self.job)
+        return format_verdict(self, self.job)
 
     @property
     def equal(self) -> bool:
@@ -283,8 +283,8 @@ class Verdict:
 
     @property
     def parameter(self) -> str:
-        """The first wrong parameter or buffer: by its gradient, else by where the difference begins, else between replicas,
-        else by its value."""
+        """The first wrong parameter or buffer: by its gradient, else by the place of the first difference, else between replicas, else by its
+        value."""
         wrong = {p.code: p.name for p in self.probes if not p.equal}
         if self.where is not None and self.where.name and "I" not in wrong and "G" not in wrong:
             return self.where.name
@@ -307,42 +307,42 @@ class Verdict:
         }  # fmt: skip
 
 
-def judge(
+def judge_traces(
     expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Plan, dry: list[dict[str, Any]] | str,
-    folder: Path | None = None, *, algorithm: AlgorithmTold | None = None,
+    folder: Path | None = None, *, algorithm: AlgorithmReference | None = None,
 ) -> Verdict:  # fmt: skip
     """Compare the reference with the candidate's rank 0, and the candidate's ranks with each other.
 
-    `dry`: what every rank sends in a dry run, or why there is none. `folder`: where both sides left what they noted of their
-    units, to say where a difference begins. `algorithm`: the reference is that, of which no unit is noted.
+    `dry`: messages of every rank in a dry run, or the reason for having none. `folder`: the records of both sides, for locating a
+    difference. `algorithm`: the reference is this algorithm, whose units are not recorded.
     """
     names, steps = actual.facts["names"], (expected.facts["rows"], actual.facts["rows"])
-    far = moved(expected.initial, expected.weights)
+    far = measure_movement(expected.initial, expected.weights)
     probes = (
-        tensors("I", "initial weights", expected.initial, actual.initial, names, floor_of(expected.initial)),
-        tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, floor_of(expected.gradients)),
-        tensors("U", f"weights, step {len(steps[0])}", expected.weights, actual.weights, names, far),
-        rows(
+        compare_tensors("I", "initial weights", expected.initial, actual.initial, names, compute_floor(expected.initial)),
+        compare_tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, compute_floor(expected.gradients)),
+        compare_tensors("U", f"weights, step {len(steps[0])}", expected.weights, actual.weights, names, far),
+        compare_rows(
             "U2", "loss and norm, every step", *steps, tuple(k for k in steps[0][0] if k.startswith(("loss", "norm")))
         ),
-        tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
-        *averages(expected, actual),
-        replicas("R", "replicas, bit for bit", [r["held"] for r in ranks]),
-        samples(expected, ranks),
-        rows("S", "learning rate and clock", *steps, tuple(k for k in steps[0][0] if k.startswith(("lr", "samples")))),
-        collectives(ranks, dry),
+        compare_tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), compute_floor(expected.buffers)),
+        *compare_averages(expected, actual),
+        compare_replicas("R", "replicas, bit for bit", [r["held"] for r in ranks]),
+        compare_samples(expected, ranks),
+        compare_rows("S", "learning rate and clock", *steps, tuple(k for k in steps[0][0] if k.startswith(("lr", "samples")))),
+        compare_collectives(ranks, dry),
     )
     if algorithm is None and any(row.get("logged") for row in (*steps[0], *steps[1])):
-        probes = (*probes, logged(*steps))
+        probes = (*probes, compare_logged(*steps))
     where = None
     if algorithm is None and folder is not None and not all(probe.equal for probe in probes if probe.code not in "ACL"):
-        where = beginning(Sides.load(folder, ranks, expected.facts, plan))
+        where = locate_difference(TracePair.load(folder, ranks, expected.facts, plan))
         if where is not None and where.kind in ("clip", "optimizer") and where.step == 0 and not probes[1].equal:
-            where = None  # gradients differ before that, where nothing was noted
-    code, cause = likely_cause(probes, expected, actual, plan, where)
+            where = None  # gradients differ earlier, without records
+    code, cause = find_likely_cause(probes, expected, actual, plan, where)
     first = next(p.name for p in probes if p.code == "U2").endswith("step 1")
-    if algorithm is not None and (code in OF_SUMS or (code == "V007" and not first)):
-        code, cause = _algorithm_cause(probes, algorithm, cause)
+    if algorithm is not None and (code in SUM_CODES or (code == "V007" and not first)):
+        code, cause = _explain_algorithm(probes, algorithm, cause)
     first = actual.facts["rows"][0]
     forced = {
         "clip": expected.facts["clip"], "clipped": all(r["norm"] > expected.facts["clip"] for r in expected.facts["rows"]),
@@ -354,21 +354,21 @@ def judge(
     )
 
 
-def averages(expected: Trace, actual: Trace) -> tuple[Probe, ...]:
-    """Whether the average of the weights is one device's, where the job has one."""
+def compare_averages(expected: Trace, actual: Trace) -> tuple[Probe, ...]:
+    """Compare the average of the weights, if the job has one."""
     if not expected.average and not actual.average:
         return ()
-    floor, names = moved(expected.initial, expected.weights), actual.facts["names"]
-    return (tensors("A", "average of weights", expected.average, actual.average, names, floor),)
+    floor, names = measure_movement(expected.initial, expected.weights), actual.facts["names"]
+    return (compare_tensors("A", "average of weights", expected.average, actual.average, names, floor),)
 
 
-def table(verdict: Verdict, job: str) -> str:
-    """What `plait verify` prints."""
-    return "\n".join([*head(verdict, job), *map(row, verdict.probes), *end(verdict, job)])
+def format_verdict(verdict: Verdict, job: str) -> str:
+    """Output of `plait verify`."""
+    return "\n".join([*format_header(verdict, job), *map(format_probe, verdict.probes), *format_conclusion(verdict, job)])
 
 
-def head(verdict: Verdict, job: str) -> list[str]:
-    """Lines that say what is compared."""
+def format_header(verdict: Verdict, job: str) -> list[str]:
+    """Lines that describe the comparison."""
     forced, algorithm = verdict.forced, verdict.algorithm
     processes = f"{verdict.world} process" + ("es" if verdict.world > 1 else "")
     return [
@@ -382,7 +382,7 @@ def head(verdict: Verdict, job: str) -> list[str]:
     ]
 
 
-def row(p: Probe) -> str:
+def format_probe(p: Probe) -> str:
     """The line of a comparison."""
     shown = f"{p.worst:.1e}" if p.tolerance else f"{p.worst:.0f} wrong"
     where = f"   {p.name}" if p.name else ""
@@ -391,17 +391,17 @@ def row(p: Probe) -> str:
     return f"{told}  {'✓' if p.equal else '✗'}{where}{detail}"
 
 
-def end(verdict: Verdict, job: str) -> list[str]:
-    """What follows from all comparisons."""
+def format_conclusion(verdict: Verdict, job: str) -> list[str]:
+    """Lines with the conclusion."""
     lines = [f"note  {line}" for line in verdict.notes]
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
     if verdict.equal and not verdict.split:
-        told = f"under {verdict.plan} one process computes what plain PyTorch computes; nothing is split"
+        told = f"under {verdict.plan} one process computes the same as plain PyTorch; nothing is split"
         return [*lines, f'NOT SPLIT  {told}, so no split is proved. Next: plait verify {job} --plan "dp=2"']
     if verdict.equal and verdict.algorithm:
-        return [*lines, f"EQUAL to the algorithm (one process) · {verdict.algorithm.told}"]
+        return [*lines, f"EQUAL to the algorithm (one process) · {verdict.algorithm.description}"]
     if verdict.equal:
-        return [*lines, "EQUAL  the split run computes what the single-device job computes"]
+        return [*lines, "EQUAL  the split run computes the same as the single-device job"]
     wrong = verdict.first_wrong
     assert wrong is not None
     told = f"likely: {verdict.cause}.   `plait help {verdict.code}`"

@@ -1,14 +1,13 @@
-"""The numbers that random operators draw, computed from keyed bits: the arithmetic behind `randomness/keyed.py`.
+"""Conversion of keyed random bits into the numbers of random operators, for `randomness/keyed.py`.
 
-A stream belongs to a place; element i of a place's global tensor (batch dim first) is number i of the stream. It is drawn
-by `randomness/philox.py`, on the device where the tensor is. Distributions are made from one uniform number per element, so
-that how much of the stream an element uses never depends on what was drawn.
+Each place has a stream. Element i of the place's global tensor (batch dim first) is number i of the stream.
+`randomness/philox.py` draws it on the tensor's device. Each distribution uses one uniform number per element, so the
+position in the stream never depends on drawn values.
 
 [Note: Graphs]
-Dropout inside of compiled code: one graph for all units that are alike, though each draws numbers of its own.
-
-A graph knows no place: the code of one block is the code of all. So a dropout layer inside a compiled unit says in the graph which
-layer of the unit it is and which call of it, and the operator that draws asks outside of the graph which unit runs.
+Equal compiled units use one graph, though each draws different random numbers. The graph is the same for all blocks, so
+it cannot contain a place. A dropout layer in a compiled unit passes its name in the unit and the index of its call. The
+operator that draws finds the current unit outside of the graph.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.config.errors import PlaitError, Problem
-from plait.randomness.philox import StreamPart, dropping, mask, staying, uniform
+from plait.randomness.philox import StreamPart, draw_mask_by, draw_uniform, make_attention_range, make_dropout_range
 from plait.randomness.sub_block import SubBlocks
 from plait.tensors.torch_private import RECURRENT, FakeTensor, OpOverload
 
@@ -42,23 +41,24 @@ COMPOSITES = frozenset({
     Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
     Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_, Tensor.multinomial,
 })  # fmt: skip
-"""Functions that may draw inside; each is run under `KeyedDraws` (`randomness/keyed.py`), which sees the draws themselves."""
+"""Functions that may draw inside. Each runs under `KeyedDraws` (`randomness/keyed.py`), which intercepts the draws."""
 
 
-def draws_in_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a recurrent function drops out between its layers in a packed sequence: (data, batch sizes, state, weights, bias, layers,
-    dropout, training, …). Rows of such data are sorted by time and length: no rows of it are those of one sample."""
+def has_packed_dropout(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return whether a recurrent function applies dropout between its layers to a packed sequence. Arguments: (data,
+    batch sizes, state, weights, bias, layers, dropout, training, …). Rows of packed data are sorted by time and length,
+    so they cannot be split by samples."""
     packed = (*RECURRENT, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
     return func in packed and len(args) > 7 and isinstance(args[3], (list, tuple)) and args[5] > 1 and args[6] > 0 and bool(args[7])
 
 
-def key(*words: object) -> int:
-    """A 128-bit Philox key of the words: the same on every machine and in every version."""
+def make_philox_key(*words: object) -> int:
+    """Return a 128-bit Philox key of the words: the same on every machine and in every version."""
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=16).digest(), "little")
 
 
-def rule_of(func: OpOverload) -> str:
-    """The name of a random operator in `REDRAWN`, if it is there: the same for its in-place and `_like` kinds."""
+def find_rule_name(func: OpOverload) -> str:
+    """Return the name under which a random operator may be in `REDRAWN`; equal for its in-place and `_like` variants."""
     return func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
 
 
@@ -78,25 +78,25 @@ def redraw(
     dim: int | None,
     windows: SubBlocks | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Overwrite what a random operator drew in this call by keyed numbers."""
-    drawn, name = result if isinstance(result, Tensor) else result[0], rule_of(call.func)
+    """Overwrite the result of a random operator with keyed numbers."""
+    drawn, name = result if isinstance(result, Tensor) else result[0], find_rule_name(call.func)
     if isinstance(drawn, FakeTensor):
         return result
-    numbers = numbers_of(drawn.shape, where, place, dim, windows)
+    numbers = locate_numbers(drawn.shape, where, place, dim, windows)
     if not isinstance(result, Tensor):
-        return _redrop(*result, call.args, numbers)
-    between = uniform(drawn.shape, numbers, drawn.device)
-    digits = DIGITS.get(drawn.dtype) if name in ("rand", "uniform") else None
+        return _redraw_dropout(*result, call.args, numbers)
+    between = draw_uniform(drawn.shape, numbers, drawn.device)
+    digits = MANTISSA_BITS.get(drawn.dtype) if name in ("rand", "uniform") else None
     if digits is not None:
         between = (torch.floor(between * 2.0**digits) + 0.5) * 2.0**-digits
-    return drawn.copy_(RULES[name](between, *_numbers(name, *call)))
+    return drawn.copy_(RULES[name](between, *_parse_distribution(name, *call)))
 
 
-def undrawn(result: Tensor | tuple[Tensor, Tensor], call: OperatorCall) -> Tensor | tuple[Tensor, Tensor]:
-    """Overwrite what a random operator drew in this call by its value at one half; `native_dropout` keeps everything."""
+def fill_with_median(result: Tensor | tuple[Tensor, Tensor], call: OperatorCall) -> Tensor | tuple[Tensor, Tensor]:
+    """Overwrite the result of a random operator with its value at one half; `native_dropout` keeps all elements."""
     if isinstance(result, Tensor):
-        half, name = torch.full(result.shape, 0.5, dtype=torch.float64, device=result.device), rule_of(call.func)
-        return result if isinstance(result, FakeTensor) else result.copy_(RULES[name](half, *_numbers(name, *call)))
+        half, name = torch.full(result.shape, 0.5, dtype=torch.float64, device=result.device), find_rule_name(call.func)
+        return result if isinstance(result, FakeTensor) else result.copy_(RULES[name](half, *_parse_distribution(name, *call)))
     output, stayed = result
     if not isinstance(output, FakeTensor):
         stayed.fill_(True)
@@ -104,31 +104,31 @@ def undrawn(result: Tensor | tuple[Tensor, Tensor], call: OperatorCall) -> Tenso
     return result
 
 
-def _redrop(output: Tensor, stayed: Tensor, args: tuple[Any, ...], numbers: StreamPart) -> tuple[Tensor, Tensor]:
-    """What `native_dropout` returned, with a keyed mask: CUDA draws attention's dropout by it."""
+def _redraw_dropout(output: Tensor, stayed: Tensor, args: tuple[Any, ...], numbers: StreamPart) -> tuple[Tensor, Tensor]:
+    """Replace the result of `native_dropout` by a keyed mask. CUDA attention uses it for its dropout."""
     input, p, training = (*args, True)[:3]
     if training is not False:
-        drawn = mask(output.shape, numbers, staying(1.0 - p, output.dtype), output.dtype, output.device)
+        drawn = draw_mask_by(output.shape, numbers, make_attention_range(1.0 - p, output.dtype), output.dtype, output.device)
         stayed.copy_(drawn != 0)
         output.copy_(input * drawn)
     return output, stayed
 
 
-DIGITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
-"""Binary digits of uniform numbers that a format can hold, so that none rounds up to 1."""
+MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
+"""Binary digits of uniform numbers that a dtype can represent, so that none rounds up to 1."""
 
 
-def numbers_of(
+def locate_numbers(
     shape: torch.Size, where: list[int], place: str, dim: int | None, windows: SubBlocks | None = None
 ) -> StreamPart:
-    """The numbers of a place's global stream that belong to this rank's samples and sub-blocks of a tensor."""
+    """Return the numbers of a place's global stream for this rank's samples and sub-blocks of a tensor."""
     seed, step, first, samples = where
-    if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
+    if dim == -1:  # a place that the sketch did not see (a branch taken for the first time)
         like = [d for d, n in enumerate(shape) if n == samples]
         dim = like[0] if like else None
-    dim = None if dim is not None and dim >= len(shape) else dim  # another draw had this place when more was run before
-    philox_key, strides = key(seed, "draw", step, place), [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    axes = None if windows is None else windows.axes(place, dim, shape, samples)
+    dim = None if dim is not None and dim >= len(shape) else dim  # another draw was at this place in the sketch, where more code ran before
+    philox_key, strides = make_philox_key(seed, "draw", step, place), [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    axes = None if windows is None else windows.find_axes(place, dim, shape, samples)
     batched = dim is not None and samples != 0
     order = [dim, *(d for d in range(len(shape)) if d != dim)] if batched else range(len(shape))
     apart = [strides[d] for d in order]
@@ -137,34 +137,35 @@ def numbers_of(
         return StreamPart(philox_key, start, [(shape[d], ((0, shape[d]),)) for d in order], apart)
     if not batched:
         return StreamPart(philox_key, 0, axes, apart)
-    apart.insert(0, apart[0] * (shape[dim] // samples))  # samples, then the rows of one
+    apart.insert(0, apart[0] * (shape[dim] // samples))  # samples, then the rows of one sample
     return StreamPart(philox_key, first * math.prod(size for size, _ in axes[1:]), axes, apart)
 
 
 def draw_mask(
     x: Tensor, where: Tensor, place: str, dim: int | None, p: float, windows: SubBlocks | None = None
 ) -> Tensor:
-    """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
+    """Draw the mask of `Randomness.draw_dropout_mask`; the operator `plait::mask` calls it."""
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape)
-    numbers, dtype = numbers_of(x.shape, where.tolist(), place, dim, windows), x.dtype.to_real()
-    return mask(x.shape, numbers, dropping(p), dtype, x.device).to(x.dtype)
+    numbers, dtype = locate_numbers(x.shape, where.tolist(), place, dim, windows), x.dtype.to_real()
+    return draw_mask_by(x.shape, numbers, make_dropout_range(p), dtype, x.device).to(x.dtype)
 
 
-SPREAD = 1 << 40
-"""Elements between the beginnings of a nested tensor's rows in the stream of a place: more than any row has."""
+ROW_DISTANCE = 1 << 40
+"""Distance between the rows of a nested tensor in the stream of a place; larger than any row."""
 
 
 def draw_nested(x: Tensor, where: Tensor, place: str, p: float) -> Tensor:
-    """`x` with dropout, for a nested tensor. Each row has its own part of the stream: lengths of other rows do not change it."""
+    """Apply dropout to a nested tensor. Each row has its own part of the stream, independent of the lengths of other
+    rows."""
     seed, step, first, samples = where.tolist()
-    rows, philox_key = x.unbind(), key(seed, "draw", step, place)
+    rows, philox_key = x.unbind(), make_philox_key(seed, "draw", step, place)
     before = first * (len(rows) // samples) if samples else 0
     masks = []
     for i, row in enumerate(rows, before):
         shape = row.shape
-        numbers = StreamPart.of(philox_key, i * SPREAD, [(n, ((0, n),)) for n in shape])
-        masks.append(mask(shape, numbers, dropping(p), x.dtype, x.device))
+        numbers = StreamPart.from_axes(philox_key, i * ROW_DISTANCE, [(n, ((0, n),)) for n in shape])
+        masks.append(draw_mask_by(shape, numbers, make_dropout_range(p), x.dtype, x.device))
     if x.layout is not torch.jagged:
         return x * torch.nested.as_nested_tensor(masks, dtype=x.dtype, device=x.device)
     offsets, lengths = x.offsets(), x.lengths()  # pyrefly: ignore
@@ -174,7 +175,7 @@ def draw_nested(x: Tensor, where: Tensor, place: str, p: float) -> Tensor:
 
 
 class DropoutCall(NamedTuple):
-    """What a dropout function is given; `drops`: it draws, being in training with p other than 0."""
+    """Arguments of a dropout function. `drops`: it draws, because it is training and p is not 0."""
 
     func: Callable[..., Any]
     input: Tensor
@@ -182,12 +183,12 @@ class DropoutCall(NamedTuple):
     drops: bool
     inplace: bool
 
-    def on(self, input: Tensor) -> "DropoutCall":
-        """The same call with another input."""
+    def with_input(self, input: Tensor) -> "DropoutCall":
+        """Return the same call with another input."""
         return DropoutCall(self.func, input, self.p, self.drops, self.inplace)
 
 
-def dropout_call(
+def parse_dropout_call(
     func: Callable[..., Any],
     input: Tensor,
     p: float = 0.5,
@@ -195,12 +196,13 @@ def dropout_call(
     inplace: bool = False,
     train: bool = True,
 ) -> DropoutCall:
-    """Of `DROPOUTS`: torch.nn.functional's take (input, p, training, inplace), torch's (input, p, train)."""
+    """Parse a call of one of `DROPOUTS`. Functions of torch.nn.functional take (input, p, training, inplace), torch's
+    take (input, p, train)."""
     return DropoutCall(func, input, p, training and train and p != 0.0, inplace)
 
 
-def mask_shape(call: DropoutCall) -> torch.Size:
-    """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
+def find_mask_shape(call: DropoutCall) -> torch.Size:
+    """Return the shape of a dropout function's mask: that of its input, or one element per feature."""
     func, input = call.func, call.input
     if func in PLAIN_DROPOUTS:
         return input.shape
@@ -230,13 +232,13 @@ RULES = {
     "log_normal": lambda u, mean=1.0, std=2.0: torch.exp(_normal(u, mean, std)),
     "geometric": lambda u, p=0.5: torch.ceil(torch.log(u) / np.log1p(-p)),
 }
-"""Operator name -> (uniform numbers, the operator's own numbers) -> what it draws."""
+"""Operator name -> function (uniform numbers, distribution arguments) -> drawn values."""
 REDRAWN = frozenset({*RULES, "native_dropout"})
 """Operators whose draws are replaced (`redraw`)."""
 
 
-def _numbers(name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The distribution's own numbers among an operator's arguments."""
+def _parse_distribution(name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the distribution arguments among an operator's arguments."""
     if name in ("rand", "randn"):
         return []
     if name == "randint":
@@ -263,25 +265,26 @@ def _(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
 
 
 def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
-    """A dropout mask as one opaque operator, so that torch.compile keeps it whole. dim: -1 unknown, None no batch dim."""
+    """Draw a dropout mask as one opaque operator for torch.compile. `dim`: −1 if unknown, None if there is no batch
+    dim."""
     if not torch.compiler.is_compiling():
         return draw_mask(x, where, place, dim, p)
     return _mask(x, where, place, -2 if dim is None else dim, p)
 
 
-LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {
+DROPOUT_LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d, nn.Dropout3d: F.dropout3d,
 }  # fmt: skip
-"""Layers that draw one mask in each call, and the function that they call."""
+"""Layers that draw one mask per call, with the function that they call."""
 Draw = Callable[[Tensor, str, float], Tensor]
-"""(a tensor like the mask, the place inside the unit, p) -> the mask."""
-UNIT: ContextVar[Draw | None] = ContextVar("unit", default=None)
-"""What draws for the compiled unit that runs now."""
+"""(tensor like the mask, place in the unit, p) -> mask."""
+UNIT_DRAW: ContextVar[Draw | None] = ContextVar("unit", default=None)
+"""Draws the masks of the compiled unit that runs now."""
 
 
 @torch.library.custom_op("plait::unit_mask", mutates_args=())
 def _unit_mask(like: Tensor, where: Tensor, place: str, p: float) -> Tensor:
-    return _drawn(like, place, p)
+    return _draw_in_unit(like, place, p)
 
 
 @_unit_mask.register_fake
@@ -289,35 +292,36 @@ def _(like: Tensor, where: Tensor, place: str, p: float) -> Tensor:
     return like.new_empty(like.shape)
 
 
-def _drawn(like: Tensor, place: str, p: float) -> Tensor:
-    draw = UNIT.get()
+def _draw_in_unit(like: Tensor, place: str, p: float) -> Tensor:
+    draw = UNIT_DRAW.get()
     if draw is None:
-        what = f"the compiled code around {place.split('#')[0]} draws random numbers where no unit runs"
-        why = "a checkpoint in the model's own code computes a part of a compiled unit again, and its place is not known there"
+        what = f"the compiled code around {place.split('#')[0]} draws random numbers outside of any unit"
+        why = "an activation checkpoint in the model's own code recomputes a part of a compiled unit, where plait cannot find its place"
         raise PlaitError(
             Problem(
-                "J014", what, why=why, fix=("activation_checkpointing=full in the place of the model's checkpoint", "compile=false")
+                "J014", what, why=why, fix=("activation_checkpointing=full instead of the model's checkpoint", "compile=false")
             )
         )
     return draw(like, place, p)
 
 
-def draw_inside(module: nn.Module, name: str, calls: dict[str, int], where: Tensor) -> None:
-    """Let a dropout layer draw inside of its compiled unit, in which it is called `name`.
+def install_unit_dropout(module: nn.Module, name: str, calls: dict[str, int], where: Tensor) -> None:
+    """Let a dropout layer draw inside of its compiled unit, where it has the name `name`.
 
-    `calls`: how often layers were called in this call of the unit; `where`: the numbers' tensor, which a graph takes as its input
-    so that it never holds a mask for a constant. The layers of all units get one class, and differ in no more than that: what
-    belongs to one module alone would make a graph for it alone."""
+    `calls`: number of calls of each layer in this call of the unit. `where`: the tensor of seed, step and samples,
+    which is an input of the graph, so that masks are never constants. The layers of all units get the same class and
+    similar attributes. An attribute of a single module would cause a recompilation.
+    """
     vars(module).update(_name=name, _unit_calls=calls, _where=where)
-    module.__class__ = _in_unit(type(module))
+    module.__class__ = _make_unit_class(type(module))
 
 
 @cache
-def _in_unit(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_InUnit, kind), {"_func": staticmethod(LAYERS[kind])})
+def _make_unit_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_UnitDropout, kind), {"_func": staticmethod(DROPOUT_LAYERS[kind])})
 
 
-class _InUnit(nn.Module):
+class _UnitDropout(nn.Module):
     _name: str
     _unit_calls: dict[str, int]
     _where: Tensor
@@ -326,16 +330,16 @@ class _InUnit(nn.Module):
     inplace: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the layer's own."""
+        """Apply dropout like the layer's own forward."""
         self._unit_calls[self._name] = number = self._unit_calls.get(self._name, 0) + 1
         if not self.training or self.p == 0.0:
             return input
-        shape = mask_shape(DropoutCall(self._func, input, self.p, True, self.inplace))
+        shape = find_mask_shape(DropoutCall(self._func, input, self.p, True, self.inplace))
         like = input.detach() if shape == input.shape else input.new_empty(shape)
-        draw = _unit_mask if torch.compiler.is_compiling() else _now
+        draw = _unit_mask if torch.compiler.is_compiling() else _draw_now
         mask = draw(like, self._where, f"{self._name}#{number}#1", self.p)
         return input.mul_(mask) if self.inplace else input * mask
 
 
-def _now(like: Tensor, where: Tensor, place: str, p: float) -> Tensor:
-    return _drawn(like, place, p)
+def _draw_now(like: Tensor, where: Tensor, place: str, p: float) -> Tensor:
+    return _draw_in_unit(like, place, p)

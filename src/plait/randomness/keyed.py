@@ -1,20 +1,20 @@
-"""Random numbers that no layout changes: keyed by (seed, step, place in the model, global element index).
+"""Random numbers keyed by (seed, step, place in the model, global element index), independent of the plan.
 
-A framework that draws a dropout mask from a per-rank generator trains another model on two devices than on one.
-Here every random number of the forward pass is a pure function of
+If each rank draws dropout masks from its own generator, training depends on the number of ranks. Here every random
+number of the forward pass is a pure function of
 
-    seed · step · place (module name, which call of it, which draw in it) · index of the element in the GLOBAL tensor
+    seed · step · place (module name, index of its call, index of the draw in it) · index of the element in the GLOBAL tensor
 
-so a rank that holds samples 32 to 63 of the batch draws exactly the stretch of the mask that one device would have
-drawn there. The generator is Philox (counter-based: any stretch costs what it is long, Salmon et al. 2011), which
-numpy runs several times faster than torch draws a mask, and which a device runs itself (`randomness/philox.py`).
-Elements are indexed with the batch dim moved to the front; which dim that is, `model/sketch.py` finds by running the
-model on two batch sizes (a dim that holds several rows per sample is taken sample by sample: that it is not the other
-way round, `plait verify` tells). A draw that has no batch dim (a mask on a weight, a layer drop) is the same everywhere.
+So a rank with samples 32 to 63 of the batch draws exactly that part of the mask of one device. The generator is Philox
+(Salmon et al. 2011). It is counter-based, so the cost of any part is proportional to its length. numpy runs it several
+times faster than torch draws a mask, and a device runs it itself (`randomness/philox.py`). Elements are indexed with
+the batch dim first. `model/sketch.py` finds the batch dim by running the model on two batch sizes. A dim with several
+rows per sample is assumed to be sample-major, which `plait verify` checks. A draw without a batch dim (a mask on a
+weight, a layer drop) is equal on all ranks.
 
-Python's, numpy's and torch's own generators are seeded by (seed, step) before each forward pass, so that host-side
-decisions (``if random.random() < 0.1``) agree on all ranks and after a resume. The same rule keys data augmentation
-by (seed, epoch, sample).
+Python's, numpy's and torch's own generators are seeded by (seed, step) before each forward pass. So host-side decisions
+(``if random.random() < 0.1``) agree on all ranks and after a resume. Data augmentation is keyed by (seed, epoch,
+sample).
 """
 
 import random
@@ -34,31 +34,31 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import PlaitError, Problem
 from plait.randomness.distributions import (
     COMPOSITES,
+    DROPOUT_LAYERS,
     DROPOUTS,
-    LAYERS,
     REDRAWN,
-    UNIT,
+    UNIT_DRAW,
     DropoutCall,
     OperatorCall,
-    draw_inside,
     draw_mask,
     draw_nested,
-    dropout_call,
-    key,
+    fill_with_median,
+    find_mask_shape,
+    find_rule_name,
+    install_unit_dropout,
+    make_philox_key,
     mask_op,
-    mask_shape,
+    parse_dropout_call,
     redraw,
-    rule_of,
-    undrawn,
 )
-from plait.randomness.sub_block import Rule, SubBlocks, first_of
-from plait.tensors.modules import own_forward
+from plait.randomness.sub_block import Rule, SubBlocks, chain_rules
+from plait.tensors.module_state import bind_forward
 from plait.tensors.torch_private import TorchDispatchMode, WrapperTensor, checkpoint_frame, is_seeded
 
 
 def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
     """Seed Python's (0), numpy's (1) and torch's (2) generators by the words, or `only` some of them."""
-    number = key(*words)
+    number = make_philox_key(*words)
     if 0 in only:
         random.seed(number)
     if 1 in only:
@@ -70,9 +70,9 @@ def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
 
 
 def seed_device(*words: object) -> None:
-    """Seed the generators of this process's GPU by the words, if it is in use: what draws there and cannot be keyed draws by them."""
+    """Seed the generators of this process's GPU by the words, if it is in use, for draws that cannot be keyed."""
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(key(*words) & 0x7FFFFFFFFFFFFFFF)
+        torch.cuda.manual_seed(make_philox_key(*words) & 0x7FFFFFFFFFFFFFFF)
 
 
 class HostState(NamedTuple):
@@ -83,45 +83,46 @@ class HostState(NamedTuple):
     torch: Tensor
 
 
-def host_state() -> HostState:
-    """The state of Python's, numpy's and torch's generators, for `restore_host`."""
+def get_host_state() -> HostState:
+    """Return the state of Python's, numpy's and torch's generators, for `restore_host_state`."""
     return HostState(random.getstate(), np.random.get_state(), torch.get_rng_state())
 
 
-def restore_host(state: HostState) -> None:
-    """Put the host generators back."""
+def restore_host_state(state: HostState) -> None:
+    """Restore the states of the host generators."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)
     torch.set_rng_state(state.torch)
 
 
 @contextmanager
-def host_kept() -> Iterator[None]:
-    """Python's, numpy's and torch's generators are afterwards as they were before; also as a decorator."""
-    state = host_state()
+def preserve_host_state() -> Iterator[None]:
+    """Restore the host generators after this context. Also usable as a decorator."""
+    state = get_host_state()
     try:
         yield
     finally:
-        restore_host(state)
+        restore_host_state(state)
 
 
-def first_draws() -> tuple[float, float, float]:
-    """The next number of Python's, numpy's and torch's generator: after seeding, it tells whether one was drawn from."""
+def draw_host_numbers() -> tuple[float, float, float]:
+    """Draw a number from Python's, numpy's and torch's generators. After seeding, this shows which of them were used in
+    between."""
     return random.random(), np.random.random(), float(torch.rand(()))
 
 
-def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
-    """The sample order of an epoch: a pure function of (seed, epoch), of shape [length]."""
-    return np.argsort(Philox(key=key(seed, "order", epoch)).random_raw(length), kind="stable")
+def make_permutation(seed: int, epoch: int, length: int) -> np.ndarray:
+    """Return the sample order of an epoch, shape [length]: a pure function of (seed, epoch)."""
+    return np.argsort(Philox(key=make_philox_key(seed, "order", epoch)).random_raw(length), kind="stable")
 
 
 DRAWING: ContextVar[bool] = ContextVar("draws of keyed random functions", default=True)
 
 
 @contextmanager
-def without_draws() -> Iterator[None]:
-    """Keyed random functions inside give constants: dropout keeps everything, each distribution its value at one half. A
-    difference that is still there without draws has another cause."""
+def disable_draws() -> Iterator[None]:
+    """Make keyed random functions constant in this context: dropout keeps all elements, and distributions return their
+    value at one half. A difference that remains has a cause other than random numbers."""
     token = DRAWING.set(False)
     try:
         yield
@@ -130,19 +131,19 @@ def without_draws() -> Iterator[None]:
 
 
 def is_drawing() -> bool:
-    """Whether keyed random functions draw, which they do outside of `without_draws`."""
+    """Return whether keyed random functions draw. They do outside of `disable_draws`."""
     return DRAWING.get()
 
 
 class RepeatableForward:
-    """A module's forward that may run again in backward, with the hooks that note the module's place inside it."""
+    """A module's forward that may run again in backward, with hooks that record the module's place."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.enter, self.leave = module, _nothing, _nothing
-        self.own = own_forward(module)
+        self.module, self.enter, self.leave = module, _do_nothing, _do_nothing
+        self.own = bind_forward(module)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's own forward."""
         self.enter()
         try:
             return self.own(*args, **kwargs)
@@ -150,40 +151,41 @@ class RepeatableForward:
             self.leave()
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 class Randomness:
-    """Gives a model its layout-free random numbers.
+    """Replaces a model's random numbers by keyed ones, independent of the plan.
 
     `places` maps a place to the batch dim of the tensor drawn there (None: no batch dim); it comes from the sketch.
-    A model without places pays only for seeding the host generators.
+    Without places, only the host generators are seeded.
 
-    Recomputed activations (`torch.utils.checkpoint`) draw again in backward and must draw the same. Every event of a
-    forward pass (entering or leaving a module that draws, a draw) therefore gives torch's CPU generator a seed of its
-    own and files a snapshot under it. A recomputation starts by restoring the generator, so the first thing that
-    happens in it finds its snapshot and goes on from there.
+    [Note: Recomputation]
+    Recomputed activations (`torch.utils.checkpoint`) draw again in backward and must draw the same numbers. Events of a
+    forward pass are entering or leaving a module that draws, and each draw. Every event sets a unique seed on torch's
+    CPU generator, and stores a snapshot under that seed. A recomputation first restores the generator. So its first
+    event finds its snapshot and continues from there.
     """
 
     def __init__(self, seed: int, places: dict[str, int | None], always: bool = False):
-        self.seed, self.places, self.needed = seed, places, bool(places) or always
+        self.seed, self.places, self.is_needed = seed, places, bool(places) or always
         self.rules: list[Rule] = []
-        """What this rank holds of tensors that are drawn at random, by strategies: the first that says something is right."""
-        self.windows: SubBlocks | None = None
-        """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
-        recomputation draws by those of its forward pass. Not for compiled models."""
-        self.whose: WrapperTensor | None = None
-        """A part under the shape of the whole (`WrapperTensor`), while something is drawn for it."""
-        self.shared = False
-        """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
+        """Rules of strategies for the ranges of random tensors on this rank. The first result that is not None is used."""
+        self.sub_blocks: SubBlocks | None = None
+        """Ranges of tensors that are split in other dims than samples. They may change between passes; a recomputation
+        uses those of its forward pass. Not supported by compiled models."""
+        self.drawn_wrapper: WrapperTensor | None = None
+        """The `WrapperTensor` for whose part random numbers are drawn now."""
+        self.is_shared = False
+        """True if several threads use torch's generator, so that a recomputation cannot find its place by it."""
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
-        self._where = self.where.numpy()  # writes to it are no operators, which those who watch would see
-        self._mode = _Keyed(self)
+        self._where = self.where.numpy()  # numpy writes are not torch operators, which modes would intercept
+        self._mode = _KeyedMode(self)
         self._owner: list[str] = []
         self._entered: list[object] = []
         self._pushed = 0
         self._inside: dict[str, int] = {}
-        """Of the compiled unit that runs now: how often its dropout layers were called, by their names in it."""
+        """Of the compiled unit that runs now: number of calls of each dropout layer, by its name in the unit."""
         self._hooks: dict[str, tuple[Any, Any]] = {}
         self._calls: dict[str, int] = {}
         self._cursor = self._outside = 0
@@ -191,9 +193,9 @@ class Randomness:
         self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int], SubBlocks | None]] = {}
 
     def install(self, model: nn.Module, drawn: Mapping[str, tuple[int, ...]] | None = None) -> Self:
-        """Have the modules of a model note their places, once all strategies are applied to it. `drawn`: `Sketch.drawn`, for the rules."""
+        """Install hooks that record places, after all strategies are applied. `drawn`: `Sketch.drawn`, for the rules."""
         if self.rules:
-            self.windows = SubBlocks(drawn or {}, first_of(self.rules))
+            self.sub_blocks = SubBlocks(drawn or {}, chain_rules(self.rules))
         owners = {place.split("#")[0] for place in self.places}
         for name, module in model.named_modules():
             region = module.__dict__.get("forward")
@@ -211,7 +213,7 @@ class Randomness:
             self._calls[name] = self._calls.get(name, 0) + 1
             self._owner.append(f"{name}#{self._calls[name]}")
             self._entered.append(checkpoint_frame())
-            self._push()
+            self._push_mode()
             self._after_event()
 
         return enter
@@ -221,33 +223,33 @@ class Randomness:
             self._owner.pop()
         if self._entered:
             self._entered.pop()
-        self._pop()
+        self._pop_mode()
         self._after_event()
 
-    def _push(self) -> None:
-        """In a recomputation: torch's engine leaves the modes that were active around backward. One of them, or what draws inside
-        of a module that is in another would be replaced twice."""
+    def _push_mode(self) -> None:
+        """Enter the mode in a recomputation, because torch's engine leaves modes that were active around backward. It
+        is entered once only; otherwise draws in nested modules would be replaced twice."""
         if self._replaying:
             if not self._pushed:
                 self._mode.__enter__()
             self._pushed += 1
 
-    def _pop(self) -> None:
+    def _pop_mode(self) -> None:
         if self._pushed:
             self._pushed -= 1
             if not self._pushed:
                 self._mode.__exit__(None, None, None)
 
-    def place(self) -> str:
-        """The place of the next draw: `module#call#draw`."""
+    def next_place(self) -> str:
+        """Return the place of the next draw: `module#call#draw`."""
         self._before_event()
         owner = self._owner[-1] if self._owner else "#0"
         entered = self._entered[-1] if self._entered else None
         if not torch.compiler.is_compiling() and checkpoint_frame() is not entered:
             what = (
-                "a checkpointed function draws random numbers by a direct call, and its recomputation would draw others"
+                "a checkpointed function draws random numbers directly, and its recomputation would draw different ones"
             )
-            why = f"in {owner.split('#')[0] or 'the model'}: what is recomputed is not a module"
+            why = f"in {owner.split('#')[0] or 'the model'}: the checkpointed function is not a module"
             fix = ("checkpoint(a module that draws, …)", "use nn.Dropout inside it")
             raise PlaitError(Problem("J014", what, why=why, fix=fix))
         self._calls[owner] = self._calls.get(owner, 0) + 1
@@ -256,18 +258,18 @@ class Randomness:
         return place
 
     def _before_event(self) -> None:
-        """In a recomputation: go back to where it starts."""
+        """Restore the snapshot of the current event in a recomputation (see [Note: Recomputation])."""
         if not self._replaying or torch.compiler.is_compiling():
             return
         seed = torch.default_generator.initial_seed()
         if seed == self._cursor and self._resumed:
             return
-        if self.shared or seed == self._outside or seed not in self._snapshots:
+        if self.is_shared or seed == self._outside or seed not in self._snapshots:
             what = "a recomputation draws random numbers, and torch's generator was not restored for it"
-            why = "preserve_rng_state=False, or the model seeds torch itself, or threads share it (processes=one)"
+            why = "preserve_rng_state=False, or the model seeds torch itself, or several threads use the generator (processes=one)"
             fix = ("checkpoint(…, preserve_rng_state=True)", "processes=per-device")
             raise PlaitError(Problem("J014", what, why=why, fix=fix))
-        where, owner, calls, self.windows = self._snapshots[seed]
+        where, owner, calls, self.sub_blocks = self._snapshots[seed]
         self._where[:] = where
         self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), seed, True
 
@@ -277,20 +279,21 @@ class Randomness:
         self._cursor = self._cursor + 1 & 0x7FFFFFFFFFFFFFFF
         torch.default_generator.manual_seed(self._cursor)
         if not self._replaying:
-            self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls), self.windows)
+            self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls), self.sub_blocks)
 
     @contextmanager
-    def at(self, step: int, first: int, count: int, stage: int = 0, turn: str = "") -> Iterator[None]:
-        """The context of a forward pass on samples first … first + count − 1 of the global batch of `step`.
+    def forward_pass(self, step: int, first: int, count: int, stage: int = 0, turn: str = "") -> Iterator[None]:
+        """Key the draws of a forward pass on samples first … first + count − 1 of the global batch of `step`.
 
-        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no keyed number. `turn`: the
-        phase of the step, if the job has phases; each draws numbers of its own. A GPU's generator is seeded by samples and
-        stage too: operators that draw inside, such as fused attention, would draw the same for all parts of the batch.
+        `stage` separates the passes of several pipeline stages for recomputation; it does not change keyed numbers.
+        `turn`: the phase of the step, if the job has phases; each phase draws different numbers. A GPU's generator is
+        seeded by samples and stage too. Otherwise operators with internal draws, such as fused attention, would draw
+        the same for all parts of the batch.
         """
-        seed = key(self.seed, "phase", turn) & 0x7FFFFFFFFFFFFFFF if turn else self.seed
+        seed = make_philox_key(self.seed, "phase", turn) & 0x7FFFFFFFFFFFFFFF if turn else self.seed
         seed_host(seed, "forward", step)
         seed_device(seed, "forward", step, first, stage)
-        if not self.needed:
+        if not self.is_needed:
             yield
             return
         if int(self.where[1]) != step:
@@ -299,57 +302,58 @@ class Randomness:
         self._calls, self._replaying = {}, False
         self._owner.clear()
         self._entered.clear()
-        self._cursor = key(seed, "event", step, first, stage) & 0x7FFFFFFFFFFFFFFF
+        self._cursor = make_philox_key(seed, "event", step, first, stage) & 0x7FFFFFFFFFFFFFFF
         with self._mode:
             self._after_event()
             yield
 
-    def passed(self, calls: dict[str, int]) -> None:
-        """Count calls of modules that were made elsewhere: the places that follow go on from there."""
+    def count_calls(self, calls: dict[str, int]) -> None:
+        """Count calls of modules that run on other ranks, so that later places are correct."""
         for name, times in calls.items():
             self._calls[name] = self._calls.get(name, 0) + times
 
-    def mark(self) -> Callable[[], None]:
-        """Note how far the places are; the function returned goes back there, so that code that runs twice draws the same."""
+    def mark_places(self) -> Callable[[], None]:
+        """Record the current places. Return a function that restores them, so that code that runs twice draws the same
+        numbers."""
         self._before_event()
         calls = dict(self._calls)
         self._after_event()
 
-        def back() -> None:
+        def restore() -> None:
             self._calls = dict(calls)
 
-        return back
+        return restore
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """The context of a backward pass: what is recomputed in it draws what it drew in the forward pass."""
-        if not self.needed:
+        """Reproduce the draws of the forward pass in recomputations of this backward pass."""
+        if not self.is_needed:
             yield
             return
         self._replaying, self._resumed = True, False
-        self._outside = torch.default_generator.initial_seed()  # what a checkpoint finds that restores nothing
+        self._outside = torch.default_generator.initial_seed()  # found by a checkpoint that does not restore the generator
         self._entered.clear()
         try:
             yield
         finally:
             self._replaying = False
 
-    def compiled(self, model: nn.Module, units: Iterable[str]) -> None:
-        """From now on the forwards of these modules are compiled, each run in `unit`. Their dropout layers draw inside of graphs,
-        whatever else draws does so between them, where what it is keyed by is known."""
-        self._mode.drawn = torch.compiler.disable(self._mode.drawn)
+    def prepare_compiled(self, model: nn.Module, units: Iterable[str]) -> None:
+        """Prepare units for torch.compile; each call must then run in `unit_call`. Their dropout layers draw inside of
+        graphs. Other random functions draw between graphs, where their keys are known."""
+        self._mode.run_keyed = torch.compiler.disable(self._mode.run_keyed)
         for unit in units:
             for path, module in model.get_submodule(unit).named_modules():
                 name = f"{unit}.{path}".strip(".")
-                if path and type(module) in LAYERS and "forward" not in vars(module) and name in self._hooks:
+                if path and type(module) in DROPOUT_LAYERS and "forward" not in vars(module) and name in self._hooks:
                     for handle in self._hooks.pop(name):
                         handle.remove()
-                    draw_inside(module, path, self._inside, self.where)
+                    install_unit_dropout(module, path, self._inside, self.where)
 
     @contextmanager
-    def unit(self, unit: str) -> Iterator[None]:
-        """The context of a call of a compiled unit."""
-        if not self.needed:
+    def unit_call(self, unit: str) -> Iterator[None]:
+        """Key the draws of one call of a compiled unit."""
+        if not self.is_needed:
             yield
             return
         self._before_event()
@@ -360,35 +364,35 @@ class Randomness:
             name, number, nth = place.split("#")
             name = absolute(name)
             place = f"{name}#{before.get(name, 0) + int(number)}#{nth}"
-            return draw_mask(like, self.where, place, self.places.get(place, -1), p, self.windows)
+            return draw_mask(like, self.where, place, self.places.get(place, -1), p, self.sub_blocks)
 
-        token = UNIT.set(draw)
+        token = UNIT_DRAW.set(draw)
         self._inside.clear()
-        self._push()
+        self._push_mode()
         self._after_event()
         try:
             yield
         finally:
-            self._pop()
-            UNIT.reset(token)
+            self._pop_mode()
+            UNIT_DRAW.reset(token)
             for name, times in self._inside.items():
                 self._calls[absolute(name)] = self._calls.get(absolute(name), 0) + times
             self._inside.clear()
             self._inside.update(inside)
             self._after_event()
 
-    def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
-        """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
-        place = self.place()
+    def draw_dropout_mask(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
+        """Draw a dropout mask like `x`, or of `shape` to be broadcast: 1 / (1 − p) with probability 1 − p, else 0."""
+        place = self.next_place()
         if not torch.compiler.is_compiling() and not DRAWING.get():
             return x.new_ones(())
         like = x if shape is None or shape == x.shape else x.new_empty(shape)
         drawn = like.detach(), self.where, place, self.places.get(place, -1), p
-        return mask_op(*drawn) if self.windows is None else draw_mask(*drawn, self.windows)
+        return mask_op(*drawn) if self.sub_blocks is None else draw_mask(*drawn, self.sub_blocks)
 
 
 class KeyedDraws(TorchDispatchMode):
-    """A dispatch mode inside composite random functions: it replaces the draws themselves, operator by operator."""
+    """Replaces the draws inside composite random functions, operator by operator."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()
@@ -396,63 +400,63 @@ class KeyedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not is_seeded(func) or rule_of(func) not in REDRAWN:
+        if not is_seeded(func) or find_rule_name(func) not in REDRAWN:
             return result
-        place = self.randomness.place()
+        place = self.randomness.next_place()
         if not DRAWING.get():
-            return undrawn(result, OperatorCall(func, args, kwargs or {}))
+            return fill_with_median(result, OperatorCall(func, args, kwargs or {}))
         where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
-        return redraw(result, OperatorCall(func, args, kwargs or {}), where, place, dim, self.randomness.windows)
+        return redraw(result, OperatorCall(func, args, kwargs or {}), where, place, dim, self.randomness.sub_blocks)
 
 
-class _Keyed(TorchFunctionMode):
-    """Replaces the random functions of a forward pass by keyed ones. Traced by torch.compile without a break."""
+class _KeyedMode(TorchFunctionMode):
+    """Replaces the random functions of a forward pass by keyed ones. torch.compile traces it without a graph break."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()
         self.randomness = randomness
-        self.drawn = self._drawn
+        self.run_keyed = self._run_keyed
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in DROPOUTS or (func in COMPOSITES and not _plain_attention(func, args, kwargs)):
-            return self.drawn(func, args, kwargs)
+        if func in DROPOUTS or (func in COMPOSITES and not _is_plain_attention(func, args, kwargs)):
+            return self.run_keyed(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _drawn(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_keyed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in DROPOUTS:
-            return self._dropout(dropout_call(func, *args, **kwargs))
-        if torch.compiler.is_compiling():  # by the job's own code: it cannot be keyed there
+            return self._dropout(parse_dropout_call(func, *args, **kwargs))
+        if torch.compiler.is_compiling():  # in the job's own compiled code draws cannot be keyed
             return func(*args, **kwargs)
-        if func is torch.native_dropout and isinstance(args[0], WrapperTensor) and args[0].inside:
-            found = self._of_part(args[0], lambda part: self._drawn(func, (part, *args[1:]), kwargs))
-            return tuple(map(args[0].like, found))
+        if func is torch.native_dropout and isinstance(args[0], WrapperTensor) and args[0].wraps_region:
+            found = self._run_on_part(args[0], lambda part: self._run_keyed(func, (part, *args[1:]), kwargs))
+            return tuple(map(args[0].with_local, found))
         with KeyedDraws(self.randomness):
             return func(*args, **kwargs)
 
-    def _of_part(self, whole: WrapperTensor, run: Callable[[Tensor], Any]) -> Any:
-        """What `run` gives of this rank's part of a tensor that has the shape of the whole, with the random numbers of that part."""
-        before, self.randomness.whose = self.randomness.whose, whole
+    def _run_on_part(self, whole: WrapperTensor, run: Callable[[Tensor], Any]) -> Any:
+        """Run a function on this rank's part of a tensor with the global shape, with the random numbers of that part."""
+        before, self.randomness.drawn_wrapper = self.randomness.drawn_wrapper, whole
         try:
             return run(whole.local)
         finally:
-            self.randomness.whose = before
+            self.randomness.drawn_wrapper = before
 
     def _dropout(self, call: DropoutCall) -> Tensor:
         input = call.input
         if not call.drops:
             return input
-        if isinstance(input, WrapperTensor) and input.inside:
-            return input.like(self._of_part(input, lambda part: self._dropout(call.on(part))))
+        if isinstance(input, WrapperTensor) and input.wraps_region:
+            return input.with_local(self._run_on_part(input, lambda part: self._dropout(call.with_input(part))))
         if not 0.0 <= call.p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {call.p}")
         if not torch.compiler.is_compiling() and input.is_nested:
-            return draw_nested(input, self.randomness.where, self.randomness.place(), call.p)
-        mask = self.randomness.keep(input, call.p, mask_shape(call))
+            return draw_nested(input, self.randomness.where, self.randomness.next_place(), call.p)
+        mask = self.randomness.draw_dropout_mask(input, call.p, find_mask_shape(call))
         return input.mul_(mask) if call.inplace else input * mask
 
 
-def _plain_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an attention that draws nothing."""
+def _is_plain_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the call is attention without dropout."""
     given = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
     return func is F.scaled_dot_product_attention and given == 0.0

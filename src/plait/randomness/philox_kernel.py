@@ -1,8 +1,8 @@
-"""Philox 4x64-10 as a Triton kernel: the numbers of any box of a stream, written where they belong.
+"""Philox 4x64-10 as a Triton kernel that draws any box of a stream directly into a tensor.
 
-A program computes a few counters of Philox, of which each gives eight 32-bit numbers, and writes those of them that the box
-has: as a dropout mask, as uniform numbers, or as they are. The only traffic is what is written.
-This file is imported for tensors on a GPU alone (`randomness/philox.py`), where torch brings Triton along.
+A program computes some Philox counters, each of which gives eight 32-bit numbers. It writes those that belong to the
+box: as a dropout mask, as uniform numbers, or unchanged. The only memory traffic is the output. This file is only
+imported for tensors on a GPU (`randomness/philox.py`), where torch includes Triton.
 """
 
 import struct
@@ -13,46 +13,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.randomness.sub_block import Box, pieces
+from plait.randomness.sub_block import Box, split_box
 
-OUTER = 3
-"""Dims of a box, beside the last one, that one launch can do."""
-LARGEST = 2**29
-"""Numbers of one launch: the counters that they touch can be counted in 32 bits."""
-COUNTERS = 256
-"""Counters that a program computes: 2048 numbers."""
+MAX_OUTER_DIMS = 3
+"""Maximum number of dims of a box in one launch, in addition to the last one."""
+MAX_LAUNCH_NUMBERS = 2**29
+"""Maximum numbers of one launch, so that their counters can be counted in 32 bits."""
+COUNTERS_PER_PROGRAM = 256
+"""Counters that a program computes, for 2048 numbers."""
 
 
-def fill(out: Tensor, key: int, box: Box, keep: tuple[int, int, float] | None, counters: int = COUNTERS) -> None:
-    """Write the numbers of a box into `out`: a mask by (low, high, value), or uniform ones in float64, or int32 as they are."""
+def launch_kernel(out: Tensor, key: int, box: Box, keep: tuple[int, int, float] | None, counters: int = COUNTERS_PER_PROGRAM) -> None:
+    """Write the numbers of a box into `out`: a mask by (low, high, value), or uniform numbers in float64, or raw int32."""
     how = "mask" if keep is not None else "uniform" if out.dtype is torch.float64 else "words"
     low, high, value = keep or (0, 0, 0.0)
-    stream = [_signed(key, 64), _signed(key >> 64, 64)]
-    kept = [_signed(low, 32), _signed(high, 32), _bits(value)]
-    for one in pieces(box, LARGEST, OUTER + 1):
+    stream = [_as_signed(key, 64), _as_signed(key >> 64, 64)]
+    kept = [_as_signed(low, 32), _as_signed(high, 32), _float_bits(value)]
+    for one in split_box(box, MAX_LAUNCH_NUMBERS, MAX_OUTER_DIMS + 1):
         *outer, (run, _, step) = one.dims
         rows = one.size // run
-        runs = (one.first % 8 + run + 7) // 8 if rows == 1 else (run + 14) // 8  # counters that a run can touch
-        dims = [*[(1, 0, 0)] * (OUTER - len(outer)), *outer]
+        runs = (one.first % 8 + run + 7) // 8 if rows == 1 else (run + 14) // 8  # counters that a run may touch
+        dims = [*[(1, 0, 0)] * (MAX_OUTER_DIMS - len(outer)), *outer]
         numbers = [one.first, one.at, *kept, rows * runs, runs, run, step, *(n for dim in dims for n in dim)]
         with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
             _draw[(triton.cdiv(rows * runs, counters),)](out, *stream, *numbers, how, len(outer), counters)
 
 
-def _signed(number: int, width: int) -> int:
-    """The lowest `width` bits as a signed number, so that Triton has the same type of it whatever it is."""
+def _as_signed(number: int, width: int) -> int:
+    """Return the lowest `width` bits as a signed integer, so that Triton always infers the same type."""
     number &= (1 << width) - 1
     return number - (1 << width) if number >> (width - 1) else number
 
 
-def _bits(value: float) -> int:
-    """A number's 64 bits: Triton takes a float in 32."""
+def _float_bits(value: float) -> int:
+    """Return the 64 bits of a number, because Triton passes floats in 32 bits."""
     return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 @triton.jit
 def _philox(counter, key0, key1):
-    """The four 64-bit words of each counter, in the order in which numpy gives them."""
+    """Return the four 64-bit words of each counter, in numpy's order."""
     c0, c1, c2, c3 = counter, counter * 0, counter * 0, counter * 0
     for _ in tl.static_range(10):
         high0, low0 = tl.umulhi(c0, 0xD2E7470EE14C6C93), c0 * 0xD2E7470EE14C6C93
@@ -65,13 +65,14 @@ def _philox(counter, key0, key1):
 
 @triton.jit
 def _halves(word):
-    """The 32-bit numbers of 64-bit words, low half first."""
+    """Return the 32-bit numbers of 64-bit words, low half first."""
     return tl.interleave(word.to(tl.uint32), (word >> 32).to(tl.uint32))
 
 
 @triton.jit
 def _in_dim(row, size, apart, written):
-    """Of elements numbered by `row`: their number in the dims outside this one, and where they are along it, in both memories."""
+    """Split element numbers `row` at one dim: numbers in the outer dims, and offsets along this dim in the stream and
+    in memory."""
     rest = row // size
     where = (row - rest * size).to(tl.int64)
     return rest, where * apart, where * written
@@ -86,7 +87,7 @@ def _draw(
     size0, apart0: tl.int64, written0: tl.int64, size1, apart1: tl.int64, written1: tl.int64,
     size2, apart2: tl.int64, written2: tl.int64, HOW: tl.constexpr, DIMS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a box of DIMS + 1 dims: `total` counters, `runs` of them for each of its runs of `run` numbers."""
+    """Draw a box of DIMS + 1 dims. `total` counters in all, `runs` of them for each run of `run` numbers."""
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     inside = index < total
     zero = (index * 0).to(tl.int64)
@@ -101,12 +102,12 @@ def _draw(
         if DIMS > 2:
             row, further, on = _in_dim(row, size0, apart0, written0)
             first, at = first + further, at + on
-    counter = ((first >> 3) + begin + 1).to(tl.uint64)  # numpy counts before it draws
+    counter = ((first >> 3) + begin + 1).to(tl.uint64)  # numpy increments the counter before it draws
     zero = zero.to(tl.uint64)
     w0, w1, w2, w3 = _philox(counter, zero + key0.to(tl.uint64), zero + key1.to(tl.uint64))
     drawn = _halves(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
     lane = tl.arange(0, 8)[None, :]
-    place = begin[:, None] * 8 - (first & 7).to(tl.int32)[:, None] + lane  # in the run
+    place = begin[:, None] * 8 - (first & 7).to(tl.int32)[:, None] + lane  # position in the run
     inside = tl.reshape(inside[:, None] & (place >= 0) & (place < run), (COUNT * 8,))
     target = out + tl.reshape(at[:, None] + place.to(tl.int64) * step, (COUNT * 8,))
     if HOW == "mask":

@@ -1,14 +1,14 @@
-"""What a run looked like, measured beside predicted. No torch.
+"""Reports of a run: measurements compared with predictions. Does not import torch.
 
-run_files         a run's files as far as they can be read
-measured_step     one step as all ranks recorded it
+run_files         reads a run's files, if possible despite damage
+measured_step     one step as recorded by all ranks
 timeline          a step as rows of boxes, and as a trace for Perfetto
-split             where the time of a step went
-advice            what to change in a run, with the gain that the split or the planner predicts
+step_split        splits the time of a step by cause
+advice            proposes changes to a run, with their predicted gains
 figures           all figures of the page, as JSON values
-page              the figures as one HTML page, and its head as text
-picture           one picture of the figures as SVG
-follow            the page of a run that trains, served on the loopback
-summary           a run in a few lines
-run               a run as a value in Python
+page              renders the figures as one HTML page, and their head as text
+picture           draws one figure as SVG
+followed_page     serves the page of a running training on the loopback
+summary           summarizes a run in a few lines
+run               a run as a Python object
 """

@@ -1,6 +1,6 @@
-"""One picture of the figures as an SVG for a paper or a notebook: no script, and the colors of the text around it.
+"""Draw one figure as an SVG for a paper or a notebook, without scripts and in the color of the surrounding text.
 
-The page draws with a library that needs a browser; a file for a paper needs none.
+The page uses a library that needs a browser; this SVG needs none.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from html import escape
 from math import isfinite
 
 from plait.report.figures import Figures
-from plait.report.page import of
+from plait.report.page import format_value
 
 PICTURES = ("loss", "timeline", "memory", "scaling")
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 640, 96, 16, 28, 30
 COLORS = ("#3b73d1", "#c8601a", "#1f8f6c", "#8a4fc4", "#a98408", "#0e8aa0", "#b53c86", "#6b7280", "#7a9a2e", "#8b6f5a")
-KINDS = {
+KIND_COLORS = {
     "forward": "#3b73d1", "computing": "#3b73d1", "backward": "#1f8f6c", "weights": "#7a9a2e", "communication": "#c8601a", "data": "#b53c86",
     "optimizer": "#8a4fc4", "checkpoint": "#0e8aa0", "evaluate": "#6b7280",
 }  # fmt: skip
@@ -32,29 +32,29 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A named row of boxes: (color, start, length) in the unit of the axis, and a title for each."""
+    """A named row of boxes: (color, start, length, title), in the unit of the axis."""
 
     name: str
     boxes: Sequence[tuple[str, float, float, str]]
 
 
-def picture(shown: Figures, name: str) -> str:
-    """One of `PICTURES`; an empty text if the runs have no figures for it."""
+def draw_picture(shown: Figures, name: str) -> str:
+    """Draw one of `PICTURES`; empty if the runs have no figures for it."""
     if name == "loss":
         curves = shown["curves"]["loss"]
-        return lines("loss by step", [Series(c["run"], c["steps"], c["values"]) for c in curves])
+        return draw_lines("loss by step", [Series(c["run"], c["steps"], c["values"]) for c in curves])
     if name == "scaling":
         rows = shown["scaling"]
         devices = [r["devices"] for r in rows]
         named = {"speed": ("measured", ""), "ideal": ("ideal", "4 4"), "predicted": ("predicted", "8 3")}
         unit = rows[0]["unit"] if rows else ""
-        return lines(f"{unit} by devices", [Series(w, devices, [r[k] for r in rows], dash) for k, (w, dash) in named.items()], zero=True)
+        return draw_lines(f"{unit} by devices", [Series(w, devices, [r[k] for r in rows], dash) for k, (w, dash) in named.items()], zero=True)
     if name == "memory":
-        return _memory(shown)
-    return _timeline(shown)
+        return _draw_memory(shown)
+    return _draw_timeline(shown)
 
 
-def _memory(shown: Figures) -> str:
+def _draw_memory(shown: Figures) -> str:
     memory = shown["memory"]
     rows = [(f"rank {r['rank']}", r["parts"]) for r in memory["ranks"]] + [("predicted", memory["predicted"])] * bool(memory["predicted"])
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
@@ -63,27 +63,30 @@ def _memory(shown: Figures) -> str:
     for label, parts in rows:
         at, boxes = 0.0, list[tuple[str, float, float, str]]()
         for name, n in parts.items():
-            boxes.append((colors[name], at, n, f"{name} {of(n, 'bytes')}"))
+            boxes.append((colors[name], at, n, f"{name} {format_value(n, 'bytes')}"))
             at += n
         found.append(Bar(label, boxes))
-    return bars("memory by rank", found, colors, "bytes")
+    return draw_bars("memory by rank", found, colors, "bytes")
 
 
-def _timeline(shown: Figures) -> str:
+def _draw_timeline(shown: Figures) -> str:
     timeline = shown["timeline"]
     if timeline is None:
         return ""
     found, kinds = list[Bar](), dict[str, str]()
     for name, rows in timeline["blocks"].items():
         for row in rows:
-            kinds |= {box[0]: KINDS.get(box[0], "#8b6f5a") for box in row["boxes"]}
-            boxes = [(KINDS.get(k, "#8b6f5a"), start / 1e6, took / 1e6, f"{n} {of(took / 1e6, 's')}") for k, start, took, n in row["boxes"]]
+            kinds |= {box[0]: KIND_COLORS.get(box[0], "#8b6f5a") for box in row["boxes"]}
+            boxes = [
+                (KIND_COLORS.get(k, "#8b6f5a"), start / 1e6, took / 1e6, f"{n} {format_value(took / 1e6, 's')}")
+                for k, start, took, n in row["boxes"]
+            ]
             found.append(Bar(f"{row['rank']} {name}", boxes))
-    return bars(f"step {timeline['step']}, by rank", found, kinds, "s")
+    return draw_bars(f"step {timeline['step']}, by rank", found, kinds, "s")
 
 
-def lines(title: str, series: Sequence[Series], zero: bool = False) -> str:
-    """Lines over one x axis. `zero`: the y axis begins at 0."""
+def draw_lines(title: str, series: Sequence[Series], zero: bool = False) -> str:
+    """Draw lines over one x axis. `zero`: the y axis starts at 0."""
     points = [[(x, y) for x, y in zip(s.steps, s.values) if y is not None and isfinite(y)] for s in series]
     every = [p for each in points for p in each]
     if not every:
@@ -102,11 +105,11 @@ def lines(title: str, series: Sequence[Series], zero: bool = False) -> str:
     ticks = [(LEFT, TOP + high + 16, "start", f"{x0:g}"), (WIDTH - RIGHT, TOP + high + 16, "end", f"{x1:g}"),
              (LEFT - 6, TOP + 10, "end", f"{y1:.4g}"), (LEFT - 6, TOP + high, "end", f"{y0:.4g}")]  # fmt: skip
     key = {s.name: COLORS[i % len(COLORS)] for i, s in enumerate(series)}
-    return _svg(title, height, [*parts, *(_text(*t) for t in ticks), *_legend(key, height - 8)])
+    return _wrap_svg(title, height, [*parts, *(_draw_text(*t) for t in ticks), *_draw_legend(key, height - 8)])
 
 
-def bars(title: str, rows: Sequence[Bar], key: dict[str, str], unit: str) -> str:
-    """Rows of boxes over one x axis."""
+def draw_bars(title: str, rows: Sequence[Bar], key: dict[str, str], unit: str) -> str:
+    """Draw rows of boxes over one x axis."""
     every = [box for row in rows for box in row.boxes]
     if not every:
         return ""
@@ -115,31 +118,31 @@ def bars(title: str, rows: Sequence[Bar], key: dict[str, str], unit: str) -> str
     parts, height = list[str](), TOP + 26 * len(rows) + BOTTOM + 20
     for i, row in enumerate(rows):
         y = TOP + 26 * i
-        parts.append(_text(LEFT - 6, y + 15, "end", row.name))
+        parts.append(_draw_text(LEFT - 6, y + 15, "end", row.name))
         parts += [
             f'<rect x="{LEFT + (start - low) * scale:.2f}" y="{y}" width="{max(took * scale, 0.05):.2f}" height="20" fill="{color}" '
             f'stroke="currentColor" stroke-opacity=".25" stroke-width=".4"><title>{escape(words)}</title></rect>'
             for color, start, took, words in row.boxes
         ]
-    parts += [_text(LEFT - low * scale, height - 32, "start", "0"), _text(WIDTH - RIGHT, height - 32, "end", of(top, unit))]
-    return _svg(title, height, [*parts, *_legend(key, height - 8)])
+    parts += [_draw_text(LEFT - low * scale, height - 32, "start", "0"), _draw_text(WIDTH - RIGHT, height - 32, "end", format_value(top, unit))]
+    return _wrap_svg(title, height, [*parts, *_draw_legend(key, height - 8)])
 
 
-def _legend(key: dict[str, str], y: float) -> list[str]:
+def _draw_legend(key: dict[str, str], y: float) -> list[str]:
     found, x = list[str](), 8.0
     for name, color in key.items():
-        found.append(f'<rect x="{x}" y="{y - 10}" width="12" height="10" fill="{color}"/>{_text(x + 16, y, "start", name)}')
+        found.append(f'<rect x="{x}" y="{y - 10}" width="12" height="10" fill="{color}"/>{_draw_text(x + 16, y, "start", name)}')
         x += 34 + 6.4 * len(name)
     return found
 
 
-def _text(x: float, y: float, anchor: str, words: str) -> str:
+def _draw_text(x: float, y: float, anchor: str, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def _svg(title: str, height: int, parts: Sequence[str]) -> str:
+def _wrap_svg(title: str, height: int, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img" style="max-width:100%" '
         f'font-family="system-ui,sans-serif" font-size="12" fill="currentColor"><title>{escape(title)}</title>'
-        f"{_text(8, 16, 'start', title)}{''.join(parts)}</svg>\n"
+        f"{_draw_text(8, 16, 'start', title)}{''.join(parts)}</svg>\n"
     )

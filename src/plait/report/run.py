@@ -1,4 +1,4 @@
-"""A run as a value in Python: what `plait.train` returns, and `Run.open` of an earlier one. It reads the run's files when asked."""
+"""A run as a Python object, returned by `plait.train` and by `Run.open`. It reads the run's files on access."""
 
 import json
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
-from plait.report.figures import figures, thinned
-from plait.report.page import page
-from plait.report.picture import Series, lines, picture
+from plait.report.figures import make_figures, thin_points
+from plait.report.page import render_page
+from plait.report.picture import Series, draw_lines, draw_picture
 from plait.report.run_files import RunFiles
-from plait.report.summary import metrics, run_folder, summary, text
-from plait.report.timeline import Timeline, timeline
+from plait.report.summary import find_run_folder, format_run_summary, read_metric_rows, summarize_run
+from plait.report.timeline import Timeline, make_timeline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,104 +23,104 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its directory, and what lies in it. Steps count from 1.
+    """A run: its directory and its files. Steps count from 1.
 
-    A notebook shows it as a summary and the curve of its loss.
+    A notebook shows its summary and its loss curve.
     """
 
     path: Path
     stopped: bool | None = None
-    """Whether somebody stopped it before its last step; None of a run that was opened later, whose files do not say."""
+    """Whether it was stopped before its last step; None for a run opened later, because its files lack this information."""
     job: Job | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def open(path: str | Path = "runs/latest", job: Job | None = None) -> "Run":
-        """An earlier run. `job`: what it trained, for `model`, where that does not lie in a file. R003 when there is no run."""
-        return Run(run_folder(Path(path), 'plait.Run.open("{}")'), None, job)
+        """Open an earlier run. `job`: its job, required by `model` if the job is not in a file. Raises R003 if the folder has no run."""
+        return Run(find_run_folder(Path(path), 'plait.Run.open("{}")'), None, job)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A flat dict for each step, such as `pandas.DataFrame` takes: step, loss, lr, samples_per_s, spans/forward (seconds), …
+        """A flat dict for each step, for example for `pandas.DataFrame`: step, loss, lr, samples_per_s, spans/forward (seconds), …
 
-        A loss that was not finite is None.
+        A non-finite loss is None.
         """
-        return [dict(_flat(row)) for row in self._rows() if "loss" in row]
+        return [dict(_flatten_row(row)) for row in self._read_rows() if "loss" in row]
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step; nan where it was not finite."""
-        return [nan if row["loss"] is None else row["loss"] for row in self._rows() if "loss" in row]
+        """The loss of each step; nan if it was not finite."""
+        return [nan if row["loss"] is None else row["loss"] for row in self._read_rows() if "loss" in row]
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last step; None when no step was made."""
+        """The loss of the last step; None before the first step."""
         return next(reversed(self.losses), None)
 
     @property
     def steps(self) -> int:
-        """How many steps were made, also before it was resumed."""
-        return max((row["step"] for row in self._rows() if "loss" in row), default=0)
+        """Number of steps, including those before a resume."""
+        return max((row["step"] for row in self._read_rows() if "loss" in row), default=0)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """A dict for each evaluation: step, and the metrics of `Job.evaluate`."""
-        return [{"step": row["step"], **row["evaluation"]} for row in self._rows() if "evaluation" in row]
+        """A dict for each evaluation: its step, and the metrics of `Job.evaluate`."""
+        return [{"step": row["step"], **row["evaluation"]} for row in self._read_rows() if "evaluation" in row]
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint; None when nothing was saved."""
+        """The newest checkpoint; None if there is none."""
         from plait.checkpoint.checkpoints import Checkpoints
 
-        return next(iter(Checkpoints(self.path / "checkpoints").found()), None)
+        return next(iter(Checkpoints(self.path / "checkpoints").list_published()), None)
 
     def model(self, job: Job | None = None) -> "nn.Module":
-        """The job's model with the weights of the newest checkpoint, on the CPU and in eval mode.
+        """Build the job's model with the weights of the newest checkpoint, on the CPU and in eval mode.
 
-        K001 when nothing was saved, U023 when it is not known what was trained.
+        Raises K001 without a checkpoint, and U023 if the job is unknown.
         """
-        from plait.checkpoint.opening import fill
-        from plait.model.make import plain_model
+        from plait.checkpoint.foreign_weights import fill_model
+        from plait.model.build_model import make_plain_model
 
         if self.checkpoint is None:
             raise PlaitError(Problem("K001", f"the run {self.path} has no checkpoint"))
-        model = plain_model(job or self.job or self._job_of_file())
-        fill(model, self.checkpoint)
+        model = make_plain_model(job or self.job or self._load_job())
+        fill_model(model, self.checkpoint)
         return model.eval()
 
     def report(self) -> str:
-        """The summary that `plait report` prints. R004 when no step was made."""
-        return text(summary(self.path))
+        """Return the summary printed by `plait report`. Raises R004 before the first step."""
+        return format_run_summary(summarize_run(self.path))
 
     def timeline(self, step: int | None = None) -> "TimelinePicture":
-        """What each rank did in a step, by default in one that took the median time."""
-        return TimelinePicture(timeline(RunFiles.read(self.path, step), step))
+        """Return the timeline of all ranks in a step, by default one with the median time."""
+        return TimelinePicture(make_timeline(RunFiles.read(self.path, step), step))
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return metrics(self.path / "metrics.jsonl")
+    def _read_rows(self) -> list[dict[str, Any]]:
+        return read_metric_rows(self.path / "metrics.jsonl")
 
-    def _job_of_file(self) -> Job:
+    def _load_job(self) -> Job:
         told = json.loads((self.path / "job.json").read_text(encoding="utf-8"))
         if Path(told["job"].partition(":")[0]).suffix != ".py":
-            what = f"{self.path} does not know the job that it trained"
-            why = f"`{told['job']}` was given as a value, in Python"
+            what = f"{self.path} has no job file of its training"
+            why = f"`{told['job']}` is a Python object, not a file"
             raise PlaitError(Problem("U023", what, why=why, fix=(f'plait.Run.open("{self.path}", job)',)))
         return load_job(told["job"], told["arguments"])
 
     def _repr_html_(self) -> str:
         if not self.losses:
             return f"<pre>{escape(repr(self))}</pre>"
-        losses = [(row["step"], row["loss"]) for row in self._rows() if isinstance(row.get("loss"), float)]
-        curves = [_curve("loss", losses)]
+        losses = [(row["step"], row["loss"]) for row in self._read_rows() if isinstance(row.get("loss"), float)]
+        curves = [_draw_curve("loss", losses)]
         found = self.evaluations
         for name in (name for name in dict.fromkeys(key for row in found for key in row) if name != "step"):
             points = [(row["step"], row[name]) for row in found if isinstance(row.get(name), (int, float))]
-            curves += [_curve(f"evaluation: {name}", points)] * (len(points) > 1)
+            curves += [_draw_curve(f"evaluation: {name}", points)] * (len(points) > 1)
         return f"<pre>{escape(self.report())}</pre>{''.join(curves)}"
 
 
 @dataclass(frozen=True)
 class TimelinePicture:
-    """A timeline that a notebook shows as `plait report --timeline` draws it."""
+    """A timeline that a notebook draws like `plait report --timeline`."""
 
     timeline: Timeline
 
@@ -130,27 +130,27 @@ class TimelinePicture:
     @property
     def page(self) -> str:
         """The page of `plait report`, without predictions of the planner."""
-        return page(self._figures())
+        return render_page(self._make_figures())
 
-    def _figures(self) -> dict[str, Any]:
-        return figures([RunFiles.read(self.timeline.run, self.timeline.step)], self.timeline.step)
+    def _make_figures(self) -> dict[str, Any]:
+        return make_figures([RunFiles.read(self.timeline.run, self.timeline.step)], self.timeline.step)
 
     def _repr_html_(self) -> str:
-        return picture(self._figures(), "timeline")
+        return draw_picture(self._make_figures(), "timeline")
 
 
-def _curve(name: str, points: list[tuple[int, float]]) -> str:
-    """One number by step."""
-    few = thinned(points)
-    return lines(name, [Series(name, [step for step, _ in few], [value for _, value in few])])
+def _draw_curve(name: str, points: list[tuple[int, float]]) -> str:
+    """Draw one metric by step."""
+    few = thin_points(points)
+    return draw_lines(name, [Series(name, [step for step, _ in few], [value for _, value in few])])
 
 
-def _flat(row: dict[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    """`spans/forward` and `busy_by_rank/0` for what is nested."""
+def _flatten_row(row: dict[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested values to names such as `spans/forward` and `busy_by_rank/0`."""
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(i): one for i, one in enumerate(value)}
         if isinstance(value, dict):
-            yield from _flat(value, f"{start}{name}/")
+            yield from _flatten_row(value, f"{start}{name}/")
         else:
             yield start + name, value

@@ -1,11 +1,11 @@
-"""A step as rows of boxes, one row per rank, measured above predicted; and as a trace for Perfetto.
+"""A step as rows of boxes, one row per rank, measured above predicted; also as a trace for Perfetto.
 
-Predicted is what `plait.parallel.pipeline.schedule_search` makes of the planned table with the measured median time of each stage's F, B, I and W,
-of handing a message over, and of a message on its way over each boundary between stages. So a difference between the
-two is neither a slow stage nor a slow link but what no table shows: times that vary, and cores or links that are shared.
+The prediction is the schedule table simulated by `plait.parallel.pipeline.schedule_search`. It uses the measured median times of each stage's F, B,
+I and W, of the send of a message, and of its transfer over each boundary between stages. So a difference between both is not a slow stage or
+a slow link. It comes from varying times, and from shared cores or links.
 
-A *bubble* is counted in both in one way: the share of time × ranks, from the first action's start to the last one's end,
-in which no action computes.
+The *bubble* has one definition for both. It is the fraction of time × ranks, from the first action's start to the last one's end, without
+an action.
 """
 
 import json
@@ -17,20 +17,20 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
-from plait.parallel.pipeline.schedule_search import Played, hops, simulate, table
-from plait.parallel.pipeline.schedules import Table
-from plait.report.measured_step import COMPUTE, Measured, Span
+from plait.parallel.pipeline.schedule_search import SimulatedRun, build_table, list_link_times, simulate
+from plait.parallel.pipeline.schedules import ScheduleTable
+from plait.report.measured_step import COMPUTE_KINDS, RecordedStep, Span
 from plait.report.run_files import RunFiles
 
-SPANS = 100_000
-"""About how many the medians are of, at most."""
-Link = tuple[str, int, int]
-"""Which message: the F or B (an I counts as one) it is for, with stage and micro-batch."""
+MOST_SPANS = 100_000
+"""Approximate maximum number of spans in a median."""
+MessageKey = tuple[str, int, int]
+"""The action a message belongs to, as (F or B, stage, micro-batch); an I counts as a B."""
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank did; its boxes do not overlap and are in order."""
+    """The boxes of one rank, in order and without overlap."""
 
     rank: int
     label: str
@@ -38,16 +38,16 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class StepBox:
+class StepRows:
     """Rows of all ranks, with second 0 at the first action's start. `bubble` and `makespan` are of the pipeline, if any."""
 
     rows: tuple[RankRow, ...]
     bubble: float | None
     makespan: float
 
-    def idle(self, row: RankRow) -> float:
-        """The share of the makespan in which this rank computes nothing."""
-        busy = sum(b.end - b.start for b in row.boxes if b.sort in COMPUTE)
+    def compute_idle(self, row: RankRow) -> float:
+        """Return the fraction of the makespan in which this rank computes nothing."""
+        busy = sum(b.end - b.start for b in row.boxes if b.kind in COMPUTE_KINDS)
         return 1.0 - busy / self.makespan if self.makespan else 0.0
 
 
@@ -59,55 +59,55 @@ class Timeline:
     plan: Plan
     step: int
     steps: int
-    """How many steps the medians are of."""
-    measured: StepBox
-    predicted: StepBox | None
+    """Number of steps in the medians."""
+    measured: StepRows
+    predicted: StepRows | None
     times: dict[tuple[int, str], float]
     """Median seconds of each (stage, kind)."""
     note: str = ""
 
     @property
-    def blocks(self) -> dict[str, StepBox]:
-        """What to draw: measured, and predicted if it is."""
+    def blocks(self) -> dict[str, StepRows]:
+        """The blocks to draw: measured and, if available, predicted."""
         return {"measured": self.measured} | ({"predicted": self.predicted} if self.predicted else {})
 
 
-def beside(plan: Plan) -> int:
-    """Ranks of each stage: how many pipelines run beside each other."""
+def count_pipelines(plan: Plan) -> int:
+    """Return the number of ranks per stage, which equals the number of parallel pipelines."""
     return plan.devices // plan.pp
 
 
-def timeline(run: RunFiles, step: int | None = None) -> Timeline:
-    """The timeline of a run's typical step, or of `step`. R004 if it has no such events."""
-    path, plan, shown = run.path, run.plan, _shown(run, step)
+def make_timeline(run: RunFiles, step: int | None = None) -> Timeline:
+    """Return the timeline of a run's typical step, or of `step`. Raises R004 if its events are missing."""
+    path, plan, shown = run.path, run.plan, _choose_step(run, step)
     typical = [m for m in run.typical_steps if m.microbatches == shown.microbatches] or [shown]
     labels = [f"rank {r}" for r in range(len(shown.ranks))]
     if not shown.microbatches:
         start = min(s.start for spans in shown.ranks for s in spans)
-        block = _block(labels, shown.ranks, start)
+        block = _make_rows(labels, shown.ranks, start)
         return Timeline(path, plan, shown.step, len(typical), block, None, {})
-    planned = table(plan.schedule, plan.pp, shown.microbatches, plan.stages_per_rank) if plan.pp > 1 else None
-    if planned is None or not ran(planned, plan, shown):
-        note = "This step was run under another plan than the run's last, so nothing is predicted for it."
-        return Timeline(path, plan, shown.step, 1, _block(labels, shown.ranks), None, {}, note)
-    typical = typical[-max(5, SPANS // max(1, sum(map(len, shown.ranks)))) :]
-    times, link, send = medians(planned, plan, typical)
-    labels = [label(r, planned, beside(plan)) for r in range(plan.world)]
-    waits = arrivals(planned, plan, shown)
-    measured = _block(labels, [_received(spans, waits) for spans in shown.ranks])
-    predicted = predict(planned, times, link, send)
-    note = "" if beside(plan) == 1 else f"The {beside(plan)} pipelines beside each other are predicted as one."
+    planned = build_table(plan.schedule, plan.pp, shown.microbatches, plan.stages_per_rank) if plan.pp > 1 else None
+    if planned is None or not has_table_actions(planned, plan, shown):
+        note = "This step ran under another plan than the last one of the run, so it has no prediction."
+        return Timeline(path, plan, shown.step, 1, _make_rows(labels, shown.ranks), None, {}, note)
+    typical = typical[-max(5, MOST_SPANS // max(1, sum(map(len, shown.ranks)))) :]
+    times, link, send = find_medians(planned, plan, typical)
+    labels = [label_rank(r, planned, count_pipelines(plan)) for r in range(plan.world)]
+    waits = find_arrivals(planned, plan, shown)
+    measured = _make_rows(labels, [_trim_receives(spans, waits) for spans in shown.ranks])
+    predicted = predict_rows(planned, times, link, send)
+    note = "" if count_pipelines(plan) == 1 else f"The {count_pipelines(plan)} parallel pipelines are predicted as one."
     return Timeline(path, plan, shown.step, len(typical), measured, predicted, times, note)
 
 
-def _shown(run: RunFiles, step: int | None) -> Measured:
-    """The step that took the median time, or `step`."""
+def _choose_step(run: RunFiles, step: int | None) -> RecordedStep:
+    """Return the step with the median time, or `step`."""
     have = [m.step for m in run.steps]
     if not have:
-        why = f"no step was recorded by every one of the {run.plan.world} ranks in {run.path / 'events'}"
+        why = f"no step was recorded by all {run.plan.world} ranks in {run.path / 'events'}"
         raise PlaitError(Problem("R004", f"{run.path} has no events", why=why, fix=("train for a step or more",)))
     if step is not None and step not in have:
-        why = f"steps {have[0]} to {have[-1]} are there"
+        why = f"the run has events of steps {have[0]} to {have[-1]}"
         raise PlaitError(Problem("R004", f"{run.path} has no events of step {step}", why=why))
     if step is not None:
         return run.steps[have.index(step)]
@@ -116,40 +116,40 @@ def _shown(run: RunFiles, step: int | None) -> Measured:
     return next(m for m in typical if m.seconds == middle)
 
 
-def label(rank: int, planned: Table, shares: int = 1) -> str:
-    """The name of a rank's row: rank 0 · stage 0; with several stages, rank 0 · stages 0, 3."""
+def label_rank(rank: int, planned: ScheduleTable, shares: int = 1) -> str:
+    """Return the label of a rank's row: rank 0 · stage 0; with several stages, rank 0 · stages 0, 3."""
     mine = [str(s) for s, owner in enumerate(planned.owner) if owner == rank // shares]
     return f"rank {rank} · stage{'s' if len(mine) > 1 else ''} {', '.join(mine)}"
 
 
-def predict(planned: Table, times: dict[tuple[int, str], float], link: list[float], send: float) -> StepBox:
-    """The table played with these times of (stage, kind), of each boundary's messages, and of handing one over."""
+def predict_rows(planned: ScheduleTable, times: dict[tuple[int, str], float], link: list[float], send: float) -> StepRows:
+    """Simulate a table with these times of (stage, kind), transfer times of each boundary, and send time."""
     at = lambda s, kind: times.get((s, kind), 0.0)  # noqa: E731
     stages = range(planned.stages)
     inputs = [at(s, "I" if (s, "I") in times else "B") for s in stages]
     played = simulate(planned, [at(s, "F") for s in stages], inputs, [at(s, "W") for s in stages], link, send)
-    rows = _drawn(played, hops(planned.owner, link), send)
-    return _block([label(r, planned) for r in range(planned.ranks)], rows)
+    rows = _make_spans(played, list_link_times(planned.owner, link), send)
+    return _make_rows([label_rank(r, planned) for r in range(planned.ranks)], rows)
 
 
-def medians(
-    planned: Table, plan: Plan, steps: list[Measured]
+def find_medians(
+    planned: ScheduleTable, plan: Plan, steps: list[RecordedStep]
 ) -> tuple[dict[tuple[int, str], float], list[float], float]:
-    """Median seconds of each (stage, kind), of a message over each boundary, and of handing one over."""
+    """Return median seconds of each (stage, kind), of transfers over each boundary, and of sends."""
     took: dict[tuple[int, str], list[float]] = {}
     links: list[list[float]] = [[] for _ in range(planned.stages - 1)]
     sends: list[float] = []
     for measured in steps:
-        sent = arrivals(planned, plan, measured)
+        sent = find_arrivals(planned, plan, measured)
         for spans in measured.ranks:
             computed = dict[str, float]()
             for s in spans:
-                if s.about is None:
+                if s.action is None:
                     continue
-                kind, stage, _ = s.about
-                if s.sort in COMPUTE:
+                kind, stage, _ = s.action
+                if s.kind in COMPUTE_KINDS:
                     computed[s.name] = computed.get(s.name, 0.0) + s.end - s.start
-                elif s.sort == "send":
+                elif s.kind == "send":
                     sends.append(s.end - s.start)
                 elif s in sent:
                     links[stage - 1 if kind == "F" else stage].append(s.end - sent[s])
@@ -162,41 +162,41 @@ def medians(
     )
 
 
-def ran(planned: Table, plan: Plan, measured: Measured) -> bool:
-    """Whether these are the actions of the table."""
+def has_table_actions(planned: ScheduleTable, plan: Plan, measured: RecordedStep) -> bool:
+    """Whether the measured actions are those of the table."""
     if len(measured.ranks) != plan.world:
         return False
-    rows = [dict.fromkeys(s.name for s in spans if s.sort in COMPUTE) for spans in measured.ranks]  # a wait inside an action divides it
-    return all([*row] == [str(a) for a in planned.rows[r // beside(plan)]] for r, row in enumerate(rows))
+    rows = [dict.fromkeys(s.name for s in spans if s.kind in COMPUTE_KINDS) for spans in measured.ranks]  # a wait inside an action divides it
+    return all([*row] == [str(a) for a in planned.rows[r // count_pipelines(plan)]] for r, row in enumerate(rows))
 
 
-def arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
-    """For each receive span, when its message had been sent and the rank was there to take it."""
-    sent: dict[tuple[int, Link], Span] = {}
+def find_arrivals(planned: ScheduleTable, plan: Plan, measured: RecordedStep) -> dict[Span, float]:
+    """Return for each receive span the time at which its message was sent and the receiver was ready."""
+    sent: dict[tuple[int, MessageKey], Span] = {}
     for rank, spans in enumerate(measured.ranks):
         for s in spans:
-            if s.sort == "send" and s.about:
-                kind, stage, micro = s.about
+            if s.kind == "send" and s.action:
+                kind, stage, micro = s.action
                 to = stage + 1 if kind == "F" else stage - 1
-                sent[rank % beside(plan), ("F" if kind == "F" else "B", to, micro)] = s
+                sent[rank % count_pipelines(plan), ("F" if kind == "F" else "B", to, micro)] = s
     found: dict[Span, float] = {}
     for rank, spans in enumerate(measured.ranks):
         for s in spans:
-            if s.sort == "receive" and s.about:
-                kind, stage, micro = s.about
-                message = sent.get((rank % beside(plan), ("F" if kind == "F" else "B", stage, micro)))
+            if s.kind == "receive" and s.action:
+                kind, stage, micro = s.action
+                message = sent.get((rank % count_pipelines(plan), ("F" if kind == "F" else "B", stage, micro)))
                 if message is not None:
                     found[s] = min(s.end, max(s.start, message.end))
     return found
 
 
-def _received(spans: tuple[Span, ...], arrivals: dict[Span, float]) -> list[Span]:
-    """Receive spans without the wait before the message was sent: that is idle."""
+def _trim_receives(spans: tuple[Span, ...], arrivals: dict[Span, float]) -> list[Span]:
+    """Shorten receive spans by the wait before the message was sent, which is idle time."""
     return [Span(s.name, arrivals.get(s, s.start), s.end) for s in spans]
 
 
-def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
-    """A played table's rows as spans: receive, compute and send of each action."""
+def _make_spans(played: SimulatedRun, links: list[float], send: float) -> list[list[Span]]:
+    """Convert a simulated table's rows to spans: receive, compute and send of each action."""
     planned = played.table
     ends = {("F" if e.action.kind == "F" else "B", e.action.stage, e.action.micro): e.end
             for e in played.events if e.action.kind != "W"}  # fmt: skip
@@ -218,22 +218,22 @@ def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
     return rows
 
 
-def _block(labels: list[str], rows: Sequence[Sequence[Span]], zero: float | None = None) -> StepBox:
-    computing = [s for spans in rows for s in spans if s.sort in COMPUTE]
+def _make_rows(labels: list[str], rows: Sequence[Sequence[Span]], zero: float | None = None) -> StepRows:
+    computing = [s for spans in rows for s in spans if s.kind in COMPUTE_KINDS]
     start = min((s.start for s in computing), default=0.0) if zero is None else zero
     makespan = max(s.end for s in computing) - start if computing else 0.0
     shifted = [tuple(Span(s.name, s.start - start, s.end - start) for s in spans) for spans in rows]
     busy = sum(s.end - s.start for s in computing)
     bubble = 1.0 - busy / (makespan * len(rows)) if makespan else None
     ranks = (RankRow(r, name, spans) for r, (name, spans) in enumerate(zip(labels, shifted)))
-    return StepBox(tuple(ranks), bubble, makespan)
+    return StepRows(tuple(ranks), bubble, makespan)
 
 
-CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
+TRACE_CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
 
 
-def trace(shown: Timeline) -> str:
-    """A timeline as a Chrome trace in JSON, which Perfetto opens: a process per rank. Microseconds from the earliest box."""
+def make_chrome_trace(shown: Timeline) -> str:
+    """Return a timeline as a Chrome trace in JSON for Perfetto: a process per rank, in microseconds from the earliest box."""
     blocks = shown.blocks
     zero = min((b.start for block in blocks.values() for row in block.rows for b in row.boxes), default=0.0)
     events: list[dict[str, Any]] = []
@@ -244,28 +244,28 @@ def trace(shown: Timeline) -> str:
         for row in block.rows:
             args = {"name": name}
             events.append({"ph": "M", "name": "thread_name", "pid": row.rank, "tid": thread, "args": args})
-    boxes = [event for thread, block in enumerate(blocks.values()) for event in _boxes(block, thread, zero)]
+    boxes = [event for thread, block in enumerate(blocks.values()) for event in _make_events(block, thread, zero)]
     events += sorted(boxes, key=lambda event: event["ts"])
     about = {"run": str(shown.run), "plan": str(shown.plan), "step": shown.step}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
-def _boxes(block: StepBox, thread: int, zero: float) -> list[dict[str, Any]]:
+def _make_events(block: StepRows, thread: int, zero: float) -> list[dict[str, Any]]:
     events = []
     for row in block.rows:
         for box in row.boxes:
             event: dict[str, Any] = {
-                "ph": "X", "name": box.name, "cat": CATEGORIES.get(box.sort, box.sort), "pid": row.rank, "tid": thread,
+                "ph": "X", "name": box.name, "cat": TRACE_CATEGORIES.get(box.kind, box.kind), "pid": row.rank, "tid": thread,
                 "ts": round((box.start - zero) * 1e6, 3), "dur": round((box.end - box.start) * 1e6, 3),
             }  # fmt: skip
-            if box.about and box.sort in COMPUTE:
-                event["args"] = {"stage": box.about[1], "micro-batch": box.about[2]}
+            if box.action and box.kind in COMPUTE_KINDS:
+                event["args"] = {"stage": box.action[1], "micro-batch": box.action[2]}
             events.append(event)
     return events
 
 
-def ms(seconds: float) -> str:
-    """A time as text, in milliseconds or, from 10 on, seconds."""
+def format_ms(seconds: float) -> str:
+    """Format a time in milliseconds or, from 10 s on, in seconds."""
     if abs(seconds) >= 10:
         return f"{seconds:.3g} s"
     value = seconds * 1e3

@@ -1,10 +1,10 @@
-"""`plait prove`: whether somebody's own distributed script trains the same model as on one device. Nothing of it uses plait.
+"""`plait prove`: check whether a distributed script trains the same model as on one device. The script does not use plait.
 
-prove          both commands are run and compared: the verdict
+prove          runs both commands and compares them: the verdict
 sitecustomize  loads the recorder into each Python process of a command
-recorder       what such a process writes down, and how it follows a recording
-values         its tensors, rows, labels
-commands       a command that runs: its time, its output, its end
-recordings     what recorders left: the rows of each step, those that the reference is to read, and what is wrong with them
-differences    how far gradients and weights are from the reference's, how far they may be, and why they are farther
+recorder       records the training of such a process, or replays a recording
+values         tensors, rows and labels of a recording
+commands       a running command: its time, its output, its end
+recordings     recorded data: the rows of each step, the rows to replay in the reference, and the errors in them
+differences    differences of gradients and weights from the reference's, their limits, and their causes
 """

@@ -1,4 +1,4 @@
-"""A command of the user, run with a recorder in each of its Python processes, watched, and ended with all that it started."""
+"""Run a user's command with a recorder in each of its Python processes; supervise it, and end it with all processes that it started."""
 
 import contextlib
 import json
@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import psutil
 
-from plait.config.errors import PlaitError, problem_of_page
-from plait.launch.child import environment_with
+from plait.config.errors import PlaitError, problem_from_page
+from plait.launch.child import prepend_python_path
 from plait.scripts import sitecustomize
-from plait.scripts.recordings import Recording, recordings
+from plait.scripts.recordings import Recording, read_recordings
 
 LOG_BYTES = 16 << 20
-"""A log that grows beyond this is emptied: what a command prints last is what matters."""
+"""Size at which a log is emptied: only the last output of a command matters."""
 Show = Callable[[str, int, int], None]
-"""Shows how far a command is: its side, the steps that are done, and all."""
+"""Shows the progress of a command: its side, the completed steps, and the total."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class ScriptCommand:
     limit: float
     """Seconds without a new step or batch after which the command is ended."""
     room: int
-    """Bytes of tensors that a process may store."""
+    """Maximum bytes of tensors that a process may store."""
     float64: bool = False
     watch: bool = False
     replay: Mapping[str, Any] = field(default_factory=dict)
-    """The first weights, and the `rows` as indices or their `contents`, of a reference; nothing of a candidate."""
+    """For a reference: the first weights, and the `rows` as indices or their `contents`; empty for a candidate."""
 
 
 class RunningCommand:
-    """A command that runs. Its events and its output are in `folder`."""
+    """A running command. Its events and its output are in `folder`."""
 
     def __init__(self, command: ScriptCommand, folder: Path):
         self.command, self.folder, self.log = command, folder, folder / "log"
@@ -58,13 +58,13 @@ class RunningCommand:
             try:
                 self.process = subprocess.Popen(
                     shlex.split(command.words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                    env=environment_with(self.hook),
+                    env=prepend_python_path(self.hook),
                 )  # fmt: skip
             except (OSError, ValueError) as error:
-                raise PlaitError(problem_of_page("E001", f"the {command.side} cannot be started: {command.words}", str(error))) from error
+                raise PlaitError(problem_from_page("E001", f"the {command.side} cannot be started: {command.words}", str(error))) from error
 
-    def look(self) -> bool:
-        """Take in what is new; whether the command still runs. E003, E004: it has done nothing for too long."""
+    def poll(self) -> bool:
+        """Read new events. Returns whether the command still runs. E003, E004 if it made no progress for too long."""
         sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
         if sizes != self.sizes:
             self.sizes, self.changed = sizes, time.monotonic()
@@ -74,35 +74,34 @@ class RunningCommand:
         if self.process.poll() is not None:
             return False
         if time.monotonic() - self.changed > self.command.limit:
-            what, made = f"the {self.command.side} did nothing for {self.command.limit:.0f} s", ", ".join(map(str, self.counts))
+            what, made = f"the {self.command.side} made no progress for {self.command.limit:.0f} s", ", ".join(map(str, self.counts))
             why = f"its processes made {made} optimizer steps, and nothing since" if any(self.counts) else "it made no optimizer step"
-            raise PlaitError(problem_of_page("E004" if any(self.counts) else "E003", what, why, self.last_lines()))
+            raise PlaitError(problem_from_page("E004" if any(self.counts) else "E003", what, why, self.last_lines()))
         return True
 
     def last_lines(self, count: int = 8) -> str:
-        """The last lines of the output, of a launcher's those before its own."""
         lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         of_launcher = (i for i, line in enumerate(lines) if i and re.search(r"elastic.multiprocessing.api|torch/distributed/run.py", line))
         return "\n".join(lines[: next(of_launcher, len(lines))][-count:])
 
     def end(self) -> None:
-        """End the command and all that it started: its session, and what has its environment in sessions of its own."""
+        """End the command and all its processes: its session, and processes with its environment in other sessions."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for each in (*psutil.process_iter(), *psutil.process_iter()):  # again for what was started meanwhile
+        for each in (*psutil.process_iter(), *psutil.process_iter()):  # twice, for processes started meanwhile
             with contextlib.suppress(psutil.Error):
                 if str(self.hook) in each.environ().get("PYTHONPATH", ""):
                     each.kill()
 
-    def recorded(self) -> tuple[Recording, ...]:
-        """What its processes recorded. E001 to E005, E011."""
+    def get_recordings(self) -> tuple[Recording, ...]:
+        """Return the recordings of its processes. E001 to E005, E011."""
         code, side, words = self.process.returncode, self.command.side, self.command.words
         events = [path.read_bytes() for path in self.folder.glob("*.jsonl")]
-        found, unsupported = recordings(self.folder), self.folder / "unsupported"
+        found, unsupported = read_recordings(self.folder), self.folder / "unsupported"
         counts = [len(each.rounds) for each in found]
         if unsupported.exists():
-            problem = "E005", "the recorder cannot follow this torch", unsupported.read_text(encoding="utf-8")
+            problem = "E005", "the recorder does not support this torch version", unsupported.read_text(encoding="utf-8")
         elif found and not code and len({*counts}) == 1:
             return found
         elif found:
@@ -113,24 +112,24 @@ class RunningCommand:
         elif code:
             problem = "E001", f"the {side} ended with {code} before its first step", self.last_lines(), words
         elif not events:
-            problem = "E002", f"nothing of the {side} was recorded", "no Python process of it imported torch with the recorder", words
+            problem = "E002", f"nothing of the {side} was recorded", "none of its Python processes imported torch with the recorder", words
         else:
-            why = "it ended, and no torch.optim.Optimizer stepped after a forward pass in training mode"
+            why = "it ended without a step of a torch.optim.Optimizer after a forward pass in training mode"
             problem = "E003", f"the {side} made no optimizer step", why, words
-        raise PlaitError(problem_of_page(*problem))
+        raise PlaitError(problem_from_page(*problem))
 
 
-def run(commands: Mapping[Path, ScriptCommand], show: Show) -> list[tuple[Recording, ...]]:
-    """Run commands at once, each in its folder, and return what each recorded. E001 to E005, E011."""
+def run_commands(commands: Mapping[Path, ScriptCommand], show: Show) -> list[tuple[Recording, ...]]:
+    """Run commands concurrently, each in its folder, and return the recordings of each. E001 to E005, E011."""
     running = list[RunningCommand]()
     try:
         for folder, command in commands.items():
             running.append(RunningCommand(command, folder))
-        while sum(each.look() for each in running):  # all of them
+        while sum(each.poll() for each in running):  # all of them
             done = sum(min(each.command.steps, *each.counts) for each in running if each.counts)  # by the slowest process
             show(running[0].command.side, done, sum(each.command.steps for each in running))
             time.sleep(0.1)
-        return [each.recorded() for each in running]
+        return [each.get_recordings() for each in running]
     finally:
         for each in running:
             each.end()

@@ -1,8 +1,7 @@
-"""Runs on fake tensors, which have a shape and no numbers: small ones real, a module's parameters replaced, true sizes.
+"""Runs on fake tensors, which have a shape and no data: small ones real, parameters replaced, memory as on a real device.
 
-Torch's rules for fake tensors give some results less memory than the library that computes them. A recurrent layer on
-CPU keeps a workspace for backward; how large it is, only the library knows: it is asked, by running it. Some losses
-return their sum in the memory of all that they summed.
+torch's rules for fake tensors give some results less memory than the library that computes them. A recurrent layer on CPU keeps a workspace
+for backward; its size is found by running the operator. Some losses return their sum in the memory of the unreduced loss.
 """
 
 import threading
@@ -11,41 +10,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.tensors.modules import exchange_tensors, put_parameters
-from plait.tensors.parameters import LiveStorages, deep_copy, like
+from plait.tensors.module_state import replace_parameters, replace_tensors
+from plait.tensors.parameters import LiveStorages, deep_copy, make_parameter_like
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    fakes_around,
+    active_fake_mode,
     is_seeded,
     schema,
     tree_map_only,
 )
-from plait.tensors.trees import flat
+from plait.tensors.trees import flatten_tensors
 
 FAKE_FAILURES = RuntimeError, TypeError
-"""What a model raises on fake tensors when it looks at values (``.item()``, ``if x.sum() > 0``)."""
-SMALL = 1 << 20
-"""Bytes of a tensor that is made for real, because code may look at it."""
+"""Exceptions of a model that reads values of fake tensors (``.item()``, ``if x.sum() > 0``)."""
+MAX_REAL_BYTES = 1 << 20
+"""Maximum bytes of a tensor that is real, since code may read it."""
 
 
-CONSTANT = 1 << 26
-"""Bytes up to which a constant is real: the positions of five samples of a million tokens, a mask of 8,192 tokens."""
+MAX_CONSTANT_BYTES = 1 << 26
+"""Maximum bytes of a real constant: the positions of five samples of a million tokens, a mask of 8,192 tokens."""
 
 
-class Unknowns(FakeTensorMode):
-    """The mode of fake tensors that stand for values of other ranks."""
+class RemoteFakeMode(FakeTensorMode):
+    """Mode of fake tensors for values of other ranks."""
 
 
-def is_unknown(t: object) -> bool:
-    """Whether it stands for another rank's value. (In a dry run a rank's own tensors are fake too, of another mode.)"""
-    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
+def is_remote_fake(t: object) -> bool:
+    """Return whether it is a fake tensor for another rank's value. (A dry run's own tensors are fake too, in another mode.)"""
+    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, RemoteFakeMode)
 
 
-class PartlyFake(TorchDispatchMode):
-    """A mode in which small tensors are real, so that code may look at them, and large ones and their results are fake."""
+class PartlyFakeMode(TorchDispatchMode):
+    """Mode in which small new tensors are real, so that code may read them, and large ones and their results are fake."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
@@ -53,146 +52,149 @@ class PartlyFake(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensors = list(flat((args, kwargs)))
+        tensors = list(flatten_tensors((args, kwargs)))
         fakes = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
-        fakes = fakes or (None if tensors else fakes_around() or self.fakes)
+        fakes = fakes or (None if tensors else active_fake_mode() or self.fakes)
         if fakes is not None:
             with fakes:
                 result = func(*args, **kwargs)
-            if tensors or fakes is not self.fakes or any(map(self.hides, flat(result))):
+            if tensors or fakes is not self.fakes or any(map(self.should_fake, flatten_tensors(result))):
                 return result
         return func(*args, **kwargs)
 
-    def hides(self, made: Tensor) -> bool:
-        """Whether a new tensor, made from no other, is to be fake."""
-        return made.numel() * made.element_size() > SMALL
+    def should_fake(self, made: Tensor) -> bool:
+        """Return whether a new tensor, created without inputs, must be fake."""
+        return made.numel() * made.element_size() > MAX_REAL_BYTES
 
 
-LIFTED = torch.ops.aten.lift_fresh.default
-"""The operator that is given what `torch.tensor` has made of values of Python."""
+LIFT_OP = torch.ops.aten.lift_fresh.default
+"""Operator that receives the tensor which `torch.tensor` created from Python values."""
 
 
-class RealConstants(TorchDispatchMode):
-    """Fakes what comes from samples, weights and random numbers. The rest is the same in every step, such as positions and causal masks: it
-    is real, so that code that looks at it runs as in training."""
+class RealConstantsMode(TorchDispatchMode):
+    """Mode in which constants are real and values from samples, weights and random numbers are fake.
+
+    Constants, such as positions and causal masks, are the same in every step, so code that reads them runs as in training.
+
+    """
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self.fakes = fakes
-        self.constants, self.written = LiveStorages(), LiveStorages()
-        """Tensors that hold constants, and those that held constants until something else was written into them."""
+        self.constants, self.overwritten = LiveStorages(), LiveStorages()
+        """Tensors that hold constants, and those whose constants were overwritten."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = list(flat((args, kwargs)))
+        given = list(flatten_tensors((args, kwargs)))
         if self._is_constant(func, given) and self._is_small(func, args, kwargs):
             result = func(*args, **kwargs)
-            for made in flat(result):
+            for made in flatten_tensors(result):
                 if not isinstance(made, FakeTensor):
                     self.constants.add(made)
             return result
-        for t in (t for t in _written(func, args, kwargs) if t in self.constants):
+        for t in (t for t in _list_written(func, args, kwargs) if t in self.constants):
             self.constants.discard(t)
-            self.written.add(t)
+            self.overwritten.add(t)
         with self.fakes:
             return func(*args, **kwargs)
 
-    def faked(self, t: Tensor) -> Tensor:
-        """The tensor for code that reads numbers without an operator: a fake one where they are not those of training."""
-        return self.fakes.from_tensor(t) if t in self.written else t
+    def to_fake(self, t: Tensor) -> Tensor:
+        """Return the tensor for code that reads data without an operator: fake if its data differs from training."""
+        return self.fakes.from_tensor(t) if t in self.overwritten else t
 
     def _is_constant(self, func: OpOverload, given: list[Tensor]) -> bool:
-        """Whether an operator computes a constant of constants. What is lifted is one."""
-        return not is_seeded(func) and (func is LIFTED or all(t in self.constants for t in given))
+        """Return whether an operator computes a constant from constants. A lifted Python value is one."""
+        return not is_seeded(func) and (func is LIFT_OP or all(t in self.constants for t in given))
 
     def _is_small(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether there is memory for the result."""
+        """Return whether the result fits in memory."""
         if schema(func).is_mutable:
             return True
         try:
             with self.fakes:
-                shapes = list(flat(func(*args, **kwargs)))
-        except FAKE_FAILURES:  # its values say how much there is: no more than it is given
+                shapes = list(flatten_tensors(func(*args, **kwargs)))
+        except FAKE_FAILURES:  # its size depends on values and is at most that of the input
             return True
-        return all(map(_is_reachable, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= CONSTANT
+        return all(map(_is_reachable, shapes)) and sum(t.numel() * t.element_size() for t in shapes) <= MAX_CONSTANT_BYTES
 
 
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes."""
+def _list_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes."""
     arguments = schema(func).arguments
     given = dict(zip((a.name for a in arguments), args)) | kwargs
-    return flat([given.get(a.name) for a in arguments if a.is_write])
+    return flatten_tensors([given.get(a.name) for a in arguments if a.is_write])
 
 
 def _is_reachable(t: Tensor) -> bool:
-    """Whether a tensor may be made on its device: a process that has not used a GPU must not begin to, because it may fork."""
+    """Return whether a tensor may be created on its device. A process without a CUDA context must not create one, since it may fork."""
     kind = (t.fake_device if isinstance(t, FakeTensor) else t.device).type
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_initialized())
 
 
-def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
-    """A deep copy of a module with fake parameters and floating buffers of this mode; no numbers are copied."""
+def make_fake_copy(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of a module with fake parameters and floating buffers of this mode; no data is copied."""
     made: dict[int, Any] = {}
     with fakes:
         for p in model.parameters():
-            made[id(p)] = like(p, _hollow(p))
+            made[id(p)] = make_parameter_like(p, _make_empty(p))
         for b in model.buffers():
-            if b.is_floating_point():  # code may look at whole numbers
-                made[id(b)] = _hollow(b)
+            if b.is_floating_point():  # code may read integers
+                made[id(b)] = _make_empty(b)
     return deep_copy(model, made)
 
 
-def _hollow(t: Tensor) -> Tensor:
+def _make_empty(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
-    """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
+def replace_with_fakes(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
+    """Replace parameters that other ranks hold by fake ones without memory. `fakes`: their mode."""
     gone = [p for n, p in model.named_parameters() if n in names]
-    with fakes or Unknowns(allow_non_fake_inputs=True):
+    with fakes or RemoteFakeMode(allow_non_fake_inputs=True):
         empty = [torch.empty(p.shape, dtype=p.dtype, device=device) for p in gone]
-    put_parameters(model, {id(p): like(p, e) for p, e in zip(gone, empty)})
+    replace_parameters(model, {id(p): make_parameter_like(p, e) for p, e in zip(gone, empty)})
 
 
-def emptied_on(model: nn.Module, fakes: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A copy of a module as it would be on a device, with fake parameters and floating buffers of this mode."""
-    made = emptied(model, fakes)
-    exchange_tensors(made, lambda t: t.detach().to(device))
+def make_fake_copy_on(model: nn.Module, fakes: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Return a copy of a module on a device, with fake parameters and floating buffers of this mode."""
+    made = make_fake_copy(model, fakes)
+    replace_tensors(made, lambda t: t.detach().to(device))
     return made
 
 
-ASKED = ("mkldnn_rnn_layer",)
-SUMMED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
-AS_GIVEN = ("native_group_norm_backward",)
-"""Its first result has the number format of what it is given; torch's rule makes it wider."""
-UNFOLDED = ("col2im",)
-"""Its result lies in the memory of a tensor like its input."""
+RUN_FOR_SIZES = ("mkldnn_rnn_layer",)
+REDUCED_LOSSES = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+KEEPS_INPUT_DTYPE = ("native_group_norm_backward",)
+"""Its first result has the dtype of its input; torch's rule widens it."""
+KEEPS_INPUT_MEMORY = ("col2im",)
+"""Its result uses the memory of a tensor like its input."""
 
 
-def sized(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> object:
-    """The result of an operator on fake tensors, in as much memory as the library would give it."""
+def match_real_memory(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> object:
+    """Return the fake result of an operator, with as much memory as the real one."""
     name = func.overloadpacket.__name__
     if isinstance(result, tuple):
-        if name in ASKED:
-            return _asked(func, args, kwargs, result)
-        if name in AS_GIVEN and isinstance(result[0], FakeTensor):
+        if name in RUN_FOR_SIZES:
+            return _match_real_sizes(func, args, kwargs, result)
+        if name in KEEPS_INPUT_DTYPE and isinstance(result[0], FakeTensor):
             return result[0].to(args[0].dtype), *result[1:]
-    elif isinstance(result, FakeTensor) and (name in UNFOLDED or (name in SUMMED and result.dim() == 0)):
+    elif isinstance(result, FakeTensor) and (name in KEEPS_INPUT_MEMORY or (name in REDUCED_LOSSES and result.dim() == 0)):
         memory = result.new_empty(torch.broadcast_shapes(*(t.shape for t in args[:2] if isinstance(t, Tensor))))
         return memory.as_strided(result.shape, result.stride())
     return result
 
 
-def _asked(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The result, in the sizes that the library gives it: run for real, on a thread of its own, where no mode is on."""
+def _match_real_sizes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the result with real sizes, found by running the operator in a separate thread without modes."""
     real: list[Any] = []
 
-    def ask() -> None:
+    def run_real() -> None:
         zeros = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_()  # noqa: E731
         real_args, real_kwargs = tree_map_only(Tensor, zeros, (args, kwargs))
-        real.extend(func(*real_args, **real_kwargs))  # with gradients on: without, it keeps nothing
+        real.extend(func(*real_args, **real_kwargs))  # gradients are enabled, since otherwise no workspace is kept
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=run_real)
     thread.start()
     thread.join()
     pairs = zip(result, real, strict=True)

@@ -1,6 +1,6 @@
-"""The moving average of tensors: `torch.optim.swa_utils.AveragedModel` for a rank's parts, which may lie on the host.
+"""Moving average of tensors: `torch.optim.swa_utils.AveragedModel` for a rank's parts, which may be on the host.
 
-Numbers of 16 bits are averaged in 32: a decay of 0.999 moves an average by less than bfloat16 can hold.
+16-bit weights are averaged in 32 bits: a decay of 0.999 changes an average by less than the resolution of bfloat16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,27 +15,27 @@ from plait.config.job import EMA
 from plait.tensors.rows import Part
 from plait.tensors.torch_private import copy_
 
-FINE = torch.float32
-"""What weights of fewer bits are averaged in."""
-PREFIX = "ema/"
-"""How its tensors are named in a checkpoint."""
+AVERAGE_DTYPE = torch.float32
+"""Dtype of the average for narrower weights."""
+EMA_PREFIX = "ema/"
+"""Prefix of its tensors in a checkpoint."""
 
 
 class MovingAverage:
-    """A rank's parts of the average, by the model's names, and how often it has moved."""
+    """A rank's parts of the average, by the model's names, and the number of updates."""
 
     def __init__(self, ema: EMA, own: Mapping[str, Tensor], weights: Mapping[str, Tensor]):
-        """`own`: what the model computes with; `weights`: the same, or copies elsewhere that the optimizer updates."""
+        """`own`: tensors that the model computes with; `weights`: the same, or master copies that the optimizer updates."""
         self.ema, self.own, self.weights = ema, dict(own), dict(weights)
-        self.tensors = {name: _fine(weight).clone() for name, weight in self.weights.items()}
+        self.tensors = {name: _to_average_dtype(weight).clone() for name, weight in self.weights.items()}
         self.steps = 0
         """Optimizer steps that changed the weights."""
         self.moved = 0
-        """How often it took something of the weights; the first time it became a copy of them."""
-        self._held: dict[str, Tensor] = {}
+        """Number of updates; the first one copied the weights."""
+        self._kept_weights: dict[str, Tensor] = {}
 
-    def stepped(self) -> None:
-        """The weights have changed: take something of them, if it is time."""
+    def update(self) -> None:
+        """Count an optimizer step and update the average if it is due."""
         self.steps += 1
         if self.steps % self.ema.every:
             return
@@ -45,7 +45,7 @@ class MovingAverage:
         for name, average in self.tensors.items():
             averages, weights = alike.setdefault((average.device, average.dtype), ([], []))
             averages.append(average)
-            weights.append(_fine(self.weights[name]))
+            weights.append(_to_average_dtype(self.weights[name]))
         with torch.no_grad():
             for averages, weights in alike.values():
                 if self.moved == 1:
@@ -53,32 +53,33 @@ class MovingAverage:
                 else:
                     get_ema_multi_avg_fn(decay)(averages, weights, None)
 
-    def parts(self, model: Mapping[str, Part], reading: bool = False) -> dict[str, Part]:
-        """This rank's parts for a checkpoint, by their names there. `model`: those of the weights.
+    def checkpoint_parts(self, model: Mapping[str, Part], reading: bool = False) -> dict[str, Part]:
+        """Return this rank's parts by their names in a checkpoint. `model`: the parts of the weights.
 
-        Before the first time the average is the weights. `reading`: where one is read to.
+        Before the first update the average equals the weights. `reading`: return the parts to read into.
+
         """
         source = self.tensors if reading or self.moved else self.weights
-        return {f"{PREFIX}{name}": replace(model[name], tensor=source[name].detach()) for name in self.tensors}
+        return {f"{EMA_PREFIX}{name}": replace(model[name], tensor=source[name].detach()) for name in self.tensors}
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint holds beside the tensors."""
+        """Return the checkpoint values other than tensors."""
         return {"steps": self.steps, "moved": self.moved}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there; the tensors were read in place."""
+        """Load the values; the tensors were read in place."""
         self.steps, self.moved = state["steps"], state["moved"]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model computes with the average. Nothing else is the model's state meanwhile."""
-        self._put()
+    def use_average(self) -> Iterator[None]:
+        """Context in which the model computes with the average. Other state of the model is unchanged."""
+        self._swap_in()
         try:
             yield
         finally:
-            self._put_back()
+            self._swap_out()
 
-    def _put(self) -> None:
+    def _swap_in(self) -> None:
         with torch.no_grad():
             for name, average in self.tensors.items():
                 weight = self.own[name]
@@ -86,14 +87,14 @@ class MovingAverage:
                 weight.copy_(average)
                 if average.dtype == weight.dtype:
                     average.copy_(held)
-                else:  # it would lose what the weights cannot hold
-                    self._held[name] = held
+                else:  # the weights' dtype would round it
+                    self._kept_weights[name] = held
 
-    def _put_back(self) -> None:
+    def _swap_out(self) -> None:
         with torch.no_grad():
             for name, average in self.tensors.items():
                 weight = self.own[name]
-                held = self._held.pop(name, None)
+                held = self._kept_weights.pop(name, None)
                 if held is not None:
                     weight.copy_(held)
                     continue
@@ -102,11 +103,10 @@ class MovingAverage:
                 average.copy_(held)
 
 
-def _fine(weight: Tensor) -> Tensor:
-    """The numbers of a weight in the format that they are averaged in."""
-    return weight.detach().to(averaged_in(weight.dtype))
+def _to_average_dtype(weight: Tensor) -> Tensor:
+    return weight.detach().to(choose_average_dtype(weight.dtype))
 
 
-def averaged_in(dtype: torch.dtype) -> torch.dtype:
-    """The format in which weights of this one are averaged."""
-    return torch.promote_types(dtype, FINE)
+def choose_average_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which weights of `dtype` are averaged."""
+    return torch.promote_types(dtype, AVERAGE_DTYPE)

@@ -1,22 +1,19 @@
-"""Code that a run on trial tensors does not show: operators that take functions, and code that goes by the numbers of tensors.
+"""Code that trials on test tensors cannot inspect: higher-order operators, scripted modules, and branches on tensor values.
 
-Higher-order operators such as `torch.cond`, `while_loop`, `scan` and `flex_attention`, which take functions.
+[Note: Higher-order operators]
+torch runs `torch.cond`, `while_loop`, `scan` and `flex_attention` by compiling the functions that they take, and modes must not interfere.
+So such a call is one opaque operator here: modes see its inputs and outputs, and it runs without them, as in plain PyTorch. It cannot
+run on fake tensors.
 
-torch runs each by compiling the functions, which no mode that looks at operators may disturb. So such a call is one
-opaque operator here: modes see what goes in and what comes out, and it runs without them, as in plain PyTorch. On tensors
-without numbers it cannot run.
+Modules compiled by `torch.jit.script` or `torch.jit.trace` accept no hooks, so they are never sharded.
 
-Modules compiled by `torch.jit.script` or `torch.jit.trace`: nothing can be hooked into them, so they stay whole.
+[Note: Reads of tensor values]
+`if x.max() > 3:` takes one branch with the values of a trial, and may take another with those of a training step. So a trial is repeated for
+each line of code that reads values, with altered values there: the opposite of a bool, another number for a number
+(`try_altered_reads`).
 
-[Note: Numbers that are read]
-Code that reads numbers from tensors and computes by them: other numbers in their place, to see what it computes then.
-
-`if x.max() > 3:` is one way through the code with the numbers of a trial, and may be another with those of some step of training. What a
-trial shows of the first way says nothing of the second. So a trial is repeated for each line of code at which numbers are read, with
-others read there: the opposite of a truth value, and another number than a number (`other_outcomes`).
-
-Nor does a trial show of which rows a number was read. `x.max() > 3` of some rows of `x` is the same as of all of them, until a row is larger
-than the others. So a trial of code that reads numbers is also repeated with one row of another size (`UNEVEN`).
+A trial also hides the rows that a read depends on. `x.max() > 3` of some rows of `x` equals that of all rows until one row is larger. So a
+trial of code that reads values is also repeated with one row scaled (`UNEVEN_FACTORS`).
 """
 
 import inspect
@@ -35,47 +32,51 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from plait.config.errors import Problem
 from plait.config.keys import SAME_LOSS
 from plait.config.plan import Plan
-from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_leaves
+from plait.tensors.torch_private import FakeTensor, intercept_compiled, no_modes, tree_leaves
 
-_KEEPS: ContextVar[bool] = ContextVar("_KEEPS", default=False)
+_KEEP_SAVED: ContextVar[bool] = ContextVar("_KEEPS", default=False)
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
-    """Inside, what such an operator saves for its backward pass is kept, whatever hooks want of saved tensors: torch goes through its
-    functions backwards while it runs, and a checkpoint around it would compute its unit again in the midst of that."""
-    token = _KEEPS.set(True)
+def keep_saved_tensors() -> Iterator[None]:
+    """Context in which a higher-order operator keeps its saved tensors, ignoring saved-tensor hooks.
+
+    torch runs backward through its functions during the call. An activation checkpoint around it would recompute its unit within the call.
+
+    """
+    token = _KEEP_SAVED.set(True)
     try:
         yield
     finally:
-        _KEEPS.reset(token)
+        _KEEP_SAVED.reset(token)
 
 
-def opaque() -> AbstractContextManager[None]:
-    """A context in which calls of higher-order operators are opaque to every mode."""
+def hide_higher_order() -> AbstractContextManager[None]:
+    """Context in which calls of higher-order operators are opaque to every mode."""
 
-    def called(name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return whole(name, run, (*args, kwargs), tuple(captured([a for a in args if callable(a)])))
+    def call(name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call_higher_order(name, run, (*args, kwargs), tuple(iter_captured([a for a in args if callable(a)])))
 
-    return compiled_by(called)
+    return intercept_compiled(call)
 
 
-def whole(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tuple[Tensor, ...]) -> Any:
-    """One call of a higher-order operator, as a torch function: modes and tensor subclasses are asked first.
+def call_higher_order(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tuple[Tensor, ...]) -> Any:
+    """Call a higher-order operator as one torch function, dispatching to modes and tensor subclasses first.
 
-    `given`: its arguments, the last by name; `inside`: tensors that the functions among them have captured.
+    `given`: its arguments, the last by name; `inside`: tensors captured by the functions among them.
+
     """
     tensors = [t for t in (*tree_leaves(given), *inside) if isinstance(t, Tensor)]
     if has_torch_function(tensors):
-        return handle_torch_function(whole, tensors, name, run, given, inside)
+        return handle_torch_function(call_higher_order, tensors, name, run, given, inside)
     if any(isinstance(t, FakeTensor) for t in tensors):
-        raise NotImplementedError(f"{name} cannot run on tensors without numbers")
-    with no_modes(), saved_tensors_hooks(lambda t: t, lambda t: t) if _KEEPS.get() else nullcontext():
+        raise NotImplementedError(f"{name} cannot run on fake tensors")
+    with no_modes(), saved_tensors_hooks(lambda t: t, lambda t: t) if _KEEP_SAVED.get() else nullcontext():
         return run(*given[:-1], **given[-1])
 
 
-def captured(values: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors that functions among these values have captured: variables around them, and parameters of modules."""
+def iter_captured(values: object, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield tensors captured by functions among these values: closure variables and parameters of modules."""
     seen = set() if seen is None else seen
     for value in tree_leaves(values):
         if isinstance(value, nn.Module):
@@ -86,58 +87,57 @@ def captured(values: object, seen: set[int] | None = None) -> Iterator[Tensor]:
             seen.add(id(value))
             cells = getattr(value, "__closure__", None) or ()
             for cell in cells:
-                with suppress(ValueError):  # a variable that has no value yet
-                    yield from captured(cell.cell_contents, seen)
+                with suppress(ValueError):  # a variable without a value yet
+                    yield from iter_captured(cell.cell_contents, seen)
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether its code is TorchScript's."""
+    """Return whether the module is TorchScript."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with their names, each once, without those that torch.jit has compiled."""
+def iter_unscripted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with their names, each once, without those compiled by torch.jit."""
     compiled = {id(inner) for module in model.modules() if is_scripted(module) for inner in module.modules()}
     return ((name, module) for name, module in model.named_modules() if id(module) not in compiled)
 
 
-def refused(plan: Plan, names: Iterable[str], written: Iterable[str]) -> Problem | None:
-    """P071 when one of the compiled modules writes a buffer, or a plan would have to take one apart. `written`: buffers that forward
-    writes."""
+def find_scripted_problem(plan: Plan, names: Iterable[str], written: Iterable[str]) -> Problem | None:
+    """P071 if a compiled module writes a buffer, or if the plan must shard a compiled module. `written`: buffers written by forward."""
     names = list(names)
     first, kept = next(iter(names), None), next((n for n in written if n.rpartition(".")[0] in names), None)
     if kept is not None:
         what, why = (
             f"{kept} is written by a module that torch.jit has compiled",
-            "plait cannot synchronize it or put it back",
+            "plait can neither synchronize nor restore it",
         )
-        return Problem("P071", what, why=why, fix=("the module as it was before torch.jit.script or torch.jit.trace",))
+        return Problem("P071", what, why=why, fix=("use the module without torch.jit.script or torch.jit.trace",))
     axes = "fsdp", *reversed(SAME_LOSS), "ep"
     needs = [f"{axis}={getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
     needs += ["offload=all"] if plan.offload == "all" else []
     if first is None or not needs:
         return None
-    why = "torch.jit has compiled it: its parameters and its calls cannot be replaced by parts of them"
-    fix = (f'--plan "dp={plan.devices}"', "the module as it was before torch.jit.script or torch.jit.trace")
-    return Problem("P071", f"{first or 'the model'} cannot be taken apart, which {needs[0]} needs", why=why, fix=fix)
+    why = "torch.jit has compiled it, so its parameters and calls cannot be replaced by shards"
+    fix = (f'--plan "dp={plan.devices}"', "use the module without torch.jit.script or torch.jit.trace")
+    return Problem("P071", f"{first or 'the model'} cannot be sharded, which {needs[0]} needs", why=why, fix=fix)
 
 
-def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers of the compiled modules, by name."""
+def list_scripted_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers of the compiled modules, by name."""
     parts = [(name, module) for name, module in model.named_modules() if is_scripted(module)]
     named = {f"{name}.{inner}".lstrip("."): b for name, module in parts for inner, b in module.named_buffers()}
     return list(named.items())
 
 
 T = TypeVar("T")
-READS = frozenset((
+READ_FUNCTIONS = frozenset((
     "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose",
 ))  # fmt: skip
-"""Names of the functions through which code reads numbers."""
-ENDLESS = 1000
-"""Reads at one line after which a repetition is given up: other numbers may keep a loop from ending."""
-UNEVEN = ((4096.0, 1.0), (4096.0, 2.0**-12), (1.0, 2.0**-12), (0.0, 1.0), (1.0, 0.0))
-"""What the last row of a trial is multiplied by, and what the other rows are."""
+"""Functions through which code reads tensor values."""
+MAX_READS = 1000
+"""Reads at one line after which a trial stops, since altered values may make a loop endless."""
+UNEVEN_FACTORS = ((4096.0, 1.0), (4096.0, 2.0**-12), (1.0, 2.0**-12), (0.0, 1.0), (1.0, 0.0))
+"""(factor of the last row of a trial, factor of the other rows)."""
 _OWN = str(Path(__file__).parents[1])
 _BELOW = (torch.overrides.__file__, torch.Tensor.__contains__.__code__.co_filename)
 
@@ -155,8 +155,8 @@ class CodeLine(NamedTuple):
 Lines = frozenset[CodeLine]
 
 
-class OtherNumbers(TorchFunctionMode):
-    """At `lines` of code other numbers are read from tensors than they hold. `read`: each line at which any are read."""
+class AlteredReads(TorchFunctionMode):
+    """Mode in which reads of tensor values at `lines` of code return altered values. `read`: line -> number of reads."""
 
     def __init__(self, lines: Lines = frozenset()):
         super().__init__()
@@ -164,28 +164,32 @@ class OtherNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         value = func(*args, **(kwargs or {}))
-        line = _line() if getattr(func, "__name__", "") in READS else None
+        line = _find_reading_line() if getattr(func, "__name__", "") in READ_FUNCTIONS else None
         if line is None:
             return value
         self.read[line] = self.read.get(line, 0) + 1
         if line not in self.lines:
             return value
-        if self.read[line] > ENDLESS:
+        if self.read[line] > MAX_READS:
             raise RecursionError(f"{line} is reached again and again")
-        return _other(value)
+        return _alter(value)
 
 
-def _line() -> CodeLine | None:
-    """The line that reads; None if it is plait's own code."""
+def _find_reading_line() -> CodeLine | None:
+    """Return the line that reads; None if it is plait's own code."""
     frame = inspect.currentframe()
-    while frame and (frame.f_code is _line.__code__ or frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename in _BELOW):
+    while frame and (
+        frame.f_code is _find_reading_line.__code__
+        or frame.f_code.co_name == "__torch_function__"
+        or frame.f_code.co_filename in _BELOW
+    ):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_OWN):
         return None
     return CodeLine(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _other(value: Any) -> Any:
+def _alter(value: Any) -> Any:
     match value:
         case bool():
             return not value
@@ -194,42 +198,45 @@ def _other(value: Any) -> Any:
         case float():
             return 7.0 * abs(value) + 3.0
         case list():
-            return [_other(one) for one in value]
+            return [_alter(one) for one in value]
         case np.ndarray():
             return ~value if value.dtype == bool else value + 1
     return value
 
 
-def other_outcomes(run: Callable[[], T], read: Iterable[CodeLine]) -> Iterator[tuple[Lines, T]]:
-    """What `run` returns for each line of `read`, at which its code reads numbers, with others read there: the lines, more than one
-    where a branch reads some too, and the result. Without those for which the code raises, as an assertion does."""
+def try_altered_reads(run: Callable[[], T], read: Iterable[CodeLine]) -> Iterator[tuple[Lines, T]]:
+    """Yield (lines, result of `run`) for altered reads at each line of `read`.
+
+    A branch may read values at further lines; these are altered too. Runs that raise, as an assertion does, are skipped.
+
+    """
     known = set(read)
     waiting = [frozenset((line,)) for line in read]
     while waiting:
-        mode = OtherNumbers(waiting.pop(0))
+        mode = AlteredReads(waiting.pop(0))
         try:
             with mode:
                 result = run()
         except Exception:
             continue
         yield mode.lines, result
-        waiting += [mode.lines | {line} for line in mode.read if line not in known]  # lines of a branch that was not taken before
+        waiting += [mode.lines | {line} for line in mode.read if line not in known]  # lines of a branch not taken before
         known |= mode.read.keys()
 
 
-def uneven(x: torch.Tensor, dim: int, factors: tuple[float, float]) -> torch.Tensor:
-    """`x` with its last row along `dim`, and its others, multiplied by `factors` (`UNEVEN`)."""
+def scale_unevenly(x: torch.Tensor, dim: int, factors: tuple[float, float]) -> torch.Tensor:
+    """Return `x` with its last row along `dim`, and its other rows, multiplied by `factors` (`UNEVEN_FACTORS`)."""
     last, others = factors
     sizes = torch.full((x.shape[dim],), others, dtype=x.dtype)
     sizes[-1:] = last
     return x * sizes.view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
 
 
-def elsewhere(lines: Lines) -> str:
-    """The end of a message: at which lines other numbers lead to what it says; nothing where there are none."""
-    return f", if other numbers are read at {' and '.join(map(str, sorted(lines)))}" if lines else ""
+def format_read_lines(lines: Lines) -> str:
+    """Return the end of a message that lists the lines with altered reads; "" without any."""
+    return f", if other values are read at {' and '.join(map(str, sorted(lines)))}" if lines else ""
 
 
-def unevenly(factors: tuple[float, float]) -> str:
-    """The end of a message: with rows of which sizes (`UNEVEN`) what it says was found."""
-    return f": its code reads numbers, and one position's were {factors[0]:g}, the others' {factors[1]:g} times as large"
+def format_uneven_rows(factors: tuple[float, float]) -> str:
+    """Return the end of a message that states the scaled rows (`UNEVEN_FACTORS`)."""
+    return f", if one position is scaled by {factors[0]:g} and the others by {factors[1]:g} (its code reads tensor values)"

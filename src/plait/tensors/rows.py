@@ -1,11 +1,9 @@
-"""Which rows of a dim each rank of a group holds: in order or not, in one stretch or several, equally many or not.
+"""Ranges of a dim that each rank of a group holds, and the part of a tensor that a rank holds.
 
-Which part of a tensor a rank holds: what checkpoints, digests and `verify` need to know of a layout, and no more.
-
-A part is, in every dim, some ranges of the whole tensor one after another. Every layout plait makes (copies, shards,
-slices, stages) is a set of parts per rank; two ranks that hold the same ranges hold copies. Most parts are rectangles.
-A slice of a fused weight is not: a rank's heads of query, key and value lie apart in the whole. `pieces` gives the
-rectangles that any part is made of. Nothing here knows which strategy made them.
+Checkpoints, digests and `verify` need no more of a layout than parts. A part is, in every dim, a sequence of ranges of the full tensor.
+Every layout of plait (replicas, shards, slices, stages) is a set of parts per rank; ranks with equal ranges are replicas. Most parts are
+rectangles. A slice of a fused weight is not: a rank's heads of query, key and value are separate ranges. `iter_rects` gives the rectangles
+of any part. Nothing here depends on the strategy that made the parts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,29 +15,29 @@ import torch
 from torch import Tensor
 
 Ranges = tuple[tuple[int, int], ...]
-"""((first, length), …) along one dim of the whole tensor, in the order in which a rank holds them."""
+"""((first, length), …) along one dim of the full tensor, in the order in which a rank holds them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's ranges, dim by dim, of a tensor of `shape`; `tensor` is the storage itself, not a copy."""
+    """This rank's ranges of a tensor of `shape`, per dim; `tensor` is the storage itself, not a copy."""
 
     tensor: Tensor
     shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
 
     @property
-    def whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        return self.ranges == everything(self.shape)
+    def is_full(self) -> bool:
+        """Whether this rank holds all of the tensor."""
+        return self.ranges == full_ranges(self.shape)
 
     @property
     def start(self) -> tuple[int, ...]:
-        """Where it begins in the whole."""
+        """Coordinates of its first element in the full tensor."""
         return tuple(dim[0][0] if dim else 0 for dim in self.ranges)
 
-    def pieces(self) -> Iterator["Part"]:
-        """The rectangles it is made of, each a view of this part's storage."""
+    def iter_rects(self) -> Iterator["Part"]:
+        """Yield its rectangles, each a view of this part's storage."""
         steps = []
         for dim in self.ranges:
             at, found = 0, []
@@ -53,28 +51,29 @@ class Part:
                 tensor = tensor.narrow(dim, at, length)
             yield Part(tensor, self.shape, tuple(((first, length),) for _, first, length in corner))
 
-    def inside(self, tensor: Tensor) -> Tensor:
-        """The stretch of a whole tensor (or anything of `shape`) that a rectangle covers, as a view."""
+    def slice_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the view of a full tensor (or anything of `shape`) that a rectangular part covers."""
         for dim, ((first, length),) in enumerate(self.ranges):
             tensor = tensor.narrow(dim, first, length)
         return tensor
 
 
-def everything(shape: tuple[int, ...]) -> tuple[Ranges, ...]:
-    """All of every dim."""
+def full_ranges(shape: tuple[int, ...]) -> tuple[Ranges, ...]:
+    """Return the full range of every dim."""
     return tuple(((0, n),) for n in shape)
 
 
-def whole(tensor: Tensor) -> Part:
-    """The part of a rank that holds everything."""
-    return Part(tensor, tuple(tensor.shape), everything(tuple(tensor.shape)))
+def make_full_part(tensor: Tensor) -> Part:
+    """Return the part of a rank that holds the full tensor."""
+    return Part(tensor, tuple(tensor.shape), full_ranges(tuple(tensor.shape)))
 
 
-def within(ranges: Ranges, first: int, count: int) -> Ranges:
-    """Of what is held, the rows `first` … first + count − 1, as they are in the whole.
+def slice_ranges(ranges: Ranges, first: int, count: int) -> Ranges:
+    """Return rows `first` … first + count − 1 of a part as ranges of the full tensor.
 
-    >>> within(((0, 4), (10, 4)), 2, 4)
+    >>> slice_ranges(((0, 4), (10, 4)), 2, 4)
     ((2, 2), (10, 2))
+
     """
     found, at = [], 0
     for start, length in ranges:
@@ -85,38 +84,38 @@ def within(ranges: Ranges, first: int, count: int) -> Ranges:
     return tuple(found) or ((ranges[0][0] if ranges else 0, 0),)
 
 
-def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """These ranges of one dim of a tensor, in storage of their own."""
+def copy_ranges(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Return these ranges of one dim of a tensor, in new storage."""
     pieces = [whole.narrow(dim, first, length) for first, length in ranges]
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The ranges of a dim that each rank of a group holds. Together they are the dim, each row once."""
+    """The ranges of a dim that each rank of a group holds. Together they cover the dim, each row once."""
 
     ranks: tuple[Ranges, ...]
 
     @classmethod
-    def of(cls, sizes: Sequence[int]) -> "Rows":
-        """Rank after rank, each its number of rows (which may be zero)."""
+    def from_sizes(cls, sizes: Sequence[int]) -> "Rows":
+        """Assign consecutive rows to ranks, by their numbers of rows (which may be zero)."""
         firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         return cls(tuple(((first, size),) for first, size in zip(firsts, sizes)))
 
     @classmethod
-    def even(cls, length: int, ranks: int) -> "Rows":
-        """As equal as can be: sizes differ by at most one, the first ranks have the larger ones."""
-        return cls(tuple((split(length, ranks, rank),) for rank in range(ranks)))
+    def make_even(cls, length: int, ranks: int) -> "Rows":
+        """Split rows as equally as possible: sizes differ by at most one, larger ones first."""
+        return cls(tuple((split_evenly(length, ranks, rank),) for rank in range(ranks)))
 
     @classmethod
-    def chunks(cls, length: int, ranks: int) -> "Rows":
-        """As `torch.chunk` and FSDP2 cut a dim."""
-        return cls(tuple((chunk(length, ranks, rank),) for rank in range(ranks)))
+    def make_chunks(cls, length: int, ranks: int) -> "Rows":
+        """Split rows as `torch.chunk` and FSDP2 do."""
+        return cls(tuple((chunk_range(length, ranks, rank),) for rank in range(ranks)))
 
     @classmethod
-    def zigzag(cls, length: int, ranks: int) -> "Rows":
-        """Of 2 · ranks stretches rank r has the r-th from the front and the r-th from the end: causal work is equal."""
-        pieces = [ranges[0] for ranges in cls.even(length, 2 * ranks).ranks]
+    def make_zigzag(cls, length: int, ranks: int) -> "Rows":
+        """Give rank r block r from the front and block r from the end of 2 · ranks blocks, which balances causal attention."""
+        pieces = [ranges[0] for ranges in cls.make_even(length, 2 * ranks).ranks]
         return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks)))
 
     @cached_property
@@ -126,52 +125,52 @@ class Rows:
 
     @cached_property
     def length(self) -> int:
-        """Rows of the whole."""
+        """Rows of the full dim."""
         return sum(self.sizes)
 
-    def take(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """The part of a rank, in one piece; a view where that is possible."""
+    def take_part(self, whole: Tensor, dim: int, rank: int) -> Tensor:
+        """Return the part of a rank as one tensor; a view if possible."""
         pieces = [whole.narrow(dim, first, length) for first, length in self.ranks[rank] if length]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
-    def sliced(self, first: int, end: int) -> "Rows":
-        """Of the dim [first:end] of this one."""
+    def slice_range(self, first: int, end: int) -> "Rows":
+        """Return the rows of the slice [first:end] of this dim."""
         kept = [[(max(f, first), min(f + n, end)) for f, n in ranges] for ranges in self.ranks]
         return replace(self, ranks=tuple(tuple((a - first, b - a) for a, b in ranges if b > a) for ranges in kept))
 
-    def held(self, rank: int, first: int, end: int) -> Ranges:
-        """Where in the part of a rank the rows first … end − 1 of the whole are."""
+    def locate(self, rank: int, first: int, end: int) -> Ranges:
+        """Return the ranges of rows first … end − 1 within the part of a rank."""
         found, at = list[tuple[int, int]](), 0
         for f, n in self.ranks[rank]:
             a, b = max(f, first), min(f + n, end)
             found += [(at + a - f, b - a)] if b > a else []
             at += n
-        return _joined(found)
+        return _join_ranges(found)
 
-    def merged(self, outer: int, inner: int) -> "Rows":
-        """Of the one dim that [outer, this dim, inner] is as."""
+    def merge_dims(self, outer: int, inner: int) -> "Rows":
+        """Return the rows of the dim that merges [outer, this dim, inner]."""
         parts = (
-            _joined([((o * self.length + f) * inner, n * inner) for o in range(outer) for f, n in ranges])
+            _join_ranges([((o * self.length + f) * inner, n * inner) for o in range(outer) for f, n in ranges])
             for ranges in self.ranks
         )
         return replace(self, ranks=tuple(parts))
 
-    def parted(self, outer: int, length: int, inner: int) -> "Rows | None":
-        """Of the middle one of the dims [outer, length, inner] that this dim is as; None when the others are cut too."""
-        first = self.sliced(0, length * inner)
+    def split_dim(self, outer: int, length: int, inner: int) -> "Rows | None":
+        """Return the rows of the middle dim if this dim is split into [outer, length, inner]; None if another of them is sharded too."""
+        first = self.slice_range(0, length * inner)
         if any(f % inner or n % inner for ranges in first.ranks for f, n in ranges):
             return None
         found = replace(self, ranks=tuple(tuple((f // inner, n // inner) for f, n in ranges) for ranges in first.ranks))
-        alike = found.length == length and found.merged(outer, inner) == self.merged(1, 1)
+        alike = found.length == length and found.merge_dims(outer, inner) == self.merge_dims(1, 1)
         return found if alike else None
 
 
-class AndAll(Rows):
-    """The rows of ranks, and one rank more that has all of them: a dim is followed through views as that of the others is."""
+class RowsPlusFull(Rows):
+    """The rows of ranks, and of one more rank that has all rows. Views track the dim as without that rank."""
 
     @classmethod
-    def beside(cls, rows: Rows) -> "AndAll":
-        """The last rank has all."""
+    def append_full(cls, rows: Rows) -> "RowsPlusFull":
+        """Append a rank that has all rows."""
         return cls((*rows.ranks, ((0, rows.length),)))
 
     @cached_property
@@ -179,37 +178,38 @@ class AndAll(Rows):
         return self.sizes[-1]
 
 
-def dense(part: Tensor) -> Tensor:
-    """A slice in memory of its own, without gaps and with its dims in the same order, as a batch of its size is laid out.
+def make_dense(part: Tensor) -> Tensor:
+    """Return a slice in new memory without gaps, with the memory layout of a batch of its size.
 
-    Code of models and losses may need that: `targets.view(-1)` raises for a slice of dim 1.
+    Models and losses may depend on it: `targets.view(-1)` raises for a slice of dim 1.
+
     """
     return part if part.layout is not torch.strided or part.is_contiguous() else part.clone()
 
 
 def memory_order(t: Tensor) -> tuple[int, ...]:
-    """The dims of a tensor from the outermost in memory to the innermost; empty if that is their order, or if elements overlap."""
+    """Return the dims from the outermost in memory to the innermost; empty if that is their order, or if elements overlap."""
     if t.layout is not torch.strided or t.is_contiguous() or 0 in t.stride():
         return ()
     order = tuple(sorted(range(t.dim()), key=lambda d: -t.stride(d)))
     return () if list(order) == sorted(order) else order
 
 
-def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of part `index` when `size` things are shared out as evenly as they go, larger parts first."""
+def split_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return (first, count) of part `index` if `size` items are split as evenly as possible, larger parts first."""
     each, extra = divmod(size, parts)
     return index * each + min(index, extra), each + (index < extra)
 
 
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of part `index` as `torch.chunk` and FSDP2 cut a dim: equal parts, the last ones short or empty."""
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return (first, count) of part `index` as `torch.chunk` and FSDP2 split a dim: equal parts, the last ones short or empty."""
     each = -(-size // parts)
     first = min(index * each, size)
     return first, min(each, size - first)
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same rows in the fewest ranges."""
+def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the same rows in the fewest ranges."""
     found: list[tuple[int, int]] = []
     for first, length in ranges:
         if found and sum(found[-1]) == first:

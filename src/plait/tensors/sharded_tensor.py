@@ -1,22 +1,21 @@
-"""A tensor of which every rank of a group holds a part, and which stands for the whole.
+"""A tensor with the shape of the full tensor, of which every rank of a group holds a part.
 
-A job's loss is written for one device: it flattens the logits, shifts them, takes a cross-entropy. When tensor
-parallelism computes each rank's words of the vocabulary, or context parallelism its stretches of the sequence, the
-model's output is a `ShardedTensor`. It has the whole's shape, so that the loss runs unchanged, and the part's memory:
+A job's loss is written for one device: it flattens the logits, shifts them, takes a cross-entropy. With a sharded vocabulary (tensor
+parallelism) or sequence (context parallelism) the model's output is a `ShardedTensor`. It has the full shape, so that the loss runs
+unchanged, and the memory of the part:
 
-    views           reshape, transpose, slices, also of the dim that is cut, keep track of who holds what
-    element-wise    each rank computes its part; a whole operand is cut to fit
-    sums and means  are made over the ranks where they run over the cut dim
-    cross-entropy   and its kin never gather the logits, whichever dim is cut (`tensors/sharded_losses.py`)
-    anything else   gathers the whole and goes on with a plain tensor: right, at the price of the whole's memory
+views           reshape, transpose and slices track the ranges of each rank, also on the sharded dim
+element-wise    each rank computes its part; a replicated operand is sliced to fit
+sums and means  all-reduce if they run over the sharded dim
+cross-entropy   and similar losses never gather the logits, for any sharded dim (`tensors/sharded_losses.py`)
+other           gathers the full tensor and continues with a plain one, at the price of its memory
 
-Gradients: every rank of the group computes the loss, and it is the same number on each. `backward` on every rank then
-gives each rank the gradient of its own part, exactly once, with no factor of the number of ranks; and a whole tensor
-that met a sharded one on the way (a temperature, class weights) its whole gradient on every rank. All of these are
-collectives: every rank computes the same loss, in the same order.
+Gradients: every rank of the group computes the same loss. `backward` on every rank then gives each rank the gradient of its own part,
+exactly once, without a factor of the number of ranks. A replicated tensor that is combined with a sharded one (a temperature, class
+weights) gets its full gradient on every rank. All of these are collectives: every rank computes the same loss, in the same order.
 
-Where gradients are something else, or wholes are dealt with differently, a class of its own says so, in the methods
-`whole`, `mine`, `entered`, `on_parts` and `on_wholes` (`parallel/context/sequence_shard.py`).
+A subclass with other gradients or another handling of replicated tensors overrides `gather_full`, `take_rows`, `enter_region`,
+`run_on_parts` and `run_on_full` (`parallel/context/sequence_shard.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,45 +26,45 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.tensors import sharded_losses, sharded_views
-from plait.tensors.collectives import enter, gather, part
+from plait.tensors.collectives import copy_to_region, gather_from_region, scatter_to_region
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_views import Elsewhere, Rules
-from plait.tensors.torch_private import OpOverload, WrapperTensor, is_view, plainly, tree_leaves, tree_map
+from plait.tensors.sharded_views import NotShardable, Rules
+from plait.tensors.torch_private import OpOverload, WrapperTensor, is_view, no_subclass_functions, tree_leaves, tree_map
 
-FORMAT = frozenset(("dtype", "device", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu"))
-"""Attributes that the part answers for the whole."""
-SHAPE = frozenset((
+PART_ATTRIBUTES = frozenset(("dtype", "device", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu"))
+"""Attributes read from the part."""
+SHAPE_ATTRIBUTES = frozenset((
     "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "get_device",
     "element_size", "__hash__",
 ))  # fmt: skip
-"""Attributes and methods that need no numbers."""
+"""Attributes and methods that need no data."""
 
 
-class Shaped(WrapperTensor):
-    """Something with the shape of the whole."""
+class FullShapeTensor(WrapperTensor):
+    """A wrapper with the shape of the full tensor."""
 
-    described = ""
-    """What an error calls it."""
+    description = ""
+    """Description for errors."""
     _part: Tensor
 
     @classmethod
-    def around(cls, local: Tensor, shape: list[int], **attributes: object) -> Self:
-        """What has that shape, of which this rank has `local`."""
-        made = WrapperTensor.made(cls, local, shape)
+    def wrap(cls, local: Tensor, shape: list[int], **attributes: object) -> Self:
+        """Create a tensor of that shape, of which this rank has `local`."""
+        made = WrapperTensor.create(cls, local, shape)
         if local.requires_grad:
-            with plainly():
-                made.register_hook(cls.lost)
+            with no_subclass_functions():
+                made.register_hook(cls.raise_lost_gradient)
         vars(made).update(attributes, _part=local)
         return made
 
     @property
     def local(self) -> Tensor:  # type: ignore[override]
-        """This rank's part. TypeError where autograd follows this tensor and not the part, as what a Function of the user's own returned."""
+        """This rank's part. TypeError if autograd tracks the wrapper instead of the part, as after a user's autograd.Function."""
         if torch.is_grad_enabled() and not self._part.requires_grad:
-            with plainly():
+            with no_subclass_functions():
                 made_by = self.grad_fn
             if made_by is not None:
-                self.lost(self)
+                self.raise_lost_gradient(self)
         return self._part
 
     @local.setter
@@ -73,9 +72,9 @@ class Shaped(WrapperTensor):
         self._part = part
 
     @classmethod
-    def lost(cls, gradient: Tensor) -> None:
-        """A gradient came by a way that no function of torch's saw: through a torch.autograd.Function of the user's own."""
-        raise TypeError(f"a torch.autograd.Function was given {cls.described}")
+    def raise_lost_gradient(cls, gradient: Tensor) -> None:
+        """Raise TypeError for a gradient that bypassed torch's functions, through a user's torch.autograd.Function."""
+        raise TypeError(f"a torch.autograd.Function was given {cls.description}")
 
     @classmethod
     def __torch_function__(
@@ -87,20 +86,20 @@ class Shaped(WrapperTensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if name in FORMAT:
+        if name in PART_ATTRIBUTES:
             return func(args[0].local)
-        if name in SHAPE:
-            with plainly():
+        if name in SHAPE_ATTRIBUTES:
+            with no_subclass_functions():
                 return func(*args, **(kwargs or {}))
-        return cls.computed(func, args, kwargs or {})
+        return cls.compute(func, args, kwargs or {})
 
     @classmethod
-    def computed(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
 
-def lengthened(x: Tensor, dim: int, length: int) -> list[int]:
-    """The shape of `x` with a dim of that length."""
+def replace_dim(x: Tensor, dim: int, length: int) -> list[int]:
+    """Return the shape of `x` with `length` in dim `dim`."""
     return [length if d == dim else n for d, n in enumerate(x.shape)]
 
 
@@ -124,58 +123,59 @@ ELEMENTWISE = frozenset({
     "__pos__", "__pow__", "__radd__", "__rand__", "__rdiv__", "__rfloordiv__", "__rmod__", "__rmul__", "__ror__",
     "__rpow__", "__rsub__", "__rtruediv__", "__rxor__", "__sub__", "__truediv__", "__xor__",
 })  # fmt: skip
-"""Functions, methods and operators whose result has, at every place, to do with its operands at that place only."""
-OF_THE_PART = frozenset({
+"""Functions, methods and operators whose result depends, at each position, on the operands at that position only."""
+PART_METHODS = frozenset({
     "is_contiguous", "is_signed", "stride", "_is_view", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor",
     "new_zeros", "register_hook", "requires_grad_", "retain_grad",
 })  # fmt: skip
-"""Methods that the part answers for the whole."""
+"""Methods called on the part."""
 
 
-class ShardedTensor(Shaped):
-    """Stands for the whole of which this rank of `group` holds `local`: its `rows` of dim `cut`.
+class ShardedTensor(FullShapeTensor):
+    """A tensor of which this rank of `group` holds `local`: its `rows` of dim `cut`.
 
-    `rules`: by the name of a function, what is done to the part.
+    `rules`: function name -> rule for the part.
+
     """
 
-    cut: int
+    shard_dim: int
     rows: Rows
     group: ProcessGroup
-    described = "a tensor that is spread over ranks, and its gradient is lost"
-    rules: ClassVar[Rules] = sharded_losses.RULES | sharded_views.RULES
+    description = "a tensor that is sharded over ranks, and its gradient is lost"
+    rules: ClassVar[Rules] = sharded_losses.LOSS_RULES | sharded_views.VIEW_RULES
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> "ShardedTensor":
-        """ValueError when `local` has not this rank's number of rows."""
+        """ValueError if the number of rows of `local` differs from this rank's."""
         if local.shape[dim] != rows.sizes[group.rank()]:
             raise ValueError(f"{tuple(local.shape)} has {local.shape[dim]} rows, not {rows.sizes[group.rank()]}")
-        shape = lengthened(local, dim % local.dim(), rows.length)
-        return ShardedTensor.around(local, shape, cut=dim % local.dim(), rows=rows, group=group)
+        shape = replace_dim(local, dim % local.dim(), rows.length)
+        return ShardedTensor.wrap(local, shape, shard_dim=dim % local.dim(), rows=rows, group=group)
 
     @classmethod
-    def computed(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
-            return _attribute(func, *args)
-        if name in OF_THE_PART and isinstance(args[0], ShardedTensor):
+            return _handle_attribute(func, *args)
+        if name in PART_METHODS and isinstance(args[0], ShardedTensor):
             found = func(args[0].local, *args[1:], **kwargs)
             return args[0] if found is args[0].local else found
-        if name in ("to", "type_as") and not isinstance(args[0], ShardedTensor):  # the format and the device of another
+        if name in ("to", "type_as") and not isinstance(args[0], ShardedTensor):  # dtype and device of another tensor
             args, kwargs = tree_map(lambda t: t.local if isinstance(t, ShardedTensor) else t, (args, kwargs))
             return func(*args, **kwargs)
         x = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor))
         try:
-            if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE:  # in place or not
-                return elementwise(func, args, kwargs)
-            return x.on_parts(func, args, kwargs)
-        except Elsewhere:
-            return x.on_wholes(func, args, kwargs)
+            if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE:  # also in place
+                return run_elementwise(func, args, kwargs)
+            return x.run_on_parts(func, args, kwargs)
+        except NotShardable:
+            return x.run_on_full(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
-        """What an operator does that was called past torch's functions: only the whole can answer."""
+        """Raise TypeError for an operator called directly, which needs the full tensor."""
         raise TypeError(
-            f"{func} was given a tensor that is spread over ranks; call plait.tensors.sharded_tensor.whole(…) on it first"
+            f"{func} was given a tensor that is sharded over ranks; call plait.tensors.sharded_tensor.to_full(…) on it first"
         )
 
     @property
@@ -184,97 +184,98 @@ class ShardedTensor(Shaped):
         return self.group.rank()
 
     @property
-    def along(self) -> int:
-        """The cut dim, counted from the end."""
-        return self.cut - self.local.dim()
+    def dim_from_end(self) -> int:
+        """The sharded dim, counted from the end."""
+        return self.shard_dim - self.local.dim()
 
-    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "ShardedTensor":
-        """Another tensor whose part on this rank is `local`, cut as this one unless said otherwise."""
-        return ShardedTensor(local, self.cut if dim is None else dim, rows or self.rows, self.group)
+    def with_local(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "ShardedTensor":
+        """Return a tensor with part `local` on this rank, sharded as this one by default."""
+        return ShardedTensor(local, self.shard_dim if dim is None else dim, rows or self.rows, self.group)
 
-    def whole(self) -> Tensor:
-        """The plain tensor, on every rank. Backward: this rank's part of the gradient."""
-        return gather(self.local, self.cut, self.rows, self.group)
+    def gather_full(self) -> Tensor:
+        """Return the plain full tensor, on every rank. Backward: this rank's part of the gradient."""
+        return gather_from_region(self.local, self.shard_dim, self.rows, self.group)
 
-    def mine(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's rows of a whole as long as this one. Backward: the parts of all ranks together."""
-        return part(whole, dim, self.rows, self.group)
+    def take_rows(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's rows of a replicated tensor of the same length. Backward: all-gather."""
+        return scatter_to_region(whole, dim, self.rows, self.group)
 
-    def entered(self, whole: Tensor) -> Tensor:
-        """A whole operand of what is computed in parts."""
-        return enter(whole, self.group) if whole.requires_grad else whole
+    def enter_region(self, whole: Tensor) -> Tensor:
+        """Return a replicated operand for a computation in parts."""
+        return copy_to_region(whole, self.group) if whole.requires_grad else whole
 
-    def fitting(self, other: Tensor) -> Tensor:
-        """The part of `other`, which is broadcast against this tensor, that goes with this rank's part.
+    def match_part(self, other: Tensor) -> Tensor:
+        """Return the part of `other`, broadcast against this tensor, that matches this rank's part.
 
-        Elsewhere when it does not fit.
+        NotShardable if it does not fit.
+
         """
         if isinstance(other, type(self)):
-            if self.alike(other):
+            if self.has_same_layout(other):
                 return other.local
-            other = other.whole()
-        rows = other.shape[self.along] if other.dim() >= -self.along else 1
+            other = other.gather_full()
+        rows = other.shape[self.dim_from_end] if other.dim() >= -self.dim_from_end else 1
         if rows not in (1, self.rows.length):
-            raise Elsewhere
-        return self.entered(other) if rows == 1 else self.mine(other, self.along)
+            raise NotShardable
+        return self.enter_region(other) if rows == 1 else self.take_rows(other, self.dim_from_end)
 
-    def alike(self, other: "ShardedTensor") -> bool:
-        """Whether another is cut in the same dim, counted from the end, and in the same way."""
-        return (other.along, other.rows, other.group) == (self.along, self.rows, self.group)
+    def has_same_layout(self, other: "ShardedTensor") -> bool:
+        """Return whether the other is sharded in the same dim, counted from the end, with the same rows and group."""
+        return (other.dim_from_end, other.rows, other.group) == (self.dim_from_end, self.rows, self.group)
 
-    def on_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What each rank computes of its part. Elsewhere when the whole is needed."""
+    def run_on_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function on each rank's part. NotShardable if it needs the full tensor."""
         if func.__name__ not in self.rules or not args or args[0] is not self:
-            raise Elsewhere
+            raise NotShardable
         return self.rules[func.__name__](func, self, args[1:], kwargs)
 
-    def on_wholes(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What every rank computes of the whole; what is written in place is cut again."""
-        args_, kwargs_ = tree_map(lambda t: whole(t) if isinstance(t, Tensor) else t, (args, kwargs))
+    def run_on_full(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function on the full tensor on every rank; a result written in place is sharded again."""
+        args_, kwargs_ = tree_map(lambda t: to_full(t) if isinstance(t, Tensor) else t, (args, kwargs))
         result = func(*args_, **kwargs_)
-        if not args or args[0] is not self or not in_place(func.__name__):
+        if not args or args[0] is not self or not is_in_place(func.__name__):
             return result
         if is_view(self.local):
             raise RuntimeError(
-                f"{func.__name__} writes into a view of a tensor that is spread over ranks; write into a copy"
+                f"{func.__name__} writes into a view of a tensor that is sharded over ranks; write into a copy"
             )
-        self.local = self.mine(args_[0], self.cut)
+        self.local = self.take_rows(args_[0], self.shard_dim)
         return None if func.__name__ == "__setitem__" else self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Spread({list(self.shape)}, dim {self.cut} over {len(self.rows.ranks)} ranks, here {self.local!r})"
+        return f"Spread({list(self.shape)}, dim {self.shard_dim} over {len(self.rows.ranks)} ranks, here {self.local!r})"
 
 
-def whole(x: Tensor) -> Tensor:
-    """The plain tensor that `x` stands for, on every rank; `x` itself when it is plain. Can be differentiated."""
-    return x.whole() if isinstance(x, ShardedTensor) else x
+def to_full(x: Tensor) -> Tensor:
+    """Return the plain full tensor of `x` on every rank; `x` itself if it is plain. Differentiable."""
+    return x.gather_full() if isinstance(x, ShardedTensor) else x
 
 
-def _attribute(func: Callable[..., Any], x: ShardedTensor, *value: Any) -> Any:
+def _handle_attribute(func: Callable[..., Any], x: ShardedTensor, *value: Any) -> Any:
     name = getattr(func, "__self__").__name__  # noqa: B009  (of the descriptor whose `__get__` or `__set__` it is)
     if name in ("T", "mT", "H", "mH"):
-        return sharded_views.moved(func, x, (), {})
+        return sharded_views.move_dims(func, x, (), {})
     if name in ("data", "real", "imag") and not value:
-        return x.like(func(x.local))
+        return x.with_local(func(x.local))
     return func(x.local, *value)
 
 
-def in_place(name: str) -> bool:
-    """Whether a function writes."""
+def is_in_place(name: str) -> bool:
+    """Return whether a function writes in place."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in ELEMENTWISE)
     return name.endswith("_")
 
 
-def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An element-wise function on the parts; the result is cut as the first sharded operand with the most dims."""
+def run_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an element-wise function on the parts. The result is sharded as the first sharded operand with the most dims."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     x = max((t for t in tensors if isinstance(t, ShardedTensor)), key=lambda t: len(t.shape))
-    written = in_place(func.__name__)
+    written = is_in_place(func.__name__)
     if "out" in kwargs or (func.__name__ == "where" and len(args) < 3) or (written and args[0] is not x):
-        raise Elsewhere
-    if any(len(t.shape) >= -x.along and t.shape[x.along] not in (1, x.rows.length) for t in tensors):
-        raise Elsewhere
-    args_, kwargs_ = tree_map(lambda t: x.fitting(t) if isinstance(t, Tensor) else t, (args, kwargs))
+        raise NotShardable
+    if any(len(t.shape) >= -x.dim_from_end and t.shape[x.dim_from_end] not in (1, x.rows.length) for t in tensors):
+        raise NotShardable
+    args_, kwargs_ = tree_map(lambda t: x.match_part(t) if isinstance(t, Tensor) else t, (args, kwargs))
     result = func(*args_, **kwargs_)
-    return x if written else x.like(result, x.along)
+    return x if written else x.with_local(result, x.dim_from_end)

@@ -1,10 +1,10 @@
-"""Numbers between host and device without a wait: those of the host are queued to the device, those of the device are read late.
+"""Transfers between host and device without blocking: uploads are queued, and device values are read late.
 
-A copy from memory that is not pinned, and a number of a device that is read at once (`.item()`, `float(…)`), make the host wait until
-the device has done all that was queued before. Copies through pinned memory are queued as operators are; an event tells when one has
-been made. On a CPU there is nothing to wait for.
+A copy from memory that is not pinned, and an immediate read of a device value (`.item()`, `float(…)`), block the host until the device has
+finished all queued work. Copies through pinned memory are queued as operators are; an event marks their completion. On a CPU there
+is nothing to wait for.
 
-How long a rank waits for messages of others is noted too, so that the time it computes can be told from the time it waits.
+Waits for messages of other ranks are recorded too, to separate compute time from waiting time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,39 +17,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.tensors.modules import format_in
+from plait.tensors.module_state import choose_dtype
 from plait.tensors.torch_private import tree_map_only
 
 
-def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A row of the host's numbers as a tensor of shape [values] on a device, which may not be there yet: operators queue behind it."""
+def upload_row(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return host values as a tensor of shape [values] on a device. The copy is asynchronous; later operators queue behind it."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
-def move(tree: object, device: torch.device, cast: torch.dtype | None) -> Any:
-    """The tensors of a tree on the device, floating ones in `cast` when it is given."""
+def move_tree(tree: object, device: torch.device, cast: torch.dtype | None) -> Any:
+    """Move the tensors of a tree to the device, floating ones cast to `cast` if given."""
     if device.type == "cpu" and cast is None:
         return tree
 
-    def one(t: Tensor) -> Tensor:
-        return t.to(device, format_in(t, cast), non_blocking=True)
+    def move_tensor(t: Tensor) -> Tensor:
+        return t.to(device, choose_dtype(t, cast), non_blocking=True)
 
-    return tree_map_only(Tensor, one, tree)
+    return tree_map_only(Tensor, move_tensor, tree)
 
 
-def any_has(own: Sequence[bool], summed: Tensor) -> list[bool]:
-    """Which of some things this rank or another one has. `own`: which this one has; `summed` [n], on the device: how many ranks have each.
+def any_rank_has(own: Sequence[bool], summed: Tensor) -> list[bool]:
+    """Return which items this rank or another one has. `own`: items of this rank; `summed` [n], on the device: number of ranks with each.
 
-    It is read, and waited for, where this rank lacks any. In a dry run nothing was summed: there ranks have what this one has."""
+    The device is waited for only if this rank lacks an item. In a dry run `summed` is not reduced, so ranks have the same items.
+
+    """
     if all(own):
         return [True] * len(own)
     return [here or count > 0 for here, count in zip(own, summed.tolist())]
 
 
 class HostCopy:
-    """The numbers of a row, of shape [n], on their way to the host. The copy is queued now; `read` waits for it, once."""
+    """An asynchronous copy of a row, of shape [n], to the host. It is queued now; `read` waits for it, once."""
 
     def __init__(self, row: Tensor):
         self.row = row.detach()
@@ -57,11 +59,11 @@ class HostCopy:
         self.numbers: list[float] | None = None
         if row.device.type == "cuda":
             self.row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(self.row, non_blocking=True)
-            self.event = torch.cuda.Event(blocking=True)  # who waits for it sleeps: the host's cores have other work
+            self.event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, which frees the host's core
             self.event.record()
 
     def read(self) -> list[float]:
-        """The numbers. Waits for the device where they are not there yet."""
+        """Return the values, waiting for the device if necessary."""
         if self.numbers is None:
             if self.event is not None:
                 self.event.synchronize()
@@ -70,35 +72,36 @@ class HostCopy:
 
 
 Interval = tuple[float, float]
-"""Begin and end, by `time.perf_counter`."""
+"""(begin, end) by `time.perf_counter`."""
 
 
 @contextmanager
-def waits(found: list[Interval]) -> Iterator[None]:
-    """Inside, `found` gets every wait of this thread for a message, from which on a processor control returns when it is there."""
-    with waits_by_group(lambda group, begin, end: found.append((begin, end)), perf_counter):
+def record_waits(found: list[Interval]) -> Iterator[None]:
+    """Context that appends every wait of this thread for a message to `found`. On a CPU, a wait ends when the message has arrived."""
+    with record_group_waits(lambda group, begin, end: found.append((begin, end)), perf_counter):
         yield
 
 
-ISSUING = ("all", "reduce", "broadcast", "scatter", "gather", "send", "recv", "end_coalescing")
-"""How the methods of a process group begin that return a `dist.Work`."""
+ISSUING_PREFIXES = ("all", "reduce", "broadcast", "scatter", "gather", "send", "recv", "end_coalescing")
+"""Prefixes for methods of a process group that return a `dist.Work`."""
 
 
 @contextmanager
-def waits_by_group(note: Callable[[dist.ProcessGroup | None, Any, Any], None], now: Callable[[], Any]) -> Iterator[None]:
-    """Inside, `note(group, begin, end)` is called after every wait of this thread for a message, with begin and end by the clock `now`.
+def record_group_waits(note: Callable[[dist.ProcessGroup | None, Any, Any], None], now: Callable[[], Any]) -> Iterator[None]:
+    """Context that calls `note(group, begin, end)` after every wait of this thread for a message, with times of the clock `now`.
 
-    The group is None if torch returned a `dist.Work` that no method of a group has returned.
+    The group is None if no method of a group returned the `dist.Work`.
+
     """
     thread, issued = get_ident(), dict[int, tuple[dist.Work, dist.ProcessGroup | None]]()
-    names = [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING) and not n.startswith("__")]
+    names = [n for n in vars(dist.ProcessGroup) if n.strip("_").startswith(ISSUING_PREFIXES) and not n.startswith("__")]
     plain = {n: getattr(dist.ProcessGroup, n) for n in names}
     plain_wait = dist.Work.wait
 
     def issue(name: str) -> Callable[..., Any]:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             work = plain[name](group, *args, **kwargs)
-            issued[id(work)] = work, group  # kept until it is waited for: another would get its id
+            issued[id(work)] = work, group  # kept until waited for, so that its id is not reused
             return work
 
         return call
@@ -123,7 +126,7 @@ def waits_by_group(note: Callable[[dist.ProcessGroup | None, Any, Any], None], n
             setattr(dist.ProcessGroup, name, method)
 
 
-def apart(spans: list[Interval], waited: list[Interval]) -> float:
-    """Seconds in the spans, without what was waited in them. Neither overlaps with its own kind."""
+def exposed_seconds(spans: list[Interval], waited: list[Interval]) -> float:
+    """Return the seconds in the spans without the waits in them. Neither list overlaps itself."""
     inside = (max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in waited)
     return sum(b - a for a, b in spans) - sum(inside)

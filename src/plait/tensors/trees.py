@@ -1,8 +1,7 @@
-"""Tensors inside lists, dicts and objects, and the form of a unit's output: what it returns, by the number of samples.
+"""Tensors inside lists, dicts and objects, and the form of a unit's output as a function of the number of samples.
 
-torch's pytrees see into tuples, lists, dicts and dataclasses. Other classes are registered here when a unit first
-returns an object of one that is no more than its attributes and items: a state, a subclass of dict or list.
-And autograd's graph behind tensors (`nodes_behind`).
+torch's pytrees traverse tuples, lists, dicts and dataclasses. Other classes are registered here when a unit first returns an object that
+consists of its attributes and items only: a state, a subclass of dict or list. `iter_backward_nodes` traverses autograd's graph.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.tensors.rows import memory_order
 from plait.tensors.torch_private import (
     TreeSpec,
-    leaves,
+    dataclass_leaves,
     register_pytree_node,
     tree_flatten,
     tree_leaves,
@@ -27,31 +26,31 @@ from plait.tensors.torch_private import (
     tree_unflatten,
 )
 
-DEPTH = 4
-"""How deep to look for tensors in objects that are neither lists nor dicts, such as a state a block returns."""
+MAX_DEPTH = 4
+"""Maximum depth of the search for tensors in objects that are neither lists nor dicts, such as a state that a block returns."""
 
 
-def learn(tree: object) -> None:
+def register_classes(tree: object) -> None:
     """Register the class of every simple object in a tree with torch's pytrees."""
-    kind = next((type(leaf) for leaf in leaves(tree) if _simple(leaf)), None)
+    kind = next((type(leaf) for leaf in dataclass_leaves(tree) if _is_simple(leaf)), None)
     if kind is not None:
-        register_pytree_node(kind, _flatten, partial(_made, kind))
-        learn(tree)
+        register_pytree_node(kind, _flatten, partial(_unflatten, kind))
+        register_classes(tree)
 
 
-def carried(tree: object) -> bool:
-    """Whether there is a simple object in a tree, whether or not its class is registered."""
+def has_simple_object(tree: object) -> bool:
+    """Return whether a tree contains a simple object, registered or not."""
     if isinstance(tree, (Tensor, str, int, float)) or tree is None:
         return False
     if dataclasses.is_dataclass(tree):
-        return any(carried(getattr(tree, field.name, None)) for field in dataclasses.fields(tree))
+        return any(has_simple_object(getattr(tree, field.name, None)) for field in dataclasses.fields(tree))
     if type(tree) is dict or isinstance(tree, tuple) or type(tree) is list:
-        return any(carried(value) for value in (tree.values() if isinstance(tree, dict) else tree))
-    return _simple(tree)
+        return any(has_simple_object(value) for value in (tree.values() if isinstance(tree, dict) else tree))
+    return _is_simple(tree)
 
 
-def _simple(leaf: object) -> bool:
-    """Whether an object holds tensors in its attributes or items, and can be made anew from them."""
+def _is_simple(leaf: object) -> bool:
+    """Return whether an object holds tensors in its attributes or items and can be reconstructed from them."""
     kind = type(leaf)
     if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf) or kind.__module__ == "builtins":
         return False
@@ -59,18 +58,18 @@ def _simple(leaf: object) -> bool:
         return False
     if any(vars(c).get("__slots__") for c in kind.__mro__):
         return False
-    inside = _tensors(leaf, set())
+    inside = _find_tensors(leaf, set())
     return bool(inside) and not any(isinstance(t, nn.Parameter) for t in inside)
 
 
-def _tensors(value: object, met: set[int]) -> list[Tensor]:
+def _find_tensors(value: object, met: set[int]) -> list[Tensor]:
     tensors = []
-    for leaf in leaves(value):
+    for leaf in dataclass_leaves(value):
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and id(leaf) not in met and not isinstance(leaf, (nn.Module, type)):
             met.add(id(leaf))
-            tensors += [t for inner in _flatten(leaf)[0] for t in _tensors(inner, met)]
+            tensors += [t for inner in _flatten(leaf)[0] for t in _find_tensors(inner, met)]
     return tensors
 
 
@@ -81,7 +80,7 @@ def _flatten(thing: object) -> tuple[list[Any], tuple[Any, ...]]:
     return [*own.values(), *items], (tuple(own), keys)
 
 
-def _made(kind: type[object], values: Iterable[Any], context: tuple[Any, ...]) -> object:
+def _unflatten(kind: type[object], values: Iterable[Any], context: tuple[Any, ...]) -> object:
     made, (names, keys), values = kind.__new__(kind), context, list(values)
     if names:
         vars(made).update(zip(names, values))
@@ -94,7 +93,7 @@ def _made(kind: type[object], values: Iterable[Any], context: tuple[Any, ...]) -
 
 
 def refill(old: object, new: object) -> None:
-    """Give an object the attributes and items of another of its class."""
+    """Replace the attributes and items of an object by those of another of its class."""
     if isinstance(old, dict) and isinstance(new, dict):
         dict.clear(old)
         dict.update(old, new)
@@ -105,8 +104,8 @@ def refill(old: object, new: object) -> None:
         vars(old).update(vars(new))
 
 
-def flat(tree: object) -> list[Tensor]:
-    """The tensors among the arguments or results of a torch function or operator: in lists, tuples and dicts only."""
+def flatten_tensors(tree: object) -> list[Tensor]:
+    """Return the tensors among the arguments or results of a torch function or operator, in lists, tuples and dicts only."""
     if isinstance(tree, Tensor):
         return [tree]
     found: list[Tensor] = []
@@ -115,20 +114,19 @@ def flat(tree: object) -> list[Tensor]:
             if isinstance(item, Tensor):
                 found.append(item)
             elif isinstance(item, (list, tuple, dict)):
-                found += flat(item)
+                found += flatten_tensors(item)
     return found
 
 
-def tensors_in(tree: object) -> Iterator[Tensor]:
-    """The tensors in what a module is given or returns, also inside objects; the same tensor comes once."""
+def iter_tensors(tree: object) -> Iterator[Tensor]:
+    """Yield the tensors in a module's arguments or results, also inside objects, each once."""
     found: dict[int, Tensor] = {}
-    _walk(tree, DEPTH, found, set())
+    _walk(tree, MAX_DEPTH, found, set())
     return iter(found.values())
 
 
-def nodes_behind(starts: Iterable[Node | None], without: Container[Node] = ()) -> Iterator[Node]:
-    """Nodes of autograd's graph that a backward pass from `starts` goes through: each once, in the same order in every run. It goes
-    through none of `without`."""
+def iter_backward_nodes(starts: Iterable[Node | None], without: Container[Node] = ()) -> Iterator[Node]:
+    """Yield the autograd nodes that a backward pass from `starts` visits, except `without`: each once, in a reproducible order."""
     met, ahead = set[Node](), [*starts]
     while ahead:
         node = ahead.pop()
@@ -139,7 +137,7 @@ def nodes_behind(starts: Iterable[Node | None], without: Container[Node] = ()) -
 
 
 def _walk(item: object, depth: int, found: dict[int, Tensor], met: set[int]) -> None:
-    """Not a function inside the other: that would hold itself, and the tensors, until the next garbage collection."""
+    """Add the tensors of `item` to `found`. Not a nested function, which would keep itself and the tensors alive until garbage collection."""
     if isinstance(item, Tensor):
         found[id(item)] = item
     elif id(item) in met or isinstance(item, (nn.Module, type, str, bytes, int, float)):
@@ -159,61 +157,61 @@ def _walk(item: object, depth: int, found: dict[int, Tensor], met: set[int]) -> 
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor of a call's output: its shape with no sample and what each sample adds, its format, whether gradients flow."""
+class TensorSlot:
+    """A tensor of a call's output: its shape without samples and its growth per sample, dtype, and whether gradients flow."""
 
     base: tuple[float, ...]
-    each: tuple[float, ...]
+    per_sample: tuple[float, ...]
     dtype: torch.dtype
     grad: bool
     order: tuple[int, ...] = ()
     """Its dims from the outermost in memory to the innermost (`memory_order`): code that calls `view` depends on it."""
 
-    def shape(self, samples: int) -> tuple[int, ...]:
-        """The shape in a batch of so many samples."""
-        return tuple(round(b + e * samples) for b, e in zip(self.base, self.each))
+    def shape_for(self, samples: int) -> tuple[int, ...]:
+        """Return the shape in a batch of `samples` samples."""
+        return tuple(round(b + e * samples) for b, e in zip(self.base, self.per_sample))
 
-    def empty(self, samples: int, device: torch.device) -> Tensor:
-        """A tensor to receive into."""
-        shape, order = self.shape(samples), self.order
+    def allocate(self, samples: int, device: torch.device) -> Tensor:
+        """Return a tensor to receive into."""
+        shape, order = self.shape_for(samples), self.order
         made = torch.empty([shape[d] for d in order] or shape, dtype=self.dtype, device=device)
         return made.permute([order.index(d) for d in range(len(order))]) if order else made
 
-    def as_sent(self, t: Tensor) -> Tensor:
-        """A tensor of this shape with its dims in their order in memory."""
+    def to_memory_order(self, t: Tensor) -> Tensor:
+        """Return the tensor with its dims in their order in memory."""
         return t.permute(self.order) if self.order else t
 
 
 @dataclass(frozen=True)
 class Template:
-    """A call's output: its tree, and a `Slot` or the constant itself for every leaf."""
+    """A call's output: its tree, and a `TensorSlot` or a constant for every leaf."""
 
     spec: object
-    """A `TreeSpec`; None if it is not known."""
+    """A `TreeSpec`; None if it is unknown."""
     leaves: tuple[Any, ...]
     varies: bool = False
-    """Something in it that is no tensor depends on the number of samples."""
+    """A leaf other than a tensor depends on the number of samples."""
 
     def fill(self, tensors: Iterator[Tensor]) -> Any:
-        """The tree with these tensors in its slots."""
+        """Return the tree with these tensors in its slots."""
         if not isinstance(self.spec, TreeSpec):
-            raise ValueError("what this call returns is not known")
-        return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in self.leaves], self.spec)
+            raise ValueError("the output of this call is unknown")
+        return tree_unflatten([next(tensors) if isinstance(leaf, TensorSlot) else leaf for leaf in self.leaves], self.spec)
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[TensorSlot]:
         """The slots among the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Slot)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSlot)]
 
 
-PLAIN = (int, float, str)
-"""What stages compare of outputs besides tensors."""
-NOTHING = Template(None, ())
-"""Of a call whose output is not known."""
+PLAIN_TYPES = (int, float, str)
+"""Types that stages compare in outputs, in addition to tensors."""
+EMPTY_TEMPLATE = Template(None, ())
+"""Template of a call with an unknown output."""
 
 
 class TensorForm(NamedTuple):
-    """What is noted of a tensor in an output: its shape, its number format, whether gradients flow, and `memory_order`."""
+    """Form of a tensor in an output: shape, dtype, whether gradients flow, and `memory_order`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -222,27 +220,27 @@ class TensorForm(NamedTuple):
 
 
 Form = tuple[TreeSpec | None, tuple[Any, ...]]
-"""The tree of an output, and its leaves: of tensors their `TensorForm`."""
+"""The tree of an output, and its leaves, with a `TensorForm` for each tensor."""
 
 
-def taken(output: object) -> Form:
-    leaves(output)  # makes trees of dataclasses
+def capture_form(output: object) -> Form:
+    dataclass_leaves(output)  # registers dataclasses
     flat_output, spec = tree_flatten(output)
     if any(isinstance(t, Tensor) and t.is_nested for t in flat_output):
-        raise TypeError("a module returns a nested tensor, whose size in a batch is not known beforehand")
+        raise TypeError("a module returns a nested tensor, whose size in a batch cannot be predicted")
     form = lambda t: TensorForm(tuple(t.shape), t.dtype, t.requires_grad, memory_order(t))  # noqa: E731
     return spec, tuple(form(t) if isinstance(t, Tensor) else t for t in flat_output)
 
 
 class ProbeSizes(NamedTuple):
-    """Samples of two batches, from which what every other batch needs is read off."""
+    """Numbers of samples in two batches, from which other batches are extrapolated."""
 
     small: int
     large: int
 
 
-def template(small: Form, large: Form | None, sizes: ProbeSizes) -> Template:
-    """The template of a call's output, from its forms in batches of two sizes."""
+def make_template(small: Form, large: Form | None, sizes: ProbeSizes) -> Template:
+    """Return the template of a call's output, from its forms in batches of two sizes."""
     rows = []
     varies = large is not None and len(large[1]) != len(small[1])
     others = large[1] if large is not None and not varies else small[1]
@@ -253,42 +251,42 @@ def template(small: Form, large: Form | None, sizes: ProbeSizes) -> Template:
             continue
         each = tuple((b - a) / (sizes.large - sizes.small) for a, b in zip(one.shape, other.shape))
         base = tuple(a - e * sizes.small for a, e in zip(one.shape, each))
-        rows.append(Slot(base, each, one.dtype, one.grad, one.order))
+        rows.append(TensorSlot(base, each, one.dtype, one.grad, one.order))
     return Template(small[0], tuple(rows), varies)
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """The leaves of a call's arguments; without a walk through trees where they are tensors alone, as they mostly are."""
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Return the leaves of a call's arguments, with a fast path for plain tensors, the common case."""
     return args if not kwargs and all(isinstance(a, Tensor) for a in args) else tree_leaves((args, kwargs))
 
 
-def tensors(output: object) -> list[Tensor]:
-    """The tensors of an output, in the order of its template's slots."""
-    return [t for t in leaves(output) if isinstance(t, Tensor)]
+def list_slot_tensors(output: object) -> list[Tensor]:
+    """Return the tensors of an output, in the order of its template's slots."""
+    return [t for t in dataclass_leaves(output) if isinstance(t, Tensor)]
 
 
-def known(output: object, expected: Template, samples: int, unit: str) -> None:
-    """P025 when an output that other stages wait for has another form than the sketch says."""
-    actual = [(tuple(t.shape), t.dtype) for t in tensors(output)]
-    wanted = [(slot.shape(samples), slot.dtype) for slot in expected.slots]
-    constants = [(a, b) for a, b in zip(leaves(output), expected.leaves) if isinstance(a, PLAIN)]
+def check_output(output: object, expected: Template, samples: int, unit: str) -> None:
+    """P025 if an output that other stages receive has another form than in the sketch."""
+    actual = [(tuple(t.shape), t.dtype) for t in list_slot_tensors(output)]
+    wanted = [(slot.shape_for(samples), slot.dtype) for slot in expected.slots]
+    constants = [(a, b) for a, b in zip(dataclass_leaves(output), expected.leaves) if isinstance(a, PLAIN_TYPES)]
     changed = next((f"{a}, in the sketch {b}" for a, b in constants if a != b), None)
     if actual == wanted and changed is not None:
-        what = f"unit {unit} returns a number or a word that changes: {changed}"
-        why = "only tensors travel between stages"
+        what = f"unit {unit} returns a number or string that changes: {changed}"
+        why = "stages exchange tensors only"
         raise PlaitError(Problem("P025", what, why=why, fix=("return a tensor", "pp=1")))
     if actual != wanted:
-        what = f"unit {unit} returns {_told(actual)}, the other stages wait for {_told(wanted)}"
-        why = "shapes and formats are those of the first sample, shapes linear in the number of samples"
+        what = f"unit {unit} returns {_describe_tensors(actual)}, the other stages wait for {_describe_tensors(wanted)}"
+        why = "expected shapes and dtypes come from the first sample, with shapes linear in the number of samples"
         raise PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length",)))
 
 
-def _told(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+def _describe_tensors(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors) or "no tensor"
 
 
-def first_words(example: object, length: int) -> Any:
-    """The first `length` words of each row, where the inputs are rows of words: what holds for them holds for more. They lie in memory
-    as those of a batch do, for code that takes a view of them."""
+def take_first_tokens(example: object, length: int) -> Any:
+    """Return the first `length` tokens of each row, if the inputs are rows of tokens. Their memory layout is that of a batch, for code that
+    calls `view`."""
     first = lambda t: t[:, :length].contiguous() if t.dim() == 2 and not t.is_floating_point() else t  # noqa: E731
     return tree_map_only(Tensor, first, example)

@@ -1,8 +1,9 @@
-"""Groups that send gradients to a server (outer_sync=async), each in a process of its own. The technique is explained in `parallel/server/`.
+"""Worker groups that send gradients to a parameter server (outer_sync=async), each in a separate process. `parallel/server/` explains
+the technique.
 
-dealing     who is dealt which portion, which gradients an update takes, and the ledger of them: no process, no clock on the wall, no tensor
-group       a group: takes a portion and the weights, and returns a gradient; what groups and servers know before they are forked, and their messages
-state       a server: its tensors and their optimizer, what it sends, an update, a save
-processes   the servers: the first deals and says what is updated when, others do what it says; groups and servers forked and watched
-record      metrics, ledger and status
+dealer         assigns portions of samples to groups, selects the gradients of each update, keeps the ledger; without processes
+group          a group: takes a portion and the weights, and returns a gradient; also the shared setting and the messages
+state          a server: its tensors and their optimizer, weights it sends, updates, saves
+processes      starts and supervises the server processes: the lead assigns portions and orders updates, followers execute them
+server_record  metrics, ledger and status
 """

@@ -1,9 +1,9 @@
-"""`plait.from_keras`: a compiled Keras 3 model on the torch backend as a job.
+"""`plait.from_keras`: convert a compiled Keras 3 model on the torch backend to a job.
 
-A Keras layer reads its own variables and not the attributes of a module, so a plan could not give it other ones. Keras has a call
-that is a function of the variables (`stateless_call`); the job's model holds them as parameters, by their Keras paths, and calls it.
-Its layers compute in one number format, so there is a second model of the same layers for float64. The parameters are all of one
-unit: dp and fsdp split such a job, and tp and pp find nothing to cut.
+A Keras layer reads its own variables and not the attributes of a module, so a plan could not replace them. Keras also has a call that is a
+function of the variables (`stateless_call`). The job's model has these variables as parameters, under their Keras paths, and calls it.
+Keras layers compute in one dtype, so there is a second model of the same layers for float64. All parameters belong to one unit. So dp and
+fsdp apply to such a job, and tp and pp find nothing to split.
 """
 
 import json
@@ -16,28 +16,28 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from plait import Job, PlaitError
-from plait.config.errors import Problem, in_a_line
+from plait.config.errors import Problem, summarize_error
 
 if TYPE_CHECKING:
     import keras
 
 CODE = "J039"
-SMALLEST = 1e-7
-"""`keras.config.epsilon()`: probabilities are kept away from 0 and 1 by so much."""
-PLAIN = ("clipnorm", "clipvalue", "use_ema", "gradient_accumulation_steps", "loss_scale_factor")
-"""Settings of any Keras optimizer that a job's has not."""
+EPSILON = 1e-7
+"""`keras.config.epsilon()`: minimum distance of probabilities from 0 and 1."""
+UNSUPPORTED_SETTINGS = ("clipnorm", "clipvalue", "use_ema", "gradient_accumulation_steps", "loss_scale_factor")
+"""Settings of Keras optimizers that a job does not support."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def from_keras(
     model: "keras.Model", x: object, y: object, *, batch: int = 32, epochs: int | None = None, steps: int | None = None, seed: int = 0
 ) -> Job:  # fmt: skip
-    """The job that `model.fit(x, y, batch_size=batch, epochs=epochs)` is; the model is compiled with an optimizer and a loss.
+    """Convert `model.fit(x, y, batch_size=batch, epochs=epochs)` to a job; the model is compiled with an optimizer and a loss.
 
-    x, y: arrays or tensors of shape [samples, …]. batch: over all devices. Optimizers: SGD, Adam and AdamW, whose epsilon torch adds
-    after the bias correction and Keras before, and `global_clipnorm`. Losses: mean squared and absolute error, binary, categorical
-    and sparse categorical cross-entropy. Raises `PlaitError` J039 for others, for layers that draw random numbers or count in
-    their forward pass (Dropout, BatchNormalization), and for another backend.
+    x, y: arrays or tensors of shape [samples, …]. batch: global batch size. Optimizers: SGD, Adam and AdamW, and `global_clipnorm`. torch adds
+    epsilon after the bias correction, and Keras before it. Losses: mean squared and absolute error, binary, categorical and sparse categorical
+    cross-entropy. Raises `PlaitError` J039 for others, for another backend, and for layers with random numbers or state in their forward pass
+    (Dropout, BatchNormalization).
     """
     import keras
 
@@ -46,34 +46,34 @@ def from_keras(
         raise PlaitError(Problem(CODE, f"Keras runs on {keras.backend.backend()}, not on torch", fix=fix))
     if not getattr(model, "compiled", False):
         raise PlaitError(Problem(CODE, "the model is not compiled", fix=("model.compile(optimizer=…, loss=…)",)))
-    _refuse_state(model)
-    twins = {torch.float32: _Hidden(_twin(model, "float32")), torch.float64: _Hidden(_twin(model, "float64"))}
+    _reject_state(model)
+    twins = {torch.float32: _HiddenModel(_clone_in_dtype(model, "float32")), torch.float64: _HiddenModel(_clone_in_dtype(model, "float64"))}
     weights = {v.path: torch.as_tensor(v.numpy()) for v in model.trainable_variables}
     fixed = [torch.as_tensor(v.numpy()) for v in model.non_trainable_variables]
     samples = TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
     if (steps is None) == (epochs is None):
-        raise PlaitError(Problem(CODE, "one of steps and epochs says how long to train", fix=("steps=N", "epochs=N")))
-    make, clip = _optimizer(type(model.optimizer).__name__, model.optimizer.get_config())
+        raise PlaitError(Problem(CODE, "exactly one of steps and epochs must be given", fix=("steps=N", "epochs=N")))
+    make, clip = _convert_optimizer(type(model.optimizer).__name__, model.optimizer.get_config())
     return Job(
-        model=lambda: KerasCall(weights, fixed, twins), loss=_loss(model.loss), data=lambda: samples, optimizer=make, batch=batch,
+        model=lambda: KerasCall(weights, fixed, twins), loss=_convert_loss(model.loss), data=lambda: samples, optimizer=make, batch=batch,
         steps=steps or (epochs or 0) * -(-len(samples) // batch), clip=clip, seed=seed,
     )  # fmt: skip
 
 
-class _Hidden:
-    """A Keras model out of sight of torch, which would take its variables for parameters. A copy is the same one."""
+class _HiddenModel:
+    """A Keras model hidden from torch, which would register its variables as parameters. A copy is the same object."""
 
     def __init__(self, model: "keras.Model"):
         self.model = model
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "_Hidden":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_HiddenModel":
         return self
 
 
 class KerasCall(nn.Module):
     """A Keras model as a function of its variables, which are this module's parameters."""
 
-    def __init__(self, weights: dict[str, Tensor], fixed: list[Tensor], twins: dict[torch.dtype, _Hidden]):
+    def __init__(self, weights: dict[str, Tensor], fixed: list[Tensor], twins: dict[torch.dtype, _HiddenModel]):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(t.clone()) for t in weights.values()])
         self.names, self.twins = list(weights), twins
@@ -81,45 +81,45 @@ class KerasCall(nn.Module):
             self.register_buffer(f"fixed{number}", value.clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The model's outputs for x of shape [samples, …]."""
+        """Compute the outputs for x of shape [samples, …]."""
         weights = list(self.weights)
         hidden = self.twins[torch.float64 if weights[0].dtype == torch.float64 else torch.float32]
         outputs, _ = hidden.model.stateless_call(weights, list(self.buffers()), x, training=True)
         return outputs
 
 
-def _refuse_state(model: "keras.Model") -> None:
-    """J039 of layers whose forward pass changes what they keep."""
+def _reject_state(model: "keras.Model") -> None:
+    """Raise J039 for layers whose forward pass changes their state."""
     for layer in model.layers:
         counts = [v.path for v in layer.non_trainable_variables] if layer.trainable else []
         if counts:
             what = f"the layer {layer.name} ({type(layer).__name__}) draws random numbers or counts in its forward pass"
-            why = f"it keeps {counts[0]} beside its weights, in a way that plait cannot key or sum over ranks"
-            raise PlaitError(Problem(CODE, what, why=why, fix=("leave it out", "write the model in torch: nn.Dropout")))
+            why = f"it keeps {counts[0]} in addition to its weights, which plait cannot seed or reduce over ranks"
+            raise PlaitError(Problem(CODE, what, why=why, fix=("remove the layer", "write the model in torch: nn.Dropout")))
 
 
-def _twin(model: "keras.Model", dtype: str) -> "keras.Model":
-    """A model of the same layers that computes in another number format."""
+def _clone_in_dtype(model: "keras.Model", dtype: str) -> "keras.Model":
+    """Build a model of the same layers that computes in another dtype."""
     import keras
 
     try:
         text = json.loads(model.to_json().replace('"float32"', f'"{dtype}"'))
         text.pop("compile_config", None)
         return keras.models.model_from_json(json.dumps(text))
-    except Exception as error:  # a class of one's own raises anything
-        what = f"the {type(model).__name__} cannot be made again from its own description: {in_a_line(error)}"
+    except Exception as error:  # a user's class may raise anything
+        what = f"the {type(model).__name__} cannot be rebuilt from its own configuration: {summarize_error(error)}"
         fix = ("a Sequential or functional model of Keras' layers",)
         raise PlaitError(Problem(CODE, what, fix=fix)) from error
 
 
-def _optimizer(
+def _convert_optimizer(
     kind: str, config: dict[str, Any]
 ) -> tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], float | None]:
-    """torch's optimizer of the same settings, and the norm to clip at."""
+    """Return torch's optimizer with the same settings, and the clipping norm."""
     rate, decay = config["learning_rate"], config.get("weight_decay") or 0.0
-    moved = [key for key in PLAIN if config.get(key)]
+    moved = [key for key in UNSUPPORTED_SETTINGS if config.get(key)]
     if moved or not isinstance(rate, float):
-        what = f"the optimizer's {moved[0] if moved else 'learning_rate, a schedule,'} has no place in a job"
+        what = f"the optimizer's {moved[0] if moved else 'learning_rate, a schedule,'} is not supported by a job"
         raise PlaitError(Problem(CODE, what, fix=("a number as learning_rate, global_clipnorm, and Job.schedule",)))
     clip = config.get("global_clipnorm")
     if kind == "SGD" and not decay:
@@ -128,15 +128,15 @@ def _optimizer(
     if kind in ("Adam", "AdamW"):
         more = {"betas": (config["beta_1"], config["beta_2"]), "eps": config["epsilon"], "amsgrad": config["amsgrad"]}
         return lambda parameters: torch.optim.AdamW(parameters, rate, weight_decay=decay, **more), clip
-    what, fix = f"the optimizer {kind} is not known to be torch's", ("SGD, Adam or AdamW", "Job.optimizer")
+    what, fix = f"the optimizer {kind} has no equivalent in torch", ("SGD, Adam or AdamW", "Job.optimizer")
     raise PlaitError(Problem(CODE, what, fix=fix))
 
 
-def _loss(given: object) -> Loss:
-    """The mean over samples of the loss that a Keras model was compiled with: a name, a function or an object."""
+def _convert_loss(loss: object) -> Loss:
+    """Return the loss that a Keras model was compiled with, as a mean over samples: from a name, a function or an object."""
     import keras
 
-    found = keras.losses.get(given)
+    found = keras.losses.get(loss)
     config = (
         found.get_config() if isinstance(found, keras.losses.Loss) else {"name": getattr(found, "__name__", str(found))}
     )
@@ -146,28 +146,28 @@ def _loss(given: object) -> Loss:
     }
     logits = bool(config.get("from_logits"))
     known |= {
-        "sparse_categorical_crossentropy": lambda out, y: F.nll_loss(_logs(out, logits), y.flatten().long()),
-        "categorical_crossentropy": lambda out, y: -(_logs(out, logits) * y.to(out.dtype)).sum(-1).mean(),
-        "binary_crossentropy": lambda out, y: _binary(out, y.to(out.dtype), logits),
+        "sparse_categorical_crossentropy": lambda out, y: F.nll_loss(_log_probabilities(out, logits), y.flatten().long()),
+        "categorical_crossentropy": lambda out, y: -(_log_probabilities(out, logits) * y.to(out.dtype)).sum(-1).mean(),
+        "binary_crossentropy": lambda out, y: _binary_cross_entropy(out, y.to(out.dtype), logits),
     }
     odd = config.get("label_smoothing") or config.get("ignore_class") is not None
     plain = config.get("reduction", "sum_over_batch_size") == "sum_over_batch_size" and not odd
     if config["name"] not in known or not plain:
-        what = f"the loss {config['name']} is not known to be torch's, or has settings that are not"
+        what = f"the loss {config['name']} has no equivalent in torch, or has settings without one"
         raise PlaitError(
             Problem(CODE, what, fix=("dataclasses.replace(job, loss=…)    a function of outputs and targets",))
         )
     return known[config["name"]]
 
 
-def _logs(out: Tensor, logits: bool) -> Tensor:
-    """Logarithms of the probabilities of classes, of shape [samples, classes]."""
+def _log_probabilities(out: Tensor, logits: bool) -> Tensor:
+    """Return log-probabilities of classes, of shape [samples, classes]."""
     if logits:
         return out.log_softmax(-1)
-    return (out / out.sum(-1, keepdim=True)).clamp(SMALLEST, 1 - SMALLEST).log()
+    return (out / out.sum(-1, keepdim=True)).clamp(EPSILON, 1 - EPSILON).log()
 
 
-def _binary(out: Tensor, y: Tensor, logits: bool) -> Tensor:
+def _binary_cross_entropy(out: Tensor, y: Tensor, logits: bool) -> Tensor:
     if logits:
         return F.binary_cross_entropy_with_logits(out, y)
-    return F.binary_cross_entropy(out.clamp(SMALLEST, 1 - SMALLEST), y)
+    return F.binary_cross_entropy(out.clamp(EPSILON, 1 - EPSILON), y)

@@ -1,39 +1,39 @@
-"""A task of SkyPilot: on each machine `run` starts one `plait train`, which reads from SkyPilot's variables which of them it is.
+"""A task of SkyPilot: on each node `run` starts one `plait train`, which reads its node rank from SkyPilot's variables.
 
-As a managed job (`sky jobs launch`) it is started again when a machine is taken away, when it ends with 75, and `--max-restarts` times when
-it fails; each start goes on from the newest checkpoint.
+As a managed job (`sky jobs launch`) it is restarted when a node is preempted, when it ends with 75, and up to `--max-restarts` times when
+it fails. Each start continues from the newest checkpoint.
 """
 
 from plait.config.errors import RESUMABLE
-from plait.integrations.submit.jobset import Value, dump, overlaid
-from plait.integrations.submit.submission import Scheduler, Submission, comment, line
+from plait.integrations.submit.jobset import Value, apply_options, dump_yaml
+from plait.integrations.submit.submission import Scheduler, Submission, format_comment, join_shell_words
 
 
-def write(asked: Submission) -> str:
-    start = "sky jobs launch --secret PLAIT_SECRET FILE" if asked.together else "sky jobs launch FILE"
-    head = [f"{asked.job}: {asked.told}. Written by plait submit skypilot; start it with  {start}"]
-    if asked.together:
-        head += ["The machines know each other by a secret:  export PLAIT_SECRET=$(openssl rand -hex 32)"]
-        shared = f"All machines must see one file system at {asked.runs}: --volume NAME:/path"
-        head += [] if asked.volumes else [shared]
-    return "".join(f"{comment(text)}\n" for text in head) + dump(_document(asked))
+def write_sky_task(submission: Submission) -> str:
+    start = "sky jobs launch --secret PLAIT_SECRET FILE" if submission.is_multi_node else "sky jobs launch FILE"
+    head = [f"{submission.job}: {submission.description}. Written by plait submit skypilot; start it with  {start}"]
+    if submission.is_multi_node:
+        head += ["The machines authenticate each other by a secret:   export PLAIT_SECRET=$(openssl rand -hex 32)"]
+        shared = f"All machines must see one file system at {submission.runs}: --volume NAME:/path"
+        head += [] if submission.volumes else [shared]
+    return "".join(f"{format_comment(text)}\n" for text in head) + dump_yaml(_build_task(submission))
 
 
-def _document(asked: Submission) -> dict[str, Value]:
-    resources: dict[str, Value] = {"accelerators": f"{asked.gpu}:{asked.each}"} if asked.gpus else {}
-    resources |= {"cpus": f"{asked.cpus}+"} if asked.cpus else {}
-    resources |= {"image_id": f"docker:{asked.image}"} if asked.image else {}
-    resources |= {"job_recovery": {"max_restarts_on_errors": asked.restarts, "recover_on_exit_codes": [RESUMABLE]}}
-    volumes: dict[str, Value] = {path: name for name, path in asked.volumes}
-    document: dict[str, Value] = {"name": asked.name, "num_nodes": asked.nodes, "workdir": asked.folder or "."}
+def _build_task(submission: Submission) -> dict[str, Value]:
+    resources: dict[str, Value] = {"accelerators": f"{submission.gpu}:{submission.per_node}"} if submission.gpus else {}
+    resources |= {"cpus": f"{submission.cpus}+"} if submission.cpus else {}
+    resources |= {"image_id": f"docker:{submission.image}"} if submission.image else {}
+    resources |= {"job_recovery": {"max_restarts_on_errors": submission.restarts, "recover_on_exit_codes": [RESUMABLE]}}
+    volumes: dict[str, Value] = {path: name for name, path in submission.volumes}
+    document: dict[str, Value] = {"name": submission.name, "num_nodes": submission.nodes, "workdir": submission.folder or "."}
     document |= {"resources": resources}
     document |= {"volumes": volumes} if volumes else {}
-    document |= {"secrets": {"PLAIT_SECRET": None}} if asked.together else {}
-    run = [*asked.setup, f"exec {line([*asked.train(), asked.counted])}", ""]
-    return overlaid(document | {"run": "\n".join(run)}, asked, "the task")
+    document |= {"secrets": {"PLAIT_SECRET": None}} if submission.is_multi_node else {}
+    run = [*submission.setup, f"exec {join_shell_words([*submission.build_train_words(), submission.nnodes_flag])}", ""]
+    return apply_options(document | {"run": "\n".join(run)}, submission, "the task")
 
 
 SCHEDULER = Scheduler(
-    "SkyPilot", write, "sky jobs launch FILE",
+    "SkyPilot", write_sky_task, "sky jobs launch FILE",
     frozenset(("cpus", "gpu", "image", "volume", "chdir", "setup", "option", "launch_cmd")), ("gpu",),
 )  # fmt: skip

@@ -1,31 +1,30 @@
-"""A script for sbatch: on each machine of the allocation `srun` starts one `plait train`, which starts that machine's ranks.
+"""A script for sbatch: on each node of the allocation `srun` starts one `plait train`, which starts that node's ranks.
 
-Two minutes before its time is over, Slurm sends SIGUSR1 to the script, and the script SIGTERM to the ranks' launchers: they save
-and end with 75, and the script has itself put into the queue again. Who cancels the job is not asked whether it shall go on: only what
-was warned of the end of its time is queued again. (A job that Slurm preempts, or whose machine is lost, Slurm queues again itself.)
+Two minutes before its time limit, Slurm sends SIGUSR1 to the script, and the script sends SIGTERM to the launchers. They save and end with
+75, and the script requeues itself. Only a job that received this warning is requeued, so a canceled job stays canceled. (Slurm itself
+requeues a preempted job, or one that lost a node.)
 
-The machines find each other by what Slurm says of the step. The secret that they share is drawn by the script and travels in
-its environment.
+The nodes find each other by Slurm's variables of the step. The script generates their shared secret, and passes it in its environment.
 """
 
 import re
 
 from plait import PlaitError
 from plait.config.errors import Problem
-from plait.integrations.submit.submission import SECRET, Scheduler, Script, Submission, comment, line
+from plait.integrations.submit.submission import SECRET, Scheduler, Script, Submission, format_comment, join_shell_words
 
-WARNING = 120
-"""Seconds before the end of its time in which a run is saved."""
+WARNING_S = 120
+"""Seconds before its time limit in which a run is saved."""
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
-GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
-CORES = ("cpus-per-task", "exclusive", "cpus-per-gpu", "oversubscribe")
+GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
+CORE_OPTIONS = ("cpus-per-task", "exclusive", "cpus-per-gpu", "oversubscribe")
 
 SCRIPT = Script("""\
 #!/bin/bash
 @{comment}
 @{options}
 
-@{secret}@{setup}# 75 means: saved, run me again. Of a job that was warned of the end of its time, Slurm is told so.
+@{secret}@{setup}# 75 means: saved, run me again. After a warning about the time limit, the job is requeued.
 warned='' again=''@{left}
 trap 'warned=yes again=yes; scancel --quiet --signal=TERM "$SLURM_JOB_ID"' USR1
 trap 'again=yes' TERM
@@ -40,84 +39,90 @@ start
 fi
 exit "$code"
 """)
-MEET = f"""\
-# The machines of this job know each other by a secret, which srun passes on.
+SECRET_SECTION = f"""\
+# The machines of this job authenticate each other by a secret, which srun passes on.
 export PLAIT_SECRET="${{PLAIT_SECRET:-{SECRET}}}"
 
 """
-AGAIN = """\
-# 1 means that a rank or a machine was lost: the others ended too, and all go on from the newest checkpoint.
+RETRY_SECTION = """\
+# 1 means that a rank or a machine was lost: the others ended too, and all continue from the newest checkpoint.
 while [ "$code" -eq 1 ] && [ "$left" -gt 0 ] && [ -z "$warned" ]; do
   left=$((left - 1))
   start
 done
 """
-"""On many machines, where plait does not start the ranks again itself."""
+"""For several nodes, where plait itself does not restart the ranks."""
 
 
-def write(asked: Submission) -> str:
-    again = asked.together and asked.restarts > 0 and asked.resume is None
-    rows = [f"#SBATCH --{name}" + ("" if value is None else f"={_value(name, value)}") for name, value in _options(asked)]
+def write_sbatch(submission: Submission) -> str:
+    again = submission.is_multi_node and submission.restarts > 0 and submission.resume is None
+    rows = [
+        f"#SBATCH --{name}" + ("" if value is None else f"={_quote_sbatch_value(name, value)}")
+        for name, value in _list_sbatch_options(submission)
+    ]
     return SCRIPT.substitute(
-        comment=comment(f"{asked.job}: {asked.told}. Written by plait submit slurm; start it with  sbatch FILE"),
-        options="\n".join(rows), secret=MEET if asked.together else "",
-        setup="".join(f"{row}\n" for row in (*asked.setup, "")) if asked.setup else "",
-        left=f" left={asked.restarts}" if again else "", srun=_srun(asked), again=AGAIN if again else "",
+        comment=format_comment(f"{submission.job}: {submission.description}. Written by plait submit slurm; start it with  sbatch FILE"),
+        options="\n".join(rows), secret=SECRET_SECTION if submission.is_multi_node else "",
+        setup="".join(f"{row}\n" for row in (*submission.setup, "")) if submission.setup else "",
+        left=f" left={submission.restarts}" if again else "", srun=_build_srun(submission), again=RETRY_SECTION if again else "",
     )  # fmt: skip
 
 
-def _srun(asked: Submission) -> str:
-    cores = str(asked.cpus) if asked.cpus else '"$SLURM_CPUS_ON_NODE"'
-    srun = [f"srun --nodes={asked.nodes} --ntasks={asked.nodes} --ntasks-per-node=1"]
-    if asked.cpus or not asked.overrules(*CORES):
+def _build_srun(submission: Submission) -> str:
+    cores = str(submission.cpus) if submission.cpus else '"$SLURM_CPUS_ON_NODE"'
+    srun = [f"srun --nodes={submission.nodes} --ntasks={submission.nodes} --ntasks-per-node=1"]
+    if submission.cpus or not submission.has_option(*CORE_OPTIONS):
         srun += [f"--cpus-per-task={cores}"]
     srun += ["--kill-on-bad-exit=0 --export=ALL \\\n   "]
-    if asked.resume is not None:
-        return " ".join([*srun, line([*asked.train(), asked.counted])])
-    folder = f"{asked.own_runs}-"
-    words = line([word for word in asked.train() if not word.startswith("--runs=")])
-    return " ".join([*srun, words, f'{line([f"--runs={folder}"])}"$SLURM_JOB_ID"', asked.counted])
+    if submission.resume is not None:
+        return " ".join([*srun, join_shell_words([*submission.build_train_words(), submission.nnodes_flag])])
+    folder = f"{submission.own_runs}-"
+    words = join_shell_words([word for word in submission.build_train_words() if not word.startswith("--runs=")])
+    return " ".join([*srun, words, f'{join_shell_words([f"--runs={folder}"])}"$SLURM_JOB_ID"', submission.nnodes_flag])
 
 
-def _options(asked: Submission) -> list[tuple[str, str | None]]:
-    """What stands behind #SBATCH. What the user says of the same thing comes instead."""
+def _list_sbatch_options(submission: Submission) -> list[tuple[str, str | None]]:
+    """List the options for #SBATCH lines. The user's options replace options of the same name."""
     ours: list[tuple[str, str | None]] = [
-        ("job-name", asked.name), ("nodes", str(asked.nodes)), ("ntasks-per-node", "1"),
+        ("job-name", submission.name), ("nodes", str(submission.nodes)), ("ntasks-per-node", "1"),
     ]  # fmt: skip
-    if asked.gpus and not asked.overrules(*GPUS):
-        ours += [("gpus-per-node", f"{asked.gpu}:{asked.each}" if asked.gpu else str(asked.each))]
-    if asked.cpus:
-        ours += [("cpus-per-task", str(asked.cpus))]
-    elif not asked.overrules(*CORES):
+    if submission.gpus and not submission.has_option(*GPU_OPTIONS):
+        ours += [("gpus-per-node", f"{submission.gpu}:{submission.per_node}" if submission.gpu else str(submission.per_node))]
+    if submission.cpus:
+        ours += [("cpus-per-task", str(submission.cpus))]
+    elif not submission.has_option(*CORE_OPTIONS):
         ours += [("exclusive", None)]
-        ours += [("mem", "0")] if not asked.overrules("mem-per-cpu", "mem-per-gpu") else []
-    if asked.seconds is not None:
-        ours += [("time", _clock(asked.seconds))]
-    ours += [("chdir", asked.folder)] if asked.folder is not None else []
+        ours += [("mem", "0")] if not submission.has_option("mem-per-cpu", "mem-per-gpu") else []
+    if submission.seconds is not None:
+        ours += [("time", _format_clock(submission.seconds))]
+    ours += [("chdir", submission.folder)] if submission.folder is not None else []
     ours += [
-        ("signal", f"B:USR1@{WARNING}"),
+        ("signal", f"B:USR1@{WARNING_S}"),
         ("requeue", None),
         ("open-mode", "append"),
-        ("output", f"{asked.name}-%j.out"),
+        ("output", f"{submission.name}-%j.out"),
     ]
-    said = {name for name, _ in asked.options}
-    return [*((name, value) for name, value in ours if name not in said), *asked.options]
+    said = {name for name, _ in submission.options}
+    return [*((name, value) for name, value in ours if name not in said), *submission.options]
 
 
-def _clock(seconds: int) -> str:
-    """90061 s is 1-01:01:01."""
+def _format_clock(seconds: int) -> str:
+    """Format seconds: 90061 s is 1-01:01:01."""
     minutes, second = divmod(seconds, 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02}:{minute:02}:{second:02}"
 
 
-def _value(name: str, value: str) -> str:
-    """As sbatch reads it: in quotes a space stays, and what follows a backslash stands for itself. S002 for what no line can say."""
+def _quote_sbatch_value(name: str, value: str) -> str:
+    """Quote a value for sbatch: quotes preserve a space, and a backslash escapes the next character.
+
+    Raises S002 for values that do not fit on a line.
+    """
     if not OPTION.fullmatch(name):
-        what = f"--option {name[:60]} is no option of sbatch"
-        raise PlaitError(Problem("S002", what, why="a long name, without dashes", fix=("--option partition=gpu",)))
+        what = f"--option {name[:60]} is not an option of sbatch"
+        raise PlaitError(Problem("S002", what, why="it must be a long name, without dashes", fix=("--option partition=gpu",)))
     if not value.isprintable():
-        why = "such an option stands on one line"
+        why = "such an option must fit on one line"
         raise PlaitError(Problem("S002", f"--{name} cannot have a line break or a control character", why=why))
     if re.fullmatch(r"[\w@%+=:,./-]+", value):
         return value
@@ -125,5 +130,5 @@ def _value(name: str, value: str) -> str:
 
 
 SCHEDULER = Scheduler(
-    "Slurm", write, "sbatch FILE", frozenset(("cpus", "gpu", "time", "chdir", "setup", "option", "launch_cmd")),
+    "Slurm", write_sbatch, "sbatch FILE", frozenset(("cpus", "gpu", "time", "chdir", "setup", "option", "launch_cmd")),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio get the numbers of `metrics.jsonl`.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio get the values of `metrics.jsonl`.
 
-follow     the process of a tracker, which follows `metrics.jsonl`, and what rank 0 does for it
-packages   the trackers: how each package is given a run and its numbers
+tracker_processes   the process of a tracker, which follows `metrics.jsonl`, and rank 0's part
+packages            the trackers: the calls of each package
 """

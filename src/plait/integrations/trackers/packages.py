@@ -1,7 +1,7 @@
-"""The trackers: how each package is given a run and its numbers. These classes are used in a process of their own (`follow.py`).
+"""The trackers: how each package gets a run and its values. These classes run in a separate process (`tracker_processes.py`).
 
-Without an account or a server in the environment nothing leaves the machine: W&B writes the files that `wandb sync` uploads
-later, MLflow a store in the run directory, Trackio its local database.
+Without an account or a server in the environment, no data leaves the machine. W&B writes the files that `wandb sync` uploads later, MLflow
+a store in the run directory, Trackio its local database.
 """
 
 import json
@@ -19,23 +19,23 @@ from urllib.parse import urlsplit
 
 from plait import PlaitError
 from plait.config.errors import Problem
-from plait.launch.child import variables
+from plait.launch.child import read_variables
 
 Row = tuple[int, dict[str, float]]
-"""A step, and what was measured after it."""
+"""A step, and its measured values."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run."""
+    """Description of a run for a tracker."""
 
     path: Path
     project: str
     """The job's name."""
     config: dict[str, str]
-    """Of the run: job, plan, and the arguments of the job as `job.NAME`."""
+    """Settings of the run: job, plan, and the arguments of the job as `job.NAME`."""
     step: int
-    """Steps whose numbers it has already."""
+    """Last step whose values the tracker already has."""
 
     @property
     def name(self) -> str:
@@ -43,35 +43,35 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """A place where the numbers of a run are written a second time. Whatever it raises is told once, and tried again."""
+    """A second destination for the values of a run. An error in it is printed once, and the call is retried."""
 
     module: str
-    """The module that it imports."""
+    """Module that it imports."""
     package: str
-    """The package to install."""
+    """Package to install."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables that its process has in addition, so that the package reports nothing to its makers."""
-    forgets = False
-    """It can take back rows of steps that are made again."""
+    """Variables for its process in addition to the rank's; they disable the package's own telemetry."""
+    can_rewind = False
+    """It can replace rows of steps that are repeated."""
 
     @abstractmethod
     def start(self, run: TrackedRun, known: str | None) -> str:
-        """Begin the run, or go on with the one of this id; the id."""
+        """Start the run, or continue the run with this ID; return the ID."""
 
     @abstractmethod
     def write(self, rows: list[Row]) -> None:
-        """Take these rows, in their order."""
+        """Write these rows, in order."""
 
     @abstractmethod
     def close(self, done: bool) -> None:
-        """Nothing follows. `done`: the run has ended as it should."""
+        """Close the run. `done`: it has ended without a failure."""
 
 
 class TensorBoard(Tracker):
     """Event files in `RUN/tensorboard`, scalars as 64-bit floats."""
 
     module = package = "tensorboard"
-    forgets = True
+    can_rewind = True
 
     def start(self, run: TrackedRun, known: str | None) -> str:
         from torch.utils.tensorboard import SummaryWriter
@@ -100,8 +100,8 @@ class WeightsAndBiases(Tracker):
     def start(self, run: TrackedRun, known: str | None) -> str:
         import wandb
 
-        said = variables("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_BASE_URL")
-        signed_in = "WANDB_API_KEY" in said or _in_netrc(said.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+        said = read_variables("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_BASE_URL")
+        signed_in = "WANDB_API_KEY" in said or _has_netrc_key(said.get("WANDB_BASE_URL", "https://api.wandb.ai"))
         self.run = wandb.init(
             dir=str(run.path), project=said.get("WANDB_PROJECT", run.project), name=run.name, resume="allow",
             id=known or secrets.token_hex(8), config=run.config,
@@ -118,16 +118,16 @@ class WeightsAndBiases(Tracker):
         self.run.finish(exit_code=0 if done else 1)
 
 
-def _in_netrc(url: str) -> bool:
-    """Whether the user's .netrc has a key for the host: `wandb login` writes it there."""
+def _has_netrc_key(url: str) -> bool:
+    """Whether the user's .netrc has a key for the host; `wandb login` writes it there."""
     try:
         return netrc().authenticators(urlsplit(url).hostname or "") is not None
-    except Exception:  # there is none, or it cannot be read
+    except Exception:  # it is missing, or cannot be read
         return False
 
 
 class MLflow(Tracker):
-    """A run of MLflow: at MLFLOW_TRACKING_URI, else in the run directory, a database where SQLAlchemy is there, else files."""
+    """A run of MLflow: at MLFLOW_TRACKING_URI, else in the run directory, as a database if SQLAlchemy is installed, else as files."""
 
     module, package = "mlflow", "mlflow-skinny"
     environment: ClassVar[Mapping[str, str]] = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -135,7 +135,7 @@ class MLflow(Tracker):
     def start(self, run: TrackedRun, known: str | None) -> str:
         from mlflow import MlflowClient
 
-        said = variables("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+        said = read_variables("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
         local = f"sqlite:///{run.path / 'mlflow.db'}" if find_spec("sqlalchemy") else (run.path / "mlflow").as_uri()
         client = self.client = MlflowClient(said.get("MLFLOW_TRACKING_URI", local))
         if known is not None:
@@ -147,28 +147,28 @@ class MLflow(Tracker):
         experiment = client.create_experiment(name) if there is None else there.experiment_id
         self.id = client.create_run(experiment, run_name=run.name).info.run_id
         for key, value in run.config.items():
-            client.log_param(self.id, _plain(key), value[:500])
+            client.log_param(self.id, _clean_name(key), value[:500])
         return self.id
 
     def write(self, rows: list[Row]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(_plain(name), value, now, step) for step, values in rows for name, value in values.items()]
-        for first in range(0, len(metrics), 1000):  # as many as a request may have
+        metrics = [Metric(_clean_name(name), value, now, step) for step, values in rows for name, value in values.items()]
+        for first in range(0, len(metrics), 1000):  # maximum number per request
             self.client.log_batch(self.id, metrics[first : first + 1000])
 
     def close(self, done: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if done else "FAILED")
 
 
-def _plain(name: str) -> str:
-    """The name, of letters that MLflow allows."""
+def _clean_name(name: str) -> str:
+    """Replace characters that MLflow rejects in names."""
     return re.sub(r"[^\w\-. /:]", "_", name, flags=re.ASCII)
 
 
 class Trackio(Tracker):
-    """A run of Trackio, in its local database (TRACKIO_DIR) if the environment names no space or server."""
+    """A run of Trackio, in its local database (TRACKIO_DIR), unless the environment names a space or server."""
 
     module = package = "trackio"
 
@@ -192,27 +192,27 @@ class Trackio(Tracker):
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
 }  # fmt: skip
-"""By the name in `--tracker`."""
+"""Trackers by their name in `--tracker`."""
 
 
-def listed(words: list[str]) -> list[str]:
-    """The names in `--tracker tensorboard,wandb`, each once."""
+def parse_tracker_names(words: list[str]) -> list[str]:
+    """Parse `--tracker tensorboard,wandb` to distinct names."""
     return list(dict.fromkeys(name for word in words for name in word.split(",")))
 
 
-def unknown(words: list[str]) -> list[Problem]:
-    """U002 for names in `--tracker` that no tracker has."""
+def find_unknown_trackers(words: list[str]) -> list[Problem]:
+    """Return U002 for each unknown name in `--tracker`."""
     why = f"the trackers are {', '.join(TRACKERS)}"
     return [
-        Problem("U002", f"--tracker {name}: there is no such tracker", why=why)
-        for name in listed(words)
+        Problem("U002", f"--tracker {name}: unknown tracker", why=why)
+        for name in parse_tracker_names(words)
         if name not in TRACKERS
     ]
 
 
-def installed(words: list[str]) -> tuple[str, ...]:
-    """The names in `--tracker`. H004 if the package of one is missing."""
-    chosen = {name: TRACKERS[name] for name in listed(words)}
+def check_installed(words: list[str]) -> tuple[str, ...]:
+    """Return the names in `--tracker`. Raises H004 if a package is missing."""
+    chosen = {name: TRACKERS[name] for name in parse_tracker_names(words)}
     missing = [
         Problem("H004", f"--tracker {name} needs the package {tracker.package}", fix=(f"pip install {tracker.package}",))
         for name, tracker in chosen.items()
@@ -223,13 +223,13 @@ def installed(words: list[str]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row of metrics, by name: `{"spans": {"forward": 1.5}}` -> `spans/forward`; a list's by place, `lrs/0`."""
+def flatten_metrics(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row of metrics by name: `{"spans": {"forward": 1.5}}` -> `spans/forward`; of a list by index, `lrs/0`."""
     for key, value in row.items():
         name = f"{prefix}{key}"
         if isinstance(value, (int, float)):
             yield name, float(value)
         elif isinstance(value, list):
-            yield from numbers({str(place): each for place, each in enumerate(value)}, f"{name}/")
+            yield from flatten_metrics({str(place): each for place, each in enumerate(value)}, f"{name}/")
         elif isinstance(value, dict):
-            yield from numbers(value, f"{name}/")
+            yield from flatten_metrics(value, f"{name}/")

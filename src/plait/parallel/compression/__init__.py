@@ -1,5 +1,5 @@
-"""Compressed sums with error feedback (compress): what a rank could not send is kept and added to what it sends next.
+"""Compressed sums with error feedback (grad_compression): a rank adds the part that it did not send to its next message.
 
-strategy          what it is, what it refuses, how a rank is wired
-compressor        sums of named tensors over any group of ranks in few messages, and the residuals: knows nothing of what is summed
+strategy          the technique, the plans that it rejects, and the wiring of a rank
+compressor        sums of named tensors over a group of ranks in few messages, and the residuals
 """

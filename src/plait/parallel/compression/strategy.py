@@ -2,7 +2,7 @@
 
 What it does
     Each rank adds its residual e to its gradient g, and sends a compressed C(g + e). It keeps the new residual e = g +
-    e − C(g + e). Clipping and the optimizer see the sum of what the ranks sent. `bf16` rounds to 16 bits. `int8` rounds
+    e − C(g + e). Clipping and the optimizer see the sum of the compressed messages. `bf16` rounds to 16 bits. `int8` rounds
     to integers from −127 to 127, with one scale for each parameter and rank. `powersgd` sends two thin matrices of
     `compression_rank` columns instead of a matrix. It sends tensors of one dim uncompressed, and also matrices that
     would not become smaller. With `replica_groups`, the messages between the groups are compressed.
@@ -53,42 +53,42 @@ AXIS = None
 EXACT = False
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.grad_compression != "none"
 
 
-def of_copies(plan: Plan) -> bool:
-    """Whether it is the gradients of copies that are compressed, and not what replica groups send each other."""
-    return wanted(plan) and plan.replica_groups == 1
+def is_between_replicas(plan: Plan) -> bool:
+    """Whether the gradients between replicas are compressed, and not the messages between replica groups."""
+    return is_enabled(plan) and plan.replica_groups == 1
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if not of_copies(plan):
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if not is_between_replicas(plan):
         return
     if plan.along(SAME_SLICES) == 1 and plan.processes != "one":
-        what = f"grad_compression={plan.grad_compression} has no effect: there are no copies in the plan"
+        what = f"grad_compression={plan.grad_compression} has no effect: the plan has no replicas"
         fix = ("dp=2", "replica_groups=2", "leave out grad_compression")
         yield Problem("P030", what, why="dp=1 and replica_groups=1", fix=fix)
 
 
-def named(plan: Plan) -> str:
-    """What is compressed and how, in a few words: of two plans with the same words the residuals mean the same."""
-    if not wanted(plan):
+def describe_compression(plan: Plan) -> str:
+    """Describe the compression in a few words. Residuals can be reused between plans with equal descriptions."""
+    if not is_enabled(plan):
         return ""
     rank = f" of rank {plan.compression_rank}" if plan.grad_compression == "powersgd" else ""
-    between = f"{plan.dp} copies" if of_copies(plan) else f"{plan.replica_groups} replica groups"
+    between = f"{plan.dp} copies" if is_between_replicas(plan) else f"{plan.replica_groups} replica groups"
     return f"{plan.grad_compression}{rank} between {between}"
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
-    if of_copies(plan):
-        yield f"gradients are summed as {named(plan)}, with error feedback: another training than one device's"
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    if is_between_replicas(plan):
+        yield f"gradients are summed as {describe_compression(plan)}, with error feedback: this changes the training result"
 
 
 def apply(split: SplitModel) -> SplitModel:
-    if not of_copies(split.plan):
+    if not is_between_replicas(split.plan):
         return split
     trained = {name: parameter for name, parameter in split.params.items() if parameter.requires_grad}
     made = Compressor(split.plan.grad_compression, trained, split.job.seed, split.plan.compression_rank)
     split.hooks.after_update.append(made.commit)
-    return split.using(compressor=made)
+    return split.with_techniques(compressor=made)

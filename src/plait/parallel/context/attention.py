@@ -1,21 +1,19 @@
-"""What attention becomes in a unit that runs on a stretch of the sequence: its own call, answered for the whole.
+"""Attention of a unit that runs on a sequence shard: its queries attend to the full sequence.
 
-A unit's code calls `scaled_dot_product_attention` on the queries, keys and values of its rows. `ShardedAttention` takes that
-call and hands it to whoever can see the other stretches: a ring, an exchange of heads, or, when it is checked that a
-unit can run on a stretch, the keys and values of a run on the whole sequence.
+A unit's code calls `scaled_dot_product_attention` on the queries, keys and values of its rows. `ShardedAttention` intercepts the
+call and passes it to a backend that has access to the other shards: a ring, or an exchange of heads. When a unit is checked, the
+backend uses the keys and values recorded in a run on the full sequence.
 
-Masks may come whole (a mask that the model made for the whole sequence) or as this rank's rows; keys a mask speaks of
-are always all of them, so columns that were cut are gathered.
+A mask may have all rows of the sequence or this rank's rows. It always covers all keys, so sharded columns are gathered.
 
 [Note: Ulysses]
-Ulysses attention: for the time of the attention, ranks exchange stretches of the sequence for heads.
+Ulysses attention: for the attention, ranks exchange their sequence shards for heads.
 
-Every rank has all heads of its rows. One all-to-all later it has its heads of all rows, computes plain attention on
-them with whatever kernel there is, and another all-to-all brings the output back. Heads do not talk to each other, so
-nothing is approximated; what travels is 1/N of queries, keys, values and output per rank, however long the sequence.
-The number of heads limits N.
+Every rank has all heads of its rows. An all-to-all gives it its heads of all rows. It computes plain attention on them with any
+kernel, and another all-to-all returns the output. Heads are independent, so nothing is approximated. A rank sends 1/N of queries,
+keys, values and output, whatever the sequence length. N is at most the number of heads.
 
-With fewer heads of keys than ranks (grouped queries) keys and values are repeated to the least number that N divides.
+If there are fewer key heads than ranks (grouped queries), keys and values are repeated to the least number that N divides.
 
 Paper
     Jacobs et al. 2023, DeepSpeed Ulysses.
@@ -39,310 +37,316 @@ from plait.parallel.context import ring
 from plait.parallel.context.attention_kernels import Scores
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Pair, SequenceLayout
-from plait.randomness.distributions import key
+from plait.randomness.distributions import make_philox_key
 from plait.randomness.keyed import Randomness
-from plait.randomness.philox import StreamPart, mask, staying
+from plait.randomness.philox import StreamPart, draw_mask_by, make_attention_range
 from plait.randomness.sub_block import Axis
-from plait.tensors.collectives import Absent
-from plait.tensors.rows import Ranges, Rows, within
+from plait.tensors.collectives import FakeProcessGroup
+from plait.tensors.rows import Ranges, Rows, slice_ranges
 from plait.tensors.torch_private import FakeTensor
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The ranks among which a sequence is cut."""
+class HeadExchange:
+    """The ranks that shard a sequence."""
 
     group: ProcessGroup
     cut: Rows
 
-    def heads(self, t: Tensor) -> Tensor:
+    def exchange_for_heads(self, t: Tensor) -> Tensor:
         """[batch, heads, this rank's rows, width] -> [batch, this rank's heads, all rows, width]."""
-        return _Swap.apply(t, self, True)
+        return _HeadAllToAll.apply(t, self, True)
 
-    def heads_of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`heads` of each of several tensors, in one message where their shapes are alike."""
+    def exchange_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Apply `exchange_for_heads` to several tensors, in one message if their shapes and formats are equal."""
         if len({(t.shape, t.dtype) for t in tensors}) > 1:
-            return [self.heads(t) for t in tensors]
-        return list(self.heads(torch.cat([*tensors])).chunk(len(tensors)))
+            return [self.exchange_for_heads(t) for t in tensors]
+        return list(self.exchange_for_heads(torch.cat([*tensors])).chunk(len(tensors)))
 
-    def rows(self, t: Tensor) -> Tensor:
-        return _Swap.apply(t, self, False)
+    def exchange_for_rows(self, t: Tensor) -> Tensor:
+        return _HeadAllToAll.apply(t, self, False)
 
-    def mine(self, t: Tensor) -> Tensor:
-        """This rank's heads of something that every rank has with all heads, or with one for all."""
+    def take_local_heads(self, t: Tensor) -> Tensor:
+        """Take this rank's heads of a tensor that every rank has with all heads, or with one for all."""
         return t if t.shape[1] == 1 else t.chunk(self.group.size(), 1)[self.group.rank()]
 
 
-def repeated(t: Tensor, heads: int, ranks: int) -> Tensor:
-    """Keys or values, repeated so that each rank's share of them is of the heads of its queries."""
-    times = enough(t.shape[1], heads, ranks) // t.shape[1]
+def repeat_kv_heads(t: Tensor, heads: int, ranks: int) -> Tensor:
+    """Repeat the heads of keys or values, so that each rank's part of them matches the heads of its queries."""
+    times = count_kv_heads(t.shape[1], heads, ranks) // t.shape[1]
     return t if times == 1 else t.repeat_interleave(times, 1)
 
 
-def enough(kv: int, heads: int, ranks: int) -> int:
-    """The least number of heads of keys that ranks can share out."""
+def count_kv_heads(kv: int, heads: int, ranks: int) -> int:
+    """Return the least number of key heads that can be divided over the ranks."""
     least = lcm(kv, ranks)
     return heads if heads % least else least
 
 
-class _Swap(torch.autograd.Function):
+class _HeadAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, t: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
         ctx.exchange, ctx.to_heads = exchange, to_heads
-        return _swapped(t, exchange, to_heads)
+        return _run_all_to_all(t, exchange, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Swap.apply(grads[0], ctx.exchange, not ctx.to_heads), None, None
+        return _HeadAllToAll.apply(grads[0], ctx.exchange, not ctx.to_heads), None, None
 
 
-def _swapped(t: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
+def _run_all_to_all(t: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
     cut, ranks, rank = exchange.cut, exchange.group.size(), exchange.group.rank()
     batch, heads, _, width = t.shape
     if to_heads:
         share, sent = heads // ranks, [piece.reshape(-1) for piece in t.chunk(ranks, 1)]
         shapes = [(batch, share, size, width) for size in cut.sizes]
     else:
-        sent = [cut.take(t, 2, r).reshape(-1) for r in range(ranks)]
+        sent = [cut.take_part(t, 2, r).reshape(-1) for r in range(ranks)]
         shapes = [(batch, heads, cut.sizes[rank], width)] * ranks
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = t.new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat(sent), sizes, [s.numel() for s in sent], group=exchange.group)
     parts = [flat.view(shape) for flat, shape in zip(received.split(sizes), shapes)]
-    return _in_order(parts, cut) if to_heads else torch.cat(parts, 1)
+    return _merge_rank_rows(parts, cut) if to_heads else torch.cat(parts, 1)
 
 
-def _in_order(parts: list[Tensor], cut: Rows) -> Tensor:
-    """The whole sequence, of every rank's rows."""
+def _merge_rank_rows(parts: list[Tensor], cut: Rows) -> Tensor:
+    """Merge every rank's rows into the full sequence."""
 
-    def pieces(part: Tensor, ranges: Ranges) -> list[tuple[int, Tensor]]:
+    def split_ranges(part: Tensor, ranges: Ranges) -> list[tuple[int, Tensor]]:
         return list(zip((first for first, _ in ranges), part.split([n for _, n in ranges], 2)))
 
-    found = [piece for part, ranges in zip(parts, cut.ranks) for piece in pieces(part, ranges)]
+    found = [piece for part, ranges in zip(parts, cut.ranks) for piece in split_ranges(part, ranges)]
     return torch.cat([piece for _, piece in sorted(found, key=lambda p: p[0])], 2)
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of attention: q [batch, heads, rows, width], k and v [batch, key heads, rows, width] of this rank's rows."""
+    """A call of attention, for this rank's rows.
+
+    q is [batch, heads, rows, width]; k and v are [batch, key heads, rows, width].
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    """Rows: the whole's, this rank's, or one; columns: the whole's or one."""
+    """Rows: those of the full sequence, this rank's, or one. Columns: those of the full sequence, or one."""
     dropout: float
     causal: bool
     scale: float
 
-    def rows(self, held: SequenceLayout) -> Tensor | None:
-        """The mask with this rank's rows (or one for all)."""
-        whole = self.mask is not None and self.mask.shape[-2] == held.cut.length
+    def take_local_mask(self, held: SequenceLayout) -> Tensor | None:
+        """Return the mask with this rank's rows (or one row for all)."""
+        whole = self.mask is not None and self.mask.shape[-2] == held.rows.length
         return held.take(self.mask, self.mask.dim() - 2) if whole else self.mask  # pyrefly: ignore
 
 
-Answer = Callable[[AttentionCall, SequenceLayout, SequenceLayout], Tensor]
-"""(call, the queries' rows, the keys' rows) -> output of this rank's queries."""
+AttentionBackend = Callable[[AttentionCall, SequenceLayout, SequenceLayout], Tensor]
+"""(call, layout of the queries, layout of the keys) -> output of this rank's queries."""
 
 
-Asked = Callable[..., Tensor]
-"""What `ShardedAttention.ask` is, put around with something."""
+AttentionHook = Callable[..., Tensor]
+"""A wrapper of `ShardedAttention.attend`."""
 
 
 class ShardedAttention(TorchFunctionMode):
-    """Around a unit's forward: its attentions see all stretches.
+    """Context of a unit's forward in which its attention covers the full sequences.
 
-    `held`: the rows of each sequence. `pairs`: the sequences of each attention, in the order in which they are called.
+    `layouts`: the rows of each sequence. `pairs`: the sequences of each attention, in the order of the calls.
     """
 
     def __init__(
-        self, held: Mapping[int, SequenceLayout], pairs: Sequence[Pair], answer: Answer, asked: Asked | None = None
+        self, layouts: Mapping[int, SequenceLayout], pairs: Sequence[Pair], backend: AttentionBackend, hook: AttentionHook | None = None
     ):
         super().__init__()
-        self.held, self.pairs, self.answer = held, pairs, answer
-        self.asked = asked or ShardedAttention.ask
-        self.number = 0
+        self.layouts, self.pairs, self.backend = layouts, pairs, backend
+        self.hook = hook or ShardedAttention.attend
+        self.call_count = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
-            return self.asked(self, *args, **(kwargs or {}))
+            return self.hook(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _rows(self, which: int, given: Tensor) -> SequenceLayout | None:
-        """Which rows of a sequence an attention's queries (0) or keys (1) are; None: every rank has all of them."""
-        if self.number > len(self.pairs):
-            what = f"a unit calls attention {self.number} times, in the sketch {len(self.pairs)}"
-            raise PlaitError(Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)))
-        sequence = self.pairs[self.number - 1][which]
-        held = None if sequence is None else self.held.get(sequence)
+    def _find_layout(self, which: int, given: Tensor) -> SequenceLayout | None:
+        """Return the layout of an attention's queries (0) or keys (1). None: every rank has all rows."""
+        if self.call_count > len(self.pairs):
+            what = f"a unit calls attention {self.call_count} times, but {len(self.pairs)} times in the measured forward pass"
+            raise PlaitError(Problem("P043", what, why="the model's calls depend on its input", fix=("cp=1",)))
+        sequence = self.pairs[self.call_count - 1][which]
+        held = None if sequence is None else self.layouts.get(sequence)
         return held if held is not None and given.shape[-2] == held.size else None
 
-    def ask(
+    def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        self.number += 1
+        self.call_count += 1
         asked, mask = query, attn_mask
-        query, key, value = (_local(t, t.dim() - 2) for t in (query, key, value))
-        attn_mask = mask.local if isinstance(mask, SequenceShard) and mask.along > -3 else mask
-        queries, keys = self._rows(0, query), self._rows(1, key)
-        if queries is not None and is_causal and queries is not keys:  # queries and keys are counted from the first
-            length = key.shape[-2] if keys is None else keys.cut.length
-            order = torch.arange(max(length, queries.cut.length), device=query.device)
-            attn_mask, is_causal = order[: queries.cut.length, None] >= order[:length], False
-        if queries is None or keys is None:  # what is attended to is no stretch, or becomes whole: every rank has it
-            if queries is not None and attn_mask is not None and attn_mask.shape[-2] == queries.cut.length:
+        query, key, value = (_take_local(t, t.dim() - 2) for t in (query, key, value))
+        attn_mask = mask.local if isinstance(mask, SequenceShard) and mask.dim_from_end > -3 else mask
+        queries, keys = self._find_layout(0, query), self._find_layout(1, key)
+        if queries is not None and is_causal and queries is not keys:  # both are numbered from position 0
+            length = key.shape[-2] if keys is None else keys.rows.length
+            order = torch.arange(max(length, queries.rows.length), device=query.device)
+            attn_mask, is_causal = order[: queries.rows.length, None] >= order[:length], False
+        if queries is None or keys is None:  # every rank has the full keys, or gathers them
+            if queries is not None and attn_mask is not None and attn_mask.shape[-2] == queries.rows.length:
                 attn_mask = queries.take(attn_mask, attn_mask.dim() - 2)
             key, value = (t if keys is None else keys.gather(t, t.dim() - 2) for t in (key, value))
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-            return asked.like(out) if isinstance(asked, SequenceShard) else out
+            return asked.with_local(out) if isinstance(asked, SequenceShard) else out
         front = query.shape[:-2]
         q, k, v = (t if t.dim() == 4 else t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        if attn_mask is not None and attn_mask.shape[-1] == keys.size < keys.cut.length:
-            fetch = keys.gather if attn_mask.requires_grad else keys.fetch
+        if attn_mask is not None and attn_mask.shape[-1] == keys.size < keys.rows.length:
+            fetch = keys.gather if attn_mask.requires_grad else keys.gather_no_grad
             attn_mask = fetch(attn_mask, attn_mask.dim() - 1)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = self.answer(AttentionCall(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
+        out = self.backend(AttentionCall(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
         out = out.reshape(*front, query.shape[-2], value.shape[-1])
-        return asked.like(out) if isinstance(asked, SequenceShard) else out
+        return asked.with_local(out) if isinstance(asked, SequenceShard) else out
 
 
-def _local(given: Tensor, dim: int) -> Tensor:
-    """This rank's rows of queries or keys, when they are a stretch inside a unit."""
+def _take_local(given: Tensor, dim: int) -> Tensor:
+    """Return this rank's rows of queries or keys, if they are a sequence shard inside a unit."""
     if not isinstance(given, SequenceShard):
         return given
-    return given.local if given.cut == dim and given.times == 1 else given.whole()
+    return given.local if given.shard_dim == dim and given.times == 1 else given.gather_full()
 
 
-def plainly(asked: AttentionCall) -> Tensor:
-    """Attention as torch computes it, of all rows, without dropout."""
+def compute_attention(asked: AttentionCall) -> Tensor:
+    """Compute attention by torch's function, over all rows and without dropout."""
     grouped = asked.k.shape[1] != asked.q.shape[1]
     return F.scaled_dot_product_attention(
         asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
     )
 
 
-def by_ring(randomness: Callable[[], Randomness], group: ProcessGroup) -> Answer:
-    """Attention in a ring."""
+def make_ring_attention(randomness: Callable[[], Randomness], group: ProcessGroup) -> AttentionBackend:
+    """Return the backend in which keys and values travel from rank to rank (arXiv 2310.01889)."""
 
-    def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
-        mask, kept = asked.rows(queries), None
+    def attend(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
+        mask, kept = asked.take_local_mask(queries), None
         if asked.dropout > 0.0:
             b, h, t, _ = asked.q.shape
-            length = keys.cut.length
-            drawn = _Drawn(randomness(), b, h, True)
-            axes = [*drawn.heads(), (queries.cut.length, queries.cut.ranks[queries.rank]), (length, ((0, length),))]
-            kept = drawn.kept(asked, axes).view(b, h, t, length)
+            length = keys.rows.length
+            drawn = _DropoutDraws(randomness(), b, h, True)
+            axes = [*drawn.list_axes(), (queries.rows.length, queries.rows.ranks[queries.rank]), (length, ((0, length),))]
+            kept = drawn.draw_mask(asked, axes).view(b, h, t, length)
         learned = mask is not None and mask.requires_grad
         scores = Scores(asked.scale, asked.causal, mask, kept, learned)
-        return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(group, keys.cut))
+        return ring.compute_ring_attention(asked.q, asked.k, asked.v, scores, ring.Ring(group, keys.rows))
 
-    return answer
+    return attend
 
 
-def by_ulysses(randomness: Callable[[], Randomness], group: ProcessGroup) -> Answer:
-    """Attention on this rank's heads of the whole sequence."""
+def make_ulysses_attention(randomness: Callable[[], Randomness], group: ProcessGroup) -> AttentionBackend:
+    """Make the backend of Ulysses attention, on this rank's heads of the full sequence."""
 
-    def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
-        rows, columns = (Exchange(group, held.cut) for held in (queries, keys))
-        ranks, heads = len(queries.cut.ranks), asked.q.shape[1]
-        k, v = (repeated(t, heads, ranks) for t in (asked.k, asked.v))
-        if queries.cut == keys.cut and asked.q.shape == k.shape:
-            q, k, v = rows.heads_of_all((asked.q, k, v))
+    def attend(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
+        rows, columns = (HeadExchange(group, held.rows) for held in (queries, keys))
+        ranks, heads = len(queries.rows.ranks), asked.q.shape[1]
+        k, v = (repeat_kv_heads(t, heads, ranks) for t in (asked.k, asked.v))
+        if queries.rows == keys.rows and asked.q.shape == k.shape:
+            q, k, v = rows.exchange_all((asked.q, k, v))
         else:
-            q, (k, v) = rows.heads(asked.q), columns.heads_of_all((k, v))
+            q, (k, v) = rows.exchange_for_heads(asked.q), columns.exchange_all((k, v))
         mask = asked.mask
         if mask is not None and mask.shape[-2] == queries.size:
-            mask = (queries.gather if mask.requires_grad else queries.fetch)(mask, mask.dim() - 2)
-        mask = mask if mask is None else rows.mine(mask)
+            mask = (queries.gather if mask.requires_grad else queries.gather_no_grad)(mask, mask.dim() - 2)
+        mask = mask if mask is None else rows.take_local_heads(mask)
         if asked.dropout == 0.0:
-            return rows.rows(plainly(replace(asked, q=q, k=k, v=v, mask=mask)))
-        b, share, sizes = q.shape[0], q.shape[1], (queries.cut.length, keys.cut.length)
-        drawn = _Drawn(randomness(), b, heads, False)
-        axes = [*drawn.heads(queries.rank * share, share), *((size, ((0, size),)) for size in sizes)]
-        kept = drawn.kept(asked, axes).view(b, share, *sizes)
+            return rows.exchange_for_rows(compute_attention(replace(asked, q=q, k=k, v=v, mask=mask)))
+        b, share, sizes = q.shape[0], q.shape[1], (queries.rows.length, keys.rows.length)
+        drawn = _DropoutDraws(randomness(), b, heads, False)
+        axes = [*drawn.list_axes(queries.rank * share, share), *((size, ((0, size),)) for size in sizes)]
+        kept = drawn.draw_mask(asked, axes).view(b, share, *sizes)
         scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
-        return rows.rows(ring.attention(q, k, v, scores, ring.Ring(Absent(1), Rows.of(sizes[1:]))))
+        return rows.exchange_for_rows(ring.compute_ring_attention(q, k, v, scores, ring.Ring(FakeProcessGroup(1), Rows.from_sizes(sizes[1:]))))
 
-    return answer
+    return attend
 
 
 def check_heads(heads: int, ranks: int, slices: int = 1) -> None:
-    """P042 when heads cannot be shared out. `slices`: of how many processes, each with its heads, this is one."""
+    """Raise P042 if the heads are not divisible by the ranks. `slices`: the tensor-parallel size; each such rank has `heads` heads."""
     if heads % ranks:
         whose = f" of each of tp={slices}" if slices > 1 else ""
-        what = f"cp_method=ulysses shares out heads: {heads} heads{whose} do not divide by cp={ranks}"
+        what = f"cp_method=ulysses distributes heads: {heads} heads{whose} do not divide by cp={ranks}"
         raise PlaitError(Problem("P042", what, why=f"{heads} = {heads // ranks} × {ranks} + {heads % ranks}",
                                  fix=("cp_method=ring", f"cp={math.gcd(heads, ranks)}")))  # fmt: skip
 
 
-class _Drawn:
-    """What an attention of `heads` heads draws: element i of the stream is that of the whole weights, samples first."""
+class _DropoutDraws:
+    """The random numbers of the dropout of an attention with `heads` heads.
+
+    Element i of the stream belongs to element i of the full weights, samples first.
+    """
 
     def __init__(self, randomness: Randomness, batch: int, heads: int, fold: bool):
-        assert randomness.windows is not None  # under cp numbers are drawn for rows
-        self.windows, self.place = randomness.windows, randomness.place()
+        assert randomness.sub_blocks is not None  # under cp, random numbers are drawn for rows
+        self.windows, self.place = randomness.sub_blocks, randomness.next_place()
         self.seed, self.step, first, self.samples = randomness.where.tolist()
-        if fold and self.samples and batch % self.samples and batch * heads % self.samples == 0:  # both in one dim
+        if fold and self.samples and batch % self.samples and batch * heads % self.samples == 0:  # samples and heads in one dim
             batch, heads = self.samples, batch * heads // self.samples
         self.batch, self.local = batch, heads
         self.first = first * (batch // self.samples) if self.samples and batch % self.samples == 0 else 0
 
-    def heads(self, first: int = 0, count: int | None = None) -> list[Axis]:
-        """The batch, and of the heads those that are held here; of these, `count` from the `first` on."""
+    def list_axes(self, first: int = 0, count: int | None = None) -> list[Axis]:
+        """Return the axes of the batch and of the heads on this rank; `first` and `count` select some of these heads."""
         axis, shape = None, self.windows.shapes.get(self.place, ())
         if shape and self.batch == self.samples:
             axis = self.windows.rule(self.place, len(shape) - 3, math.prod(shape[:-2]), self.local)
         size, ranges = axis or (self.local, ((0, self.local),))
         if count is not None:
-            ranges = within(ranges, first, count)
+            ranges = slice_ranges(ranges, first, count)
         return [(self.batch, ((0, self.batch),)), (size, ranges)]
 
-    def kept(self, asked: AttentionCall, axes: list[Axis]) -> Tensor:
-        """What dropout multiplies a sub-block of the weights with: as it is for these elements on one device."""
+    def draw_mask(self, asked: AttentionCall, axes: list[Axis]) -> Tensor:
+        """Draw the dropout mask of a block of the weights: the same values as these elements have on one device."""
         held = torch.Size(sum(length for _, length in ranges) for _, ranges in axes)
         dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
         if isinstance(asked.q, FakeTensor):
             return asked.q.new_empty(held, dtype=dtype)
         start = self.first * math.prod(size for size, _ in axes[1:])
-        numbers = StreamPart.of(key(self.seed, "draw", self.step, self.place), start, axes)
-        return mask(held, numbers, staying(1.0 - asked.dropout, dtype), dtype, asked.q.device)
+        numbers = StreamPart.from_axes(make_philox_key(self.seed, "draw", self.step, self.place), start, axes)
+        return draw_mask_by(held, numbers, make_attention_range(1.0 - asked.dropout, dtype), dtype, asked.q.device)
 
 
 # — the check —
 
 
 @dataclass
-class WholeAttention:
-    """A run on the whole sequence: the keys and values of each attention, by their number."""
+class FullAttention:
+    """A run on the full sequence, with the queries, keys and values of each attention in order."""
 
     calls: list[AttentionCall]
-    number: int = 0
-    worst: float = 0.0
+    call_count: int = 0
+    max_diff: float = 0.0
 
-    def note(self, asked: AttentionCall) -> None:
-        """A call of the whole run."""
+    def record(self, asked: AttentionCall) -> None:
+        """Record a call of the full run."""
         self.calls.append(replace(asked, mask=None))
 
-    def answer(self, asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
-        """Attention over the whole run's keys and values. Notes how far this rank's own are from their rows."""
-        whole = self.calls[self.number]
-        self.number += 1
+    def attend(self, asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
+        """Attend to the keys and values of the full run. Updates `max_diff` with the difference between this rank's inputs and their rows."""
+        whole = self.calls[self.call_count]
+        self.call_count += 1
         for mine, other, held in ((asked.q, whole.q, queries), (asked.k, whole.k, keys), (asked.v, whole.v, keys)):
-            self.worst = max(self.worst, apart(mine, held.take(other, 2)))
-        mask = asked.rows(queries)
+            self.max_diff = max(self.max_diff, max_relative_diff(mine, held.take(other, 2)))
+        mask = asked.take_local_mask(queries)
         if asked.causal:
-            order = torch.arange(queries.cut.length, device=asked.q.device)
+            order = torch.arange(queries.rows.length, device=asked.q.device)
             mask = queries.take(order[:, None], 0) >= order
-        return plainly(replace(asked, k=whole.k, v=whole.v, mask=mask, causal=False))
+        return compute_attention(replace(asked, k=whole.k, v=whole.v, mask=mask, causal=False))
 
 
-def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, to the largest number in `b`."""
+def max_relative_diff(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, relative to the largest value in `b`."""
     if a.shape != b.shape:
         return math.inf
     if not a.numel():

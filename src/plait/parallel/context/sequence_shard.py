@@ -1,25 +1,23 @@
-"""A sequence of which each rank holds a stretch, as the model's code between units sees it: one tensor, whole.
+"""A tensor with the shape of a full sequence, of which each rank has one shard.
 
-Units run on stretches; the code around them was written for sequences. A `SequenceShard` has the shape of the whole sequence
-and the rows of this rank. What is done to every element alone is done to those rows; what only looks at its shape gets
-that of the whole; anything else (the first token for a classifier, a mean over the sequence) first gathers the whole,
-which is right, and is communication.
+Units run on sequence shards, while the code between them was written for full sequences. A `SequenceShard` has the shape of the
+full sequence, and the rows of this rank. Position-wise functions compute these rows. Code that only reads the shape gets that of
+the full sequence. All other functions (the first token for a classifier, a mean over the sequence) first gather the full
+sequence, which is correct and costs communication.
 
-Gradients on a rank are shares of a sum over the ranks, everywhere: of parameters, and of what was whole before. So the
-rows of a whole are taken without a word to the others, and gathering one sums what the ranks found.
+The gradients on a rank are partial sums over the ranks, for parameters and for full tensors. So taking rows of a full tensor
+needs no communication, and gathering rows sums the gradients of the ranks.
 
 [Note: Rules]
-What functions do to a rank's rows of a sequence: all that look at no other row, and where the sequence is then.
+A rule of a function computes this rank's rows of the result, if the function reads no other rows. It also determines the sequence
+dim of the result. A rule takes (function, shard, other arguments) and returns the result. It raises `NotShardable` if the function
+needs the full sequence. Rules of views are those of all sharded tensors (`tensors/sharded_views.py`).
 
-Each rule takes (function, stretch, other arguments) and gives the result. `Elsewhere` says that this function needs the
-whole. Views are those of spread tensors (`tensors/sharded_views.py`).
-
-Products of a rank's rows of a sequence: with matrices that every rank has, and with another sequence, which is gathered.
-
-Scores of attention are a product in which one operand's rows meet all of the other's: queries stay a rank's rows, keys are
-gathered, and each rank has its rows of the scores. The scores' product with the values sums over the sequence: it needs
-all values, which are gathered, and makes the rows of the output. This is all that attention written out asks of other
-ranks. A product that sums over rows which both sides hold in stretches needs the whole of both, and is made of wholes.
+Products are computed with matrices that every rank has, or with another sequence, which is gathered. The scores of attention are
+a product of one operand's rows with all rows of the other. Queries stay this rank's rows, keys are gathered, and each rank has
+its rows of the scores. The product of scores and values sums over the sequence. It gathers the values, and computes the rows of
+the output. Attention that is written out needs no other communication. A product that sums over sharded rows of both operands
+gathers both.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,230 +29,230 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.parallel.context.sequences import SequenceRows
 from plait.tensors import sharded_views
-from plait.tensors.sharded_tensor import elementwise, in_place
-from plait.tensors.sharded_views import Elsewhere, Rules
-from plait.tensors.torch_private import leaves, tree_leaves, tree_map
+from plait.tensors.sharded_tensor import is_in_place, run_elementwise
+from plait.tensors.sharded_views import NotShardable, Rules
+from plait.tensors.torch_private import dataclass_leaves, tree_leaves, tree_map
 
 
-def features(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """linear, layer_norm and rms_norm, and complex numbers of pairs: of the last dims."""
+def apply_features(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply linear, layer_norm, rms_norm and view_as_complex: functions of the last dims."""
     plain = not any(isinstance(t, SequenceRows) for t in tree_leaves((args, kwargs)))
     norm = func.__name__ in ("layer_norm", "rms_norm")
     sizes = len(args[0] if args else kwargs["normalized_shape"]) if norm else 1
-    if not plain or x.cut >= x.dim() - sizes:
-        raise Elsewhere
-    return x.like(func(x.local, *args, **kwargs))
+    if not plain or x.shard_dim >= x.dim() - sizes:
+        raise NotShardable
+    return x.with_local(func(x.local, *args, **kwargs))
 
 
-def indexed_along(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """gather and take_along_dim of another dim, with numbers for every place."""
+def gather_along(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply gather and take_along_dim along another dim, with an index for every place."""
     dim, index = (*args, *(kwargs[name] for name in ("dim", "index", "indices") if name in kwargs))[:2]
     dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, index)
-    if not isinstance(dim, int) or dim % x.dim() == x.cut or index.dim() != x.dim():
-        raise Elsewhere
-    return x.like(torch.take_along_dim(x.local, x.fitting(index), dim))
+    if not isinstance(dim, int) or dim % x.dim() == x.shard_dim or index.dim() != x.dim():
+        raise NotShardable
+    return x.with_local(torch.take_along_dim(x.local, x.match_part(index), dim))
 
 
-def padded(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """F.pad of dims after the sequence's."""
+def pad_features(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply F.pad to dims after the sequence dim."""
     sizes = args[0] if args else kwargs["pad"]
-    if len(sizes) // 2 >= -x.along:
-        raise Elsewhere
-    return x.like(func(x.local, *args, **kwargs))
+    if len(sizes) // 2 >= -x.dim_from_end:
+        raise NotShardable
+    return x.with_local(func(x.local, *args, **kwargs))
 
 
-def alone(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every row becomes another by itself: embeddings, pairs of complex numbers, `type` (or the name of the one that it has)."""
+def apply_rowwise(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function to every row separately: embeddings, pairs of complex values, `type` (which may return the name of the type)."""
     found = func(x.local, *args, **kwargs)
-    return x.like(found) if isinstance(found, Tensor) else found
+    return x.with_local(found) if isinstance(found, Tensor) else found
 
 
-def resized(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """expand and repeat of other dims."""
+def resize_dims(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply expand and repeat to other dims."""
     sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
     expands = func.__name__ == "expand"
-    if len(sizes) < (-x.along if expands else x.dim()):
-        raise Elsewhere
-    if sizes[x.along] not in ((-1, x.rows.length) if expands else (1,)):
-        raise Elsewhere
+    if len(sizes) < (-x.dim_from_end if expands else x.dim()):
+        raise NotShardable
+    if sizes[x.dim_from_end] not in ((-1, x.rows.length) if expands else (1,)):
+        raise NotShardable
     if expands:
-        sizes[x.along] = x.local.shape[x.along]
-    return x.like(func(x.local, *sizes), x.along + len(sizes))
+        sizes[x.dim_from_end] = x.local.shape[x.dim_from_end]
+    return x.with_local(func(x.local, *sizes), x.dim_from_end + len(sizes))
 
 
-def triangle(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """tril and triu of rows of scores."""
-    if x.along != -2:
-        raise Elsewhere
+def mask_triangle(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply tril and triu to rows of scores."""
+    if x.dim_from_end != -2:
+        raise NotShardable
     whole = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.local.device)
-    return x.like(x.local.masked_fill(~x.mine(func(whole, *args, **kwargs), 0), 0))
+    return x.with_local(x.local.masked_fill(~x.take_rows(func(whole, *args, **kwargs), 0), 0))
 
 
-def extreme(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """max and min: of two tensors, place by place, or along a dim."""
+def apply_extreme(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply max and min: of two tensors element by element, or along a dim."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Tensor):
         if other.dim() > x.dim():
-            raise Elsewhere
-        return x.like(func(x.local, x.fitting(other)))
-    return sharded_views.others(func, x, args, kwargs)
+            raise NotShardable
+        return x.with_local(func(x.local, x.match_part(other)))
+    return sharded_views.run_other_dims(func, x, args, kwargs)
 
 
 RULES: Rules = {
-    **sharded_views.OTHERS,
-    **dict.fromkeys(("linear", "layer_norm", "rms_norm", "view_as_complex"), features),
-    **dict.fromkeys(("embedding", "type", "view_as_real"), alone),
-    **dict.fromkeys(("max", "min"), extreme),
-    **dict.fromkeys(("gather", "take_along_dim"), indexed_along),
-    **dict.fromkeys(("expand", "repeat"), resized),
-    **dict.fromkeys(("tril", "triu"), triangle),
-    "pad": padded,
-    **sharded_views.RULES,
+    **sharded_views.DIM_RULES,
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm", "view_as_complex"), apply_features),
+    **dict.fromkeys(("embedding", "type", "view_as_real"), apply_rowwise),
+    **dict.fromkeys(("max", "min"), apply_extreme),
+    **dict.fromkeys(("gather", "take_along_dim"), gather_along),
+    **dict.fromkeys(("expand", "repeat"), resize_dims),
+    **dict.fromkeys(("tril", "triu"), mask_triangle),
+    "pad": pad_features,
+    **sharded_views.VIEW_RULES,
 }
 """Name of a function -> its rule."""
 
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""For dims that an equation calls `...`."""
+ELLIPSIS_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Letters for the dims that an equation abbreviates as `...`."""
 
 
-def multiplied(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """matmul, bmm, mm and @."""
-    a, b = _operands(("input", "tensor1", "other", "mat2", "tensor2"), args, kwargs)
-    x, mine = _pair(a, b)
-    return x.like(func(*mine))
+def multiply_shards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply matmul, bmm, mm and @."""
+    a, b = _list_operands(("input", "tensor1", "other", "mat2", "tensor2"), args, kwargs)
+    x, mine = _align_operands(a, b)
+    return x.with_local(func(*mine))
 
 
-def added(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """baddbmm and addmm: a product, and something that is added to it."""
-    other, a, b = _operands(("input", "mat1", "batch1", "mat2", "batch2"), args, kwargs)
-    x, mine = _pair(a, b)
+def add_product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply baddbmm and addmm: a product plus another tensor."""
+    other, a, b = _list_operands(("input", "mat1", "batch1", "mat2", "batch2"), args, kwargs)
+    x, mine = _align_operands(a, b)
     factors = {name: kwargs[name] for name in ("alpha", "beta") if name in kwargs}
     if len(args) + len(kwargs) > 3 + len(factors):
-        raise Elsewhere
-    return x.like(func(x.fitting(other), *mine, **factors))
+        raise NotShardable
+    return x.with_local(func(x.match_part(other), *mine, **factors))
 
 
-def _operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Operands in order, whether they have names or not."""
+def _list_operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """List the operands in order, positional or named."""
     return (*args, *(kwargs[name] for name in names if name in kwargs))
 
 
-def _pair(a: object, b: object) -> tuple[SequenceRows, tuple[Tensor, Tensor]]:
-    """(the operand whose rows the result has, both operands as they are multiplied)."""
+def _align_operands(a: object, b: object) -> tuple[SequenceRows, tuple[Tensor, Tensor]]:
+    """Return (the operand whose rows the result has, both operands in the form to multiply)."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 2:
-        raise Elsewhere
-    if isinstance(a, SequenceRows) and a.along == -2:
+        raise NotShardable
+    if isinstance(a, SequenceRows) and a.dim_from_end == -2:
         if b.dim() > a.dim():
-            raise Elsewhere
-        return a, (a.local, b.whole() if isinstance(b, SequenceRows) else b)
-    if isinstance(b, SequenceRows) and b.along == -1 and not isinstance(a, SequenceRows) and a.dim() <= b.dim():
+            raise NotShardable
+        return a, (a.local, b.gather_full() if isinstance(b, SequenceRows) else b)
+    if isinstance(b, SequenceRows) and b.dim_from_end == -1 and not isinstance(a, SequenceRows) and a.dim() <= b.dim():
         return b, (a, b.local)
     x = a if isinstance(a, SequenceRows) else b
-    if not isinstance(x, SequenceRows) or x.along > -3 or max(a.dim(), b.dim()) > x.dim():
-        raise Elsewhere
-    return x, (x.fitting(a), x.fitting(b))
+    if not isinstance(x, SequenceRows) or x.dim_from_end > -3 or max(a.dim(), b.dim()) > x.dim():
+        raise NotShardable
+    return x, (x.match_part(a), x.match_part(b))
 
 
-def einsum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first letter of the result that is a sequence in an operand stays in rows; other operands have all they sum over."""
+def apply_einsum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply einsum. The first sharded letter of the result stays sharded; other operands are gathered where a sum needs it."""
     equation, operands = args[0], args[1:]
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     if not isinstance(equation, str) or "->" not in equation or kwargs:
-        raise Elsewhere
-    words, result = _spelled(equation, operands)
-    cut = {i: words[i][t.cut] for i, t in enumerate(operands) if isinstance(t, SequenceRows)}
+        raise NotShardable
+    words, result = _expand_equation(equation, operands)
+    cut = {i: words[i][t.shard_dim] for i, t in enumerate(operands) if isinstance(t, SequenceRows)}
     kept = sorted((result.index(letter), i) for i, letter in cut.items() if letter in result)
     if not kept:
-        raise Elsewhere
+        raise NotShardable
     at, first = kept[0]
     x, letter = operands[first], result[at]
     if any(word.count(letter) > 1 for word in words):
-        raise Elsewhere
-    mine = [t if t is x else _meeting(x, t, word.find(letter)) for t, word in zip(operands, words)]
+        raise NotShardable
+    mine = [t if t is x else _match_operand(x, t, word.find(letter)) for t, word in zip(operands, words)]
     found = func(",".join(words) + "->" + result, *(x.local if t is x else t for t in mine))
-    return x.like(found, at)
+    return x.with_local(found, at)
 
 
-def _meeting(x: SequenceRows, other: Tensor, dim: int) -> Tensor:
-    """An operand beside `x`: its rows of the dim that is x's sequence in it (-1: of none), and all of every other."""
+def _match_operand(x: SequenceRows, other: Tensor, dim: int) -> Tensor:
+    """Convert another operand: its rows of `dim` (its dim with the sequence of `x`, -1 if none), and all of every other dim."""
     if isinstance(other, SequenceRows):
-        if other.cut == dim and (other.held, other.times) == (x.held, x.times):
+        if other.shard_dim == dim and (other.sequence_layout, other.times) == (x.sequence_layout, x.times):
             return other.local
-        other = other.whole()
+        other = other.gather_full()
     if dim < 0 or other.shape[dim] == 1:
         return other
     if other.shape[dim] != x.rows.length:
-        raise Elsewhere
-    return x.mine(other, dim)
+        raise NotShardable
+    return x.take_rows(other, dim)
 
 
-def _spelled(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, also of those that the equation calls `...`."""
+def _expand_equation(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+    """Return the letters of each operand and of the result, with letters in place of `...`."""
     left, result = equation.replace(" ", "").split("->")
     words = left.split(",")
     if len(words) != len(operands):
-        raise Elsewhere
+        raise NotShardable
     more = [t.dim() - len(w.replace("...", "")) for w, t in zip(words, operands)]
-    letters = [c for c in LETTERS if c not in equation][: max(more)]
+    letters = [c for c in ELLIPSIS_LETTERS if c not in equation][: max(more)]
     if len(letters) < max(more):
-        raise Elsewhere
+        raise NotShardable
     words = [w.replace("...", "".join(letters[len(letters) - n :])) if n else w for w, n in zip(words, more)]
     return words, result.replace("...", "".join(letters))
 
 
-def joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cat along another dim, or stack, of tensors that are all stretches."""
+def join_shards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply cat along another dim, or stack, to tensors that are all shards."""
     parts: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
     stretches, more = [t for t in parts if isinstance(t, SequenceRows)], func.__name__ == "stack"
     x = stretches[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (x.dim() + more)
-    if (dim == x.cut and not more) or len(stretches) < len(parts) or not all(map(x.alike, stretches)):
-        raise Elsewhere
-    return x.like(func([t.local for t in stretches], dim), x.cut + (more and dim <= x.cut))
+    if (dim == x.shard_dim and not more) or len(stretches) < len(parts) or not all(map(x.has_same_layout, stretches)):
+        raise NotShardable
+    return x.with_local(func([t.local for t in stretches], dim), x.shard_dim + (more and dim <= x.shard_dim))
 
 
-OPERANDS: dict[str, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
-    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), multiplied),
-    **dict.fromkeys(("baddbmm", "addmm"), added),
-    **dict.fromkeys(("cat", "concat", "stack"), joined),
-    "einsum": einsum,
+OPERAND_RULES: dict[str, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), multiply_shards),
+    **dict.fromkeys(("baddbmm", "addmm"), add_product),
+    **dict.fromkeys(("cat", "concat", "stack"), join_shards),
+    "einsum": apply_einsum,
 }
-"""Name of a function -> (function, arguments) -> result; `Elsewhere` when it needs wholes."""
+"""Name of a function -> (function, arguments) -> result. Raises `NotShardable` if it needs full tensors."""
 
 
 class SequenceShard(SequenceRows):
-    """The rows of a sequence, with what torch's functions make of them."""
+    """The rows of a sequence, with rules for torch's functions."""
 
     rules = RULES
 
-    def on_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Functions that look at no other row, and products."""
-        if func.__name__ == "dropout":  # each rank draws for its rows
-            return elementwise(func, args, kwargs)
-        if func.__name__ in OPERANDS:
-            return OPERANDS[func.__name__](func, args, kwargs)
-        return super().on_parts(func, args, kwargs)
+    def run_on_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a function that reads no other rows, or a product."""
+        if func.__name__ == "dropout":  # each rank draws random numbers for its rows
+            return run_elementwise(func, args, kwargs)
+        if func.__name__ in OPERAND_RULES:
+            return OPERAND_RULES[func.__name__](func, args, kwargs)
+        return super().run_on_parts(func, args, kwargs)
 
-    def on_wholes(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inside a unit, what was made of wholes is held in rows again: what follows is computed for these alone."""
-        if args and args[0] is self and in_place(func.__name__):
-            what = f"code between units writes into a sequence that ranks hold in stretches: {func.__name__}"
-            raise PlaitError(Problem("P040", what, why="a rank has a part of it only", fix=("cp=1",)))
-        found, given = super().on_wholes(func, args, kwargs), leaves((args, kwargs))
-        inside = [t for t in given if isinstance(t, SequenceShard) and t.inside]
+    def run_on_full(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a function to full tensors. Inside a unit, the result is sharded again, so that later functions compute only these rows."""
+        if args and args[0] is self and is_in_place(func.__name__):
+            what = f"code between units writes into a sequence that is sharded over ranks: {func.__name__}"
+            raise PlaitError(Problem("P040", what, why="a rank has only one shard of it", fix=("cp=1",)))
+        found, given = super().run_on_full(func, args, kwargs), dataclass_leaves((args, kwargs))
+        inside = [t for t in given if isinstance(t, SequenceShard) and t.wraps_region]
         if not inside:
             return found
         x, ids = max(inside, key=lambda t: t.dim()), {id(leaf) for leaf in given}
-        return tree_map(lambda leaf: leaf if id(leaf) in ids else x.held_again(leaf), found)
+        return tree_map(lambda leaf: leaf if id(leaf) in ids else x.shard_again(leaf), found)
 
 
-def gathered(leaf: object) -> object:
-    return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
+def gather_shard(leaf: object) -> object:
+    return leaf.gather_full() if isinstance(leaf, SequenceShard) else leaf
 
 
-class _Shared(torch.autograd.Function):
-    """A tensor of whose gradient every rank finds the whole: each keeps its share."""
+class _PartialGradient(torch.autograd.Function):
+    """A tensor whose full gradient every rank computes: each rank keeps 1/N of it as its part of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -266,15 +264,15 @@ class _Shared(torch.autograd.Function):
         return grads[0] / ctx.ranks, None
 
 
-def for_loss(outputs: object, ranks: int) -> object:
-    """A model's outputs for a loss that each of so many ranks computes whole."""
+def to_loss_inputs(outputs: object, ranks: int) -> object:
+    """Convert a model's outputs for a loss that each of `ranks` ranks computes in full."""
 
-    def one(leaf: object) -> object:
+    def convert(leaf: object) -> object:
         if isinstance(leaf, SequenceShard):
-            return leaf.held.finish(leaf.local, leaf.cut)
+            return leaf.sequence_layout.to_loss_input(leaf.local, leaf.shard_dim)
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            return _Shared.apply(leaf, ranks)
+            return _PartialGradient.apply(leaf, ranks)
         return leaf
 
-    leaves(outputs)  # makes trees of dataclasses
-    return tree_map(one, outputs)
+    dataclass_leaves(outputs)  # registers dataclasses as trees
+    return tree_map(convert, outputs)

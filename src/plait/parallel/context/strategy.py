@@ -58,24 +58,24 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.config.errors import PlaitError, Problem, summarize_error
 from plait.config.plan import Plan
-from plait.model.make import call
+from plait.model.build_model import run_model
 from plait.model.sketch import Sketch
-from plait.parallel.context.attention import ShardedAttention, by_ring, by_ulysses, check_heads
-from plait.parallel.context.check import checked_units
-from plait.parallel.context.find import Communication, communication, find
-from plait.parallel.context.opened_unit import Layout, worth
+from plait.parallel.context.attention import ShardedAttention, check_heads, make_ring_attention, make_ulysses_attention
 from plait.parallel.context.runtime import ContextParallelUnits
+from plait.parallel.context.sequence_finder import Communication, find_communication, find_sequences
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import SAMPLES, GroupLayout, SequencePlan, as_held, refused
-from plait.parallel.precision import trained_format
+from plait.parallel.context.sequences import SAMPLES, GroupLayout, SequencePlan, localize_sketch, make_sequence_error
+from plait.parallel.context.unit_check import check_units
+from plait.parallel.context.unit_opening import Layout, check_worth
+from plait.parallel.precision import make_trace_context
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.rank_setup import RankSetup
-from plait.parallel.tensor.wiring import wire
-from plait.randomness.sub_block import Axis, HeldRows
-from plait.tensors.collectives import Absent
-from plait.tensors.modules import forwards_kept
+from plait.parallel.tensor.wiring import wire_slices
+from plait.randomness.sub_block import Axis, LocalRowsRule
+from plait.tensors.collectives import FakeProcessGroup
+from plait.tensors.module_state import restore_forwards
 from plait.tensors.parameters import copy_module
 from plait.tensors.rows import Rows
 
@@ -83,46 +83,46 @@ AXIS = "cp"
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.cp > 1
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     return ()
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def stretched(setup: RankSetup, sketch: Sketch) -> Sketch:
-    """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away."""
+def plan_sequences(setup: RankSetup, sketch: Sketch) -> Sketch:
+    """Add the sequence plan to the sketch: found and checked on the full model, before any part of it is removed."""
     plan, model = setup.plan, setup.model
 
     def run(model: nn.Module, given: object) -> object:
-        with trained_format(plan, setup.cast, setup.at.type, model):
-            return call(model, given)
+        with make_trace_context(plan, setup.cast, setup.model_device.type, model):
+            return run_model(model, given)
 
-    sequence_plan = find(model, setup.samples(SAMPLES)[0], run, sketch)
+    sequence_plan = find_sequences(model, setup.make_samples(SAMPLES)[0], run, sketch)
     heads = plan.cp_method == "ulysses"
-    sequence_plan = checked_units(
-        model, setup.samples(1)[0], run, sequence_plan, layout=layout(plan), ranks=plan.cp, heads=heads
+    sequence_plan = check_units(
+        model, setup.make_samples(1)[0], run, sequence_plan, layout=choose_layout(plan), ranks=plan.cp, heads=heads
     )
-    if not any(made.sees for made in sequence_plan.calls):
-        worth(sequence_plan, sketch)
+    if not any(made.has_attention for made in sequence_plan.calls):
+        check_worth(sequence_plan, sketch)
     if plan.tp > 1:
         model = copy_module(model)
-        wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, plan.at(setup.place.rank)["tp"]))
-    with forwards_kept(model.modules()):
+        wire_slices(model, sketch, dict(model.named_parameters()), FakeProcessGroup(plan.tp, plan.at(setup.place.rank)["tp"]))
+    with restore_forwards(model.modules()):
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
         try:
-            found = communication(model, setup.samples(SAMPLES)[0], run, parallel_units, layout(plan))
+            found = find_communication(model, setup.make_samples(SAMPLES)[0], run, parallel_units, choose_layout(plan))
         except PlaitError:
             raise
-        except Exception as error:  # on whole sequences it ran
-            fix = ("move that code into the block before or after it: blocks run on whole sequences where they must", "a plan without cp")
-            raise refused("code between units cannot run where a rank has a part of the sequence", in_a_line(error), *fix) from error
+        except Exception as error:  # it ran on full sequences
+            fix = ("move that code into the block before or after it: a block runs on the full sequence if it needs to", "remove cp from the plan")
+            raise make_sequence_error("code between units cannot run on a sequence shard", summarize_error(error), *fix) from error
     for number in found.heads if heads else ():
         check_heads(number, plan.cp, plan.tp)
     if plan.pp > 1:
@@ -131,7 +131,7 @@ def stretched(setup: RankSetup, sketch: Sketch) -> Sketch:
 
 
 def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found: Communication) -> None:
-    """P041 when it is not one stage alone that communicates something."""
+    """Raise P041 if several stages communicate."""
     times = Counter(call.unit for call in sketch.calls)
     why = ""
     for unit in sorted(found.units):
@@ -141,43 +141,43 @@ def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found
             why = f"unit {unit} is called {times[unit]} times, perhaps by several stages"
     if why or len(sequence_plan.calls) != len(sketch.calls):
         what = f"cp={plan.cp} does not work with pp={plan.pp} for this model"
-        raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
+        raise PlaitError(Problem("P041", what, why=why or "its sequence of calls varies", fix=(f'--plan "cp={plan.cp}"',)))
 
 
 def apply(split: SplitModel) -> SplitModel:
     plan, group, sequence_plan = split.plan, split.mesh.group("cp"), split.sketch.sequence_plan
     parallel_units = ContextParallelUnits(split.module, sequence_plan, plan.cp)
-    answer = by_ring if plan.cp_method == "ring" else by_ulysses
-    parallel_units.answer = answer(lambda: split.randomness, group)
-    parallel_units.hold = lambda length: GroupLayout(layout(plan)(length, plan.cp), group.rank(), group)
+    answer = make_ring_attention if plan.cp_method == "ring" else make_ulysses_attention
+    parallel_units.backend = answer(lambda: split.randomness, group)
+    parallel_units.make_layout = lambda length: GroupLayout(choose_layout(plan)(length, plan.cp), group.rank(), group)
     if plan.compile:
-        parallel_units.asked = torch.compiler.disable(ShardedAttention.ask)
+        parallel_units.attention_hook = torch.compiler.disable(ShardedAttention.attend)
     parallel_units.wrap()
     drawn = frozenset(sequence_plan.draws)
 
-    def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
-        x, number = split.randomness.whose, sequence_plan.draws.get((place, dim), -1)
+    def map_axis(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
+        x, number = split.randomness.drawn_wrapper, sequence_plan.draws.get((place, dim), -1)
         if isinstance(x, SequenceShard):
-            return x.held.axis(local) if dim == x.cut else None
-        now = parallel_units.held.get(number)
+            return x.sequence_layout.make_axis(local) if dim == x.shard_dim else None
+        now = parallel_units.layouts.get(number)
         if now is None or (
-            whole and local * sequence_plan.lengths[number] == whole * now.cut.length
+            whole and local * sequence_plan.lengths[number] == whole * now.rows.length
         ):  # drawn for all rows
             return None
-        return HeldRows(now.cut, now.rank, drawn)(place, dim, whole, local)
+        return LocalRowsRule(now.rows, now.rank, drawn)(place, dim, whole, local)
 
-    split.randomness.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
+    split.randomness.rules.insert(0, map_axis)  # before rules for tensors that have the length of a shard by chance
     split.hooks.optimizer_created.append(lambda _: parallel_units.install())
     return split
 
 
-def layout(plan: Plan) -> Layout:
-    """How a sequence is cut: for a ring so that causal work is equal."""
-    return Rows.zigzag if plan.cp_method == "ring" else Rows.even
+def choose_layout(plan: Plan) -> Layout:
+    """Choose the layout of a sequence: for a ring, one with equal work under a causal mask."""
+    return Rows.make_zigzag if plan.cp_method == "ring" else Rows.make_even
 
 
-def sketch_of(plan: Plan, sketch: Sketch, rank: int) -> Sketch:
-    """The sketch with what calls of units return as a rank has it: its rows of each sequence."""
-    if not wanted(plan):
+def localize_for_rank(plan: Plan, sketch: Sketch, rank: int) -> Sketch:
+    """Replace the outputs of units in the sketch by this rank's: its rows of each sequence."""
+    if not is_enabled(plan):
         return sketch
-    return as_held(sketch, [layout(plan)(n, plan.cp).sizes[plan.at(rank)[AXIS]] for n in sketch.sequence_plan.lengths])
+    return localize_sketch(sketch, [choose_layout(plan)(n, plan.cp).sizes[plan.at(rank)[AXIS]] for n in sketch.sequence_plan.lengths])

@@ -1,7 +1,7 @@
-"""Data parallelism (dp): every rank holds the whole model and computes a share of the batch.
+"""Data parallelism (dp): every rank has a replica of the model and computes a local batch.
 
-strategy          what it is, what it refuses, how a rank is wired
-buckets           gradients summed in buckets during backward
-batch_norm        batch statistics over all ranks
-batch_statistics  what they are computed from, and the gradient
+strategy          the technique, the plans that it rejects, and the wiring of a rank
+buckets           gradients reduced in buckets during backward
+batch_norm        batch normalization over all ranks
+batch_statistics  the statistics of the global batch, and their gradient
 """

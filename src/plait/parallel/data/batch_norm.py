@@ -39,32 +39,32 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.losses.global_batch import BatchPeers
-from plait.parallel.data.batch_statistics import BatchStatistics, StatisticsRanks, move
+from plait.parallel.data.batch_statistics import BatchStatistics, StatisticsRanks, move_statistic
 from plait.tensors.torch_private import BatchNormBase, check_dims, uncompiled
 
 
-def synchronise(
+def sync_batch_norms(
     model: nn.Module, names: Sequence[str], group: ProcessGroup | None, peers: BatchPeers | None = None
 ) -> None:
-    """Make the named batch-norm modules compute their training statistics over `group`, without samples that are `peers.idle`."""
+    """Let the named batch-norm modules compute their training statistics over `group`, without the samples of ranks with `peers.idle`."""
     for name in names:
         module = model.get_submodule(name)
         kind = type(module)
-        made = _Synchronised if kind.forward is BatchNormBase.forward else _SynchronisedInside
+        made = _SyncedBatchNorm if kind.forward is BatchNormBase.forward else _SyncedSubclass
         module.__class__ = type(f"Synchronised{kind.__name__}", (made, kind), {})
         module.__dict__ |= {"_group": group, "_peers": peers or BatchPeers()}
 
 
-class _Synchronised(BatchNormBase):
+class _SyncedBatchNorm(BatchNormBase):
     """torch's own forward, with the statistics of all ranks."""
 
     _group: ProcessGroup | None
     _peers: BatchPeers
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:  # ranks evaluate unequal numbers of batches, so none waits for others
+        if not self.training:  # ranks evaluate unequal numbers of batches, so they do not wait for each other
             held = None if self.running_mean is None or self.running_var is None else (self.running_mean, self.running_var)
-            return _of_this_rank(input, held, Affine(self.weight, self.bias), held is None, 0.0, self.eps)
+            return _normalize_local(input, held, Affine(self.weight, self.bias), held is None, 0.0, self.eps)
         check_dims(self, input)
         running: Running = None
         if self.training and self.track_running_stats and self.running_mean is not None:
@@ -74,11 +74,11 @@ class _Synchronised(BatchNormBase):
         steps, momentum = self.num_batches_tracked, self.momentum
         share = steps.to(running[0].dtype).reciprocal() if running and steps is not None and momentum is None else momentum
         ranks = StatisticsRanks(self._group, self._peers.idle)
-        return _normalised(input, running, Affine(self.weight, self.bias), share, self.eps, ranks)
+        return _normalize_global(input, running, Affine(self.weight, self.bias), share, self.eps, ranks)
 
 
-class _SynchronisedInside(BatchNormBase):
-    """A forward of a subclass, as it is: torch's function inside it gets the statistics of all ranks."""
+class _SyncedSubclass(BatchNormBase):
+    """A subclass's own forward, in which torch's function gets the statistics of all ranks."""
 
     _group: ProcessGroup | None
     _peers: BatchPeers
@@ -86,13 +86,15 @@ class _SynchronisedInside(BatchNormBase):
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         ranks = StatisticsRanks(self._group, self._peers.idle) if self.training else None
-        with _StatisticsOfAllRanks(ranks):
+        with _GlobalStatistics(ranks):
             return super().forward(input)
 
 
-class _StatisticsOfAllRanks(TorchFunctionMode):
-    """A context in which `F.batch_norm` and `torch.batch_norm` normalise by the statistics of all ranks of a group in training.
-    Without `ranks`: by those of this rank's samples, of which there may be one only."""
+class _GlobalStatistics(TorchFunctionMode):
+    """Context in which `F.batch_norm` and `torch.batch_norm` normalize by the statistics of all ranks in training.
+
+    Without `ranks`: by the statistics of this rank's samples, even of a single one.
+    """
 
     def __init__(self, ranks: StatisticsRanks | None):
         super().__init__()
@@ -101,7 +103,7 @@ class _StatisticsOfAllRanks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = CALLS[func].bind(*args, **kwargs or {}) if func in CALLS else None
+        given = SIGNATURES[func].bind(*args, **kwargs or {}) if func in SIGNATURES else None
         if given is None:
             return func(*args, **kwargs or {})
         given.apply_defaults()
@@ -111,52 +113,52 @@ class _StatisticsOfAllRanks(TorchFunctionMode):
         running = (of["running_mean"], of["running_var"]) if of["running_mean"] is not None else None
         affine = Affine(of["weight"], of["bias"])
         if self.ranks is None:
-            return _of_this_rank(of["input"], running, affine, True, of["momentum"], of["eps"])
-        return _normalised(of["input"], running, affine, of["momentum"], of["eps"], self.ranks)
+            return _normalize_local(of["input"], running, affine, True, of["momentum"], of["eps"])
+        return _normalize_global(of["input"], running, affine, of["momentum"], of["eps"], self.ranks)
 
 
-def _call(*names: str) -> inspect.Signature:
-    """The signature of `torch.batch_norm`, which has none to ask for."""
+def _make_signature(*names: str) -> inspect.Signature:
+    """Make the signature of `torch.batch_norm`, which Python cannot inspect."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
-CALLS: dict[Callable[..., Any], inspect.Signature] = {
+SIGNATURES: dict[Callable[..., Any], inspect.Signature] = {
     F.batch_norm: inspect.signature(F.batch_norm),
-    torch.batch_norm: _call(
+    torch.batch_norm: _make_signature(
         "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
     ),
 }
 
 
 class Affine(NamedTuple):
-    """What normalised numbers are multiplied by and what is added, [channels] each; None: not learned."""
+    """The learned scale and offset, [channels] each; None: not learned."""
 
     weight: Tensor | None
     bias: Tensor | None
 
 
 Running = tuple[Tensor, Tensor] | None
-"""The running mean and variance, to be moved."""
+"""The running mean and variance to update."""
 
 
-def _of_this_rank(
+def _normalize_local(
     input: Tensor, running: Running, affine: Affine, batch: bool, momentum: float, eps: float
 ) -> Tensor:  # fmt: skip
-    """`F.batch_norm`, which also takes a single sample. `batch`: normalize by its statistics, and not by `running`."""
+    """Apply `F.batch_norm`, also to a single sample. `batch`: normalize by its statistics, and not by `running`."""
     cudnn = torch.backends.cudnn.enabled
     with torch.DisableTorchFunction():
         return torch.batch_norm(input, *affine, *(running or (None, None)), batch, momentum, eps, cudnn)
 
 
-def _normalised(
+def _normalize_global(
     input: Tensor, running: Running, affine: Affine, momentum: float | Tensor | None, eps: float,
     ranks: StatisticsRanks,
 ) -> Tensor:  # fmt: skip
-    """The input normalised by the statistics of all ranks, towards which `running` moves by the share `momentum`."""
+    """Normalize by the statistics of all ranks, and move `running` towards them by the fraction `momentum`."""
     out, mean, var, count = BatchStatistics.apply(input, *affine, eps, ranks)
     if running is not None:
         with torch.no_grad():
             for held, new in zip(running, (mean, var * (count / (count - 1)))):
-                move(held, new.to(held.dtype), 0.0 if momentum is None else momentum)
+                move_statistic(held, new.to(held.dtype), 0.0 if momentum is None else momentum)
     return out

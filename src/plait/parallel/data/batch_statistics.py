@@ -1,4 +1,4 @@
-"""The statistics of a batch over all ranks, and what is normalized by them, with its gradient (see `parallel/data/batch_norm.py`)."""
+"""The statistics of a batch over all ranks, and the normalization by them with its gradient (see `parallel/data/batch_norm.py`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.tensors.collectives import GATHER_PARTS
+from plait.tensors.collectives import ALL_GATHER
 from plait.tensors.torch_private import all_gather_tensor, all_reduce
 
 
 @dataclass(frozen=True)
 class StatisticsRanks:
-    """The ranks whose samples enter the statistics. `idle`: the sample of this one belongs to another rank."""
+    """The ranks whose samples enter the statistics. `idle`: this rank runs a sample of another rank."""
 
     group: ProcessGroup | None
     idle: bool
@@ -33,9 +33,9 @@ class BatchStatistics(torch.autograd.Function):
         else:
             var = mean = wide.new_zeros(x.shape[1])
         mine = torch.cat([mean, var * count, mean.new_full((1,), count)])
-        merge = merged_in_graphs if torch.compiler.is_compiling() else _merge
-        mean, squares, total = merge(_everyone(mine, ranks.group), x.shape[1])
-        alone = count == 1  # else there are more, or another rank has the only one: the number is not read, which a device waits for
+        merge = merge_in_graphs if torch.compiler.is_compiling() else _merge
+        mean, squares, total = merge(_gather_rows(mine, ranks.group), x.shape[1])
+        alone = count == 1  # else the count need not be read, which would wait for the device
         if alone and not torch.compiler.is_compiling() and int(total) == 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         var = squares / total
@@ -53,7 +53,7 @@ class BatchStatistics(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any):
         normal, weight, inverse = ctx.saved_tensors
         grad, group = upstream[0].to(normal.dtype), ctx.ranks.group
-        if ctx.ranks.idle:  # zeros, but none that a compiler sees: it would move a sum of constants into forward, where no other rank makes it
+        if ctx.ranks.idle:  # zeros that a compiler cannot see: it would move a sum of constants into forward, where no other rank has it
             grad = torch.where(ctx.total < 0, grad, 0.0)
         sum_grad, sum_product = grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)
         both = torch.cat([sum_grad, sum_product])
@@ -75,17 +75,17 @@ class BatchStatistics(torch.autograd.Function):
         )
 
 
-def _everyone(mine: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The rows of all ranks: [ranks, 2 * channels + 1]."""
+def _gather_rows(mine: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Gather the rows of all ranks: [ranks, 2 * channels + 1]."""
     if group is not None and torch.compiler.is_compiling():
         return all_gather_tensor(mine[None], 0, group)
     rows = mine.new_empty(dist.get_world_size(group), len(mine))
-    GATHER_PARTS(rows.view(-1), mine, group=group)
+    ALL_GATHER(rows.view(-1), mine, group=group)
     return rows
 
 
 def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, sum of squared deviations, count) of the union. rows: [ranks, 2 * channels + 1]."""
+    """Merge the statistics of all ranks into (mean, sum of squared deviations, count). rows: [ranks, 2 * channels + 1]."""
     means, squares, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, -1:]
     total = counts.sum()
     mean = (means * counts).sum(0) / total
@@ -93,26 +93,26 @@ def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("plait::merged_statistics", mutates_args=())
-def merged_in_graphs(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`_merge`, as an operator that `torch.compile` leaves alone: ranks compile other code for other sizes, which rounds otherwise, and the
-    running statistics would no longer be bit for bit the same on all of them."""
+def merge_in_graphs(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge as an operator that `torch.compile` does not change. Ranks compile other code for other sizes, with other rounding. Then
+    the running statistics would differ between ranks."""
     return _merge(rows, channels)
 
 
-@merged_in_graphs.register_fake
+@merge_in_graphs.register_fake
 def _(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows.new_empty(channels), rows.new_empty(channels), rows.new_empty(())
 
 
-def move(running: Tensor, new: Tensor, share: float | Tensor) -> None:
-    """Move a running statistic towards the new one by this share (a tensor: of a cumulative average)."""
+def move_statistic(running: Tensor, new: Tensor, share: float | Tensor) -> None:
+    """Move a running statistic towards the new one by this fraction (a tensor for a cumulative average)."""
     if torch.compiler.is_compiling() and not isinstance(share, Tensor):
-        moved_in_graphs(running, new, share)
+        move_in_graphs(running, new, share)
     else:
         running.lerp_(new, share)
 
 
 @torch.library.custom_op("plait::move_statistic", mutates_args=("running",))
-def moved_in_graphs(running: Tensor, new: Tensor, share: float) -> None:
-    """`move`, as an operator for the same reason."""
+def move_in_graphs(running: Tensor, new: Tensor, share: float) -> None:
+    """Move as an operator, for the same reason as `merge_in_graphs`."""
     running.lerp_(new, share)

@@ -40,55 +40,56 @@ from dataclasses import replace
 
 from plait.config.errors import Problem
 from plait.config.job import Job
-from plait.config.keys import OTHER_SAMPLES
+from plait.config.keys import DATA_AXES
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import BucketSums, CompressedSums
-from plait.parallel.mutations import apart
+from plait.parallel.mutations import list_inexact_buffers
 from plait.parallel.rank_model import SplitModel
-from plait.parallel.spec import REPLICAS, Reduce, ShardPlan
+from plait.parallel.spec import REPLICA_REASON, Reduce, ShardPlan
 
 AXIS = "dp"
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.along(plan.replica_axes) > 1 and plan.shards == 1 and plan.processes != "one"
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.shares > batch:
-        why = f"{plan.dp} ranks, {batch} samples: {plan.dp - batch} ranks would never have one"
+        why = f"{plan.dp} ranks, {batch} samples: {plan.dp - batch} ranks would never have a sample"
         fix = (f'--plan "dp={batch}"', f"--batch {plan.dp}")
         yield Problem("P012", f"global batch {batch} does not split over dp={plan.dp}", why=why, fix=fix)
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
-        yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over dp={plan.dp}"
-    yield from apart(plan, sketch, plan.along(plan.replica_axes))
+        yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronized over dp={plan.dp}"
+    yield from list_inexact_buffers(plan, sketch, plan.along(plan.replica_axes))
 
 
-def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
-    """Every rank has all of what the other axes leave. Under `grad_compression` what a rank sends is rounded once, when it has all of it."""
-    copies = Reduce(table.plan.replica_axes, "sum", REPLICAS)
+def shard_specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Add the reduction over replicas to each parameter. Under `grad_compression` this reduction is last, so that each gradient is
+    rounded once."""
+    copies = Reduce(table.plan.replica_axes, "sum", REPLICA_REASON)
     last = table.plan.grad_compression != "none"
-    return replace(table, specs={n: s if s.expert else s.reduced(copies, first=not last) for n, s in table.specs.items()})
+    return replace(table, specs={n: s if s.expert else s.with_reductions(copies, first=not last) for n, s in table.specs.items()})
 
 
 def apply(split: SplitModel) -> SplitModel:
     copies = split.mesh.group_or_none(*split.plan.replica_axes)
-    batch_norm.synchronise(split.module, split.sketch.batch_norms, split.mesh.group_or_none(*OTHER_SAMPLES), split.batch_peers)
-    experts = split.experts()
+    batch_norm.sync_batch_norms(split.module, split.sketch.batch_norms, split.mesh.group_or_none(*DATA_AXES), split.batch_peers)
+    experts = split.list_expert_params()
     own = {n: p for n, p in split.params.items() if p.requires_grad and n not in experts}
     if split.techniques.compressor is not None:
-        return split.using(sums={"": CompressedSums(own, copies, split.techniques.compressor)})
+        return split.with_techniques(sums={"": CompressedSums(own, copies, split.techniques.compressor)})
     lots = {phase.name: {n: p for n, p in own.items() if phase.has(n)} for phase in split.job.phases or ()} or {"": own}
-    return split.using(sums={k: BucketSums(list(lot.values()), copies, _apart(lot, split.sketch)) for k, lot in lots.items()})
+    return split.with_techniques(sums={k: BucketSums(list(lot.values()), copies, _find_uneven(lot, split.sketch)) for k, lot in lots.items()})
 
 
-def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
-    """Places of the parameters whose slices are larger on some ranks than on others."""
-    uneven = {cut.parameter for cut in sketch.cuts if len({sum(n for _, n in held) for held in cut.ranges}) > 1}
+def _find_uneven(names: Iterable[str], sketch: Sketch) -> set[int]:
+    """Find the indices of parameters whose slices are larger on some ranks than on others."""
+    uneven = {cut.parameter for cut in sketch.tp_shards if len({sum(n for _, n in held) for held in cut.ranges}) > 1}
     return {i for i, name in enumerate(names) if name in uneven}

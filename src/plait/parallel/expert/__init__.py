@@ -1,6 +1,6 @@
-"""Expert parallelism (ep): ranks with different samples share out the experts of every mixture.
+"""Expert parallelism (ep): ranks with different samples distribute the experts of every mixture.
 
-strategy          what it is, what it refuses, how a rank is wired
-find              which layers are mixtures of experts, found and checked
-layers            what runs instead of their forward: tokens to the ranks of their experts, and back
+strategy          the technique, the plans that it rejects, and the wiring of a rank
+mixture_finder    finds and checks the layers that are mixtures of experts
+layers            the forward of such a layer: sends tokens to the ranks of their experts, and the results back
 """

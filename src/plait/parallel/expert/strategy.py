@@ -10,7 +10,7 @@ What it does
     by `zero_stage`. With `fsdp=4 ep=2`, each of four ranks has half of every tensor of half of the experts. With
     `shard_over_cp=true`, the ranks of `cp` shard them too.
 
-    plait finds mixtures by their structure, and checks each in float64 before it is used (`parallel/expert/find.py`).
+    plait finds mixtures by their structure, and checks each in float64 before it is used (`parallel/expert/mixture_finder.py`).
     There are two kinds. *Stacked* experts are parameters [experts, …] of one module, which gets the expert of each
     token as an argument. Its own forward runs with a rank's experts, on the rows that arrived. *Listed* experts are
     modules that a layer calls in its own code, whatever this code is. The code runs twice. The first run records the
@@ -67,148 +67,148 @@ from torch import nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model.experts import MoELayer, cut_stacked
+from plait.model.experts import MoELayer, shard_stacked
 from plait.model.sketch import Sketch
-from plait.parallel.expert.layers import ExpertPlacement, GatheredExperts, ListedExperts, StackedExperts, travelling
+from plait.parallel.expert.layers import ExpertPlacement, GatheredExperts, ListedExperts, StackedExperts, make_dispatch
 from plait.parallel.fsdp import groups
-from plait.parallel.mesh import SAME_EXPERTS, of_experts
+from plait.parallel.mesh import SAME_EXPERTS, to_expert_axes
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Split
-from plait.randomness.keyed import host_state, restore_host
-from plait.tensors.fake import hollow
+from plait.randomness.keyed import get_host_state, restore_host_state
+from plait.tensors.fake import replace_with_fakes
 from plait.tensors.rows import Rows
 
 AXIS = "ep"
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.ep > 1
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.shares % plan.ep:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
-        why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"
+        why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} consecutive ranks would be incomplete"
         yield Problem("P050", what, why=why, fix=(f'--plan "ep={plan.shares}"', f'--plan "dp={plan.ep} ep={plan.ep}"'))
     elif plan.expert_shards > 1 and not groups.is_placement_known():
         what = f"{plan.word('shard_over_cp' if plan.shard_over_cp else 'fsdp')} ep={plan.ep} needs a torch newer than 2.11"
-        why = f"{plan.expert_shards} ranks would share experts, on a mesh of their own: torch 2.11 has one mesh"
+        why = f"{plan.expert_shards} ranks would shard the same experts on a separate mesh, and torch 2.11 supports one mesh"
         fix = ("pip install 'torch>=2.13'", f'--plan "dp={plan.dp * plan.fsdp} ep={plan.ep}"')
         yield Problem("H010", what, why=why, fix=fix)
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
-    for mixture in sketch.mixtures:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    for mixture in sketch.moe_layers:
         if mixture.coupled:
-            yield f"experts of {mixture.name} drop tokens when they are full: which ones depends on who shares a batch"
+            yield f"experts of {mixture.name} drop tokens when they are full: which tokens depends on the samples in the batch"
 
 
-def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
-    """Each of `ep` ranks has some experts; those with the same ones keep shards of them, where `fsdp` is larger than `ep`."""
-    plan, found, homes = table.plan, dict(table.specs), dict(table.homes)
-    shards = of_experts(plan.shard_axes)
+def shard_specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Place some experts on each of `ep` ranks. If `fsdp` is larger than `ep`, ranks with the same experts shard them."""
+    plan, found, homes = table.plan, dict(table.specs), dict(table.placements)
+    shards = to_expert_axes(plan.shard_axes)
     scatter = Reduce(shards, "scatter", "each keeps a shard of the same experts")
-    replicas = Reduce(of_experts(plan.replica_axes), "sum", "replicas of the same shards of experts")
+    replicas = Reduce(to_expert_axes(plan.replica_axes), "sum", "replicas of the same shards of experts")
     all_of_them = Reduce(SAME_EXPERTS, "sum", "they have the same experts, and other samples")
-    for mixture in sketch.mixtures:
-        rank_of = {number: rank for rank in range(plan.ep) for number in mixture.mine(plan.ep, rank)}
-        stacked = Split(("ep",), (plan.ep,), 0, Rows.even(mixture.experts, plan.ep).ranks)
+    for mixture in sketch.moe_layers:
+        rank_of = {number: rank for rank in range(plan.ep) for number in mixture.get_rank_experts(plan.ep, rank)}
+        stacked = Split(("ep",), (plan.ep,), 0, Rows.make_even(mixture.experts, plan.ep).ranks)
         for number, name in ((i, name) for i, rows in enumerate(mixture.parameters) for name, _, _ in rows):
             spec = replace(found[name], expert=True)
             home = ("ep", (rank_of[number],))
-            spec = spec.split(stacked) if mixture.stacked else replace(spec, homes=(*spec.homes, home))
+            spec = spec.with_split(stacked) if mixture.is_stacked else replace(spec, placement=(*spec.placement, home))
             if sharded := groups.is_expert_sharded(plan, spec.shape):
-                spec = spec.split(table.shard_split(shards, None))
-            found[name] = spec.reduced(scatter, replicas, first=True) if sharded else spec.reduced(all_of_them)
+                spec = spec.with_split(table.make_shard_split(shards, None))
+            found[name] = spec.with_reductions(scatter, replicas, first=True) if sharded else spec.with_reductions(all_of_them)
         homes |= {name: ("ep", (rank_of[number],)) for number, name in enumerate(mixture.modules)}
-    return replace(table, specs=found, homes=homes)
+    return replace(table, specs=found, placements=homes)
 
 
 def apply(split: SplitModel) -> SplitModel:
     plan, model, params = split.plan, split.module, dict(split.params)
     sharing = split.mesh.group("ep")
-    here = [m for m in split.sketch.mixtures if m.names & split.params.keys()]
+    here = [m for m in split.sketch.moe_layers if m.names & split.params.keys()]
     for mixture in here:
-        mine = mixture.mine(plan.ep, split.mesh.at["ep"])
-        (_stacked if mixture.stacked else _listed)(split, mixture, ExpertPlacement(sharing, mixture.experts))
-        held = {name for name, _, _ in mixture.held(mine)}
+        mine = mixture.get_rank_experts(plan.ep, split.mesh.coordinates["ep"])
+        (_wire_stacked if mixture.is_stacked else _wire_listed)(split, mixture, ExpertPlacement(sharing, mixture.experts))
+        held = {name for name, _, _ in mixture.list_rank_parameters(mine)}
         for name in mixture.names:
             params.pop(name)
         params |= {name: p for name, p in model.named_parameters() if name in held}
-    return replace(split, params=params, sketch=_without(split.sketch, plan))
+    return replace(split, params=params, sketch=_remove_experts(split.sketch, plan))
 
 
-def _stacked(split: SplitModel, mixture: MoELayer, way: ExpertPlacement) -> None:
-    module = cut_stacked(split.module.get_submodule(mixture.name), mixture, way.mine)
+def _wire_stacked(split: SplitModel, mixture: MoELayer, way: ExpertPlacement) -> None:
+    module = shard_stacked(split.module.get_submodule(mixture.name), mixture, way.mine)
     if split.plan.token_dispatcher == "allgather":
-        _put(split, module, GatheredExperts(module, way, split.batch_peers))
+        _set_forward(split, module, GatheredExperts(module, way, split.batch_peers))
     else:
-        _put(split, module, StackedExperts(module, mixture.experts, travelling(way), split.batch_peers))
+        _set_forward(split, module, StackedExperts(module, mixture.experts, make_dispatch(way), split.batch_peers))
 
 
-def _listed(split: SplitModel, mixture: MoELayer, way: ExpertPlacement) -> None:
+def _wire_listed(split: SplitModel, mixture: MoELayer, way: ExpertPlacement) -> None:
     modules = [split.module.get_submodule(name) for name in mixture.modules]
     gone = [number for number in range(mixture.experts) if number not in way.mine]
-    hollow(split.module, {name for number in gone for name, _, _ in mixture.parameters[number]}, split.device)
+    replace_with_fakes(split.module, {name for number in gone for name, _, _ in mixture.parameters[number]}, split.device)
     layer = split.module.get_submodule(mixture.name)
-    listed = ListedExperts(layer, modules, way.mine, travelling(way), split.batch_peers)
+    listed = ListedExperts(layer, modules, way.mine, make_dispatch(way), split.batch_peers)
     listed.width = mixture.width[0]
-    listed.again = partial(_again, split, _draws(mixture, split.sketch))
-    _put(split, layer, listed)
+    listed.mark_random_state = partial(_mark_random_state, split, _has_draws(mixture, split.sketch))
+    _set_forward(split, layer, listed)
 
 
-def _draws(mixture: MoELayer, sketch: Sketch) -> bool:
-    """Whether the layer, or a module inside it, draws random values."""
+def _has_draws(mixture: MoELayer, sketch: Sketch) -> bool:
+    """Whether the layer, or a module inside it, draws random numbers."""
     owners = (place.partition("#")[0] for place in sketch.places)
     return any(f"{owner}.".startswith(f"{mixture.name}.".lstrip(".")) for owner in owners)
 
 
-def _put(split: SplitModel, module: nn.Module, forward: Callable[..., Any]) -> None:
-    """In the place of a layer's forward: under `compile` between graphs, since how many rows travel depends on the data."""
+def _set_forward(split: SplitModel, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace a layer's forward. Under `compile` it runs between graphs, because the number of sent rows depends on the data."""
     module.forward = torch.compiler.disable(forward) if split.plan.compile else forward
 
 
-def _again(split: SplitModel, draws: bool) -> Any:
-    """Where the random numbers of a layer's code are, as what puts them back there."""
-    back = split.randomness.mark() if draws and split.module.training else lambda: None
-    host = host_state() if split.sketch.host_random or split.sketch.unkeyed else None
+def _mark_random_state(split: SplitModel, draws: bool) -> Any:
+    """Return a function that restores the random state of a layer's code."""
+    back = split.randomness.mark_places() if draws and split.module.training else lambda: None
+    host = get_host_state() if split.sketch.host_random or split.sketch.unkeyed else None
 
-    def both() -> None:
+    def restore() -> None:
         back()
         if host is not None:
-            restore_host(host)
+            restore_host_state(host)
 
-    return both
+    return restore
 
 
-def found(mixtures: list[MoELayer], whole: list[str], plan: Plan) -> tuple[MoELayer, ...]:
-    """The mixtures of a model for this plan. P051 when there are none, or not enough experts."""
+def select_mixtures(mixtures: list[MoELayer], whole: list[str], plan: Plan) -> tuple[MoELayer, ...]:
+    """Select the mixtures of a model for this plan. Raises P051 if there are none, or too few experts."""
     few = [m for m in mixtures if m.experts < plan.ep]
     if not mixtures:
-        why = "; ".join(whole) or "no layer sends its tokens to some of several alike parts"
-        raise PlaitError(Problem("P051", "the model has no experts to share out", why=why, fix=("ep=1",)))
+        why = "; ".join(whole) or "no layer routes its tokens to some of several equal modules"
+        raise PlaitError(Problem("P051", "the model has no experts to distribute", why=why, fix=("ep=1",)))
     if few:
         what = f"ep={plan.ep} is more than the {few[0].experts} experts of {few[0].name or 'the model'}"
-        raise PlaitError(Problem("P051", what, why="each process holds one at least", fix=(f"ep={few[0].experts}",)))
-    lists = [m.name for m in mixtures if not m.stacked]
+        raise PlaitError(Problem("P051", what, why="each rank needs at least one expert", fix=(f"ep={few[0].experts}",)))
+    lists = [m.name for m in mixtures if not m.is_stacked]
     if plan.token_dispatcher == "allgather" and lists:
         what = f"token_dispatcher=allgather does not work with the experts of {lists[0]}"
-        why = "they are a list of modules, which the layer's own code calls with the rows of each; stacked experts take all rows at once"
+        why = "they are a list of modules, which the layer's own code calls one by one; stacked experts take all rows at once"
         raise PlaitError(Problem("P051", what, why=why, fix=("token_dispatcher=alltoall",)))
     return tuple(mixtures)
 
 
-def _without(sketch: Sketch, plan: Plan) -> Sketch:
-    """The sketch of what is not shared out: all but the experts. Units know how large those are that are kept as parts."""
-    names = {name for mixture in sketch.mixtures for name in mixture.names}
+def _remove_experts(sketch: Sketch, plan: Plan) -> Sketch:
+    """Remove the experts from the sketch. Units keep the size of their sharded experts."""
+    names = {name for mixture in sketch.moe_layers for name in mixture.names}
     bytes_ = {n: prod(s) * d.itemsize for n, s, d in (*sketch.parameters, *sketch.frozen) if n in names}
     units = tuple(
         replace(
             unit,
             parameters=tuple(n for n in unit.parameters if n not in names),
             weights=unit.weights - sum(bytes_.get(n, 0) for n in unit.parameters),
-            experts=sum(m.share(plan) for m in sketch.mixtures if f"{m.name}.".startswith(f"{unit.name}.")),
+            experts=sum(m.count_gathered_bytes(plan) for m in sketch.moe_layers if f"{m.name}.".startswith(f"{unit.name}.")),
         )
         for unit in sketch.units
     )

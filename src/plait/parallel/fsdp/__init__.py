@@ -1,7 +1,7 @@
-"""Sharded data parallelism (fsdp, ZeRO): ranks share one copy of parameters, gradients and optimizer state.
+"""Sharded data parallelism (fsdp, ZeRO): ranks shard parameters, gradients and optimizer state.
 
-strategy          what it is, what it refuses, how a rank is wired
-groups            which units' parameters are gathered together
-runtime           a rank's parts: how they are gathered, gradients reduced into them, and the norm
-optimizer_check   whether an optimizer may update parts of parameters
+strategy          the technique, the plans that it rejects, and the wiring of a rank
+groups            the units whose parameters are gathered together
+runtime           a rank's shards: gather, reduce-scatter, and the gradients of scalars
+optimizer_check   whether an optimizer can update parts of parameters
 """

@@ -1,13 +1,11 @@
-"""Running a sharded model: its local parts, and the sums of their gradients (see `parallel/fsdp/strategy.py`).
+"""The runtime of a sharded model: its shards, and the reduction of their gradients (see `parallel/fsdp/strategy.py`).
 
-What FSDP2's hooks on a unit would change for the model's code, and hooks beside them that keep it as it was.
+Additional hooks undo the changes to a module's inputs and outputs that FSDP2's hooks make.
 
 [Note: Collectives]
-How parts of parameters are gathered and gradients are summed into parts: the messages of a sharded model.
-
-FSDP2 decides when a group of parameters is gathered and when its gradients are reduced. What is here decides how: on
-CPU processes gloo's own reduce-scatter is an all-reduce in disguise and is waited for at once, so parts are exchanged
-directly, by sends and receives, and waited for when somebody needs them, while backward goes on. docs/decisions/0006 has the measurements.
+FSDP2 decides when a group of parameters is gathered, and when its gradients are reduced. This file decides how. On CPU processes,
+gloo's own reduce-scatter is an all-reduce that blocks at once. So ranks exchange parts directly by sends and receives, while
+backward continues, and wait for them when they are needed. docs/decisions/0006 has the measurements.
 """
 
 import math
@@ -23,36 +21,36 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from plait.config.plan import Plan
-from plait.parallel.spec import is_divisible, shard_of
-from plait.tensors.collectives import SUM_PARTS
+from plait.parallel.spec import compute_shard_ranges, is_shardable
+from plait.tensors.collectives import REDUCE_SCATTER
 from plait.tensors.parameters import ParameterAttributes
-from plait.tensors.rows import chunk, everything
+from plait.tensors.rows import chunk_range, full_ranges
 from plait.tensors.torch_private import (
+    dataclass_leaves,
     end_backward,
     is_view,
-    leaves,
-    local_of,
-    sharded_here,
+    list_sharded_params,
+    local_tensor,
+    make_wide_sum,
     storage_key,
     tree_flatten,
     tree_map_only,
-    widened,
 )
-from plait.tensors.transfers import any_has
+from plait.tensors.transfers import any_rank_has
 
-TAGS = 2**14
-"""Messages that carry gradients have tags above this, those that carry parameters below."""
+GRADIENT_TAG_BASE = 2**14
+"""Messages with gradients have tags above this, messages with parameters have tags up to it."""
 
 
 class _NewBuffers:
-    """FSDP2's own buffers are new tensors: what is sent and what is gathered, or this rank's part of the sum."""
+    """Allocates FSDP2's buffers as new tensors: inputs and outputs of gathers, and shards of reduced gradients."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_NewBuffers):
-    """Every rank sends its part to every other. `async_op` returns at once; the last part to arrive ends the wait."""
+class ShardGather(_NewBuffers):
+    """Sends every rank's part to every other. `async_op` returns at once; the wait ends with the last part."""
 
     def __init__(self) -> None:
         self.tag = 0
@@ -61,16 +59,16 @@ class Gather(_NewBuffers):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         size, rank = group.size(), group.rank()
-        self.tag = self.tag % TAGS + 1  # two gathers may be under way between the same ranks
+        self.tag = self.tag % GRADIENT_TAG_BASE + 1  # two gathers between the same ranks may overlap
         parts = output_tensor.chunk(size)
-        works = _exchanged([input_tensor] * size, dict(enumerate(parts)), group, self.tag)
+        works = _exchange_all([input_tensor] * size, dict(enumerate(parts)), group, self.tag)
         if storage_key(output_tensor) != storage_key(input_tensor):
             parts[rank].copy_(input_tensor)
-        return _All(works, (output_tensor, input_tensor)) if async_op else _All(works, ()).wait()
+        return _JoinedWork(works, (output_tensor, input_tensor)) if async_op else _JoinedWork(works, ()).wait()
 
 
-def _exchanged(send: Sequence[Tensor], into: Mapping[int, Tensor], group: ProcessGroup, tag: int) -> list[dist.Work]:
-    """Send a tensor to every other rank, by its number, and receive one of each; all that is to be waited for."""
+def _exchange_all(send: Sequence[Tensor], into: Mapping[int, Tensor], group: ProcessGroup, tag: int) -> list[dist.Work]:
+    """Send a tensor to every other rank, by its index, and receive one from each. Return the works to wait for."""
     size, rank = group.size(), group.rank()
     works: list[dist.Work | None] = []
     for k in range(1, size):
@@ -80,8 +78,8 @@ def _exchanged(send: Sequence[Tensor], into: Mapping[int, Tensor], group: Proces
     return [work for work in works if work is not None]
 
 
-class _All(dist.Work):
-    """Several works as one; holds what they read and write."""
+class _JoinedWork(dist.Work):
+    """Several works as one; keeps their tensors alive."""
 
     def __init__(self, works: list[dist.Work], held: tuple[Tensor, ...]):
         super().__init__()
@@ -93,43 +91,43 @@ class _All(dist.Work):
         self.works, self.held = [], ()
 
 
-class Scatter(_NewBuffers):
-    """Gradients summed into parts. The sum is made later: at the next group's turn, or in `finish`.
+class ShardScatter(_NewBuffers):
+    """Reduce-scatters gradients. A sum is computed later: before the next group's, or in `finish`.
 
-    `output_tensor` is a view of what becomes a parameter's `.grad`; nobody reads it before `finish` returns.
+    `output_tensor` is a view of a future `.grad`; it is valid after `finish`.
     """
 
-    def __init__(self, copies: ProcessGroup | None):
-        self.copies = copies
-        """The group of ranks that hold copies of this rank's parts, or None."""
+    def __init__(self, replicas: ProcessGroup | None):
+        self.replicas = replicas
+        """The ranks with replicas of this rank's shards, or None."""
         self.others: dict[str, ProcessGroup | None] = {}
-        """The same of parts that lie on other ranks than the rest, by the name of their group."""
+        """The same for parts on other ranks than the rest, by the name of their group."""
         self.last, self.tag = True, 0
-        self.open: tuple[_All, Tensor, list[Tensor], ProcessGroup | None] | None = None
-        """(messages, what their sum goes to, what it is added up from besides, the group of copies)"""
+        self.open_sum: tuple[_JoinedWork, Tensor, list[Tensor], ProcessGroup | None] | None = None
+        """(messages, output of their sum, tensors to add, group of replicas) of the open sum."""
         self.sums: list[dist.Work] = []
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        self.settle()
+        self.reduce_open()
         size, rank = group.size(), group.rank()
-        self.tag = self.tag % TAGS + 1
+        self.tag = self.tag % GRADIENT_TAG_BASE + 1
         parts, into = input_tensor.chunk(size), [output_tensor]
-        into += [torch.empty_like(output_tensor) for _ in range(size - 2)]  # the first part arrives where the sum stays
+        into += [torch.empty_like(output_tensor) for _ in range(size - 2)]  # the first part arrives in the output
         received = {(rank - k) % size: part for k, part in enumerate(into, 1)}
-        works = _All(_exchanged(parts, received, group, TAGS + self.tag), (input_tensor,))
-        self.open = works, output_tensor, [parts[rank], *into[1:]], self.of(group)
+        works = _JoinedWork(_exchange_all(parts, received, group, GRADIENT_TAG_BASE + self.tag), (input_tensor,))
+        self.open_sum = works, output_tensor, [parts[rank], *into[1:]], self.find_replicas(group)
 
-    def of(self, group: ProcessGroup) -> ProcessGroup | None:
-        """The ranks with copies of parts that lie on this group's."""
-        return self.others.get(group.group_name, self.copies)
+    def find_replicas(self, group: ProcessGroup) -> ProcessGroup | None:
+        """Return the ranks with replicas of the parts on this group's ranks."""
+        return self.others.get(group.group_name, self.replicas)
 
-    def settle(self) -> None:
-        """Make the sum that is open, and start adding up the copies' sums of it."""
-        if self.open is None:
+    def reduce_open(self) -> None:
+        """Compute the open sum, and start its all-reduce over replicas."""
+        if self.open_sum is None:
             return
-        (works, output, parts, copies), self.open = self.open, None
+        (works, output, parts, copies), self.open_sum = self.open_sum, None
         works.wait()
         for part in parts:
             output += part
@@ -139,186 +137,193 @@ class Scatter(_NewBuffers):
             self.sums.append(work)
 
     def finish(self) -> None:
-        self.settle()
+        self.reduce_open()
         for work in self.sums:
             work.wait()
         self.sums = []
 
 
-class DeviceScatter(Scatter):
-    """The same on a device with streams, where the library's own collectives overlap by themselves: parts are summed on one stream of
-    FSDP2's, and over the copies of a part on another, beside the next group's parts."""
+class DeviceScatter(ShardScatter):
+    """Reduce-scatters gradients on a device with streams, where the library's collectives overlap.
 
-    def __init__(self, copies: ProcessGroup | None):
-        super().__init__(copies)
-        self.due: ProcessGroup | None = None
-        """The copies over which the sum that was just asked for is to be made too."""
+    Parts are reduced on one stream of FSDP2's. They are all-reduced over replicas on another stream, at the same time as the next
+    group's parts.
+    """
+
+    def __init__(self, replicas: ProcessGroup | None):
+        super().__init__(replicas)
+        self.pending: ProcessGroup | None = None
+        """The replicas over which the last reduced part still has to be all-reduced."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        SUM_PARTS(output_tensor, input_tensor, group=group)
-        self.due = self.of(group) if self.last else None
+        REDUCE_SCATTER(output_tensor, input_tensor, group=group)
+        self.pending = self.find_replicas(group) if self.last else None
 
-    def sum_over_copies(self, part: Tensor) -> None:
-        """What FSDP2 calls after each sum of parts, on its stream for all-reduces."""
-        copies, self.due = self.due, None
+    def sum_over_replicas(self, part: Tensor) -> None:
+        """All-reduce a part over replicas. FSDP2 calls it after each reduce-scatter, on its stream for all-reduces."""
+        copies, self.pending = self.pending, None
         if copies is None:
             return
-        if part.is_cuda:  # it was made on the other stream, and may be given back before this one is through with it
+        if part.is_cuda:  # allocated on the other stream, which may free it while this stream uses it
             part.record_stream(torch.cuda.current_stream(part.device))
         dist.all_reduce(part, group=copies)
 
-    def settle(self) -> None:
-        """Nothing is open: work is ordered by the stream."""
+    def reduce_open(self) -> None:
+        """Do nothing: the stream orders the work."""
 
 
-def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
-    """Elements of the largest part of a tensor cut along a dim."""
-    return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
+def compute_padded_size(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
+    """Elements of the largest part of a tensor that is sharded along a dim."""
+    return chunk_range(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Where the parts of a parameter are: the group of ranks that hold them, of those that hold the same, which dim is cut."""
+    """The ranks that shard a parameter, the ranks with replicas of the same shard, and the sharded dim."""
 
     group: ProcessGroup
-    copies: ProcessGroup | None
-    """None when nobody else holds the same."""
+    replicas: ProcessGroup | None
+    """None if no other rank has the same shard."""
     dim: int = 0
 
 
 class FsdpRuntime:
-    """The sharded model of one rank: what the engine calls around backward, and the tensors the optimizer updates.
+    """The sharded model of one rank: called around backward, with the tensors that the optimizer updates.
 
-    `own` are this rank's parts as plain parameters that share storage with FSDP2's: element-wise optimizers need no
-    more, and pay nothing for DTensor's dispatch. Scalars cannot be sharded: they stay whole, and their gradients are summed in one
-    small message.
+    `own` are this rank's shards as plain parameters that share storage with FSDP2's. Element-wise optimizers need no more, and
+    avoid the overhead of DTensor. Scalars cannot be sharded: they stay full, and their gradients are reduced in one small
+    message.
     """
 
-    rounds = False
+    is_rounding = False
 
     def __init__(
         self,
         model: nn.Module,
         plan: Plan,
         attributes: Mapping[str, ParameterAttributes],
-        scatter: Scatter,
+        scatter: ShardScatter,
         *,
-        usual: ShardGroup,
-        apart: Mapping[str, ShardGroup],
+        main_group: ShardGroup,
+        expert_groups: Mapping[str, ShardGroup],
         same_slices: ProcessGroup | None,
     ):
-        """`attributes`: of the parameters that are its own, by name. `apart`: where those of experts are that other ranks share than the rest.
-        `same_slices`: the ranks over which gradients of tensors that are not sharded are summed; None: all there are."""
+        """`attributes`: attributes of this rank's own parameters, by name. `expert_groups`: placement of the expert parameters
+        that are sharded over other ranks than the rest. `same_slices`: the ranks that reduce gradients of tensors which are not sharded; None:
+        all ranks."""
         self.model, self.zero, self.scatter = model, plan.zero_stage, scatter
-        self.usual, self.apart, self.same_slices, self.pipelined = usual, apart, same_slices, plan.pp > 1
+        self.main_group, self.expert_groups, self.same_slices, self.pipelined = main_group, expert_groups, same_slices, plan.pp > 1
         from torch.distributed.fsdp import FSDPModule
 
-        watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
+        watch = torch.compiler.disable(self._watch_parameters) if plan.compile else self._watch_parameters
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in attributes}
-        self.sharded = {n: p for n, p in named.items() if is_divisible(p.shape)}
-        self.scalars = [p for p in named.values() if not is_divisible(p.shape) and p.requires_grad]
+        self.sharded = {n: p for n, p in named.items() if is_shardable(p.shape)}
+        self.scalars = [p for p in named.values() if not is_shardable(p.shape) and p.requires_grad]
         self.attributes = {n: own for n, own in attributes.items() if own and n in self.sharded}
-        self.own = {n: self._part(n, p) if n in self.sharded else p for n, p in named.items()}
+        self.own = {n: self._make_part(n, p) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
         self.gathered: dict[str, Tensor] = {}
-        """What backward gives the gradient of a part to: the parameter as it is while it is gathered. Filled in when it first is."""
-        self.silent: set[FSDPModule] = set()
-        """Modules none of whose parameters this turn trains: nothing of theirs is summed."""
-        self.held_whole = False
-        """Gradients of micro-batches are added up here, and not over ranks."""
+        """The gathered parameter to which backward assigns the gradient of a shard. Set when it is first gathered."""
+        self.untrained: set[FSDPModule] = set()
+        """Modules without parameters that the current phase trains: their gradients are not reduced."""
+        self.is_accumulating = False
+        """Whether gradients of micro-batches are accumulated on this rank, without a reduction."""
         self.idle = False
-        """Whatever this rank computes in this step is not counted: it used no parameter."""
-        self.partial: dict[str, Tensor] = {}
-        """Summed gradients of the step's micro-batches before the last."""
+        """Whether this rank's results of this step do not count, as if it used no parameter."""
+        self.partial_gradients: dict[str, Tensor] = {}
+        """Reduced gradients of the step's micro-batches before the last."""
         for module in self.modules:
             module.register_forward_pre_hook(watch)
 
-    def _part(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer is given of a sharded parameter."""
+    def _make_part(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Make the optimizer's parameter for a sharded parameter."""
         if name not in self.attributes:
-            return nn.Parameter(local_of(parameter), parameter.requires_grad)
-        at, shape = self.where(name), self.attributes[name].shape
-        mine = shard_of(everything(shape), at.dim, at.group.size(), at.group.rank())
-        self.attributes[name].put_on(parameter)
-        return self.attributes[name].parameter(local_of(parameter), parameter.requires_grad, mine)
+            return nn.Parameter(local_tensor(parameter), parameter.requires_grad)
+        at, shape = self.find_group(name), self.attributes[name].shape
+        mine = compute_shard_ranges(full_ranges(shape), at.dim, at.group.size(), at.group.rank())
+        self.attributes[name].apply_to(parameter)
+        return self.attributes[name].make_parameter(local_tensor(parameter), parameter.requires_grad, mine)
 
-    def _watch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Note which parameters get a gradient; a parameter that no rank used must keep none, as on one device."""
+    def _watch_parameters(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Record which parameters get a gradient. A parameter that no rank used must have none, as on one device."""
         if "_noting" in module.__dict__:
             return
         found = {id(p): n for n, p in self.model.named_parameters() if not hasattr(p, "placements")}
         for parameter in module.parameters() if self.attributes else ():
             if (name := found.get(id(parameter))) in self.attributes:
-                self.attributes[name].put_on(parameter)
+                self.attributes[name].apply_to(parameter)
         if not torch.is_grad_enabled():
             return
         watched = 0
         for parameter in module.parameters():
             name = found.get(id(parameter))
             if name in self.sharded and parameter.requires_grad:
-                add = widened(self.modules[0], parameter)
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name, add=add: self._use(name, add))
+                add = make_wide_sum(self.modules[0], parameter)
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name, add=add: self._mark_used(name, add))
                 self.gathered[name] = parameter
                 watched += 1
         module.__dict__["_noting"] = watched
 
-    def _use(self, name: str, add: Callable[[], None]) -> None:
-        if self.held_whole:  # else FSDP2 does it, after each backward pass of the module
+    def _mark_used(self, name: str, add: Callable[[], None]) -> None:
+        if self.is_accumulating:  # else FSDP2 accumulates, after each backward pass of the module
             add()
-        if not self.idle or name in self.apart:  # an expert computes for others too
+        if not self.idle or name in self.expert_groups:  # an expert also computes tokens of other ranks
             self.used.add(name)
 
-    def trains(self, has: Callable[[str], bool]) -> None:
-        """From now on only the parameters of which `has` is true get gradients (see `engine/passes.py`)."""
+    def select_trained(self, has: Callable[[str], bool]) -> None:
+        """Let only the parameters get gradients for which `has` is true (see the phases of a job)."""
         named = {id(p): n for n, p in self.sharded.items()}
-        held = {m: [named[id(p)] for p, _ in sharded_here(m) if id(p) in named] for m in self.modules}
-        self.silent = {m for m, names in held.items() if not any(map(has, names))}
+        held = {m: [named[id(p)] for p, _ in list_sharded_params(m) if id(p) in named] for m in self.modules}
+        self.untrained = {m for m, names in held.items() if not any(map(has, names))}
 
-    def gathered_of(self, has: Callable[[str], bool]) -> list[Tensor]:
-        """What backward must lead to for those parameters to get gradients, as far as a forward pass has used them."""
+    def list_gathered(self, has: Callable[[str], bool]) -> list[Tensor]:
+        """List the tensors that backward must reach for those parameters to get gradients, if a forward pass has used them."""
         scalars = (p for n, p in self.own.items() if n not in self.sharded and p.requires_grad and has(n))
         return [*(p for n, p in self.gathered.items() if has(n)), *scalars]
 
-    def where(self, name: str) -> ShardGroup:
-        """Where the parts of a parameter are."""
-        return self.apart.get(name, self.usual)
+    def find_group(self, name: str) -> ShardGroup:
+        """Return the ranks that shard a parameter."""
+        return self.expert_groups.get(name, self.main_group)
 
-    def size(self, name: str) -> int:
-        """Elements of the largest part of a parameter."""
-        where = self.where(name)
-        return padded(self.sharded[name].shape, where.group.size(), where.dim)
+    def get_padded_size(self, name: str) -> int:
+        """Return the elements of the largest shard of a parameter."""
+        where = self.find_group(name)
+        return compute_padded_size(self.sharded[name].shape, where.group.size(), where.dim)
 
     def begin(self, last: bool, idle: bool) -> None:
-        """Before a micro-batch's forward pass. `last`: its backward ends the step. In a pipeline: before the first pass of the step, and
-        `last` when all backward passes are through, whose gradients were kept whole until then."""
-        self._put_by()
+        """Start a micro-batch, before its forward pass. `last`: its backward ends the step.
+
+        In a pipeline: called before the first pass of the step. Called again with `last` after all backward passes, whose
+        gradients were accumulated until then.
+        """
+        self._store_gradients()
         self.idle = idle
         if self.pipelined:
-            self._hold(not last)
+            self._set_accumulating(not last)
             return
-        self.scatter.last = last and not self.partial
+        self.scatter.last = last and not self.partial_gradients
         for module in self.modules:
-            sums = (last or self.zero > 1) and module not in self.silent
+            sums = (last or self.zero > 1) and module not in self.untrained
             module.set_requires_gradient_sync(sums, recurse=False)
             module.set_reshard_after_backward(last or self.zero > 2, recurse=False)
 
-    def _put_by(self) -> None:
-        """Keep the summed gradients of the micro-batches before."""
+    def _store_gradients(self) -> None:
+        """Store the reduced gradients of the previous micro-batches."""
         self.scatter.finish()
         for name, parameter in self.sharded.items():
             if parameter.grad is not None:
-                gradient, parameter.grad = local_of(parameter.grad), None
-                if name in self.partial:
-                    self.partial[name] += gradient
+                gradient, parameter.grad = local_tensor(parameter.grad), None
+                if name in self.partial_gradients:
+                    self.partial_gradients[name] += gradient
                 else:
-                    self.partial[name] = gradient
+                    self.partial_gradients[name] = gradient
 
-    def _hold(self, on: bool) -> None:
-        root, self.held_whole = self.modules[0], on
+    def _set_accumulating(self, on: bool) -> None:
+        root, self.is_accumulating = self.modules[0], on
         root.set_is_last_backward(not on)
         for module in self.modules:
             module.set_requires_gradient_sync(not on, recurse=False)
@@ -326,43 +331,43 @@ class FsdpRuntime:
         if not on:
             end_backward(root)
 
-    def ready(self, step_row: Tensor | None) -> None:
-        """FSDP2 sums the gradients of a unit when its backward is through."""
+    def arm(self, step_row: Tensor | None) -> None:
+        """Do nothing: FSDP2 reduces the gradients of a unit after its backward."""
 
     def finish(self) -> None:
-        """Give every part its summed gradient: of zeros where nobody used the parameter."""
+        """Assign the reduced gradient of every shard: zeros if no rank used the parameter."""
         self.scatter.finish()
-        self._give()
+        self._assign_gradients()
         if self.scalars:
             none = torch.zeros(2, dtype=torch.float64, device=self.scalars[0].device)
-            mine = self._scalar_gradients()
+            mine = self._list_scalar_gradients()
             rows = torch.stack(
                 [none if g is None else torch.stack([g.double().sum(), none[0] + 1]) for g in mine]
-            )  # an empty one has no item
+            )  # an empty tensor has no item
             dist.all_reduce(rows, group=self.same_slices)
-            there = any_has([g is not None for g in mine], rows[:, 1])
+            there = any_rank_has([g is not None for g in mine], rows[:, 1])
             for parameter, value, has in zip(self.scalars, rows[:, 0], there):
                 parameter.grad = value.to(parameter.dtype).expand_as(parameter).clone() if has else None
         self.idle = False
 
-    def held(self) -> list[Tensor]:
-        """Gradients are made in each step."""
+    def list_buffers(self) -> list[Tensor]:
+        """Return nothing: gradients are allocated in each step."""
         return []
 
-    def _scalar_gradients(self) -> list[Tensor | None]:
-        """Gradients of the tensors that are not sharded; None of those that no counted sample of this rank used."""
+    def _list_scalar_gradients(self) -> list[Tensor | None]:
+        """List the gradients of tensors that are not sharded; None if no counted sample of this rank used them."""
         return [None if self.idle else p.grad for p in self.scalars]
 
-    def _give(self) -> None:
+    def _assign_gradients(self) -> None:
         late: dict[ProcessGroup | None, list[tuple[Tensor, int]]] = {}
         for name in self.trained:
             parameter, own = self.sharded[name], self.own[name]
-            gradient = None if parameter.grad is None else local_of(parameter.grad)
-            if name in self.partial:
-                gradient = self.partial[name] if gradient is None else gradient.add_(self.partial[name])
-                late.setdefault(self.where(name).copies, []).append((gradient, self.size(name)))
+            gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+            if name in self.partial_gradients:
+                gradient = self.partial_gradients[name] if gradient is None else gradient.add_(self.partial_gradients[name])
+                late.setdefault(self.find_group(name).replicas, []).append((gradient, self.get_padded_size(name)))
             own.grad, parameter.grad = gradient, None
-        self.partial = {}
+        self.partial_gradients = {}
         for copies, sums in late.items():
             if copies is not None:
                 flat = torch.cat([F.pad(g.reshape(-1), (0, n - g.numel())) for g, n in sums])
@@ -371,58 +376,61 @@ class FsdpRuntime:
                     gradient.copy_(part[: gradient.numel()].view_as(gradient))
 
     def reshard(self) -> None:
-        """Forget gathered parameters: the parts have changed, or the memory is wanted."""
+        """Free gathered parameters: after the shards have changed, or to save memory."""
         for module in self.modules:
             module.reshard()
 
 
-def without_views(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
-    """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
-    leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
+def copy_views(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+    """Clone outputs that are views: if the model's code changes a view in place, FSDP2's hook on it is lost."""
+    dataclass_leaves(output)  # registers dataclasses, which are leaves to torch's trees before
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
 def keep_arguments(module: nn.Module) -> None:
-    """FSDP2's hook makes other tensors of the inputs, in other lists and dicts. The module's code is given the lists, dicts and objects of
-    who calls it, which it may change, and one tensor for each: it may ask whether two are one (`key is value`, as torch's attention does)."""
-    calls: list[tuple[Any, dict[int, Tensor]]] = []
-    """What each call that runs was given, and by the id of each tensor in its place the own one."""
+    """Let a module's code get the caller's own lists, dicts and objects, which it may change.
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    FSDP2's hook replaces tensors of the inputs, in new lists and dicts. Equal tensors stay one object, because the code may
+    compare them by identity (`key is value` in torch's attention).
+    """
+    calls: list[tuple[Any, dict[int, Tensor]]] = []
+    """The arguments of each running call, and the original tensor for the id of each replaced one."""
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(((args, kwargs), {}))
 
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def restore(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, owners = calls[-1]
         own, made = tree_flatten(given)[0], tree_flatten((args, kwargs))[0]
         if len(own) != len(made):
-            return None  # another hook gives the module something else
+            return None  # another hook replaced the module's arguments
         pairs = [(old, new) for old, new in zip(own, made) if isinstance(old, Tensor) and isinstance(new, Tensor)]
         first = {id(old): new for old, new in reversed(pairs)}
         owners.update((id(first[id(old)]), old) for old, _ in pairs)
-        return put_inside(given, first)
+        return replace_by_identity(given, first)
 
-    def left(_: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        put_inside(*calls.pop())
+    def finish(_: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        replace_by_identity(*calls.pop())
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_pre_hook(after, with_kwargs=True)
-    module.register_forward_hook(left, always_call=True)
+    module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(restore, with_kwargs=True)
+    module.register_forward_hook(finish, always_call=True)
 
 
-def put_inside(value: object, table: Mapping[int, Tensor]) -> Any:
-    """The value with tensors replaced by those that `table` has for their ids. Lists, dicts and objects stay the same ones."""
+def replace_by_identity(value: object, table: Mapping[int, Tensor]) -> Any:
+    """Replace tensors by those that `table` has for their ids. Lists, dicts and objects stay the same objects."""
     if isinstance(value, Tensor):
         return table.get(id(value), value)
     if isinstance(value, (list, deque)):
         for k, each in enumerate(value):
-            value[k] = put_inside(each, table)
+            value[k] = replace_by_identity(each, table)
     elif isinstance(value, dict):
         for key, each in value.items():
-            value[key] = put_inside(each, table)
+            value[key] = replace_by_identity(each, table)
     elif isinstance(value, tuple):
-        found = [put_inside(each, table) for each in value]
+        found = [replace_by_identity(each, table) for each in value]
         changed = any(new is not old for new, old in zip(found, value))
         return value if not changed else type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    elif hasattr(value, "__dict__") and not any(leaf is value for leaf in leaves(value)):  # an object that torch's trees see into
-        put_inside(vars(value), table)
+    elif hasattr(value, "__dict__") and not any(leaf is value for leaf in dataclass_leaves(value)):  # an object that torch's trees traverse
+        replace_by_identity(vars(value), table)
     return value

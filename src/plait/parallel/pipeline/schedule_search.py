@@ -1,15 +1,15 @@
-"""The best table for measured times and a limit on memory: the textbook's tables, and lists packed greedily.
+"""Search for the fastest pipeline table under a memory limit, among textbook tables and greedy tables.
 
-The textbook's tables are drawn for stages that all take as long; real first and last stages do not, and messages take
-time. A list is packed for the times at hand: whenever a rank is free it takes one of the actions that could start now,
-by a few fixed preferences, as long as what it would hold stays within the limit (after Qi et al. 2024, arXiv
-2401.10241, section 3.1, here for several stages per rank, looped or folded, and with a limit on each rank). `best`
-tries all preferences, plays every table, and takes the fastest that fits.
+Textbook tables assume that all stages take equal time and that messages are free. A greedy table is built for measured
+times. Whenever a rank is free, it starts one of the actions that are ready, by a fixed policy, if the memory limit
+allows it. This follows Qi et al. 2024 (arXiv 2401.10241, section 3.1), with several stages per rank, looped or folded,
+and a limit per rank. `find_best_table` tries all policies, simulates every table, and takes the fastest that fits.
 
-Plays a table on a virtual clock: when each rank does what, how long it waits, how much it holds. No torch, no device.
-
-A rank does its row in order. An action begins when the rank is free and what it needs has arrived; between different
-ranks that is `link` seconds after it was made. Links do not occupy ranks, and messages do not queue behind each other.
+[Note: Simulation]
+A table is simulated on a virtual clock, without torch or devices: start and end of each action, waits, and memory. A
+rank executes its row in order. An action starts when the rank is free and its input has arrived. Between different
+ranks, a message arrives `link` seconds after it was produced. Links do not occupy ranks, and messages do not queue
+behind each other.
 """
 
 import heapq
@@ -21,15 +21,15 @@ from itertools import chain, product
 from typing import Literal, NamedTuple
 
 from plait.config.keys import SCHEDULES
-from plait.parallel.pipeline.schedules import Action, Table, folded, looped, problems
-from plait.parallel.pipeline.schedules import textbook as textbook_table
+from plait.parallel.pipeline.schedules import Action, ScheduleTable, assign_folded, assign_looped, find_schedule_errors
+from plait.parallel.pipeline.schedules import build_textbook_table as textbook_table
 
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]
 """Times of F, I and W of each stage."""
 
 
 class Event(NamedTuple):
-    """What `rank` did from `start` to `end`, in the unit of the times given."""
+    """An action of `rank` from `start` to `end`, in the unit of the given times."""
 
     rank: int
     action: Action
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Deadlock(Exception):
-    """The table cannot be played to its end. `blocked` is the action each unfinished rank stands at."""
+    """Raised if the ranks of a table wait for each other. `blocked` is the action at which each unfinished rank waits."""
 
     def __init__(self, blocked: dict[int, Action]):
         self.blocked = blocked
@@ -46,18 +46,18 @@ class Deadlock(Exception):
 
 
 @dataclass(frozen=True)
-class Played:
-    """A table as it was played. `saved` is bytes held per micro-batch by each stage, all 0 when not given."""
+class SimulatedRun:
+    """Result of a simulation. `saved`: bytes that each stage stores per micro-batch, or all 0 if not given."""
 
-    table: Table
+    table: ScheduleTable
     events: tuple[Event, ...]
-    """Rank by rank, each rank's in order."""
+    """Rank by rank, in the order of each rank's row."""
     makespan: float
     saved: tuple[float, ...]
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank computes."""
+        """Compute time of each rank."""
         total = [0.0] * self.table.ranks
         for rank, _, start, end in self.events:
             total[rank] += end - start
@@ -65,17 +65,17 @@ class Played:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time each rank waits, from the start of the first action anywhere to the end of the last."""
+        """Idle time of each rank, between the start of the first action and the end of the last."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The share of time × ranks in which nothing is computed."""
+        """Fraction of time × ranks without computation."""
         return sum(self.idle) / (self.makespan * self.table.ranks) if self.makespan else 0.0
 
     @cached_property
-    def bytes(self) -> tuple[float, ...]:
-        """The most bytes of activations each rank held: from the start of F to the end of B or W."""
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Peak bytes of activations on each rank. An activation is stored from F to the end of B or W."""
         now, most = [0.0] * self.table.ranks, [0.0] * self.table.ranks
         for rank, action, _, _ in self.events:
             if action.kind != "I":
@@ -85,7 +85,7 @@ class Played:
 
 
 def simulate(
-    table: Table,
+    table: ScheduleTable,
     forward: Sequence[float],
     backward_input: Sequence[float],
     backward_weight: Sequence[float],
@@ -93,19 +93,20 @@ def simulate(
     send: float = 0.0,
     *,
     saved: Sequence[float] = (),
-) -> Played:
-    """Plays `table`. Times are per stage and micro-batch, in any one unit; a whole backward takes both halves.
+) -> SimulatedRun:
+    """Simulate `table` (see [Note: Simulation]). Times are per stage and micro-batch, in one unit. B takes the time of
+    I + W.
 
-    `link` is the time of a message between two ranks, one number or one for each boundary between stages (s and s + 1
-    at index s); `send` is time that handing a message over adds to the action that made it. `saved` is bytes that a
-    stage holds per micro-batch. `Deadlock` when ranks wait for each other.
+    `link`: time of a message between two ranks, as one value or one per boundary (between stages s and s + 1 at index
+    s). `send`: time that sending adds to the action that produced the message. `saved`: bytes that a stage stores per
+    micro-batch. Raises `Deadlock` if ranks wait for each other.
     """
     if saved and len(saved) != table.stages:
-        raise ValueError(f"saved has {len(saved)} numbers for {table.stages} stages")
-    took = _durations(table, (forward, backward_input, backward_weight), send)
-    begun, _ = _played(table, took, hops(table.owner, link))
+        raise ValueError(f"saved has {len(saved)} values for {table.stages} stages")
+    took = _list_durations(table, (forward, backward_input, backward_weight), send)
+    begun, _ = _play_actions(table, took, list_link_times(table.owner, link))
     starts: list[list[float]] = [[] for _ in table.rows]
-    for rank, start in zip(table.order.ranks, begun):
+    for rank, start in zip(table.play_order.ranks, begun):
         starts[rank].append(start)
     events = tuple(
         Event(rank, action, start, start + took["FBIW".index(action.kind) * table.stages + action.stage])
@@ -113,27 +114,27 @@ def simulate(
         for action, start in zip(row, starts[rank])
     )
     makespan = max((event.end for event in events), default=0.0)
-    return Played(table, events, makespan, tuple(saved) or (0.0,) * table.stages)
+    return SimulatedRun(table, events, makespan, tuple(saved) or (0.0,) * table.stages)
 
 
-def makespan(table: Table, times: Stages, link: float | Sequence[float] = 0.0) -> float:
-    """When the last action of `simulate` ends, and nothing else: several times as fast."""
-    return max(_played(table, _durations(table, times, 0.0), hops(table.owner, link))[1], default=0.0)
+def compute_makespan(table: ScheduleTable, times: Stages, link: float | Sequence[float] = 0.0) -> float:
+    """Return the end of the last action, like `simulate`, but several times as fast."""
+    return max(_play_actions(table, _list_durations(table, times, 0.0), list_link_times(table.owner, link))[1], default=0.0)
 
 
-def _durations(table: Table, times: Stages, send: float) -> list[float]:
-    """Seconds of F, B, I and W on each stage, one after the other."""
+def _list_durations(table: ScheduleTable, times: Stages, send: float) -> list[float]:
+    """Return the durations of F on all stages, then of B, I and W."""
     for name, numbers in zip(("forward", "backward_input", "backward_weight"), times):
         if len(numbers) != table.stages:
             raise ValueError(f"{name} has {len(numbers)} times for {table.stages} stages")
     forward, backward_input, backward_weight = times
     whole = [i + w for i, w in zip(backward_input, backward_weight)]
     kinds = {"F": forward, "B": whole, "I": backward_input, "W": backward_weight}
-    return [t + send * _sends(table, kind, s) for kind, ts in kinds.items() for s, t in enumerate(ts)]
+    return [t + send * _has_send(table, kind, s) for kind, ts in kinds.items() for s, t in enumerate(ts)]
 
 
-def hops(owner: Sequence[int], link: float | Sequence[float]) -> list[float]:
-    """The time of a message over the boundary between stages s and s + 1: none within a rank."""
+def list_link_times(owner: Sequence[int], link: float | Sequence[float]) -> list[float]:
+    """Return the message time of each boundary between stages s and s + 1; 0 within a rank."""
     edges = len(owner) - 1
     links = [float(link)] * edges if isinstance(link, (int, float)) else list(link)
     if len(links) != edges:
@@ -141,15 +142,15 @@ def hops(owner: Sequence[int], link: float | Sequence[float]) -> list[float]:
     return [time if a != b else 0.0 for time, a, b in zip(links, owner, owner[1:])]
 
 
-def _sends(table: Table, kind: str, stage: int) -> bool:
-    """Whether the action leaves a message for another rank."""
+def _has_send(table: ScheduleTable, kind: str, stage: int) -> bool:
+    """Return whether the action sends a message to another rank."""
     to = stage + 1 if kind == "F" else stage - 1
     return kind != "W" and 0 <= to < table.stages and table.owner[to] != table.owner[stage]
 
 
-def _played(table: Table, took: list[float], wait: list[float]) -> tuple[list[float], list[float]]:
-    """When each action of `table.order` begins and ends. An action begins when its rank is free and what it waits for has arrived."""
-    order = table.order
+def _play_actions(table: ScheduleTable, took: list[float], wait: list[float]) -> tuple[list[float], list[float]]:
+    """Return the start and end of each action of `table.play_order`."""
+    order = table.play_order
     if len(order.ranks) < sum(map(len, table.rows)):
         done = Counter(order.ranks)
         raise Deadlock({rank: row[done[rank]] for rank, row in enumerate(table.rows) if done[rank] < len(row)})
@@ -165,12 +166,12 @@ def _played(table: Table, took: list[float], wait: list[float]) -> tuple[list[fl
 
 
 Limit = float | Sequence[float] | None
-"""What ranks may hold at once: one number for all, or one for each; None for what 1f1b's first rank does."""
+"""Memory limit: one value for all ranks, one per rank, or None for the peak of 1f1b's first rank."""
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What each stage takes for one micro-batch, as `simulate` wants it. `saved` is what it holds, in any one unit."""
+class StageCosts:
+    """Costs of each stage per micro-batch, for `simulate`. `saved`: memory that it stores, in any unit."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -180,95 +181,96 @@ class Costs:
     saved: tuple[float, ...] = ()
 
     @classmethod
-    def equal(cls, stages: int) -> "Costs":
-        """Forward and both halves of backward take 1 on every stage, and each holds 1."""
+    def uniform(cls, stages: int) -> "StageCosts":
+        """Costs of equal stages: forward and both halves of backward take 1 each, and each stage stores 1."""
         one = (1.0,) * stages
         return cls(one, one, one, saved=one)
 
-    def play(self, table: Table) -> Played:
-        """`simulate` with these costs."""
+    def simulate_table(self, table: ScheduleTable) -> SimulatedRun:
+        """Simulate a table with these costs."""
         times = self.forward, self.backward_input, self.backward_weight
         return simulate(table, *times, self.link, self.send, saved=self.saved or (1.0,) * table.stages)
 
 
 @dataclass(frozen=True)
-class Taste:
-    """Preferences of a greedy list. `first` orders what could start now: IF backward before forward, FI the other way,
-    "alternate" whichever was not last; W only when neither can. `deep` takes the stage nearest the loss first, else the
-    one nearest the inputs. With `patience` a rank waits for an input rather than start a W that would make it late.
-    """
+class SchedulePolicy:
+    """Preferences of a greedy table. `kind_order`: "IF" prefers backward, "FI" forward, "alternate" the kind that did
+    not run last; W runs if neither is ready. `deepest_first` prefers forwards of the stage nearest the loss, else of
+    the stage nearest the inputs. With `wait_for_input`, a rank waits for an input instead of starting a W that would
+    delay it."""
 
-    first: str
-    deep: bool
-    patience: bool
+    kind_order: str
+    deepest_first: bool
+    wait_for_input: bool
     split: bool
 
 
-def table(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Table:
-    """The table of a schedule, the same for the same numbers. ValueError where `problems` finds some.
+def build_table(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> ScheduleTable:
+    """Build the table of a schedule; it is deterministic. Raises ValueError with the errors of `find_schedule_errors`.
 
-    `auto` here takes all stages to be equal, links to be free and each rank to hold what 1f1b's first rank does; `best`
-    takes measured times and other limits.
+    `auto` assumes equal stages, free links, and the peak of 1f1b's first rank as the limit. `find_best_table` uses
+    measured times and other limits.
     """
-    if schedule == "auto" and not problems(schedule, ranks, microbatches, stages_per_rank):
-        return best(ranks, microbatches, stages_per_rank)
+    if schedule == "auto" and not find_schedule_errors(schedule, ranks, microbatches, stages_per_rank):
+        return find_best_table(ranks, microbatches, stages_per_rank)
     return textbook_table(schedule, ranks, microbatches, stages_per_rank)
 
 
-def best(
+def find_best_table(
     ranks: int,
     microbatches: int,
     stages_per_rank: int = 1,
-    costs: Costs | None = None,
+    costs: StageCosts | None = None,
     limit: Limit = None,
     *,
     split: bool = True,
-) -> Table:
-    """The table with the smallest makespan of those that hold at most `limit` on each rank, in the unit of `saved`.
+) -> ScheduleTable:
+    """Return the table with the smallest makespan among those that store at most `limit` on each rank.
 
-    Without `costs` all stages are equal. Without `limit` a rank may hold its stages' activations of p micro-batches,
-    which is what 1f1b's first rank does. With `split` off no backward is cut in two, for modules that cannot. Of equal
-    tables the one that holds less is taken, then the one with fewer actions. ValueError when the limit is less than
-    what one micro-batch needs.
+    `limit` has the unit of `costs.saved`. Without `costs`, all stages are equal. Without `limit`, a rank may store the
+    activations of its stages for p micro-batches, as 1f1b's first rank does. With `split` False, no backward pass is
+    split into two halves. Ties are resolved by less memory, then by fewer actions. Raises ValueError if one micro-batch
+    exceeds the limit.
     """
-    known = costs or Costs.equal(ranks * stages_per_rank)
+    known = costs or StageCosts.uniform(ranks * stages_per_rank)
     scored = []
     sizes = ranks, microbatches, stages_per_rank
-    for at, candidate in enumerate(chain(textbook_tables(*sizes, split), packed_all(*sizes, known, limit, split))):
-        played = known.play(candidate)
-        if all(size <= most * (1 + 1e-9) for size, most in zip(played.bytes, _limits(candidate.owner, known, limit))):
-            size = max(played.bytes), sum(map(len, candidate.rows))
+    for at, candidate in enumerate(chain(iter_textbook_tables(*sizes, split), iter_greedy_tables(*sizes, known, limit, split))):
+        played = known.simulate_table(candidate)
+        if all(size <= most * (1 + 1e-9) for size, most in zip(played.peak_bytes, _list_limits(candidate.owner, known, limit))):
+            size = max(played.peak_bytes), sum(map(len, candidate.rows))
             scored.append((float(f"{played.makespan:.9g}"), *size, at, candidate))
     if not scored:
-        raise ValueError(f"one micro-batch needs more than {limit} on some rank")
+        raise ValueError(f"one micro-batch exceeds the memory limit of {limit} on some rank")
     return min(scored)[-1]
 
 
-def textbook_tables(ranks: int, microbatches: int, stages_per_rank: int, split: bool = True) -> Iterator[Table]:
-    """Every table of `plait.parallel.pipeline.schedules` there is for these numbers, but `auto`."""
+def iter_textbook_tables(ranks: int, microbatches: int, stages_per_rank: int, split: bool = True) -> Iterator[ScheduleTable]:
+    """Iterate over the textbook tables that exist for these sizes."""
     for name in SCHEDULES:
-        if name != "auto" and not problems(name, ranks, microbatches, stages_per_rank):
+        if name != "auto" and not find_schedule_errors(name, ranks, microbatches, stages_per_rank):
             textbook = textbook_table(name, ranks, microbatches, stages_per_rank)
             if split or not any(action.kind == "W" for row in textbook.rows for action in row):
                 yield textbook
 
 
-def packed_all(
-    ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Limit = None, split: bool = True
-) -> Iterator[Table]:
-    """Greedy lists, one for each taste and layout of the stages that the limit leaves room for."""
+def iter_greedy_tables(
+    ranks: int, microbatches: int, stages_per_rank: int, costs: StageCosts, limit: Limit = None, split: bool = True
+) -> Iterator[ScheduleTable]:
+    """Iterate over greedy tables: one per policy and stage placement that fit into the limit."""
     several = (True, False) if stages_per_rank > 1 else (True,)
     patient = (True, False) if split else (True,)
-    owners = dict.fromkeys((looped(ranks, stages_per_rank), folded(ranks, stages_per_rank)))
+    owners = dict.fromkeys((assign_looped(ranks, stages_per_rank), assign_folded(ranks, stages_per_rank)))
     for owner in owners:
-        limits = _limits(owner, costs, limit)
-        if all(need <= most for need, most in zip(_limits(owner, costs, None, 1), limits)):
+        limits = _list_limits(owner, costs, limit)
+        if all(need <= most for need, most in zip(_list_limits(owner, costs, None, 1), limits)):
             for first, deep, patience in product(("IF", "FI", "alternate"), several, patient):
-                yield packed(microbatches, owner, costs, limits, Taste(first, deep, patience, split))
+                yield build_greedy_table(microbatches, owner, costs, limits, SchedulePolicy(first, deep, patience, split))
 
 
-def _limits(owner: tuple[int, ...], costs: Costs, limit: Limit, microbatches: int = 0) -> list[float]:
-    """What each rank may hold: the limit, or its stages' activations of so many micro-batches, by default p."""
+def _list_limits(owner: tuple[int, ...], costs: StageCosts, limit: Limit, microbatches: int = 0) -> list[float]:
+    """Return the memory limit of each rank. Without `limit`: the activations of its stages for `microbatches`, by
+    default p."""
     ranks = max(owner) + 1
     if isinstance(limit, (int, float)):
         return [float(limit)] * ranks
@@ -280,80 +282,80 @@ def _limits(owner: tuple[int, ...], costs: Costs, limit: Limit, microbatches: in
     return needs
 
 
-def packed(microbatches: int, owner: tuple[int, ...], costs: Costs, limits: Sequence[float], taste: Taste) -> Table:
-    """A greedy list for limits that hold one micro-batch. The oldest unfinished one always finds room: it ends."""
-    packer = _Packer(microbatches, owner, costs, limits, taste)
+def build_greedy_table(microbatches: int, owner: tuple[int, ...], costs: StageCosts, limits: Sequence[float], taste: SchedulePolicy) -> ScheduleTable:
+    """Build a greedy table. The limits must fit one micro-batch: then the oldest unfinished one can always proceed."""
+    packer = _GreedyScheduler(microbatches, owner, costs, limits, taste)
     wakes = [(0.0, rank) for rank in range(max(owner) + 1)]
     while wakes:
         now, rank = heapq.heappop(wakes)
         if packer.free[rank] <= now and (action := packer.choose(rank, now)):
-            for wake in packer.do(rank, action, now):
+            for wake in packer.append_action(rank, action, now):
                 heapq.heappush(wakes, wake)
     if min(packer.weights) < microbatches:
-        raise AssertionError(f"a greedy list is stuck at {packer.rows}")
-    return Table.of("auto", microbatches, owner, packer.rows)
+        raise AssertionError(f"the greedy table is stuck at {packer.rows}")
+    return ScheduleTable.from_rows("auto", microbatches, owner, packer.rows)
 
 
-class _Packer:
-    """The state of a greedy list: which micro-batch is next, for each stage and kind, and when inputs arrive."""
+class _GreedyScheduler:
+    """State of a greedy table: the next micro-batch for each stage and kind, and the arrival times of inputs."""
 
     def __init__(
-        self, microbatches: int, owner: tuple[int, ...], costs: Costs, limits: Sequence[float], taste: Taste
+        self, microbatches: int, owner: tuple[int, ...], costs: StageCosts, limits: Sequence[float], taste: SchedulePolicy
     ) -> None:
         ranks, stages = max(owner) + 1, len(owner)
-        self.count, self.owner, self.limits, self.taste, self.stages = microbatches, owner, limits, taste, stages
-        self.hops = hops(owner, costs.link)
+        self.count, self.owner, self.limits, self.policy, self.stages = microbatches, owner, limits, taste, stages
+        self.link_times = list_link_times(owner, costs.link)
         self.saved = costs.saved or (1.0,) * stages
         whole = tuple(i + w for i, w in zip(costs.backward_input, costs.backward_weight))
         self.took = {"F": costs.forward, "B": whole, "I": costs.backward_input, "W": costs.backward_weight}
         self.back: Literal["I", "B"] = "I" if taste.split else "B"
-        self.mine = [[s for s in range(stages) if owner[s] == rank] for rank in range(ranks)]
+        self.stages_of_rank = [[s for s in range(stages) if owner[s] == rank] for rank in range(ranks)]
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.free = [0.0] * ranks
-        self.held = [0.0] * ranks
-        # when the inputs of each micro-batch are there, in order; and how many are done
+        self.held_bytes = [0.0] * ranks
+        # arrival times of the inputs of each micro-batch, in order; and the number of finished actions
         self.inputs: list[list[float]] = [[0.0] * microbatches if s == 0 else [] for s in range(stages)]
         self.grads: list[list[float]] = [[] for _ in range(stages)]
         self.forwards, self.backwards, self.weights = [0] * stages, [0] * stages, [0] * stages
 
     def choose(self, rank: int, now: float) -> Action | None:
-        """What a free rank does now, or None to wait for something to arrive."""
+        """Return the action that a free rank starts now, or None to wait for an input."""
         soon = float("inf")
         ready: dict[str, list[int]] = {"F": [], "I": []}
-        for s in self.mine[rank]:
+        for s in self.stages_of_rank[rank]:
             for kind, done, there in (("F", self.forwards, self.inputs), ("I", self.backwards, self.grads)):
-                if done[s] < len(there[s]) and (kind == "I" or self.fits(rank, s)):
+                if done[s] < len(there[s]) and (kind == "I" or self.can_start_forward(rank, s)):
                     when = there[s][done[s]]
                     soon = min(soon, when)
                     if when <= now:
                         ready[kind].append(s)
-        for kind in self.order(rank):
+        for kind in self.kind_order(rank):
             if ready[kind]:
-                stage = max(ready[kind]) if self.taste.deep == (kind == "F") else min(ready[kind])
+                stage = max(ready[kind]) if self.policy.deepest_first == (kind == "F") else min(ready[kind])
                 if kind == "F":
                     return Action("F", stage, self.forwards[stage])
                 return Action(self.back, stage, self.backwards[stage])
-        late = [s for s in self.mine[rank] if self.weights[s] < self.backwards[s]]
+        late = [s for s in self.stages_of_rank[rank] if self.weights[s] < self.backwards[s]]
         if late:
             stage = max(late, key=lambda s: (self.backwards[s] - self.weights[s], s))
-            if not self.taste.patience or soon >= now + self.took["W"][stage] / 2:
+            if not self.policy.wait_for_input or soon >= now + self.took["W"][stage] / 2:
                 return Action("W", stage, self.weights[stage])
         return None
 
-    def order(self, rank: int) -> str:
-        if self.taste.first != "alternate":
-            return self.taste.first
+    def kind_order(self, rank: int) -> str:
+        if self.policy.kind_order != "alternate":
+            return self.policy.kind_order
         last = next((a.kind for a in reversed(self.rows[rank]) if a.kind != "W"), "I")
         return "IF" if last == "F" else "FI"
 
-    def fits(self, rank: int, stage: int) -> bool:
-        """Whether after one more forward the unfinished micro-batches can still be finished one after the other.
+    def can_start_forward(self, rank: int, stage: int) -> bool:
+        """Return whether the unfinished micro-batches can still be finished one by one after one more forward.
 
-        A stage nearer the inputs may hold what one nearer the loss has let go of long ago; so each is asked in turn for
-        room for the forwards it lacks, and then gives back all it held (Dijkstra's banker).
+        A stage nearer the inputs may still store activations that a stage nearer the loss has freed. So each micro-batch in turn
+        needs room for its missing forwards, and then frees all its memory (Dijkstra's banker's algorithm).
         """
-        mine, micro = self.mine[rank], self.forwards[stage]
-        room = self.limits[rank] * (1 + 1e-9) - self.held[rank] - self.saved[stage]
+        mine, micro = self.stages_of_rank[rank], self.forwards[stage]
+        room = self.limits[rank] * (1 + 1e-9) - self.held_bytes[rank] - self.saved[stage]
         if room < 0:
             return False
         whole = sum(self.saved[s] for s in mine)
@@ -368,28 +370,28 @@ class _Packer:
             )
         return True
 
-    def do(self, rank: int, action: Action, now: float) -> list[tuple[float, int]]:
-        """Puts the action down; who is to look again, and when."""
+    def append_action(self, rank: int, action: Action, now: float) -> list[tuple[float, int]]:
+        """Append the action to its row. Return (time, rank) of the ranks to check again."""
         stage, end = action.stage, now + self.took[action.kind][action.stage]
         self.rows[rank].append(action)
         self.free[rank] = end
         wakes = [(end, rank)]
         if action.kind == "F":
             self.forwards[stage] += 1
-            self.held[rank] += self.saved[stage]
+            self.held_bytes[rank] += self.saved[stage]
             if stage + 1 < self.stages:
-                wakes.append(self.arrive(self.inputs[stage + 1], stage + 1, end + self.hops[stage]))
+                wakes.append(self.add_arrival(self.inputs[stage + 1], stage + 1, end + self.link_times[stage]))
             else:
                 self.grads[stage].append(end)
         elif action.kind != "W":
             self.backwards[stage] += 1
             if stage:
-                wakes.append(self.arrive(self.grads[stage - 1], stage - 1, end + self.hops[stage - 1]))
+                wakes.append(self.add_arrival(self.grads[stage - 1], stage - 1, end + self.link_times[stage - 1]))
         if action.kind in "BW":
             self.weights[stage] += 1
-            self.held[rank] -= self.saved[stage]
+            self.held_bytes[rank] -= self.saved[stage]
         return wakes
 
-    def arrive(self, queue: list[float], stage: int, when: float) -> tuple[float, int]:
+    def add_arrival(self, queue: list[float], stage: int, when: float) -> tuple[float, int]:
         queue.append(when)
         return when, self.owner[stage]

@@ -1,17 +1,22 @@
-"""Running a model's own forward on a stage: units of other stages give what was received, or an unknown.
+"""Execution of a model's own forward on one stage. Units of other stages return the received activation or a
+placeholder.
 
-An unknown is a fake tensor on the run's device: it has a shape and no numbers, an operation that meets one gives
-another and costs nothing, and a unit of this stage that is handed one is an error. So rotary tables, masks, positions,
-skip connections and whatever else the model's code does between its units simply work, on every stage.
+A placeholder is a fake tensor on the run's device: it has a shape and no values. An operator on a placeholder returns a
+placeholder and costs nothing. A unit of this stage raises if it receives one. So code between units, such as rotary
+tables, masks, positions and skip connections, runs on every stage unchanged.
 
-A backward pass in two halves: first the gradients of the inputs, which another stage waits for; later the weights'.
+[Note: Split backward]
+The first half computes the gradients of the inputs, which another stage waits for. The second half computes the
+gradients of the weights.
 
-The first half runs the operators that lie on a way to the inputs, for that way only. Where such an operator also leads
-to a parameter, the gradient that came to it is kept; the second half starts there. Nothing is computed twice: what a
-checkpoint recomputes in the first half is kept for the second. Three kinds of parameters are not put off, because the second
-half would go a way again: those that several such operators lead to (a unit that is called twice, a bias that all layers
-share, a decoder's first layer, which each attention to the encoder's states leads to), the others that one of these operators
-leads to, and those behind an operator written in Python, which computes all its gradients at once.
+The first half runs only operators on a path to the inputs. If such an operator also leads to a parameter, its incoming
+gradient is stored, and the second half starts there. Nothing is computed twice: recomputed activations of the first
+half are kept for the second. Three kinds of parameters are not deferred, because the second half would repeat a path:
+
+- Parameters that several such operators lead to. Examples are a unit that is called twice, a bias of all layers, and a
+  decoder's first layer, which each cross-attention leads to.
+- The other parameters that one of these operators leads to.
+- Parameters behind an operator written in Python, which computes all its gradients at once.
 """
 
 from collections import Counter
@@ -27,22 +32,22 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from plait.config.errors import PlaitError, Problem
-from plait.model.meter import tensors_in
+from plait.model.meter import iter_tensors
 from plait.parallel.pipeline.partition import ForwardPath, ForwardPaths
-from plait.tensors.fake import hollow, is_unknown
-from plait.tensors.modules import own_forward
+from plait.tensors.fake import is_remote_fake, replace_with_fakes
+from plait.tensors.module_state import bind_forward
 from plait.tensors.torch_private import (
     FakeTensor,
     GraphExecGroup,
     WrapperTensor,
-    leaves,
+    dataclass_leaves,
     own_buffers,
     storage_key,
     tree_map,
     tree_map_only,
     version,
 )
-from plait.tensors.trees import arguments, known, nodes_behind, refill
+from plait.tensors.trees import check_output, flatten_arguments, iter_backward_nodes, refill
 
 
 @dataclass
@@ -54,215 +59,219 @@ class StageForward:
     path: ForwardPath
     received: dict[int, Any]
     kept: dict[int, Any]
-    wanted: frozenset[int]
+    needed_later: frozenset[int]
     """Calls whose outputs later stages need."""
-    number: int = 0
-    lost: dict[int, Tensor] = field(default_factory=dict)
-    """By storage: tensors that were to be written with an unknown, and so are unknown themselves."""
+    call_count: int = 0
+    unknown_tensors: dict[int, Tensor] = field(default_factory=dict)
+    """By storage: tensors that an unknown value was written into, which are therefore unknown."""
 
 
 class PipelineStages:
-    """The units of a model on this rank. `run` is the forward pass that is going on."""
+    """The units of a model on this rank. `current` is the forward pass that runs now."""
 
     def __init__(self, model: nn.Module, paths: ForwardPaths, device: torch.device):
         self.model, self.paths, self.device = model, paths, device
-        self.sketch, self.cut, self.fakes = paths.sketch, paths.first.cut, paths.fakes
-        self.whole = paths.sketch
-        """With what calls return as code between units sees it; `sketch` has it as it crosses."""
-        self.unknown = _Unknown(self)
-        self.inside = 0
-        self.elsewhere = ""
-        """The unit of another stage that runs on unknowns."""
+        self.sketch, self.partition, self.fakes = paths.sketch, paths.sketch_path.partition, paths.fakes
+        self.global_sketch = paths.sketch
+        """Has outputs of calls as code between units sees them; `sketch` has them as they cross between stages."""
+        self.unknown_mode = _UnknownMode(self)
+        self.unit_depth = 0
+        self.remote_unit = ""
+        """The unit of another stage that currently runs on placeholders."""
         self.current: StageForward | None = None
-        self.again: StageForward | None = None
-        """During a backward pass: the forward pass it belongs to."""
-        self.between: list[nn.Module] = []
-        """Modules with buffers that lie in no unit."""
-        self.skip: Callable[[str], None] = lambda unit: None
-        """Told of every unit that another stage calls."""
+        self.recomputed_run: StageForward | None = None
+        """During a backward pass: the forward pass that it belongs to."""
+        self.outside_modules: list[nn.Module] = []
+        """Modules with buffers that are in no unit."""
+        self.report_skip: Callable[[str], None] = lambda unit: None
+        """Called with the name of every unit that another stage runs."""
 
-    def drop(self, names: set[str]) -> None:
-        """Replace parameters by fake ones: they live on other stages."""
-        hollow(self.model, names, self.device, self.fakes)
+    def drop_parameters(self, names: set[str]) -> None:
+        """Replace parameters of other stages by fake tensors."""
+        replace_with_fakes(self.model, names, self.device, self.fakes)
 
-    def install(self) -> None:
-        """From now on units run only where they belong."""
+    def install_units(self) -> None:
+        """Replace the forwards of units, so that each unit runs only on its own stage."""
         names = [unit.name for unit in self.sketch.units]
         inside = {id(m) for name in names for m in self.model.get_submodule(name).modules()}
-        self.between = [m for m in self.model.modules() if id(m) not in inside and own_buffers(m)]
+        self.outside_modules = [m for m in self.model.modules() if id(m) not in inside and own_buffers(m)]
         for name in names:
             module = self.model.get_submodule(name)
-            module.forward = unit = _Unit(self, name, module)
-            module.register_forward_hook(unit.keep)
+            module.forward = unit = _StageUnit(self, name, module)
+            module.register_forward_hook(unit.store_output)
 
     def forward(
         self, stage: int, samples: int, path: ForwardPath, received: dict[int, Any], call: Callable[[], Any]
     ) -> tuple[Any, StageForward]:
-        """(the model's output, the run: its `kept` are outputs of calls that later stages need) of one stage."""
-        later = path.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
+        """Run one stage. Return the model's output, and the run, whose `kept` has the outputs that later stages need."""
+        later = path.partition.crossing[stage + 1] if stage + 1 < self.partition.stages else ()
         kept = {i: received[i] for i in later if i in received}
         self.current = StageForward(stage, samples, path, received, kept, frozenset(later))
         try:
-            with self.unknown:
+            with self.unknown_mode:
                 output = call()
         finally:
             run, self.current = self.current, None
-        if run.number != len(path.calls):
-            what = f"the forward pass called {run.number} units, the sketch {len(path.calls)}"
-            why = "the model's code takes another course here than in the sketch; stages cannot follow it"
+        if run.call_count != len(path.calls):
+            what = f"the forward pass called {run.call_count} units, the sketch {len(path.calls)}"
+            why = "the model takes a different path here than in the sketch, so stages cannot run it"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)))
-        self._checked(output if stage + 1 == self.cut.stages else None, path)
+        self._check_output(output if stage + 1 == self.partition.stages else None, path)
         return output, run
 
-    def _checked(self, output: object, path: ForwardPath) -> None:
-        """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
+    def _check_output(self, output: object, path: ForwardPath) -> None:
+        """Raise P024 if the model's output is unknown where the loss is computed, or a buffer was replaced by a
+        placeholder."""
         what = "the model's output depends on a value that only another stage has"
-        if path.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
-            replaced = (n for module in self.between for n, b in own_buffers(module).items() if is_unknown(b))
+        if path.side_effect_calls or not any(map(is_remote_fake, dataclass_leaves(output))):  # values that no code reads may be unknown
+            replaced = (n for module in self.outside_modules for n, b in own_buffers(module).items() if is_remote_fake(b))
             name = next(replaced, None)
             if name is None:
                 return
             what = f"code between units writes a value that only another stage has into the buffer {name}"
-        raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)))
+        raise PlaitError(Problem("P024", what, why="only outputs of units are sent between stages", fix=("pp=1",)))
 
-    def look(self, result: object, of: str) -> None:
-        """P024 when what the job's own code made of the model's output is unknown."""
-        if any(map(is_unknown, leaves(result))):
-            what = f"the job's {of} depends on a value that only another stage has"
-            why = "only what units return travels, not what they leave in lists, caches or attributes"
-            raise PlaitError(Problem("P024", what, why=why, fix=("let the unit return it", "pp=1")))
+    def check_job_result(self, result: object, name: str) -> None:
+        """Raise P024 if a value that the job's own code computed from the model's output is unknown."""
+        if any(map(is_remote_fake, dataclass_leaves(result))):
+            what = f"the job's {name} depends on a value that only another stage has"
+            why = "only outputs of units are sent, not values that they store in lists, caches or attributes"
+            raise PlaitError(Problem("P024", what, why=why, fix=("return the value from the unit", "pp=1")))
 
-    def lose(self, tensor: Tensor) -> None:
-        """A tensor was to be written with an unknown: it is unknown from now on. P024 when it outlives the forward pass."""
+    def mark_unknown(self, tensor: Tensor) -> None:
+        """Mark a tensor as unknown, because an unknown value was written into it. Raises P024 if it is a buffer."""
         run, key = self.current, storage_key(tensor)
         name = next((n for n, b in self.model.named_buffers() if b is tensor or storage_key(b) == key), None)
-        if name is not None and self.elsewhere and name.startswith(f"{self.elsewhere}."):
-            return  # its own stage has the buffer
+        if name is not None and self.remote_unit and name.startswith(f"{self.remote_unit}."):
+            return  # the buffer belongs to that unit's own stage
         if name is not None:
             what = f"code between units writes a value that only another stage has into the buffer {name}"
-            why = "each stage would keep another one"
-            raise PlaitError(Problem("P024", what, why=why, fix=("write it inside a unit", "pp=1")))
+            why = "each stage would store a different value"
+            raise PlaitError(Problem("P024", what, why=why, fix=("write the buffer inside a unit", "pp=1")))
         if run is not None:
-            run.lost[key] = tensor
+            run.unknown_tensors[key] = tensor
 
-    def outputs_of(self, run: StageForward, call: int) -> Any:
-        """What a call on another stage returns: what was received, to be written to; or unknowns in its shape, those of last
-        time unless the model's code wrote to them."""
+    def make_remote_outputs(self, run: StageForward, call: int) -> Any:
+        """Return the output of a call on another stage: a writable copy of the received value, or placeholders in its
+        shape. Placeholders are reused unless the model's code wrote to them."""
         if call in run.received:
-            return copied(run.received[call])
-        calls = self.whole.calls if run.path is self.paths.first else run.path.calls
+            return clone_tensors(run.received[call])
+        calls = self.global_sketch.calls if run.path is self.paths.sketch_path else run.path.calls
         template, samples, unknowns = calls[call].template, run.samples, run.path.unknowns
         known = unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
             with self.fakes, torch.no_grad():
-                new = [slot.empty(samples, self.device) for slot in template.slots]
+                new = [slot.allocate(samples, self.device) for slot in template.slots]
             known = unknowns[call, samples] = [(t, version(t)) for t in new]
         return template.fill(t for t, _ in known)
 
-    def new_unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A fake tensor on the run's device."""
+    def make_unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a fake tensor on the run's device."""
         with self.fakes, torch.no_grad():
             return torch.empty(shape, dtype=dtype, device=self.device)
 
 
-def copied(tree: object) -> Any:
-    """What the model's code may change in place, when the value itself is also for other stages."""
+def clone_tensors(tree: object) -> Any:
+    """Clone tensors that the model's code may change in place, because other stages also get them."""
     return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
 
 
-class _Unit:
-    """A unit's forward on a stage."""
+class _StageUnit:
+    """The forward of a unit on a stage."""
 
     def __init__(self, stages: PipelineStages, name: str, module: nn.Module):
-        self.stages, self.name, self.own = stages, name, own_forward(module)
-        self.number: int | None = None
-        self.changed: object = None
-        """An argument that the unit changes and returns, where it does so."""
+        self.stages, self.name, self.own = stages, name, bind_forward(module)
+        self.call_index: int | None = None
+        self.returned_argument: object = None
+        """An argument that the unit changes and returns, if there is one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stages, run = self.stages, self.stages.current
-        if stages.inside:
+        if stages.unit_depth:
             return self.own(*args, **kwargs)
         if run is None:
-            return self._again(*args, **kwargs)
-        number = run.number
-        run.number += 1
+            return self._recompute(*args, **kwargs)
+        number = run.call_count
+        run.call_count += 1
         calls = run.path.calls
         if number >= len(calls) or calls[number].unit != self.name:
-            what = f"call {number + 1} of the forward pass is {self.name}, in the sketch it was another unit"
-            raise PlaitError(Problem("P024", what, why="the model's course depends on its input", fix=("pp=1",)))
-        self.changed = None
-        if run.path.cut.owner[number] != run.stage:
-            if number in run.path.aside:
-                self._leave(args, kwargs)
+            what = f"call {number + 1} of the forward pass is {self.name}, but a different unit in the sketch"
+            raise PlaitError(Problem("P024", what, why="the model's sequence of unit calls depends on its input", fix=("pp=1",)))
+        self.returned_argument = None
+        if run.path.partition.owner[number] != run.stage:
+            if number in run.path.side_effect_calls:
+                self._run_remote(args, kwargs)
             else:
-                stages.skip(self.name)
-            run.path.passed(number)
+                stages.report_skip(self.name)
+            run.path.advance_host_rng(number)
             back = calls[number].back
             if back is not None:
-                self.changed = args[back] if isinstance(back, int) else kwargs[back]
-            self.number = number
-            return stages.outputs_of(run, number)
-        values = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
-        self.check(
-            run, values if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+                self.returned_argument = args[back] if isinstance(back, int) else kwargs[back]
+            self.call_index = number
+            return stages.make_remote_outputs(run, number)
+        values = flatten_arguments(args, kwargs)  # a list or a cache may contain values that no code reads
+        self.check_known(
+            run, values if not run.path.side_effect_calls else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         )
-        stages.inside += 1
+        stages.unit_depth += 1
         try:
             output = self.own(*args, **kwargs)
         finally:
-            stages.inside -= 1
-        self.check(run, tensors_in(output))
-        self.number = number
+            stages.unit_depth -= 1
+        self.check_known(run, iter_tensors(output))
+        self.call_index = number
         return output
 
-    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a unit of another stage on unknowns: what it leaves in lists, caches and attributes is unknown here."""
-        self.stages.elsewhere = self.name
+    def _run_remote(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a unit of another stage on placeholders, so that values which it stores in lists, caches and attributes exist
+        here."""
+        self.stages.remote_unit = self.name
         try:
             self.own(*args, **kwargs)
         finally:
-            self.stages.elsewhere = ""
+            self.stages.remote_unit = ""
 
-    def check(self, run: StageForward, values: Iterable[object]) -> None:
-        """P024 when an unknown is among what the unit is given, or returns."""
-        if any(map(is_unknown, values)):
-            what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
-            why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
-            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
+    def check_known(self, run: StageForward, values: Iterable[object]) -> None:
+        """Raise P024 if a value that the unit receives or returns is unknown."""
+        if any(map(is_remote_fake, values)):
+            what = f"unit {self.name} of stage {run.stage} receives a value that only another stage has"
+            why = "plait could not follow the value from the unit that made it, e.g. through a Python number, a list, another library"
+            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "choose other stages with Job(stages=…)")))
 
-    def keep(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
-        """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
+    def store_output(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        """Store the output if later stages need it, and return a copy that the model's code may change. Runs after all
+        other hooks.
 
-        What was received is put in again: hooks on the unit may see it, but have done their work on it where it was made.
+        A received value is returned again in place of the output. Hooks on the unit see it, but have already had their
+        effect on its own stage.
         """
-        run, number = self.stages.current, self.number
-        if run is None or self.stages.inside or number is None:
+        run, number = self.stages.current, self.call_index
+        if run is None or self.stages.unit_depth or number is None:
             return output
-        self.number = None
-        if run.path.cut.owner[number] != run.stage:
-            result = copied(run.received[number]) if number in run.received else output
-            if self.changed is None:
+        self.call_index = None
+        if run.path.partition.owner[number] != run.stage:
+            result = clone_tensors(run.received[number]) if number in run.received else output
+            if self.returned_argument is None:
                 return result
-            refill(self.changed, result)
-            return self.changed
-        if number not in run.wanted:
+            refill(self.returned_argument, result)
+            return self.returned_argument
+        if number not in run.needed_later:
             return output
-        known(output, run.path.calls[number].template, run.samples, self.name)
+        check_output(output, run.path.calls[number].template, run.samples, self.name)
         run.kept[number] = output
-        return copied(output)
+        return clone_tensors(output)
 
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
-        """Inside a recomputation by the model's own code: what the first pass gave here is given again."""
-        run = self.stages.again
+    def _recompute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the same output again in a recomputation by the model's own code."""
+        run = self.stages.recomputed_run
         numbers = [i for i, call in enumerate(run.path.calls) if call.unit == self.name] if run is not None else []
-        if run is None or len(numbers) != 1 or run.path.cut.owner[numbers[0]] == run.stage:
+        if run is None or len(numbers) != 1 or run.path.partition.owner[numbers[0]] == run.stage:
             return self.own(*args, **kwargs)
-        return self.stages.outputs_of(run, numbers[0])
+        return self.stages.make_remote_outputs(run, numbers[0])
 
 
-class _Unknown(TorchFunctionMode):
-    """An operation that meets an unknown gives an unknown. Inside units of this stage nothing is unknown."""
+class _UnknownMode(TorchFunctionMode):
+    """Makes operators on unknown values return unknown values, outside of the units of this stage."""
 
     def __init__(self, stages: PipelineStages):
         super().__init__()
@@ -270,57 +279,59 @@ class _Unknown(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.stages.inside or not any(map(self._unknown, arguments(args, kwargs))):
+        if self.stages.unit_depth or not any(map(self._is_unknown, flatten_arguments(args, kwargs))):
             return func(*args, **kwargs)
         replaced: list[tuple[Tensor, Tensor, int]] = []
 
-        def fake(leaf: object) -> object:
-            if not isinstance(leaf, Tensor) or is_unknown(leaf):
+        def make_fake(leaf: object) -> object:
+            if not isinstance(leaf, Tensor) or is_remote_fake(leaf):
                 return leaf
             if isinstance(leaf, (WrapperTensor, FakeTensor)):
-                other = self.stages.new_unknown(leaf.shape, leaf.dtype)
+                other = self.stages.make_unknown(leaf.shape, leaf.dtype)
             else:
                 other = self.stages.fakes.from_tensor(leaf.detach())
             replaced.append((leaf, other, version(other)))
             return other
 
-        args, kwargs = tree_map(fake, (args, kwargs))
+        args, kwargs = tree_map(make_fake, (args, kwargs))
         try:
             with self.stages.fakes, torch.no_grad():
                 result = func(*args, **kwargs)
         except Exception as error:
-            raise self._refused(func, error) from error
+            raise self._make_error(func, error) from error
         for real, other, before in replaced:
             if version(other) != before:
-                self.stages.lose(real)
+                self.stages.mark_unknown(real)
         return result
 
-    def _unknown(self, leaf: object) -> bool:
-        lost = self.stages.current.lost if self.stages.current is not None else ()
-        return is_unknown(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
+    def _is_unknown(self, leaf: object) -> bool:
+        lost = self.stages.current.unknown_tensors if self.stages.current is not None else ()
+        return is_remote_fake(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
 
-    def _refused(self, func: Callable[..., Any], error: Exception) -> PlaitError:
+    def _make_error(self, func: Callable[..., Any], error: Exception) -> PlaitError:
         run = self.stages.current
         place = (
-            f"after unit {run.path.calls[run.number - 1].unit}" if run is not None and run.number else "before any unit"
+            f"after unit {run.path.calls[run.call_count - 1].unit}" if run is not None and run.call_count else "before any unit"
         )
         what = (
-            f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"
+            f"{place} the model's code reads values that only another stage has: {getattr(func, '__name__', func)}"
         )
         first_line = str(error).partition("\n")[0]
-        why = f"its course, or a shape, depends on values ({type(error).__name__}: {first_line})"
-        return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
+        why = f"a branch or a shape depends on these values ({type(error).__name__}: {first_line})"
+        return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "choose other stages with Job(stages=…)")))
 
 
-def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[Tensor]) -> Callable[[], None]:
-    """Put the gradients of `inputs` into their `.grad`; the function that is returned does it for all parameters.
+def split_backward(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[Tensor]) -> Callable[[], None]:
+    """Compute the gradients of `inputs` into their `.grad`. Return a function that does it for all parameters (see
+    [Note: Split backward]).
 
-    Shapes of `gradients` are those of `outputs`; None stands for a scalar's 1. The graph lives until the second half.
+    `gradients` have the shapes of `outputs`; None stands for a scalar 1. The graph is kept until the second half has
+    run.
     """
     ends = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad and t.grad_fn is not None]
     goals = {get_gradient_edge(t).node for t in inputs}
-    leading = _leading([get_gradient_edge(t).node for t, _ in ends], goals)
-    later, now = _put_off([node for node in leading if node not in goals], leading)
+    leading = _find_leading([get_gradient_edge(t).node for t, _ in ends], goals)
+    later, now = _defer_parameters([node for node in leading if node not in goals], leading)
     came: dict[Node, tuple[Tensor | None, ...]] = {}
     group = GraphExecGroup()
     handles = [node.register_prehook(partial(came.__setitem__, node)) for node, _ in later]
@@ -332,7 +343,7 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
         handle.remove()
     outer = [(t, g) for t, g in ends if get_gradient_edge(t).node not in leading]
 
-    def weights() -> None:
+    def run_weights() -> None:
         with group:
             for node, targets in later:
                 edges = [(GradientEdge(node, i), g) for i, g in enumerate(came.pop(node, ())) if g is not None]
@@ -341,13 +352,13 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
             if outer:
                 torch.autograd.backward([t for t, _ in outer], [g for _, g in outer], retain_graph=True)
 
-    return weights
+    return run_weights
 
 
-def _put_off(nodes: list[Node], leading: Collection[Node]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
-    """(operators on the way to the inputs, each with the parameters that the second half finds from it; the parameters that
-    are not put off)."""
-    led = {node: {id(t): t for t in _parameters(node, leading)} for node in nodes}
+def _defer_parameters(nodes: list[Node], leading: Collection[Node]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
+    """Return the operators on the path to the inputs with their deferred parameters, and the parameters that are not
+    deferred."""
+    led = {node: {id(t): t for t in _find_parameters(node, leading)} for node in nodes}
     times = Counter(key for parameters in led.values() for key in parameters)
     later, now = list[tuple[Node, list[Tensor]]](), dict[int, Tensor]()
     for node, parameters in led.items():
@@ -358,8 +369,8 @@ def _put_off(nodes: list[Node], leading: Collection[Node]) -> tuple[list[tuple[N
     return later, list(now.values())
 
 
-def _leading(roots: list[Node], goals: set[Node]) -> Collection[Node]:
-    """Nodes from which a goal can be reached, those next to it first: in an order that is always the same."""
+def _find_leading(roots: list[Node], goals: set[Node]) -> Collection[Node]:
+    """Find the nodes from which a goal is reachable, nearest first, in a deterministic order."""
     leading, met, stack = dict.fromkeys(goals), set[Node](), [(node, False) for node in roots]
     while stack:
         node, done = stack.pop()
@@ -373,6 +384,6 @@ def _leading(roots: list[Node], goals: set[Node]) -> Collection[Node]:
     return leading
 
 
-def _parameters(node: Node, leading: Collection[Node]) -> Iterator[Tensor]:
-    """Parameters that are reached from a node without touching the way to the inputs."""
-    yield from (at.variable for at in nodes_behind((n for n, _ in node.next_functions), leading) if hasattr(at, "variable"))
+def _find_parameters(node: Node, leading: Collection[Node]) -> Iterator[Tensor]:
+    """Iterate over parameters that are reachable from a node outside of the path to the inputs."""
+    yield from (at.variable for at in iter_backward_nodes((n for n, _ in node.next_functions), leading) if hasattr(at, "variable"))

@@ -42,13 +42,13 @@ from functools import lru_cache, partial
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.config.keys import SPLIT
+from plait.config.keys import SPLIT_SCHEDULES
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
-from plait.parallel.pipeline.partition import ForwardPaths, StageLayout, check, table_of
+from plait.parallel.pipeline.partition import ForwardPaths, StageLayout, check_partition, make_plan_table
 from plait.parallel.pipeline.runtime import PipelineRuntime
-from plait.parallel.pipeline.schedules import problems
+from plait.parallel.pipeline.schedules import find_schedule_errors
 from plait.parallel.pipeline.stage import PipelineStages
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Specs
@@ -59,70 +59,72 @@ AXIS = "pp"
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.pp > 1
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.shares > batch:
-        why = f"{batch} samples for {plan.shares} pipelines of pp={plan.pp} stages"
+        why = f"{batch} samples are too few for {plan.shares} pipelines of pp={plan.pp} stages"
         yield Problem(
             "P012",
-            f"global batch {batch} does not split over {plan.shares} pipelines",
+            f"global batch {batch} is smaller than the number of pipelines ({plan.shares})",
             why=why,
             fix=(f"--batch {plan.shares}",),
         )
-    for what in problems(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank):
+    for what in find_schedule_errors(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank):
         yield Problem("P028", what, fix=("schedule=1f1b stages_per_rank=1", "schedule=interleaved stages_per_rank=2"))
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
-    """Each stage has the parameters of its units. What several stages use, they all have, and each has a share of its gradient."""
+def shard_specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Place parameters on the stages of their units. A parameter of several stages is on all of them, and its gradients
+    are summed."""
     plan, found = table.plan, Specs()
-    layout = StageLayout.of(plan, context.sketch_of(plan, sketch, 0), job.stages)
+    layout = StageLayout.from_plan(plan, context.localize_for_rank(plan, sketch, 0), job.stages)
     for name, spec in table.specs.items():
-        homes = layout.homes[name]
-        tied = Reduce(("pp",), "sum", "several stages use it, and each has its share", (homes,))
-        spec = replace(spec, homes=(*spec.homes, ("pp", homes)))
-        found[name] = spec.reduced(tied) if len(homes) > 1 else spec
-    units = [layout.units(index) for index in range(plan.pp)]
+        homes = layout.param_ranks[name]
+        tied = Reduce(("pp",), "sum", "several stages use it, and each has a part of its gradient", (homes,))
+        spec = replace(spec, placement=(*spec.placement, ("pp", homes)))
+        found[name] = spec.with_reductions(tied) if len(homes) > 1 else spec
+    units = [layout.list_units(index) for index in range(plan.pp)]
     homes = {unit.name: ("pp", tuple(i for i in range(plan.pp) if unit.name in units[i])) for unit in sketch.units}
-    return replace(table, specs=found, homes=table.homes | homes)
+    return replace(table, specs=found, placements=table.placements | homes)
 
 
 def apply(split: SplitModel) -> SplitModel:
-    plan, sketch = split.plan, context.sketch_of(split.plan, split.sketch, split.mesh.rank)
-    layout = StageLayout.of(plan, sketch, split.job.stages)
-    check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)
-    index, homes = split.mesh.at["pp"], layout.homes
-    if plan.schedule in SPLIT:
+    plan, sketch = split.plan, context.localize_for_rank(split.plan, split.sketch, split.mesh.rank)
+    layout = StageLayout.from_plan(plan, sketch, split.job.stages)
+    check_partition(sketch, layout.partition, plan.stages_per_rank > 1, plan.waits_in_forward)
+    index, homes = split.mesh.coordinates["pp"], layout.param_ranks
+    if plan.schedule in SPLIT_SCHEDULES:
         recompute_once()
-    paths = ForwardPaths(split.module, sketch, layout.cut, split.setup.call, lambda n: split.setup.samples(n)[0], split.device)
-    paths.seed, paths.fixed = split.job.seed, context.wanted(plan)
-    if paths.fixed and paths.random:
-        why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
-        raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
+    paths = ForwardPaths(split.module, sketch, layout.partition, split.setup.call, lambda n: split.setup.make_samples(n)[0], split.device)
+    paths.seed, paths.is_fixed = split.job.seed, context.is_enabled(plan)
+    if paths.is_fixed and paths.is_random:
+        why = "its forward pass chooses units at random, and under cp only the sketch's path is supported"
+        raise PlaitError(Problem("P024", "the model cannot be split into stages", why=why, fix=("cp=1", "pp=1")))
     stages = PipelineStages(split.module, paths, split.device)
-    stages.whole = split.sketch
-    stages.drop({n for n, ranks in homes.items() if index not in ranks})
-    pipe = PipelineRuntime(stages, split.mesh.group("pp"), lru_cache(partial(table_of, plan)))
+    stages.global_sketch = split.sketch
+    stages.drop_parameters({n for n, ranks in homes.items() if index not in ranks})
+    pipe = PipelineRuntime(stages, split.mesh.group("pp"), lru_cache(partial(make_plan_table, plan)))
     pipe.randomness, pipe.peers = split.randomness, split.batch_peers
 
-    def finish(_: object) -> None:
-        stages.skip = _passed(split, sketch)
-        stages.install()
+    def install_stages(_: object) -> None:
+        stages.report_skip = _make_skip_reporter(split, sketch)
+        stages.install_units()
 
-    split.hooks.optimizer_created.append(finish)
+    split.hooks.optimizer_created.append(install_stages)
     here = {n: p for n, p in split.params.items() if index in homes[n]}
-    return replace(split, params=here, sketch=layout.part(index)).using(pipeline=pipe)
+    return replace(split, params=here, sketch=layout.make_local_sketch(index)).with_techniques(pipeline=pipe)
 
 
-def _passed(split: SplitModel, sketch: Sketch) -> Callable[[str], None]:
-    """Tells the random numbers how often modules inside a unit of another stage were called by one call of it."""
+def _make_skip_reporter(split: SplitModel, sketch: Sketch) -> Callable[[str], None]:
+    """Return a function that counts the calls of modules inside a unit that another stage runs, for keyed random
+    numbers."""
     times = Counter(call.unit for call in sketch.calls)
     most: dict[str, int] = {}
     for place in sketch.places:
@@ -130,14 +132,14 @@ def _passed(split: SplitModel, sketch: Sketch) -> Callable[[str], None]:
         most[module] = max(most.get(module, 0), int(number or 0))
     again = {
         u for u in times if isinstance(vars(split.module.get_submodule(u)).get("forward"), RepeatableForward)
-    }  # notes itself inside
+    }  # counts its own calls
     inside = {
         u: {m: n // times[u] for m, n in most.items() if m.startswith(u + ".") or (m == u and u in again)}
         for u in times
         if times[u] > 1
     }
 
-    def passed(unit: str) -> None:
-        split.randomness.passed(inside.get(unit, {}))
+    def count_skipped(unit: str) -> None:
+        split.randomness.count_calls(inside.get(unit, {}))
 
-    return passed
+    return count_skipped

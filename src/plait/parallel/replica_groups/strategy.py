@@ -67,25 +67,25 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.compression import strategy as compression
 from plait.parallel.rank_model import SplitModel
-from plait.parallel.replica_groups.synchronise import RareSynchroniser
+from plait.parallel.replica_groups.outer_synchronizer import OuterSynchronizer
 
 AXIS = "replica_groups"
 EXACT = False
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.rarely
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     k, ranks = plan.replica_groups, plan.replica_groups * plan.shares
     if ranks > batch:
-        what = f"global batch {batch} does not split over {ranks} ranks with other samples"
-        why = f"replica_groups={k} × {plan.shares} = {ranks}: {ranks - batch} would never have a sample"
+        what = f"global batch {batch} is smaller than the number of ranks with different samples ({ranks})"
+        why = f"replica_groups={k} × {plan.shares} = {ranks} ranks: {ranks - batch} would never get a sample"
         yield Problem("P012", what, why=why, fix=(f"--batch {ranks}",))
     if plan.num_fragments > plan.sync_every:
-        what = f"{plan.num_fragments} fragments cannot be synchronised in turn every {plan.sync_every} steps"
-        why = "one fragment at most is sent after a step"
+        what = f"num_fragments={plan.num_fragments} exceeds sync_every={plan.sync_every}"
+        why = "at most one fragment is sent after each step"
         yield Problem("P064", what, why=why, fix=(f"sync_every={plan.num_fragments}", f"num_fragments={plan.sync_every}"))
     if plan.fragment_delay >= plan.sync_every > 0 and plan.fragment_delay:
         what = f"fragment_delay={plan.fragment_delay} is not less than sync_every={plan.sync_every}"
@@ -93,8 +93,8 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         yield Problem("P064", what, why=why, fix=(f"fragment_delay={plan.sync_every - 1}",))
 
 
-def named(plan: Plan) -> str:
-    """The technique and its numbers, in a few words."""
+def describe_replica_groups(plan: Plan) -> str:
+    """Describe the technique and its hyperparameters in a few words."""
     words = [f"{plan.replica_groups} groups", f"sync_every={plan.sync_every}"]
     if plan.warmup_sync_steps:
         words.append(f"warmup_sync_steps={plan.warmup_sync_steps}")
@@ -102,21 +102,21 @@ def named(plan: Plan) -> str:
         words.append(f"outer {plan.outer_lr:g}, {plan.outer_momentum:g}")
     if plan.num_fragments > 1 or plan.fragment_delay:
         words.append(f"{plan.num_fragments} fragments, delay {plan.fragment_delay}, alpha {plan.fragment_alpha:g}")
-    return f"{plan.outer_sync}: {', '.join(words)}" + (f", {compression.named(plan)}" if plan.grad_compression != "none" else "")
+    return f"{plan.outer_sync}: {', '.join(words)}" + (f", {compression.describe_compression(plan)}" if plan.grad_compression != "none" else "")
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     k, every = plan.replica_groups, f"every {plan.sync_every} steps" if plan.sync_every > 1 else "after every step"
     how = {
-        "local": f"{k} groups train by themselves and take the mean of their weights {every}",
-        "diloco": f"{k} groups train by themselves, and an outer optimizer steps on how far they moved {every}",
+        "local": f"{k} groups train separately and average their weights {every}",
+        "diloco": f"{k} groups train separately, and an outer optimizer updates the global weights {every}",
     }[plan.outer_sync]
     first = f", from step {plan.warmup_sync_steps + 1} on" if plan.warmup_sync_steps else ""
     yield how + first
 
 
 def apply(split: SplitModel) -> SplitModel:
-    rare = RareSynchroniser(split.setup, split.mesh, split.whole_sketch, split.params, split.parts(), split.refresh)
-    split.hooks.state_loaded.append(rare.reloaded)
-    split.hooks.optimizer_created.append(lambda optimizer: rare.begin())
-    return split.using(replica_groups=rare, compressor=rare.compressor)
+    rare = OuterSynchronizer(split.setup, split.mesh, split.global_sketch, split.params, split.get_parts(), split.refresh)
+    split.hooks.state_loaded.append(rare.handle_state_loaded)
+    split.hooks.optimizer_created.append(lambda optimizer: rare.init_global_weights())
+    return split.with_techniques(replica_groups=rare, compressor=rare.compressor)

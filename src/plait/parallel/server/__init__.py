@@ -1,4 +1,4 @@
-"""A server that groups send gradients to, with bounded staleness (outer_sync=async). What runs then is `engine/server/`.
+"""Parameter server with bounded staleness (outer_sync=async). The processes are in `engine/server/`.
 
-strategy    the technique explained, and what it refuses
+strategy    the technique: costs, exactness, validation of the plan
 """

@@ -54,58 +54,59 @@ AXIS = None
 EXACT = False
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.server_count > 0
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.replica_groups > batch:
-        why = f"{plan.replica_groups} groups, {batch} samples: a clock has no portion for {plan.replica_groups - batch} of them"
+        why = f"{batch} samples for {plan.replica_groups} groups: {plan.replica_groups - batch} groups would never get a portion"
         fix = (f"replica_groups={batch}", f"--batch {plan.replica_groups}")
         yield Problem(
-            "P060", f"global batch {batch} does not split over replica_groups={plan.replica_groups}", why=why, fix=fix
+            "P060", f"global batch {batch} is smaller than replica_groups={plan.replica_groups}", why=why, fix=fix
         )
     portion = batch // max(1, plan.replica_groups)
     if plan.microbatches > max(1, portion):
         why = (
-            f"{batch} samples in {plan.replica_groups} portions: {portion} each, for {plan.microbatches} micro-batches"
+            f"{batch} samples in {plan.replica_groups} portions: {portion} samples each, for {plan.microbatches} micro-batches"
         )
         yield Problem(
             "P014",
-            "a portion does not split into that many micro-batches",
+            "a portion has fewer samples than micro-batches",
             why=why,
             fix=(f"microbatches={max(1, portion)}",),
         )
-    yield from _keys(plan)
+    yield from _check_server_keys(plan)
 
 
-def _keys(plan: Plan) -> Iterable[Problem]:
-    """Keys that have no meaning beside a server, or none yet."""
+def _check_server_keys(plan: Plan) -> Iterable[Problem]:
+    """Reject keys that have no effect with a server."""
     if plan.quorum > plan.replica_groups:
         why = f"a clock has {plan.replica_groups} portions, one for each group"
         yield Problem(
             "P060",
-            f"quorum={plan.quorum} gradients never come in one clock",
+            f"quorum={plan.quorum} exceeds the number of gradients per clock",
             why=why,
-            fix=(f"quorum={plan.replica_groups - 1}", "quorum=0    all"),
+            fix=(f"quorum={plan.replica_groups - 1}", "quorum=0    wait for all"),
         )
     if plan.quorum and plan.server_update == "nesterov":
-        what = "quorum has no meaning under server_update=nesterov, which steps at every gradient"
-        yield Problem("P060", what, fix=("leave out quorum", "server_update=clock"))
+        what = "quorum has no effect under server_update=nesterov, which updates at every gradient"
+        yield Problem("P060", what, fix=("remove quorum", "server_update=clock"))
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     if plan.staleness:
-        yield f"gradients may be computed at weights that are up to {plan.staleness} versions old"
+        yield f"gradients may be computed with weights that are up to {plan.staleness} versions old"
     if plan.quorum:
-        yield f"the server steps on the first {plan.quorum} of a clock's {plan.replica_groups} gradients"
+        yield f"the server updates after the first {plan.quorum} of a clock's {plan.replica_groups} gradients"
     if plan.server_update == "nesterov":
-        yield "the server steps at every gradient, by delayed Nesterov"
+        yield "the server updates at every gradient, by delayed Nesterov"
     if plan.server_update == "clock" and plan.staleness == 0 and plan.quorum == 0:
         for name in (*sketch.batch_norms, *sketch.batch_coupled):
-            yield f"batch statistics in {name} are those of a portion of the batch: groups do not wait for each other"
+            yield f"batch statistics in {name} are those of a portion of the batch, because groups do not wait for each other"
 
 
 def apply(split: SplitModel) -> SplitModel:
-    """Nothing is wired: a group trains like one device, and the server is a process of its own (`engine/server/`)."""
+    """Return the model unchanged: a group trains like one device, and the server is a separate process
+    (`engine/server/`)."""
     return split

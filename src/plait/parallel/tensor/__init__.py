@@ -1,8 +1,8 @@
-"""Tensor parallelism (tp): every layer is cut into slices, column- and row-parallel.
+"""Tensor parallelism (tp): layers are sharded into column-parallel and row-parallel slices.
 
-strategy          what it is, what it refuses, how a rank is wired
-choose            which of the slices that were found a plan cuts
-find/             finding the slices of any model
+strategy          the technique: costs, exactness, and how a rank is built
+choose_slices     selects the slices that a plan can use
+find/             finds the slices of any model
 sequence/         sequence parallelism between the slices
-wiring            a rank's slices, where their region begins and ends; embeddings and heads cut by rows of the vocabulary
+wiring            installs a rank's slices, with the collectives at the borders of their regions; vocabulary-parallel layers
 """

@@ -12,7 +12,7 @@ What it does
     The code between regions (norms, dropout, residuals) would compute the same on every rank. With `sequence_parallel`,
     the default, each rank has a sequence shard there. An all-gather at the start of a region collects all rows, and a
     reduce-scatter at its end gives each rank the rows of its shard. plait also checks in float64 which blocks compute
-    each row separately between their regions (`parallel/tensor/sequence/check.py`). The other blocks keep full
+    each row separately between their regions (`parallel/tensor/sequence/replayed_unit.py`). The other blocks keep full
     sequences, and plait names each of them with the reason. If an embedding precedes such a block, its partial sums are
     reduce-scattered to sequence shards too. Positions may be added or values dropped in between
     (`parallel/tensor/sequence/runtime.py`).
@@ -52,7 +52,7 @@ How it stays exact
     counts once in the gradient norm. Dropout in a slice draws that slice of the full mask, and on a sequence shard the
     rows of that shard. On sequence shards, each rank has a part of a replicated parameter's gradient, and the parts are
     summed once. Some optimizers need full tensors (LAMB, LARS, Adafactor, Muon). plait finds them by a test, and then
-    an owner updates each tensor (`parallel/whole_tensors.py`).
+    an owner updates each tensor (`parallel/tensor_owners.py`).
 
 Paper
     Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for the sequence
@@ -71,58 +71,58 @@ from plait.model.sketch import Sketch
 from plait.parallel.rank_model import SplitModel
 from plait.parallel.spec import Reduce, ShardPlan, Split
 from plait.parallel.tensor import wiring
-from plait.parallel.tensor.sequence.async_tp import check_peers
+from plait.parallel.tensor.sequence.async_tp import check_peer_access
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
-from plait.parallel.tensor.wiring import SlicedDraws, wire
+from plait.parallel.tensor.wiring import SlicedDraws, wire_slices
 
 AXIS = "tp"
 EXACT = True
 
 
-def wanted(plan: Plan) -> bool:
+def is_enabled(plan: Plan) -> bool:
     return plan.tp > 1
 
 
-def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+def validate(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     return ()
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact_reasons(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
-    """Slices of layers. What no slice is of has the same gradient on all ranks; kernels of a GPU may add it up in another order on
-    each, and replicas would drift apart unseen, so it is averaged there."""
-    slices, found = {cut.parameter: cut for cut in sketch.cuts}, dict(table.specs)
-    share = Reduce(("tp",), "sum", "used between slices, or on shards of the sequence: each has its share")
-    mean = Reduce(("tp",), "mean", "the same on all, but kernels may round differently")
+def shard_specs(job: Job, sketch: Sketch, table: ShardPlan) -> ShardPlan:
+    """Shard layers into slices. Other gradients are equal on all ranks, but GPU kernels may round them differently on
+    each. Replicas would then diverge unnoticed, so these gradients are averaged."""
+    slices, found = {cut.parameter: cut for cut in sketch.tp_shards}, dict(table.specs)
+    share = Reduce(("tp",), "sum", "used between slices, or on sequence shards: each rank has a part of its gradient")
+    mean = Reduce(("tp",), "mean", "equal on all ranks, but kernels may round differently")
     for name, spec in found.items():
         if name in slices:
             split = Split(("tp",), (len(slices[name].ranges),), slices[name].dim, slices[name].ranges)
-            spec, sets = spec.split(split), tuple(one for one in split.same() if len(one) > 1)
-            same = Reduce(("tp",), "sum", "they have the same slice, and each uses it for its own heads", sets)
-            found[name] = spec.reduced(same) if sets else spec
-        elif name in sketch.shares:
-            found[name] = spec.reduced(share)
+            spec, sets = spec.with_split(split), tuple(one for one in split.find_same_sets() if len(one) > 1)
+            same = Reduce(("tp",), "sum", "these ranks have the same slice, and each uses it for its own heads", sets)
+            found[name] = spec.with_reductions(same) if sets else spec
+        elif name in sketch.partial_gradients:
+            found[name] = spec.with_reductions(share)
         elif not table.same_kernels and not spec.expert:
-            found[name] = spec.reduced(mean)
+            found[name] = spec.with_reductions(mean)
     return replace(table, specs=found)
 
 
 def apply(split: SplitModel) -> SplitModel:
-    rank = split.mesh.at["tp"]
-    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
+    rank = split.mesh.coordinates["tp"]
+    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights without calling the modules that have them
     model, units, slices = split.module, [unit.name for unit in split.sketch.units], split.sketch.slices
-    stretches = tuple(one for one in slices.stretches if one.unit in units)
-    slices = replace(slices, stretches=stretches, owed=tuple(name for name in slices.owed if name in units))
-    heads = wiring.vocabulary_held(model, wiring.vocabulary_heads(model, slices), split.params)
+    stretches = tuple(one for one in slices.sequence_units if one.unit in units)
+    slices = replace(slices, sequence_units=stretches, deferred_sums=tuple(name for name in slices.deferred_sums if name in units))
+    heads = wiring.filter_local_modules(model, wiring.find_vocabulary_heads(model, slices), split.params)
     parallel_units = SequenceParallelUnits(model, slices, split.mesh.group("tp"))
     if split.plan.async_tp:
-        check_peers(split.device, rank, split.plan.tp)
-    regions, own = wire(model, split.sketch, split.params, split.mesh.group("tp"), parallel_units, split.plan.async_tp)
-    parallel_units.wrap()
+        check_peer_access(split.device, rank, split.plan.tp)
+    regions, own = wire_slices(model, split.sketch, split.params, split.mesh.group("tp"), parallel_units, split.plan.async_tp)
+    parallel_units.wrap_units()
     split.randomness.rules.append(parallel_units)
-    split.hooks.optimizer_created.append(lambda _: parallel_units.install(units, heads))
+    split.hooks.optimizer_created.append(lambda _: parallel_units.install_hooks(units, heads))
     split.randomness.rules.append(SlicedDraws(regions, rank, split.plan.tp))
-    return replace(split, params={**split.params, **own}, sketch=split.sketch.local(rank))
+    return replace(split, params={**split.params, **own}, sketch=split.sketch.make_local(rank))

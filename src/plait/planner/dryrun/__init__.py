@@ -1,9 +1,9 @@
 """The dry run: a plan built and stepped on one rank of each kind, without processes, devices or weights.
 
 dry_run           runs each kind of rank
-pretend           a world that is not there
-allocations       what is allocated and freed
-measure           the memory of a step
-memory_table      the memory of the fullest rank, as a table
-optimizer_step    the optimizer's step on tensors without numbers
+fake_rank_mode    simulates a process group and tensors without values
+allocations       records allocated and freed memory
+measure           measures the memory of a step
+memory_table      formats the memory of the fullest rank
+optimizer_step    runs the optimizer's step on tensors without values
 """

@@ -1,4 +1,4 @@
-"""The memory of a training step, measured: on real tensors, or on fake ones in a dry run (`planner/dryrun/dry_run.py`)."""
+"""Measure the memory of a training step, on real tensors or on fake ones in a dry run (`planner/dryrun/dry_run.py`)."""
 
 import gc
 from collections.abc import Callable
@@ -9,103 +9,103 @@ import torch
 from plait.config.errors import PlaitError
 from plait.data.batch import Batch
 from plait.engine.engine import Engine
-from plait.engine.evaluate import first_forward
-from plait.engine.memory import kept
-from plait.parallel.pipeline.runtime import Clock
+from plait.engine.evaluate import run_first_forward
+from plait.engine.memory import iterate_kept_tensors
+from plait.parallel.pipeline.runtime import StepClock
 from plait.parallel.pipeline.schedules import Action
-from plait.planner.dryrun.allocations import Allocations, Peak
+from plait.planner.dryrun.allocations import AllocationRecorder, Peak
 from plait.tensors.torch_private import WrapperTensor
-from plait.tensors.trees import tensors_in
+from plait.tensors.trees import iter_tensors
 
 
-def measure(
+def measure_step(
     engine: Engine,
     steps: int = 2,
-    given: Callable[[Batch, bool], Batch] = lambda batch, _: batch,
+    prepare: Callable[[Batch, bool], Batch] = lambda batch, _: batch,
     on_host: Callable[[str, bool], bool] = lambda category, updating: False,
 ) -> Peak:
-    """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
+    """Measure the maximum memory of one step of this rank, after `steps` earlier steps. All ranks call it.
 
-    `given` makes of a batch what a step is given, and is told whether it is the one that is measured. `on_host`, as in
-    `MemoryTape.apart`, tells the host's memory from the device's.
+    `prepare` converts a batch for the step; its second argument is True for the measured step. `on_host` separates host from device memory, as in
+    `MemoryTape.split_peaks`.
     """
     source = engine.batches()
     for _ in range(steps):
-        engine.step(given(next(source), False))
-    batch = given(next(source), True)
+        engine.step(prepare(next(source), False))
+    batch = prepare(next(source), True)
     gc.collect()
-    with Allocations() as meter:
-        hold(meter, engine, batch)
-        mark(meter, engine)
-        for _ in engine.turns.of(batch.after.step):
-            meter.moment("forward")
+    with AllocationRecorder() as meter:
+        add_rank_tensors(meter, engine, batch)
+        mark_units(meter, engine)
+        for _ in engine.active_phase.iterate_phases(batch.next_position.step):
+            meter.mark_moment("forward")
             step_row = engine.backward(batch)
             for parameter in engine.rank_model.params.values():
                 if parameter.grad is not None:
                     meter.label("gradients", parameter.grad)
-            meter.moment("optimizer")
+            meter.mark_moment("optimizer")
             engine.update(batch, step_row)
-    meter.tape.keep()
-    return meter.tape.apart(on_host)
+    meter.tape.label_activations()
+    return meter.tape.split_peaks(on_host)
 
 
 def measure_evaluation(
     engine: Engine,
-    ready: Callable[[Any], Any] = lambda pair: pair,
+    prepare: Callable[[Any], Any] = lambda pair: pair,
     on_host: Callable[[str, bool], bool] = lambda category, updating: False,
 ) -> Peak:
-    """The fullest moment of an evaluation's largest forward pass, between two steps. All ranks call it.
+    """Measure the maximum memory of an evaluation's largest forward pass, between two steps. All ranks call it.
 
-    `ready` makes of (inputs, targets) what the model is given. Metrics that look at values which are not there stop;
-    what they had made until then is counted. `on_host`: as for `measure`.
+    `prepare` converts (inputs, targets) for the model. Metrics that read missing values stop; their allocations until then count. `on_host`: as in
+    `measure_step`.
     """
     gc.collect()
-    with Allocations() as meter:
-        hold(meter, engine, None)
-        meter.moment("evaluation")
+    with AllocationRecorder() as meter:
+        add_rank_tensors(meter, engine, None)
+        meter.mark_moment("evaluation")
         try:
-            first_forward(engine.rank_model, ready)
+            run_first_forward(engine.rank_model, prepare)
         except PlaitError:
             raise
         except Exception:
-            meter.moment("evaluation")
-    return meter.tape.apart(on_host)
+            meter.mark_moment("evaluation")
+    return meter.tape.split_peaks(on_host)
 
 
-def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
-    """Tell the meter of what a rank has between two steps."""
-    micros = batch.micro if batch is not None else ()
-    meter.hold("batch", tensors_in([(micro.inputs, micro.targets) for micro in micros]))
-    for category, tensors in kept(engine):
-        meter.hold(category, tensors)
+def add_rank_tensors(meter: AllocationRecorder, engine: Engine, batch: Batch | None) -> None:
+    """Register the tensors that a rank has between two steps."""
+    micros = batch.micro_batches if batch is not None else ()
+    meter.add_existing("batch", iter_tensors([(micro.inputs, micro.targets) for micro in micros]))
+    for category, tensors in iterate_kept_tensors(engine):
+        meter.add_existing(category, tensors)
 
 
-def mark(meter: Allocations, engine: Engine) -> None:
-    """Let the meter know what goes on: actions of a pipeline, and whose forward or backward begins."""
+def mark_units(meter: AllocationRecorder, engine: Engine) -> None:
+    """Mark moments of the recorder: actions of a pipeline, and the start of forward and backward of each unit."""
     rank_model = engine.rank_model
     if rank_model.techniques.pipeline is not None:
-        rank_model.techniques.pipeline.clock = _Telling(meter)
+        rank_model.techniques.pipeline.clock = _MeteredClock(meter)
     for name in (unit.name for unit in rank_model.sketch.units):
         module = rank_model.module.get_submodule(name)
-        module.register_forward_pre_hook(lambda *_, name=name: meter.moment(f"forward {name}"))
-        module.register_forward_hook(lambda m, a, output, name=name: _behind(meter, name, output))
+        module.register_forward_pre_hook(lambda *_, name=name: meter.mark_moment(f"forward {name}"))
+        module.register_forward_hook(lambda m, a, output, name=name: _mark_backward(meter, name, output))
 
 
-def _behind(meter: Allocations, name: str, output: object) -> None:
-    """A hook on what stands for a whole sequence would gather it: it goes on the part that this rank holds."""
-    parts = (tensor.local if isinstance(tensor, WrapperTensor) else tensor for tensor in tensors_in(output))
+def _mark_backward(meter: AllocationRecorder, name: str, output: object) -> None:
+    """Mark the start of a unit's backward. The hook is on the local part, because a hook on a sequence-sharded tensor would gather it."""
+    parts = (tensor.local if isinstance(tensor, WrapperTensor) else tensor for tensor in iter_tensors(output))
     for tensor in parts:
         if torch.is_grad_enabled() and tensor.requires_grad:
-            tensor.register_hook(lambda _: meter.moment(f"backward {name}"))
+            tensor.register_hook(lambda _: meter.mark_moment(f"backward {name}"))
 
 
-class _Telling(Clock):
-    """A pipeline's clock that tells a meter of every action."""
+class _MeteredClock(StepClock):
+    """A pipeline clock that marks every action in the recorder."""
 
-    def __init__(self, meter: Allocations):
+    def __init__(self, meter: AllocationRecorder):
         super().__init__()
         self.meter = meter
 
     def begin(self, action: Action) -> None:
-        self.meter.moment(str(action))
+        self.meter.mark_moment(str(action))
         super().begin(action)

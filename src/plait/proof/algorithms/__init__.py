@@ -1,7 +1,7 @@
-"""Plans that are another training than one device's: each one's algorithm in one process, in plain PyTorch, to be equal to.
+"""Algorithms of plans that change the training result, each in one process and in plain PyTorch, as references of `verify`.
 
-find              which plan has an algorithm of its own
+registry          find the algorithm of a plan
 replicas          replica groups: local and post-local SGD, DiLoCo, streaming DiLoCo
-server            groups that send gradients to a server: their run, and its ledger played again
-compressed        compressed sums with error feedback (compress)
+server            groups that send gradients to a server: their run, and a replay of its ledger
+compressed_sums   compressed sums with error feedback (grad_compression)
 """

@@ -4,8 +4,8 @@
     when p is due  m = mean of the θ_i;  τ steps later  local:  θ_i ← m
                    diloco:  Δ = G − m ;  b ← μ b + Δ ;  G ← G − η (Δ + μ b) ;  θ_i ← α θ_i + (1 − α) G
 
-p: a fragment, some of the parameters; the last one with what forward passes change. The states of the optimizers are never
-touched. In the steps of `warmup_sync_steps` all models take the sum of the gradients.
+p is a fragment of the parameters; the last one also has all state that forward passes change. The states of the optimizers are never
+changed. In the steps of `warmup_sync_steps`, all models use the sum of the gradients.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,27 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Data
 from plait.proof import reference
-from plait.proof.algorithms import compressed
-from plait.tensors.float64 import Wide
+from plait.proof.algorithms import compressed_sums
+from plait.tensors.float64 import Float64Mode
 
-Named = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 
-def train(
+def train_reference(
     job: Job, plan: Plan, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *, moves: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:  # fmt: skip
-    """Train `steps` steps. Returns what `train` of `proof/reference.py` does; what a group has of its own is `group i: name`."""
+    """Train `steps` steps. Returns the same values as `train` of `proof/reference.py`; a group's own tensors are named `group i: name`."""
     data, k = job.data(), plan.replica_groups
-    ones = [reference.OneDevice.of(job, data, dtype, device) for _ in range(k)]
-    states = [reference.floating(one.model) for one in ones]
-    table, met, at = _fragments(ones[0], plan.num_fragments), [set[str]() for _ in ones], 0
-    base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, Named(), list[tuple[int, Named]]()
-    left = [Named() for _ in range(k + 1)]
-    out: dict[str, Any] = {"initial": reference.copied(ones[0].model.named_parameters()), "rows": [], "ids": []}
-    for step, read in zip(range(1, steps + 1), reference.samples(job, data)):
-        alike, losses = step <= plan.warmup_sync_steps, _passes(ones, data, read, step <= plan.warmup_sync_steps, moves)
-        _gradients(ones, met, [loss is not None for loss in losses], alike)
-        out.setdefault("gradients", _own([reference.gradients(one.model) for one in ones]))
+    ones = [reference.OneDevice.from_job(job, data, dtype, device) for _ in range(k)]
+    states = [reference.get_float_tensors(one.model) for one in ones]
+    table, met, at = _split_fragments(ones[0], plan.num_fragments), [set[str]() for _ in ones], 0
+    base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, NamedTensors(), list[tuple[int, NamedTensors]]()
+    left = [NamedTensors() for _ in range(k + 1)]
+    out: dict[str, Any] = {"initial": reference.copy_tensors(ones[0].model.named_parameters()), "rows": [], "ids": []}
+    for step, read in zip(range(1, steps + 1), reference.iterate_samples(job, data)):
+        alike, losses = step <= plan.warmup_sync_steps, _run_group_passes(ones, data, read, step <= plan.warmup_sync_steps, moves)
+        _set_group_gradients(ones, met, [loss is not None for loss in losses], alike)
+        out.setdefault("gradients", _prefix_groups([reference.copy_gradients(one.model) for one in ones]))
         rows = [one.update(read, torch.zeros(()) if loss is None else loss, clip) for one, loss in zip(ones, losses)]
         out["rows"].append(rows[0] | {f"{w} of group {i}": rows[i][w] for i in range(1, k) for w in ("loss", "norm")})
         out["ids"].append([read[0], read[1]])
@@ -46,48 +46,48 @@ def train(
             at = step - plan.warmup_sync_steps
             if at > 0 and at % plan.sync_every == (p + 1) * plan.sync_every // len(table) % plan.sync_every:
                 still = [n for n in states[0] if n not in base] if p + 1 == len(table) else []
-                mean = _mean(states, [*names, *still])
+                mean = _average_states(states, [*names, *still])
                 if plan.grad_compression != "none":
-                    mean |= compressed.means(plan, job.seed, {n: base[n] for n in names}, states, left)
+                    mean |= compressed_sums.average_groups(plan, job.seed, {n: base[n] for n in names}, states, left)
                 sent.append((step + plan.fragment_delay, mean))
         for _, mean in [message for message in sent if message[0] == step]:
-            _take_over(plan, mean, base, bases, states)
+            _apply_mean(plan, mean, base, bases, states)
         if at <= 0 or (plan.outer_sync == "local" and plan.grad_compression == "none"):
-            base = _mean(states, list(base))
-    everything = _mean(states, list(states[0])) | base
+            base = _average_states(states, list(base))
+    everything = _average_states(states, list(states[0])) | base
     out["weights"] = {n: everything.get(n, p.detach()) for n, p in ones[0].model.named_parameters()}
-    out["weights"] |= _own([reference.copied(one.model.named_parameters()) for one in ones])
-    out["buffers"] = _own([reference.copied(one.model.named_buffers()) for one in ones])
+    out["weights"] |= _prefix_groups([reference.copy_tensors(one.model.named_parameters()) for one in ones])
+    out["buffers"] = _prefix_groups([reference.copy_tensors(one.model.named_buffers()) for one in ones])
     for name, tensor in states[0].items():
         tensor.data.copy_(everything[name])
-    return out | {"clip": clip, "metrics": reference.evaluate(ones[0])}
+    return out | {"clip": clip, "metrics": reference.evaluate_metrics(ones[0])}
 
 
-def _passes(
-    ones: list[reference.OneDevice], data: Data, read: reference.Samples, alike: bool, moves: Callable[[], None]
+def _run_group_passes(
+    ones: list[reference.OneDevice], data: Data, read: reference.ReadSamples, alike: bool, moves: Callable[[], None]
 ) -> list[Tensor | None]:
-    """The loss of every group after its passes, k times its share of the batch's; None of one whose samples weigh nothing."""
+    """Loss of every group after its passes, k times its contribution to the batch loss; None if its samples have zero weight."""
     k, size, job = len(ones), len(read[1]), ones[0].job
     counts = [size // k + (i < size % k) for i in range(k)]
     firsts = [sum(counts[:i]) for i in range(k)]
-    pairs = [reference.ready(o, data, read[2][f : f + n]) if n else None for o, f, n in zip(ones, firsts, counts)]
-    weights = [0.0 if pair is None else reference.weight_of(job, pair[1], n) for pair, n in zip(pairs, counts)]
+    pairs = [reference.prepare_batch(o, data, read[2][f : f + n]) if n else None for o, f, n in zip(ones, firsts, counts)]
+    weights = [0.0 if pair is None else reference.compute_loss_weight(job, pair[1], n) for pair, n in zip(pairs, counts)]
     losses: list[Tensor | None] = []
     for one, pair, first, n, weight in zip(ones, pairs, firsts, counts, weights):
         moves()
         loss, share = None, weight / sum(weights) if alike else n / size
         if pair is not None and weight:
-            with Wide(), one.keyed.at(one.steps, first, n):
-                loss = job.loss(reference.call(one.model, pair[0]), pair[1]) * (share * (1 if alike else k))
+            with Float64Mode(), one.keyed.forward_pass(one.steps, first, n):
+                loss = job.loss(reference.call_model(one.model, pair[0]), pair[1]) * (share * (1 if alike else k))
             with one.keyed.replay():
                 loss.backward()
         losses.append(None if loss is None else loss.detach() * (k if alike else 1))
     return losses
 
 
-def _gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: list[bool], alike: bool) -> None:
-    """The sum on all in a step alike; zeros, of what it used before, on a group without a sample."""
-    given = [reference.gradients(one.model) for one in ones]
+def _set_group_gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: list[bool], alike: bool) -> None:
+    """In a synchronized step, set the gradients of all groups to the sum. Otherwise, a group without samples gets zeros for used parameters."""
+    given = [reference.copy_gradients(one.model) for one in ones]
     for own, seen, there in zip(given, met, any_of):
         seen.update(n for g in (given if alike else [own]) for n in g)
         own.update({} if there or alike else {n: torch.zeros(()) for n in seen})
@@ -97,7 +97,7 @@ def _gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: lis
             p.grad = torch.zeros_like(p) + sum(parts) if parts else None
 
 
-def _take_over(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[Named]) -> None:
+def _apply_mean(plan: Plan, mean: NamedTensors, base: NamedTensors, momentum: NamedTensors, states: list[NamedTensors]) -> None:
     for n, value in mean.items():
         if plan.outer_sync == "diloco" and n in base:
             delta, mu = base[n] - value, plan.outer_momentum
@@ -108,16 +108,16 @@ def _take_over(plan: Plan, mean: Named, base: Named, momentum: Named, states: li
             state[n].data.copy_(plan.fragment_alpha * state[n].data + (1 - plan.fragment_alpha) * value)
 
 
-def _mean(states: list[Named], names: list[str]) -> Named:
+def _average_states(states: list[NamedTensors], names: list[str]) -> NamedTensors:
     return {n: torch.stack([s[n].detach() for s in states]).mean(0) for n in names}
 
 
-def _own(groups: list[Named]) -> Named:
+def _prefix_groups(groups: list[NamedTensors]) -> NamedTensors:
     return {f"group {i}: {n}": t for i, group in enumerate(groups) for n, t in group.items()}
 
 
-def _fragments(one: reference.OneDevice, count: int) -> list[list[str]]:
-    """Blocks (or, where there are too few, units) dealt out one by one; the last fragment is what is in none."""
+def _split_fragments(one: reference.OneDevice, count: int) -> list[list[str]]:
+    """Blocks (or units, if there are too few blocks) assigned round-robin; the last fragment has the remaining parameters."""
     trained = [n for n, p in one.model.named_parameters() if p.requires_grad]
     blocks = [u for u in one.units if u.repeated]
     blocks = blocks if len(blocks) >= count - 1 else [u for u in one.units if u.parameters]

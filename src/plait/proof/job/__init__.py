@@ -1,9 +1,9 @@
-"""The job check: before the first step, whether a job's training survives being cut.
+"""The job check: check before the first step that splitting the job does not change its training.
 
-check             which batches are tried, and what comes of it
-trial             one device and the cut job, in float64
-look              a closer look where they differ
-counters          values that a model keeps from call to call, and outputs that depend on how often it was called
-branches          models that choose by numbers what to compute
-causes            what is said of a difference
+check         choose the batches, compare them, and report
+trial         one device and the split job, in float64
+mismatch      locate a difference
+call_counts   values that a model keeps between calls, and outputs that depend on the number of calls
+branches      models whose computation depends on values of the batch
+causes        explain a difference
 """

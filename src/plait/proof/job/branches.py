@@ -1,8 +1,7 @@
-"""Models that look at numbers and choose what to compute: whether the choice is the batch's, and parts would choose otherwise.
+"""Find models that branch on values of the batch, so that parts of a batch take another branch than the full batch.
 
-A branch on a mean over the batch is harmless as long as all parts are on the same side of it. So the weights are made larger
-and smaller step by step, and where a choice changes between two steps the stretch is halved, until the mean of a part and that
-of the batch lie on two sides.
+A branch on a batch mean is harmless as long as all parts take the same side. So the weights are scaled up and down in steps. If a branch
+changes between two scales, the interval is bisected until the mean of a part and that of the batch are on different sides.
 """
 
 import time
@@ -14,66 +13,66 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Micro
+from plait.data.batch import MicroBatch
 from plait.engine.engine import Engine
 from plait.launch.place import Place
-from plait.proof.job.look import WHOLE, PartRows, forward, parted
-from plait.proof.job.trial import KnownModel, Point
-from plait.tensors.torch_private import TorchDispatchMode, leaves
+from plait.proof.job.mismatch import ALL_ROWS, PartRows, run_micro_forward, split_into_micros
+from plait.proof.job.trial import AnalyzedModel, Point
+from plait.tensors.torch_private import TorchDispatchMode, dataclass_leaves
 
 SCALES = (*(1.2**k for k in range(1, 9)), *(0.8**k for k in range(1, 7)))
-HALVES = 8
-Found = tuple[float, int, float, int]
-"""Weights times this, sample, how far its output differs, samples that it was computed with."""
+BISECTIONS = 8
+BranchMismatch = tuple[float, int, float, int]
+"""(scale of the weights, sample, difference of its output, samples in its part)."""
 
 
-class _Choices(TorchDispatchMode):
-    """Notes the truth values that are read from tensors."""
+class _ChoiceRecorder(TorchDispatchMode):
+    """Records the truth values read from tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = list[bool]()
+        self.choices = list[bool]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, bool):
-            self.read.append(result)
+            self.choices.append(result)
         return result
 
 
-class _Runs:
-    """Forward passes of a batch and its parts, with weights of any size."""
+class _ScaledRuns:
+    """Forward passes of a batch and its parts, with scaled weights."""
 
-    def __init__(self, engine: Engine, whole: Micro, parts: list[Micro], step: int):
+    def __init__(self, engine: Engine, whole: MicroBatch, parts: list[MicroBatch], step: int):
         self.engine, self.whole, self.parts, self.step = engine, whole, parts, step
         self.given = [(p, p.detach().clone()) for p in engine.rank_model.module.parameters()]
 
-    def at(self, scale: float) -> tuple[list[bool], Found | None]:
-        """What was chosen for the whole batch, and the first sample for which a part's output is another."""
+    def run_scaled(self, scale: float) -> tuple[list[bool], BranchMismatch | None]:
+        """The branches taken for the full batch, and the first sample whose output differs in a part."""
         with torch.no_grad():
             for parameter, value in self.given:
                 parameter.copy_(value * scale)
-        expected, chosen = self._outputs(self.whole)
+        expected, chosen = self._run_outputs(self.whole)
         for part in self.parts:
-            for a, b in zip(expected, self._outputs(part)[0]):
-                unlike = PartRows.of(part, self.whole).worst_row(a, b)
-                if unlike is not None and self._again(expected):
+            for a, b in zip(expected, self._run_outputs(part)[0]):
+                unlike = PartRows.from_micro(part, self.whole).worst_row(a, b)
+                if unlike is not None and self._is_repeatable(expected):
                     return chosen, (scale, self.whole.ids[part.first + unlike[0]], unlike[1], part.count)
         return chosen, None
 
-    def _again(self, expected: list[Tensor]) -> bool:
-        return all(WHOLE.worst_row(a, b) is None for a, b in zip(expected, self._outputs(self.whole)[0]))
+    def _is_repeatable(self, expected: list[Tensor]) -> bool:
+        return all(ALL_ROWS.worst_row(a, b) is None for a, b in zip(expected, self._run_outputs(self.whole)[0]))
 
-    def _outputs(self, micro: Micro) -> tuple[list[Tensor], list[bool]]:
-        choices = _Choices()
-        outputs = forward(self.engine, micro, self.step, choices)
-        return [t for t in leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()], choices.read
+    def _run_outputs(self, micro: MicroBatch) -> tuple[list[Tensor], list[bool]]:
+        choices = _ChoiceRecorder()
+        outputs = run_micro_forward(self.engine, micro, self.step, choices)
+        return [t for t in dataclass_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()], choices.choices
 
 
-def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place, *, seconds: float) -> dict[str, Any]:
-    """{"found": …} of the first sizes of weights at which parts choose otherwise. `seconds`: of processor time, to look for them."""
-    runs, end = _Runs(*parted(job, cut, known, point, place), point.step), time.process_time() + seconds
-    first = runs.at(1.0)
+def find_branch(job: Job, cut: Plan, known: AnalyzedModel, point: Point, place: Place, *, seconds: float) -> dict[str, Any]:
+    """{"found": …}: the first scale of the weights at which parts take another branch. `seconds`: limit of processor time."""
+    runs, end = _ScaledRuns(*split_into_micros(job, cut, known, point, place), point.step), time.process_time() + seconds
+    first = runs.run_scaled(1.0)
     if first[1] is not None or not first[0]:
         return {"found": None}
     for direction in (SCALES[:8], SCALES[8:]):
@@ -81,20 +80,20 @@ def look(job: Job, cut: Plan, known: KnownModel, point: Point, place: Place, *, 
         for scale in direction:
             if time.process_time() > end:
                 return {"found": None}
-            chosen, found = runs.at(scale)
+            chosen, found = runs.run_scaled(scale)
             if found is None and chosen != before:
-                found = _between(runs.at, before, last, scale)
+                found = _bisect_branch(runs.run_scaled, before, last, scale)
             if found is not None:
                 return {"found": found}
             last, before = scale, chosen
     return {"found": None}
 
 
-def _between(
-    at: Callable[[float], tuple[list[bool], Found | None]], before: list[bool], low: float, high: float
-) -> Found | None:
-    """What is found where the choices become others than those `before`, at `low`."""
-    for _ in range(HALVES):
+def _bisect_branch(
+    at: Callable[[float], tuple[list[bool], BranchMismatch | None]], before: list[bool], low: float, high: float
+) -> BranchMismatch | None:
+    """Bisect the interval in which the branches change from `before`, those at `low`."""
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         chosen, found = at(middle)
         if found is not None:

@@ -1,14 +1,14 @@
-"""The job check: before the first step, whether the job's training survives being cut as the plan cuts it.
+"""The job check: check before the first step that splitting the job as planned does not change its training.
 
-A plan shares a batch out over ranks and micro-batches. That is the same training when the loss of the batch is the
-weighted mean of the parts' losses, when what the model computes for a sample does not depend on the samples beside it,
-and when a sample and a forward pass are the same in every process. So a few batches of the job's own samples are
-computed before anything starts, in float64: on one device, and cut by as many processes as the plan has shares. Losses
-and gradients must agree to 1e-9. Where they do not, `proof/job/causes.py` finds out why.
+A plan splits a batch over ranks and micro-batches. This keeps the training result under three conditions: the loss of the batch is the
+weighted mean of the parts' losses; the model's output for a sample does not depend on the other samples; and a sample and a forward pass
+are the same in every process. So a few batches of the job's own samples are computed before training, in float64: on one device, and split
+over as many processes as the plan has local batches. Losses and gradients must agree to 1e-9. If they do not, `proof/job/causes.py` finds
+the reason.
 
-What is compared is the job, not plait's ways to split it: `plait verify` proves those. The time is limited; what was
-not compared for want of it is said. The result lies in the run directory and holds as long as the job's code, its
-arguments, its data's length and the plan are the same.
+The check compares the job, not plait's ways of splitting: `plait verify` proves those. The time is limited; comparisons that were skipped
+are reported. The result is stored in the run directory and stays valid while the job's code, its arguments, the length of its data and the
+plan are unchanged.
 """
 
 import copy
@@ -26,178 +26,178 @@ import psutil
 import torch
 from msgspec import convert
 
-from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.config.errors import PlaitError, Problem, summarize_error
 from plait.config.job import Job
 from plait.config.library import is_library
 from plait.config.plan import Plan
 from plait.config.version import __version__
-from plait.data.batch import is_map, opened
-from plait.data.sampling import Sampling, as_first_step
-from plait.engine.analyse import analyse, setup_of
-from plait.engine.build import inexact
+from plait.data.batch import is_map, open_data
+from plait.data.sampling import Sampling, size_by_first_step
+from plait.engine.build import list_inexact_reasons
+from plait.engine.model_analysis import analyze_model, make_rank_setup
 from plait.launch import fork
-from plait.launch.place import Place, cores, pose
-from plait.launch.supervise import Listener
-from plait.model.make import call, make
-from plait.parallel.precision import forward_format
-from plait.proof import own_batch
-from plait.proof.job.causes import problems_of, unlike_readers
-from plait.proof.job.counters import Changed, values
-from plait.proof.job.trial import WIDE, KnownModel, Point, digests, measure, one_device
-from plait.proof.notes import first_of
-from plait.randomness.keyed import host_kept
+from plait.launch.place import Place, count_cores, set_rank_variables
+from plait.launch.supervisor import Listener
+from plait.model.build_model import make_rank_model, run_model
+from plait.parallel.precision import make_forward_context
+from plait.proof import full_batch
+from plait.proof.activation_recorder import take_first
+from plait.proof.job.call_counts import ChangedValues, collect_kept_values
+from plait.proof.job.causes import compare_readers, find_problems
+from plait.proof.job.trial import WIDE, AnalyzedModel, Point, digest_leaves, measure_one_device, measure_rank
+from plait.randomness.keyed import preserve_host_state
 from plait.tensors import opaque_code
-from plait.tensors.transfers import move
+from plait.tensors.transfers import move_tree
 
-FILE = "check.json"
-SECONDS = {"quick": 0.5, "full": 60.0}
-"""Of comparing, on the processors there are; a job whose steps take longer gets as long as two of them."""
-LIMIT = {"quick": 60.0, "full": 1800.0}
-"""Seconds after which the check is given up."""
-RANKS = {"quick": 4, "full": 16}
-"""As many shares are compared at most; more of them are shares of the same sizes."""
-DEAR = 0.2
-"""Seconds of processor time beyond which data is opened once for all processes of the check."""
-EACH, LOOKING = 4, 0.15
-"""Samples of a part in the batch of uneven parts, and seconds to look for them."""
-FEW = 4
-"""Samples that two ranks read, where ranks share them."""
+CHECK_FILE = "check.json"
+COMPARE_SECONDS = {"quick": 0.5, "full": 60.0}
+"""Limits of the comparison on the available processors. A job with longer steps gets the time of two steps."""
+TIMEOUT_S = {"quick": 60.0, "full": 1800.0}
+"""Seconds after which the check is aborted."""
+MAX_SHARES = {"quick": 4, "full": 16}
+"""Largest number of local batches compared; further ones have the same sizes."""
+SLOW_OPEN_SECONDS = 0.2
+"""Processor time above which the data is opened only once for all processes of the check."""
+PART_SAMPLES, PROBE_SECONDS = 4, 0.15
+"""Samples per part in the batch of uneven parts, and the time limit for finding them."""
+READER_SAMPLES = 4
+"""Samples that two ranks read, if ranks have the same samples."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What a job check found. `problems`: what makes the split run another training; empty when nothing does."""
+class CheckResult:
+    """Result of a job check. `problems`: properties of the job with which splitting changes the training result; empty if there are none."""
 
     level: str
     key: str = ""
     problems: tuple[Problem, ...] = ()
     compared: tuple[str, ...] = ()
-    """What was compared, in words."""
+    """The comparisons made, in words."""
     unchecked: tuple[str, ...] = ()
-    """What was not, and why."""
+    """The comparisons left out, with reasons."""
     failed: str = ""
-    """Why the check could not run, if it could not: then nothing was compared."""
+    """Reason if the check could not run; then nothing was compared."""
     seconds: float = 0.0
     reused: bool = field(default=False, compare=False)
 
     @property
     def equal(self) -> bool:
-        """Whether nothing was found."""
+        """True if there are no problems."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def not_run(level: str, why: str, unchecked: tuple[str, ...] = ()) -> "Checked":
-        """Of a check that could not run: a warning, and an error (J050) where a full check was asked for."""
+    def from_failure(level: str, why: str, unchecked: tuple[str, ...] = ()) -> "CheckResult":
+        """Result of a check that could not run: a warning, and the error J050 if a full check was requested."""
         what = f"the job check could not run: {why}"
-        fix = ("--check quick    trains without it, and warns", "remove the cause, and start again")
+        fix = ("--check quick    warns and trains without the check", "or remove the cause and start again")
         problem = Problem("J050", what, why="nothing was compared, and --check full requires the comparison", fix=fix)
-        return Checked(level, problems=(problem,) * (level == "full"), unchecked=unchecked, failed=why)
+        return CheckResult(level, problems=(problem,) * (level == "full"), unchecked=unchecked, failed=why)
 
     @property
     def inexact(self) -> list[str]:
-        """The findings in the words of what is not exact, for a run that goes on with them."""
+        """The problems as lines of `inexact`, for a run that continues with them."""
         return [f"{problem.what} ({problem.code})" for problem in self.problems]
 
     @property
     def lines(self) -> list[str]:
-        """What a run prints of it: a warning if the check could not run, what is not exact, and what was not compared."""
-        why = "nothing shows that this plan trains what one device trains"
+        """Lines that a run prints: a warning if the check could not run, inexact properties, and comparisons left out."""
+        why = "this plan may not train the same as one device"
         lines = [f"WARNING  the job check could not run, so {why}: {self.failed}"] if self.failed else []
         lines += [f"note  not exact: {line}" for line in self.inexact]
         return lines + [f"note  job check: {line}" for line in self.unchecked]
 
 
-def asked(plan: Plan) -> bool:
-    """Whether the plan splits anything, so that there is something to check."""
+def is_check_needed(plan: Plan) -> bool:
+    """True if the plan splits anything."""
     return plan.devices * plan.microbatches > 1
 
 
-def check(
+def check_job(
     job: Job, plan: Plan, level: str = "quick", *, name: str = "", arguments: dict[str, str] | None = None,
     before: tuple[Path, ...] = (), workers: int = 0,
-) -> Checked:  # fmt: skip
-    """Compare the job on one device with the job cut as `plan` cuts it, before training. Takes a second or two.
+) -> CheckResult:  # fmt: skip
+    """Compare the job on one device with the job split as in `plan`, before training. Takes a second or two.
 
-    `name` and `arguments`: how the job was loaded; with them a result that lies in one of the run directories `before`
-    is taken again. `workers`: loader processes that the training will use. Finding something is no exception: see
-    `Checked.problems`. A check that could not run says why in `Checked.failed`; a full one has J050 among its problems.
+    `name` and `arguments`: how the job was loaded; with them, a stored result in one of the run directories `before` is reused. `workers`:
+    loader processes of the training. Problems are not raised: see `CheckResult.problems`. A check that could not run has the reason in
+    `CheckResult.failed`; a full one then has J050 among its problems.
     """
-    if level == "none" or not asked(plan):
-        return Checked(level)
+    if level == "none" or not is_check_needed(plan):
+        return CheckResult(level)
     began = time.perf_counter()
-    words = [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0]
-    side = lambda place: _side(job, plan, place, words, before, level=level, loaders=workers > 0)  # noqa: E731
+    words = [name, arguments or {}, str(_make_split(plan, 10**9)), level, job.batch, job.steps, workers > 0]
+    side = lambda place: _run_check(job, plan, place, words, before, level=level, loaders=workers > 0)  # noqa: E731
     try:
-        (told,) = fork.run(side, 1, Listener(note=lambda text: None))
+        (told,) = fork.run_ranks(side, 1, Listener(on_note=lambda text: None))
     except (PlaitError, OSError) as error:
         seconds = time.perf_counter() - began
-        why = error.problems[0].what if isinstance(error, PlaitError) else in_a_line(error)
-        if seconds >= LIMIT[level]:
-            why = f"it took longer than {LIMIT[level]:.0f} s, and was ended"
-        return replace(Checked.not_run(level, why), seconds=seconds)
-    found = convert(told, Checked)
+        why = error.problems[0].what if isinstance(error, PlaitError) else summarize_error(error)
+        if seconds >= TIMEOUT_S[level]:
+            why = f"it took longer than {TIMEOUT_S[level]:.0f} s and was aborted"
+        return replace(CheckResult.from_failure(level, why), seconds=seconds)
+    found = convert(told, CheckResult)
     return found if found.reused else replace(found, seconds=round(time.perf_counter() - began, 3))
 
 
-def stored(folder: Path) -> Checked | None:
-    """The result that lies in a run directory; None when there is none that can be read."""
+def read_result(folder: Path) -> CheckResult | None:
+    """Read the result in a run directory; None if it is missing or unreadable."""
     try:
-        return convert(json.loads((folder / FILE).read_text(encoding="utf-8")), Checked)
+        return convert(json.loads((folder / CHECK_FILE).read_text(encoding="utf-8")), CheckResult)
     except (OSError, ValueError):
         return None
 
 
-def store(folder: Path, checked: Checked) -> None:
-    """Keep a result in a run directory."""
-    (folder / FILE).write_text(json.dumps(checked.to_dict(), indent=1) + "\n", encoding="utf-8")
+def write_result(folder: Path, result: CheckResult) -> None:
+    """Write a result to a run directory."""
+    (folder / CHECK_FILE).write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def _side(
+def _run_check(
     job: Job, plan: Plan, place: Place, words: list[Any], before: tuple[Path, ...], *, level: str, loaders: bool
 ) -> dict[str, Any]:
-    """The check, in a process of its own, which ends by itself when it takes too long. `loaders`: loader processes will read."""
-    timer = threading.Timer(LIMIT[level], lambda: os._exit(1))
+    """Run the check in its own process, which ends by itself after the time limit. `loaders`: loader processes will read the data."""
+    timer = threading.Timer(TIMEOUT_S[level], lambda: os._exit(1))
     timer.daemon = True
     timer.start()
-    torch.set_num_threads(1)  # a forked copy of a pool of threads is dead
+    torch.set_num_threads(1)  # thread pools do not survive a fork
     place.beat(-1, "build")
-    length, here_, compared, once = _opened(as_first_step(job))
-    key = _key([*words, length])
+    length, here_, compared, once = _open_data(size_by_first_step(job))
+    key = _compute_key([*words, length])
     for folder in before:
-        found = stored(folder)
+        found = read_result(folder)
         if found is not None and found.key == key:
             return replace(found, reused=True).to_dict()
-    found = _compared(here_, compared, plan, place, level=level, loaders=loaders, length=length)
-    told = ("opening the data takes long and was done once: that every rank's is the same was not looked at",)
+    found = _compare_points(here_, compared, plan, place, level=level, loaders=loaders, length=length)
+    told = ("the data is slow to open and was opened once: ranks' copies were not compared",)
     return replace(found, key=key, unchecked=found.unchecked + told * once).to_dict()
 
 
-def _opened(job: Job) -> tuple[int | None, Job, Job, bool]:
-    """(samples of the first epoch, the job to look at here, the job to compare, whether its data was opened for all of them).
+def _open_data(job: Job) -> tuple[int | None, Job, Job, bool]:
+    """(samples of the first epoch, the job to read here, the job to compare, whether its data was opened once for all).
 
-    Data that takes long to open is opened once: those that compare get it unread, and here a copy is read.
+    Data that is slow to open is opened once: the comparing processes get it unread, and a copy is read here.
     """
     began = time.process_time()
-    with host_kept():
-        data = opened(job.data)
+    with preserve_host_state():
+        data = open_data(job.data)
     if not is_map(data):
         return None, job, job, False
-    length = len(Sampling.of(job, len(data)).epoch(0))
-    if time.process_time() - began > DEAR:
+    length = len(Sampling.from_job(job, len(data)).epoch_indices(0))
+    if time.process_time() - began > SLOW_OPEN_SECONDS:
         try:
             copied = copy.deepcopy(data)
-        except Exception:  # an open file, say
+        except Exception:  # for example an open file
             return length, job, job, False
         return length, replace(job, data=lambda: copied), replace(job, data=lambda: data), True
     return length, job, job, False
 
 
-def _key(words: list[Any]) -> str:
-    """A digest of what the result depends on: the job's file and those of its folder that are imported, and `words`."""
+def _compute_key(words: list[Any]) -> str:
+    """Digest of everything that the result depends on: the job's file, imported files of its folder, and `words`."""
     name, files = words[0], list[str]()
     if name:
         folder = str(Path(name.partition(":")[0]).resolve().parent) + os.sep
@@ -209,96 +209,95 @@ def _key(words: list[Any]) -> str:
     return hashlib.sha256(told.encode()).hexdigest() if name else ""
 
 
-def _cut(plan: Plan, most: int) -> Plan:
-    """What of a plan shares out samples, with no more than `most` shares."""
+def _make_split(plan: Plan, most: int) -> Plan:
+    """The part of a plan that splits samples, with at most `most` local batches."""
     parts = plan.batch_split if 1 < plan.ranks <= most else Plan.batch_split
     return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes, batch_split=parts)
 
 
-def _compared(
+def _compare_points(
     looked_at: Job, job: Job, plan: Plan, place: Place, *, level: str, loaders: bool, length: int | None
-) -> Checked:
-    """What comparing finds. `looked_at`: the job to look at here; `job`: the same, to compare (see `_opened`)."""
-    cut, unchecked = _cut(plan, RANKS[level]), list[str]()
+) -> CheckResult:
+    """Compare and return the result. `looked_at`: the job to read here; `job`: the same, to compare (see `_open_data`)."""
+    cut, unchecked = _make_split(plan, MAX_SHARES[level]), list[str]()
     if cut.shares < plan.shares:
-        unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
-    known, named = _known(looked_at, cut, place)
+        unchecked.append(f"only {cut.shares} of {plan.shares} local batches of the same size are compared")
+    known, named = _prepare_model(looked_at, cut, place)
     weights = sum(p.numel() for p in known.made.model.parameters()) * 8
     needed = weights * (2 + 4 * (cut.world + 1))
     if needed > psutil.virtual_memory().available // 2:
-        what = f"the model in float64, on {cut.world + 1} processes, takes {needed / 2**30:.1f} GiB: more than half of the memory left"
-        return Checked.not_run(level, what, tuple(unchecked))
+        what = f"the model in float64 on {cut.world + 1} processes takes {needed / 2**30:.1f} GiB, more than half of the free memory"
+        return CheckResult.from_failure(level, what, tuple(unchecked))
     limit = job.batch * cut.shares // plan.shares
-    afford = _affordable(looked_at, known, cut, level)
+    afford = _measure_budget(looked_at, known, cut, level)
     samples, seconds = afford.samples, afford.seconds
     others = [f"{axis}={size}" for axis in ("tp", "cp", "pp", "ep") if (size := getattr(plan, axis)) > 1]
     if afford.changed.generators and others:
-        what = f"the model draws from a generator of its own, {afford.changed.generators[0]}, which plait does not key"
-        unchecked.append(f"{what}: under {' '.join(others)} ranks may draw other numbers than one device; plait verify compares them")
+        what = f"the model draws from its own generator {afford.changed.generators[0]}, which plait does not seed"
+        unchecked.append(f"{what}: under {' '.join(others)}, ranks may draw other numbers than one device; run plait verify")
     size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
-    points = _points(job, cut, length, level, size=size, most=samples) + _uneven(looked_at, cut, limit)
-    noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
+    points = _choose_points(job, cut, length, level, size=size, most=samples) + _choose_uneven(looked_at, cut, limit)
+    noting = replace(job, data=lambda: take_first(open_data(job.data), digest=digest_leaves))
     try:
-        sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
-    except PlaitError:  # it may not bear parts that are smaller than those of a batch
+        sides = _measure_sides(noting, cut, known, points, size=limit, seconds=seconds)
+    except PlaitError:  # the job may fail on parts smaller than those of its batch
         points = [Point(0, 0, limit if length is None else min(limit, length))]
-        sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
+        sides = _measure_sides(noting, cut, known, points, size=limit, seconds=seconds)
     if points[0].size < limit and (length is None or points[0].size < length):
-        unchecked.append(f"of the {limit} samples of a batch {points[0].size} are compared: all would take too long")
-    problems, more = problems_of(job, cut, known, points, sides, named, changes=bool(afford.changed.values))
+        unchecked.append(f"only {points[0].size} of the {limit} samples of a batch are compared: all would take too long")
+    problems, more = find_problems(job, cut, known, points, sides, named, changes=bool(afford.changed.values))
     if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full" or loaders):
-        count = FEW if level == "quick" else sum(point.size for point in points)
-        problems, untold = unlike_readers(job, count, plan.pp == plan.world)
+        count = READER_SAMPLES if level == "quick" else sum(point.size for point in points)
+        problems, untold = compare_readers(job, count, plan.pp == plan.world)
         more += untold
     named_points = [(p, "chosen samples" if p.ids else f"step {p.step + 1}") for p in points]
     compared = tuple(f"{name}: {p.size} samples in {cut.shares * cut.microbatches} parts" for p, name in named_points)
-    return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
+    return CheckResult(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 
 
-def _known(job: Job, cut: Plan, place: Place) -> tuple[KnownModel, tuple[str, ...]]:
-    """The model in float64 and what is known of it, and what of the cut is named as inexact anyway."""
-    made = make(job, CPU, WIDE, None, None)
-    sketch = analyse(setup_of(job, Plan(), place, CPU, WIDE, made=made), made)
+def _prepare_model(job: Job, cut: Plan, place: Place) -> tuple[AnalyzedModel, tuple[str, ...]]:
+    """The analyzed model in float64, and inexact properties of the split."""
+    made = make_rank_model(job, CPU, WIDE, None, None)
+    sketch = analyze_model(make_rank_setup(job, Plan(), place, CPU, WIDE, made=made), made)
     if sketch.batch_norms and (cut.microbatches > 1 or cut.processes == "one"):
-        for name in sketch.batch_norms:  # named as inexact: what else there is shows without them
+        for name in sketch.batch_norms:  # they are listed as inexact: disable them to find other differences
             made.model.get_submodule(name).training = False
         sketch = replace(sketch, batch_norms=())
-    return KnownModel(made, sketch), tuple(inexact(cut, sketch, made.model, CPU))
+    return AnalyzedModel(made, sketch), tuple(list_inexact_reasons(cut, sketch, made.model, CPU))
 
 
 @dataclass(frozen=True)
-class Affordable:
-    """What two forward passes of two samples show: how much can be compared, and what a pass changes."""
+class CheckBudget:
+    """Measured in two forward passes of two samples: the number of samples to compare, and state changed by a pass."""
 
     samples: int
-    """To compare in all."""
+    """Samples to compare in total."""
     seconds: float
-    """For the loss alone."""
-    changed: Changed
-    """What a pass changed of what the model keeps outside parameters and buffers."""
+    """Time for the loss alone."""
+    changed: ChangedValues
+    """Values outside parameters and buffers that a pass changed."""
 
 
-def _affordable(job: Job, known: KnownModel, cut: Plan, level: str) -> Affordable:
+def _measure_budget(job: Job, known: AnalyzedModel, cut: Plan, level: str) -> CheckBudget:
     model, pair = copy.deepcopy(known.made.model), 2
-    data = opened(job.data)
-    from plait.data.batch import example, first_samples
+    data = open_data(job.data)
+    from plait.data.batch import make_sketch_batch, open_first_sample
 
-    with host_kept():
-        inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
-        seconds, before = 0.0, values(model)
-        with torch.no_grad(), forward_format(cut, WIDE, "cpu"), opaque_code.opaque():
+    with preserve_host_state():
+        inputs = move_tree(make_sketch_batch(open_first_sample(job.data, data), pair)[0], CPU, WIDE)
+        seconds, before = 0.0, collect_kept_values(model)
+        with torch.no_grad(), make_forward_context(cut, WIDE, "cpu"), opaque_code.hide_higher_order():
             for _ in range(2):
                 began = time.process_time()
-                call(model, inputs)
+                run_model(model, inputs)
                 seconds = time.process_time() - began
     each = max(seconds / pair, 1e-7)
-    allowed = max(SECONDS[level], 1.5 * each * job.batch / cores()) * min(cores(), cut.world + 1)
-    return Affordable(int(0.8 * allowed / (6 * each)), 0.2 * allowed, Changed.of(before, values(model)))
+    allowed = max(COMPARE_SECONDS[level], 1.5 * each * job.batch / count_cores()) * min(count_cores(), cut.world + 1)
+    return CheckBudget(int(0.8 * allowed / (6 * each)), 0.2 * allowed, ChangedValues.from_values(before, collect_kept_values(model)))
 
 
-def _points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, most: int) -> list[Point]:
-    """A batch of the first step, of `size` samples; one with other weights, of what is left of `most`; a short one if there
-    is one in training."""
+def _choose_points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, most: int) -> list[Point]:
+    """A batch of the first step with `size` samples; one with perturbed weights, from the rest of `most`; a short one if training has one."""
     parts = cut.shares * cut.microbatches
     if length is None:
         return [Point(0, 0, size), Point(1, size, size, True)]
@@ -315,15 +314,15 @@ def _points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, m
     return points
 
 
-def _uneven(job: Job, cut: Plan, limit: int) -> list[Point]:
-    """A batch whose first part has the samples with the largest counts, sums and elements of those that were looked at, and the other
-    parts usual ones: what a loss divides by then differs between parts, as it will in some step of training."""
-    data = opened(job.data)
+def _choose_uneven(job: Job, cut: Plan, limit: int) -> list[Point]:
+    """A batch whose first part has the samples with the largest counts, sums and elements among the probed ones; the other parts have typical
+    samples. The divisors in a loss then differ between parts, as in some step of training."""
+    data = open_data(job.data)
     parts = cut.shares * cut.microbatches
-    size = min(limit, EACH * parts)
+    size = min(limit, PART_SAMPLES * parts)
     if not is_map(data) or len(data) < size or size < 2 * parts or job.order or job.token_budget:
         return []
-    rows = own_batch.looked_at(data, job, LOOKING)
+    rows = full_batch.measure_samples(data, job, PROBE_SECONDS)
     extreme = [max(rows, key=lambda i, k=k: rows[i][k]) for k in range(len(next(iter(rows.values()), ())))]
     varied = [i for k, i in enumerate(extreme) if len({row[k] for row in rows.values()}) > 1]
     first = list(dict.fromkeys(varied))[: size // parts]
@@ -333,16 +332,16 @@ def _uneven(job: Job, cut: Plan, limit: int) -> list[Point]:
     return [Point(0, 0, size, ids=ids)] if first and len(ids) == size else []
 
 
-def _sides(
-    job: Job, cut: Plan, known: KnownModel, points: list[Point], *, size: int, seconds: float
+def _measure_sides(
+    job: Job, cut: Plan, known: AnalyzedModel, points: list[Point], *, size: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """What the ranks of the cut measured, and last one device. `size` and `seconds`: for the loss alone."""
+    """Results of the ranks of the split, and last of one device. `size` and `seconds`: for the loss alone."""
 
     def side(place: Place) -> dict[str, Any]:
-        pose(None if place.rank == cut.world else place.rank, cut.world)
+        set_rank_variables(None if place.rank == cut.world else place.rank, cut.world)
         if place.rank == cut.world:
             alone = replace(place, rank=0, world=1, store=None)
-            return one_device(job, known, points, alone, cut=cut, size=size, seconds=seconds)
-        return measure(job, cut, known, points, replace(place, world=cut.world))
+            return measure_one_device(job, known, points, alone, cut=cut, size=size, seconds=seconds)
+        return measure_rank(job, cut, known, points, replace(place, world=cut.world))
 
-    return fork.run(side, cut.world + 1, Listener(note=lambda text: None))
+    return fork.run_ranks(side, cut.world + 1, Listener(on_note=lambda text: None))

@@ -1,8 +1,8 @@
-"""What the processes of the job check do: the same batches on one device and cut as the plan cuts them, in float64.
+"""Measurements of the job check: the same batches on one device and split as in the plan, in float64.
 
-Each side is the engine itself, so whatever plait makes exact (statistics of batch normalisation, `plait.global_mean`,
-ragged weights, random numbers) is exact here too: what differs then is the job's. Gradients are told by one number a
-tensor, the product with random signs and sizes, which is linear: it differs when any element does.
+Both sides use the engine. Everything that plait makes exact (statistics of batch normalization, `plait.global_mean`, ragged weights, random
+numbers) is exact here too, so remaining differences are caused by the job. A gradient is compared by one number per tensor, its product
+with random values. The product is linear, and differs if any element does.
 """
 
 import math
@@ -22,13 +22,13 @@ from plait.data.batch import Batch, BatchShare, Position, is_map
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
-from plait.model.make import BuiltModel, call
+from plait.model.build_model import BuiltModel, run_model
 from plait.model.sketch import Sketch
-from plait.parallel.precision import forward_format
-from plait.proof.notes import ChosenSamples, seen_in
-from plait.randomness.keyed import key, permutation
-from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
-from plait.tensors.transfers import move
+from plait.parallel.precision import make_forward_context
+from plait.proof.activation_recorder import ChosenSamples, get_seen_digests
+from plait.randomness.keyed import make_permutation, make_philox_key
+from plait.tensors.torch_private import dataclass_leaves, tree_leaves, tree_map_only
+from plait.tensors.transfers import move_tree
 
 WIDE = torch.float64
 BLOCK = 4096
@@ -36,43 +36,43 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Point:
-    """A batch to compare: `size` samples from `start` on of epoch 0, at step `step`; with weights moved by noise or not. `ids`: these
-    samples of the data instead, in the order in which they come."""
+    """A batch to compare: `size` samples of epoch 0 from `start` on, at step `step`, optionally with perturbed weights. `ids`: these samples
+    of the data instead, in this order."""
 
     step: int
     start: int
     size: int
-    moved: bool = False
+    is_perturbed: bool = False
     ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class KnownModel:
+class AnalyzedModel:
     """The job's model in float64, and its sketch."""
 
     made: BuiltModel
     sketch: Sketch
 
 
-def in_float64(job: Job, plan: Plan, place: Place, known: KnownModel) -> Engine:
-    """An engine in float64 that is given its model, and what is known of it."""
+def make_float64_engine(job: Job, plan: Plan, place: Place, known: AnalyzedModel) -> Engine:
+    """An engine in float64 with an already built and analyzed model."""
     return Engine(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore", made=known.made, sketch=known.sketch)
 
 
-def digests(sample: object) -> list[int]:
-    """A number for each leaf of a sample."""
-    return [_digest(leaf) for leaf in tree_leaves(sample)]
+def digest_leaves(sample: object) -> list[int]:
+    """One digest per leaf of a sample."""
+    return [_digest_leaf(leaf) for leaf in tree_leaves(sample)]
 
 
-def _digest(leaf: object) -> int:
+def _digest_leaf(leaf: object) -> int:
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().cpu().contiguous()
         return crc32(leaf.flatten().view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
     return crc32(leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode())
 
 
-def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
-    """This rank's share of each point's batch, as training reads it."""
+def read_points(engine: Engine, points: list[Point]) -> Iterator[Batch]:
+    """This rank's local batch of each point, read as in training."""
     job, first = engine.job, points[0]
     if not is_map(engine.data):
         engine.job = replace(job, batch=first.size, steps=sys.maxsize)
@@ -83,15 +83,15 @@ def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
         engine.job = replace(job, batch=point.size, steps=sys.maxsize)
         engine.position = Position(point.step, 0, point.start)
         if point.ids:
-            yield _chosen(engine, point)
+            yield _read_chosen(engine, point)
         else:
             yield next(engine.batches())
 
 
-def _chosen(engine: Engine, point: Point) -> Batch:
-    """This rank's share of a batch of chosen samples. What is read for it is not noted: augmentation goes by other numbers here."""
+def _read_chosen(engine: Engine, point: Point) -> Batch:
+    """This rank's local batch of chosen samples. The reads are not recorded: augmentation has other sample numbers here."""
     before = engine.data
-    order = permutation(engine.job.seed, 0, point.size).tolist()
+    order = make_permutation(engine.job.seed, 0, point.size).tolist()
     numbered = dict(zip(order, point.ids))
     inner = before.data if isinstance(before, ChosenSamples) else before
     assert is_map(inner)
@@ -103,48 +103,48 @@ def _chosen(engine: Engine, point: Point) -> Batch:
         engine.data = before
 
 
-def measure(job: Job, cut: Plan, known: KnownModel, points: list[Point], place: Place) -> dict[str, Any]:
-    """Losses and gradients of the points on this rank of `cut`, and digests of the samples it read. JSON values only."""
-    return _measured(in_float64(job, cut, place, known), points)
+def measure_rank(job: Job, cut: Plan, known: AnalyzedModel, points: list[Point], place: Place) -> dict[str, Any]:
+    """Losses and gradients of the points on this rank of `cut`, and digests of its samples. JSON values only."""
+    return _measure_points(make_float64_engine(job, cut, place, known), points)
 
 
-def one_device(
-    job: Job, known: KnownModel, points: list[Point], place: Place, *, cut: Plan, size: int, seconds: float
+def measure_one_device(
+    job: Job, known: AnalyzedModel, points: list[Point], place: Place, *, cut: Plan, size: int, seconds: float
 ) -> dict[str, Any]:
-    """The same of one device; and whether the loss is separable where `cut` cuts a batch of `size`, as far as `seconds` go."""
-    engine = in_float64(job, Plan(), place, known)
+    """The same on one device; and whether the loss is separable under `cut` for a batch of `size`, within `seconds`."""
+    engine = make_float64_engine(job, Plan(), place, known)
     kept, began = list[Any](), time.perf_counter()
 
     def run(model: nn.Module, inputs: object) -> Any:
-        kept.append(call(model, inputs))
+        kept.append(run_model(model, inputs))
         return kept[-1]
 
     engine.passes.call = run
-    found = _measured(engine, points)
+    found = _measure_points(engine, points)
     took = (time.perf_counter() - began) / max(1, sum(p.size for p in points))
     if engine.rank_model.batch_peers.used:
-        return found | {"coupled": None, "scales": 0, "untried": "it asks for the global batch"}
+        return found | {"coupled": None, "scales": 0, "untried": "the job uses the global batch"}
     size = max(size if took * size < seconds else 0, points[0].size)
-    batch = next(read(engine, [replace(points[0], size=size)]))
-    inside = lambda: forward_format(cut, WIDE, "cpu")  # noqa: E731
-    pair = many(kept[0], points[0].size, batch.size), move(batch.micro[0].targets, torch.device("cpu"), WIDE)
-    told, scales, untried = separable.coupled(job, *pair, parts_of(cut, batch.size), seconds, inside)
-    return found | {"coupled": told.told() if told else None, "scales": scales, "untried": untried, "size": batch.size}
+    batch = next(read_points(engine, [replace(points[0], size=size)]))
+    inside = lambda: make_forward_context(cut, WIDE, "cpu")  # noqa: E731
+    pair = tile_outputs(kept[0], points[0].size, batch.size), move_tree(batch.micro_batches[0].targets, torch.device("cpu"), WIDE)
+    told, scales, untried = separable.find_coupling(job, *pair, list_parts(cut, batch.size), seconds, inside)
+    return found | {"coupled": told.to_report() if told else None, "scales": scales, "untried": untried, "size": batch.size}
 
 
-def parts_of(cut: Plan, size: int) -> list[tuple[int, int]]:
+def list_parts(cut: Plan, size: int) -> list[tuple[int, int]]:
     """(first, count) of each part of a batch of `size`, in order."""
-    shares = [replace(BatchShare.of(cut, rank), ranks=cut.shares) for rank in range(cut.shares)]
-    return [part for share in shares for part in share.parts(size) if part[1]]
+    shares = [replace(BatchShare.from_plan(cut, rank), ranks=cut.shares) for rank in range(cut.shares)]
+    return [part for share in shares for part in share.locate_micro_batches(size) if part[1]]
 
 
-def many(outputs: object, size: int, wanted: int) -> Any:
-    """Outputs of `wanted` samples, made of those of `size`: each again and again, with noise."""
+def tile_outputs(outputs: object, size: int, wanted: int) -> Any:
+    """Outputs of `wanted` samples, repeated from those of `size` samples, with noise."""
     if wanted == size:
         return outputs
-    generator, rows = _generator("outputs"), torch.arange(wanted) % size
+    generator, rows = _make_generator("outputs"), torch.arange(wanted) % size
 
-    def more(t: Tensor) -> Tensor:
+    def tile_rows(t: Tensor) -> Tensor:
         if not t.dim() or t.shape[0] != size:
             return t
         taken = t.detach()[rows]
@@ -152,42 +152,42 @@ def many(outputs: object, size: int, wanted: int) -> Any:
             return taken
         return taken + 0.1 * t.detach().std() * torch.randn(taken.shape, generator=generator, dtype=t.dtype)
 
-    leaves(outputs)
-    return tree_map_only(Tensor, more, outputs)
+    dataclass_leaves(outputs)
+    return tree_map_only(Tensor, tile_rows, outputs)
 
 
-def _measured(engine: Engine, points: list[Point]) -> dict[str, Any]:
+def _measure_points(engine: Engine, points: list[Point]) -> dict[str, Any]:
     place = engine.place
     rows = []
-    seen_in(engine.data).clear()  # building read an example, whose random numbers are keyed by nothing
-    for point, batch in zip(points, read(engine, points)):
+    get_seen_digests(engine.data).clear()  # the build read an example with unseeded random numbers
+    for point, batch in zip(points, read_points(engine, points)):
         began = time.process_time()
-        if point.moved:
+        if point.is_perturbed:
             move_weights(engine)
         loss, norm, gradients = 0.0, 0.0, dict[str, tuple[float, float]]()
-        for _ in engine.turns.of(0):
+        for _ in engine.active_phase.iterate_phases(0):
             step_row = engine.backward(batch)
             of_turn, totals = engine.norm(step_row)
             norm, loss = math.hypot(norm, of_turn), loss + float(totals.loss)
-            gradients |= {n: told_by(n, p.grad) for n, p in engine.rank_model.params.items() if p.grad is not None}
+            gradients |= {n: project_tensor(n, p.grad) for n, p in engine.rank_model.params.items() if p.grad is not None}
             for parameter in engine.rank_model.params.values():
                 parameter.grad = None
         took = time.process_time() - began
         rows.append({"loss": loss, "norm": norm, "gradients": {} if place.rank else gradients, "seconds": took})
-    return {"rows": rows, "seen": dict(seen_in(engine.data)), "asks": engine.rank_model.batch_peers.used}
+    return {"rows": rows, "seen": dict(get_seen_digests(engine.data)), "asks": engine.rank_model.batch_peers.used}
 
 
 def move_weights(engine: Engine) -> None:
-    """Another point for the model: every weight moved by a tenth of its tensor's size, on all ranks alike."""
+    """Move every weight by a tenth of its tensor's size, equally on all ranks."""
     with torch.no_grad():
         for name, parameter in engine.rank_model.params.items():
-            noise = torch.randn(parameter.shape, generator=_generator(name), dtype=parameter.dtype)
+            noise = torch.randn(parameter.shape, generator=_make_generator(name), dtype=parameter.dtype)
             parameter.add_(noise * (0.1 * parameter.square().mean().sqrt() + 1e-3))
 
 
-def told_by(name: str, tensor: Tensor) -> tuple[float, float]:
+def project_tensor(name: str, tensor: Tensor) -> tuple[float, float]:
     """(a random product of a tensor, its norm)."""
-    flat, generator = tensor.detach().double().flatten(), _generator(name)
+    flat, generator = tensor.detach().double().flatten(), _make_generator(name)
     rows = -(-flat.numel() // BLOCK)
     padded = torch.nn.functional.pad(flat, (0, rows * BLOCK - flat.numel())).view(rows, BLOCK)
     inner = torch.randn(BLOCK, generator=generator, dtype=WIDE)
@@ -195,5 +195,5 @@ def told_by(name: str, tensor: Tensor) -> tuple[float, float]:
     return float((padded @ inner) @ outer), float(flat.norm())
 
 
-def _generator(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(key("job check", name) & 0x7FFFFFFFFFFFFFFF)
+def _make_generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(make_philox_key("job check", name) & 0x7FFFFFFFFFFFFFFF)

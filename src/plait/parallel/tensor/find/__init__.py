@@ -1,9 +1,9 @@
-"""Finding the column- and row-parallel slices of any model.
+"""Search for the column- and row-parallel slices of any model.
 
-finder            proposes slices for every pair of maps, and has them checked
-alike             of layers that compute the same, a few are looked at
-linear_maps       which modules are linear maps, and along which dims they can be cut
-trace             one run in which every tensor knows what it was computed from
-propose           from a row-parallel map backwards: what each rank needs
-check             the code on a rank's slice against the whole, in float64
+finder            proposes slices for every pair of linear layers, and checks them
+repeated_layers   searches a few of many equal layers, and copies the result to the others
+linear_maps       finds linear layers, and the dims along which they can be sharded
+dataflow_trace    runs the model once, and records the linear layers that each tensor was computed from
+propose           computes which elements of the columns each rank needs for its slice of a row layer
+replayed_module   compares the code on a rank's slice with the full code, in float64
 """

@@ -1,6 +1,6 @@
-"""Sequence parallelism: between column- and row-parallel maps each rank computes its rows of the sequence.
+"""Sequence parallelism: between column-parallel and row-parallel layers, each rank computes its rows of the sequence.
 
-check             which units may run on a rank's rows
-runtime           units run on a rank's rows, gathered and reduced at the slices; rows, or a share of a sum, under the shape of the whole
-async_tp          gathers and scattered sums in one operator with the matrix products beside them
+replayed_unit     checks which units can run on a rank's rows
+runtime           runs units on a rank's rows; gathers and reduce-scatters at the borders of regions
+async_tp          fuses all-gather and reduce-scatter with the matmuls before and after them
 """

@@ -1,31 +1,30 @@
-"""Running units on stretches of the sequence, between the regions that are cut into slices (sequence parallelism).
+"""Units on sequence shards between the regions of tensor parallelism (sequence parallelism).
 
-A unit that works row by row outside its regions is given this rank's rows of the hidden states. Where a region begins
-they are gathered, where it ends a rank's rows of the sum are all it gets: together these two send what the one sum over
-the ranks sends without stretches, and what is between regions is computed and kept once, not on every rank. See
-`parallel/tensor/strategy.py` for the technique, `parallel/tensor/sequence/check.py` for which units these are.
+A unit that computes row by row outside of its regions receives this rank's rows of the hidden states. At the start of a
+region they are gathered, and at its end the output is reduce-scattered. Together these send the same bytes as one
+all-reduce. The code between regions runs once over all ranks, not on every rank. See `parallel/tensor/strategy.py` for
+the technique, and `parallel/tensor/sequence/replayed_unit.py` for the check of units.
 
-From unit to unit rows are handed on as they are. To the model's code around units they are a `LazyGather`: a tensor with the
-shape of the whole, which is gathered when something asks for its numbers. What an embedding hands on that is cut by words
-is `PartialSum` until then: each rank's share of a sum, of which a unit on stretches gets its rows.
+Between units, rows are passed on as they are. Code around units sees a `LazyGather`: a tensor with the global shape,
+which is gathered when code reads its values. The output of a vocabulary-parallel embedding is a `PartialSum` until
+then, of which a unit on sequence shards gets its rows.
 
-[Note: Rows and shares under the shape of the whole]
-Tensors with the shape of a whole of which a rank holds its rows of the sequence, or its share of a sum.
+[Note: Tensors with the global shape]
+Three classes have the global shape, while a rank has its rows of the sequence or a partial sum.
 
-`GlobalShape`, inside a unit: a block that is one module reads `batch, length, width = x.shape` and shapes queries and
-keys by it. In a region these are whole, outside of it x is a stretch. So x has the shape of the whole, and whatever is
-done to it is done to this rank's rows. That this is right for what the unit does is not known here:
-`parallel/tensor/sequence/check.py` has tried it.
+`GlobalShape`, inside a unit: a block that is a single module reads `batch, length, width = x.shape`, and reshapes
+queries and keys by it. In a region these are full, but outside of it x is a sequence shard. So x has the global shape,
+and operators on it run on this rank's rows. `parallel/tensor/sequence/replayed_unit.py` has checked that this is
+correct for the unit.
 
-`LazyGather`, between units, where nothing was tried: what a unit returned. The next unit takes its rows, and whatever
-else is done with it is done with the whole, which is gathered then.
+`LazyGather`, between units, whose code was not checked: the output of a unit. The next unit takes its rows. Any other
+use gathers the full tensor first.
 
-`PartialSum`, between units: what an embedding returned whose words are cut over the ranks. Every rank has looked up the
-words that it holds, and zeros for the others; the sum of these shares is the embedding. If the next unit runs on
-stretches, a rank needs the sum of its rows only, which is half of what the sum of all rows sends. What is linear is done
-to the shares (positions are added to the first rank's alone, a mask drawn for the whole is multiplied with each), a unit
-on stretches gets its rows of the sum, and whatever else is done with it is done with the sum, which is made then.
-Gradients: what is whole has its whole gradient on every rank, and so have a share and what is added to it.
+`PartialSum`, between units: the output of a vocabulary-parallel embedding. Every rank looks up the tokens of its
+vocabulary shard, and has zeros for the others; the sum over ranks is the embedding. If the next unit runs on sequence
+shards, a reduce-scatter suffices, which sends half the bytes of an all-reduce. Linear operators apply to the partial
+sums: positions are added on the first rank only, and a mask is multiplied on each rank. Any other use sums over ranks
+first. Every rank has the full gradient of a full tensor, and so also of a partial sum and of tensors added to it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,16 +36,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plait.model.slices import PositionwiseUnit, Slices
-from plait.randomness.distributions import dropout_call
-from plait.randomness.sub_block import Axis, HeldRows
+from plait.randomness.distributions import parse_dropout_call
+from plait.randomness.sub_block import Axis, LocalRowsRule
 from plait.tensors import collectives
-from plait.tensors.fake import is_unknown
-from plait.tensors.modules import own_forward
+from plait.tensors.fake import is_remote_fake
+from plait.tensors.module_state import bind_forward
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import Shaped, lengthened
+from plait.tensors.sharded_tensor import FullShapeTensor, replace_dim
 from plait.tensors.torch_private import (
     WrapperTensor,
-    leaves,
+    dataclass_leaves,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -56,151 +55,152 @@ from plait.tensors.torch_private import (
 
 
 class SequenceCollectives:
-    """What the ranks of a group send each other of tensors of which each holds its `rows` of `dim`, or a share of a sum."""
+    """Collectives on tensors of which each rank has its `rows` of `dim`, or a partial sum."""
 
     def __init__(self, group: ProcessGroup):
         self.group = group
 
-    def taken(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        """This rank's rows of a whole that all ranks have."""
-        return collectives.part(x, dim, rows, self.group)
+    def take_rows(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """Take this rank's rows of a tensor that all ranks have in full."""
+        return collectives.scatter_to_region(x, dim, rows, self.group)
 
-    def gathered(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        """The whole, for code that does the same with it on all ranks."""
-        return collectives.gather(x, dim, rows, self.group)
+    def gather_full(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """Gather the full tensor for code that all ranks run equally."""
+        return collectives.gather_from_region(x, dim, rows, self.group)
 
-    def entered(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        """The whole, where a region begins."""
+    def enter_region(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """Gather the full tensor at the start of a region."""
         return collectives.gather_partial(x, dim, rows, self.group)
 
-    def left(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        """This rank's rows of the sum, where one ends."""
-        return collectives.scatter_sum(x, dim, rows, self.group)
+    def leave_region(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """Reduce-scatter partial sums at the end of a region into this rank's rows."""
+        return collectives.reduce_scatter_region(x, dim, rows, self.group)
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum, where all ranks go on with all of it."""
-        return collectives.total(x, self.group)
-
-
-HIDDEN = "hidden states that ranks hold in stretches: use sequence_parallel=false"
-"""What errors call all of these."""
+    def sum_ranks(self, x: Tensor) -> Tensor:
+        """Sum partial sums on all ranks."""
+        return collectives.reduce_from_region(x, self.group)
 
 
-class GlobalShape(Shaped):
-    """The whole, of which `local` are this rank's rows of dim `along` (counted from the end)."""
+SHARD_DESCRIPTION = "hidden states on sequence shards: use sequence_parallel=false"
+"""Name of these tensors in error messages."""
+
+
+class GlobalShape(FullShapeTensor):
+    """A tensor with the global shape, of which `local` are this rank's rows of dim `along`, counted from the end."""
 
     along: int
-    inside = True
-    described = HIDDEN
+    wraps_region = True
+    description = SHARD_DESCRIPTION
 
     @staticmethod
-    def of(local: Tensor, dim: int, length: int) -> "GlobalShape":
-        """Rows of a sequence of that length, along a dim."""
-        return GlobalShape.around(local, lengthened(local, dim, length), along=dim - local.dim())
+    def from_shard(local: Tensor, dim: int, length: int) -> "GlobalShape":
+        """Wrap rows of a sequence of the global length along a dim."""
+        return GlobalShape.wrap(local, replace_dim(local, dim, length), along=dim - local.dim())
 
-    def like(self, local: object) -> Any:
-        """What was made of its rows, under the shape of the whole too where it has them."""
+    def with_local(self, local: object) -> Any:
+        """Wrap a result of an operator on the rows, if it has the same rows; else return it unchanged."""
         fits = isinstance(local, Tensor) and not isinstance(local, GlobalShape) and local.dim() == self.dim()
         if not fits or local.shape[self.along] != self.local.shape[self.along]:
             return local
-        return GlobalShape.of(local, self.along + local.dim(), self.shape[self.along])
+        return GlobalShape.from_shard(local, self.along + local.dim(), self.shape[self.along])
 
     @classmethod
-    def computed(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         largest = max((t for t in tree_leaves((args, kwargs)) if isinstance(t, GlobalShape)), key=lambda t: t.dim())
-        result = func(*tree_map(rows_of, args), **tree_map(rows_of, kwargs))
+        result = func(*tree_map(get_local_rows, args), **tree_map(get_local_rows, kwargs))
         first = args[0] if args else None
         if isinstance(first, GlobalShape) and result is first.local:  # in place
             return first
-        return tree_map(largest.like, result)
+        return tree_map(largest.with_local, result)
 
     def __repr__(self, **_: object) -> str:  # pyrefly: ignore[bad-override]
         return f"Posing(shape={tuple(self.shape)}, here {tuple(self.local.shape)})"
 
 
-def rows_of(leaf: object) -> Any:
-    """This rank's rows, of what has the shape of the whole."""
+def get_local_rows(leaf: object) -> Any:
+    """Return this rank's rows of a tensor with the global shape; other values unchanged."""
     return leaf.local if isinstance(leaf, GlobalShape) else leaf
 
 
-class Lazy(Shaped):
-    """A whole that is not there yet, to code between units: it is made when something asks for more than its shape."""
+class LazyTensor(FullShapeTensor):
+    """A full tensor for code between units, computed when code reads more than its shape."""
 
     by: SequenceCollectives
-    described = HIDDEN
+    description = SHARD_DESCRIPTION
 
-    def whole(self) -> Tensor:
-        """The plain tensor."""
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor, as a plain tensor."""
         raise NotImplementedError
 
-    def waits(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function gives that does not ask for the whole; NotImplemented of one that does."""
-        same = args[0] is self and not kwargs and _same(func.__name__, self.shape, args[1:])
+    def apply_lazily(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a function that does not need the full tensor, else NotImplemented."""
+        same = args[0] is self and not kwargs and _is_identity(func.__name__, self.shape, args[1:])
         return self if same else NotImplemented
 
     @classmethod
-    def computed(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first = next((a for a in args if isinstance(a, Lazy)), None)
-        result = NotImplemented if first is None else first.waits(func, args, kwargs)
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs)) if result is NotImplemented else result
+    def compute(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = next((a for a in args if isinstance(a, LazyTensor)), None)
+        result = NotImplemented if first is None else first.apply_lazily(func, args, kwargs)
+        return func(*tree_map(make_plain, args), **tree_map(make_plain, kwargs)) if result is NotImplemented else result
 
 
-def _same(name: str, shape: Sequence[int], args: tuple[Any, ...]) -> bool:
-    """Whether a function of a tensor gives all of it back as it is: `x[:, 0:]`, `x.view(x.shape)`."""
+def _is_identity(name: str, shape: Sequence[int], args: tuple[Any, ...]) -> bool:
+    """Return whether a function returns its tensor unchanged, such as `x[:, 0:]` or `x.view(x.shape)`."""
     if name == "__getitem__":
         index = list(args[0]) if isinstance(args[0], tuple) else [args[0]]
         at = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
         index[at : at + 1] = [slice(None)] * (len(shape) - len(index) + (at < len(index)))
-        plain_slices = all(isinstance(i, slice) and _numbers((i.start, i.stop, i.step)) for i in index)
+        plain_slices = all(isinstance(i, slice) and _is_all_integers((i.start, i.stop, i.step)) for i in index)
         return plain_slices and [i.indices(n) for i, n in zip(index, shape)] == [(0, n, 1) for n in shape]
     if name in ("view", "reshape"):
         sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
-        if not _numbers(sizes) or len(sizes) != len(shape):
+        if not _is_all_integers(sizes) or len(sizes) != len(shape):
             return False
         free = [d for d, n in enumerate(sizes) if n == -1]
         return len(free) < 2 and all(n == m or d in free for d, (n, m) in enumerate(zip(sizes, shape)))
     return name == "contiguous" and not args
 
 
-def _numbers(values: Iterable[object]) -> bool:
+def _is_all_integers(values: Iterable[object]) -> bool:
     return all(type(v) in (int, type(None)) for v in values)
 
 
-class LazyGather(Lazy):
-    """The whole of which this rank has `local`, its `rows` of dim `cut`: gathered when something asks for more than the shape."""
+class LazyGather(LazyTensor):
+    """A full tensor of which this rank has `local`, its `rows` of dim `cut`. It is gathered when code reads more than
+    its shape."""
 
-    cut: int
+    shard_dim: int
     rows: Rows
     gathered: Tensor | None
     noted: int
-    """The version of what was gathered when it was."""
+    """Version of the gathered tensor at the time of the gather."""
 
     @staticmethod
-    def of(local: Tensor, dim: int, rows: Rows, by: SequenceCollectives) -> "LazyGather":
-        """The whole of which this rank computed `local`."""
-        shape = lengthened(local, dim, rows.length)
-        return LazyGather.around(local, shape, cut=dim, rows=rows, by=by, gathered=None, noted=0)
+    def from_shard(local: Tensor, dim: int, rows: Rows, by: SequenceCollectives) -> "LazyGather":
+        """Make a lazy tensor from this rank's rows."""
+        shape = replace_dim(local, dim, rows.length)
+        return LazyGather.wrap(local, shape, shard_dim=dim, rows=rows, by=by, gathered=None, noted=0)
 
-    def whole(self) -> Tensor:
-        """The plain tensor, gathered once."""
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor, gathered once."""
         if self.gathered is None:
-            self.gathered = self.by.gathered(self.local, self.cut, self.rows)
+            self.gathered = self.by.gather_full(self.local, self.shard_dim, self.rows)
             self.noted = version(self.gathered)
         return self.gathered
 
-    def mine(self) -> Tensor:
-        """This rank's rows, as they are now: the model's code may have written to the whole."""
+    def get_local_rows(self) -> Tensor:
+        """Return this rank's current rows, including writes of the model's code to the gathered tensor."""
         if self.gathered is None or version(self.gathered) == self.noted:
             return self.local
-        return self.by.taken(self.gathered, self.cut, self.rows)
+        return self.by.take_rows(self.gathered, self.shard_dim, self.rows)
 
     def __repr__(self, **_: object) -> str:  # pyrefly: ignore[bad-override]
-        return f"Late(shape={tuple(self.shape)}, dim {self.cut}, here {tuple(self.local.shape)})"
+        return f"Late(shape={tuple(self.shape)}, dim {self.shard_dim}, here {tuple(self.local.shape)})"
 
 
-def plain(leaf: object) -> Any:
-    """The whole, where it waits."""
-    return leaf.whole() if isinstance(leaf, Lazy) else leaf
+def make_plain(leaf: object) -> Any:
+    """Return the full tensor of a lazy one; other values unchanged."""
+    return leaf.full_tensor() if isinstance(leaf, LazyTensor) else leaf
 
 
 ADDS = frozenset(("add", "__add__", "__radd__"))
@@ -208,72 +208,73 @@ SCALES = frozenset(("mul", "multiply", "__mul__", "__rmul__"))
 DIVIDES = frozenset(("div", "divide", "true_divide", "__truediv__"))
 
 
-class PartialSum(Lazy):
-    """The sum of the `local` of all ranks."""
+class PartialSum(LazyTensor):
+    """A full tensor that is the sum of `local` over all ranks."""
 
     resolved: Tensor | None
-    """What it has become: None, the whole, or the `LazyGather` of a stretch."""
+    """The result after the reduction: None, the full tensor, or the `LazyGather` of a sequence shard."""
 
     @staticmethod
-    def of(local: Tensor, by: SequenceCollectives) -> "PartialSum":
-        """The sum of which this rank has the share `local`."""
-        return PartialSum.around(local, list(local.shape), by=by, resolved=None)
+    def from_local(local: Tensor, by: SequenceCollectives) -> "PartialSum":
+        """Make a lazy tensor from this rank's partial sum."""
+        return PartialSum.wrap(local, list(local.shape), by=by, resolved=None)
 
     @property
-    def inside(self) -> bool:  # type: ignore[override]
-        """Numbers are drawn for the share, which has the shape of the whole."""
+    def wraps_region(self) -> bool:  # type: ignore[override]
+        """True while it is a partial sum: random numbers are then drawn for `local`, which has the global shape."""
         return self.resolved is None
 
-    def like(self, local: Tensor) -> "PartialSum":
-        """Another sum, of this one's shares after something linear."""
-        return PartialSum.of(local, self.by)
+    def with_local(self, local: Tensor) -> "PartialSum":
+        """Wrap the partial sum after a linear operator."""
+        return PartialSum.from_local(local, self.by)
 
-    def whole(self) -> Tensor:
-        """The plain tensor, made once."""
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor, summed once."""
         if self.resolved is None:
-            self.resolved = self.by.summed(self.local)
-        return plain(self.resolved)
+            self.resolved = self.by.sum_ranks(self.local)
+        return make_plain(self.resolved)
 
-    def stretch(self, dim: int, rows: Rows) -> Tensor:
-        """For a unit on stretches: `LazyGather`, this rank's rows of the sum, unless the whole is there already."""
+    def reduce_to_shard(self, dim: int, rows: Rows) -> Tensor:
+        """Reduce-scatter into a `LazyGather` of this rank's rows, for a unit on sequence shards. Returns the full
+        tensor if it exists."""
         if self.resolved is None:
-            self.resolved = LazyGather.of(self.by.left(self.local, dim, rows), dim, rows, self.by)
+            self.resolved = LazyGather.from_shard(self.by.leave_region(self.local, dim, rows), dim, rows, self.by)
         return self.resolved
 
-    def waits(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is linear, on the shares."""
+    def apply_lazily(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a linear function to the partial sums."""
         name = func.__name__
         if name == "dropout" and args[0] is self:
-            return NotImplemented if dropout_call(func, *args, **kwargs).drops else self
+            return NotImplemented if parse_dropout_call(func, *args, **kwargs).drops else self
         if self.resolved is None and len(args) == 2 and not kwargs:
             other = args[1] if args[0] is self else args[0]
             if name in ADDS and isinstance(other, Tensor):
-                return self._plus(other)
-            if (name in SCALES or (name in DIVIDES and args[0] is self)) and _number(other):
-                return self.like(func(*(self.local if a is self else a for a in args)))
-        return super().waits(func, args, kwargs)
+                return self._add_tensor(other)
+            if (name in SCALES or (name in DIVIDES and args[0] is self)) and _is_scalar(other):
+                return self.with_local(func(*(self.local if a is self else a for a in args)))
+        return super().apply_lazily(func, args, kwargs)
 
-    def _plus(self, other: Tensor) -> Any:
-        """With a tensor that every rank has, or another sum."""
+    def _add_tensor(self, other: Tensor) -> Any:
+        """Add a tensor that every rank has in full, or another partial sum."""
         if other.dtype != self.dtype or other.device != self.device:
             return NotImplemented
         if isinstance(other, PartialSum):
-            return self.like(self.local + other.local) if other.resolved is None else NotImplemented
+            return self.with_local(self.local + other.local) if other.resolved is None else NotImplemented
         if isinstance(other, WrapperTensor):
             return NotImplemented
-        return self.like(_Once.apply(self.local, other, self.by.group.rank() == 0))
+        return self.with_local(_AddOnFirstRank.apply(self.local, other, self.by.group.rank() == 0))
 
     def __repr__(self, **_: object) -> str:  # pyrefly: ignore[bad-override]
         return f"Owed(shape={tuple(self.shape)})"
 
 
-def _number(x: object) -> bool:
-    """A number, or a tensor that is one and is not learned."""
+def _is_scalar(x: object) -> bool:
+    """Return whether x is a number, or a scalar tensor that is not trained."""
     return isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim() and not x.requires_grad)
 
 
-class _Once(torch.autograd.Function):
-    """A share with something added that all ranks have: by the `first` of them only."""
+class _AddOnFirstRank(torch.autograd.Function):
+    """Adds a full tensor to a partial sum, on the `first` rank only."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, other: Tensor, first: bool) -> Tensor:
@@ -288,172 +289,173 @@ class _Once(torch.autograd.Function):
 
 
 class SequenceParallelUnits(SequenceCollectives):
-    """The units on stretches in the model of one rank."""
+    """The units on sequence shards of one rank's model."""
 
     def __init__(self, model: nn.Module, slices: Slices, group: ProcessGroup):
         super().__init__(group)
         self.model, self.slices = model, slices
-        self.rows: Rows | None = None
-        """Who has which rows in the unit that runs now."""
-        self.coming: Rows | None = None
-        self.posing = False
-        """Whether that unit's sequences pose as wholes."""
-        self.units = [_Unit(self, one) for one in slices.stretches]
-        self.borders = {border.row: border for one in slices.stretches for border in one.borders}
-        """By the row of a region."""
+        self.current_rows: Rows | None = None
+        """Rows of each rank in the unit that runs now."""
+        self.next_rows: Rows | None = None
+        self.is_posing = False
+        """True if that unit's sequences have the global shape."""
+        self.units = [_UnitHooks(self, one) for one in slices.sequence_units]
+        self.borders = {border.row: border for one in slices.sequence_units for border in one.borders}
+        """By row of a region."""
 
-    def wrap(self) -> list[Any]:
-        """Units on stretches know whose rows they run on; also when they are recomputed. After their regions are made.
+    def wrap_units(self) -> list[Any]:
+        """Wrap units on sequence shards, so that their rows are set, also in recomputation. Runs after their regions
+        are made.
 
-        Returns the handles of hooks that gather what other stages get.
+        Returns the handles of hooks that gather the outputs for other stages.
         """
         handles = []
         for unit in self.units:
-            module = self.model.get_submodule(unit.on.unit)
-            module.forward = _Inside(self, unit.on, module)
-            if unit.on.crosses:  # before any other hook
-                handles.append(module.register_forward_hook(unit.gather))
+            module = self.model.get_submodule(unit.spec.unit)
+            module.forward = _ShardForward(self, unit.spec, module)
+            if unit.spec.crosses_stages:  # before all other hooks
+                handles.append(module.register_forward_hook(unit.gather_output))
         return handles
 
-    def install(self, units: Iterable[str], heads: Iterable[str]) -> list[Any]:
-        """From now on units get rows. After all other hooks on units: these must see plain tensors."""
-        on = {unit.on.unit: unit for unit in self.units}
-        if not on and not self.slices.owed:
+    def install_hooks(self, units: Iterable[str], heads: Iterable[str]) -> list[Any]:
+        """Install hooks that pass rows to units. Runs after all other hooks on units, which must see plain tensors."""
+        on = {unit.spec.unit: unit for unit in self.units}
+        if not on and not self.slices.deferred_sums:
             return []
         heads = tuple(heads)
-        handles = [self.model.register_forward_hook(_ended, prepend=True)]
+        handles = [self.model.register_forward_hook(_gather_output, prepend=True)]
         for name in dict.fromkeys((*on, *units, *heads)):
             module = self.model.get_submodule(name)
             if name not in on:
-                enter = self._head if name in heads else _whole
+                enter = self._enter_head if name in heads else _gather_inputs
                 handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 continue
             handles.append(module.register_forward_pre_hook(on[name].enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(on[name].leave))
-        for name in self.slices.owed:
-            handles.append(self.model.get_submodule(name).register_forward_hook(self._owing))
+        for name in self.slices.deferred_sums:
+            handles.append(self.model.get_submodule(name).register_forward_hook(self._defer_sum))
         return handles
 
-    def _owing(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """An embedding hands on a share of a sum."""
-        return None if is_unknown(output) else PartialSum.of(output, self)
+    def _defer_sum(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Wrap the output of a vocabulary-parallel embedding as a partial sum."""
+        return None if is_remote_fake(output) else PartialSum.from_local(output, self)
 
-    def _head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A head cut by words begins a region of its own, and none ends there."""
+    def _enter_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather the input of a vocabulary-parallel head like the start of a region, which has no end."""
         late = args[0] if args and isinstance(args[0], LazyGather) and args[0].gathered is None else None
         module.__dict__["_gathered"] = late is not None
         if late is None:
-            return _whole(module, args, kwargs)
-        return (self.entered(late.local, late.cut, late.rows), *args[1:]), kwargs
+            return _gather_inputs(module, args, kwargs)
+        return (self.enter_region(late.local, late.shard_dim, late.rows), *args[1:]), kwargs
 
     def __call__(self, place: str, dim: int, whole: int | None, local: int) -> Axis | None:
-        """A rule for `randomness/sub_block.py`: what a unit on stretches draws."""
-        if self.rows is None or (place, dim) not in self.slices.drawn:
+        """Rule for `randomness/sub_block.py`: the ranges of a random tensor that a unit on sequence shards draws."""
+        if self.current_rows is None or (place, dim) not in self.slices.sequence_draws:
             return None
-        return HeldRows(self.rows, self.group.rank(), self.slices.drawn)(place, dim, whole, local)
+        return LocalRowsRule(self.current_rows, self.group.rank(), self.slices.sequence_draws)(place, dim, whole, local)
 
     @property
-    def _here(self) -> Rows:
-        """Who has which rows where a region begins or ends."""
-        rows = self.rows or self.coming
+    def _region_rows(self) -> Rows:
+        """Rows of each rank where a region starts or ends."""
+        rows = self.current_rows or self.next_rows
         assert rows is not None
         return rows
 
-    def split(self, length: int) -> Rows:
-        """Who has which rows of a sequence."""
-        return Rows.even(length, self.group.size())
+    def split_rows(self, length: int) -> Rows:
+        """Split a sequence into rows of each rank."""
+        return Rows.make_even(length, self.group.size())
 
-    def begin(self, x: Tensor, dim: int) -> Tensor:
-        """All rows of what a region begins with."""
-        return self.entered(rows_of(x), dim, self._here)
+    def begin_region(self, x: Tensor, dim: int) -> Tensor:
+        """Gather all rows at the start of a region."""
+        return self.enter_region(get_local_rows(x), dim, self._region_rows)
 
-    def end(self, x: Tensor, dim: int) -> Tensor:
-        """What its unit gets of the sum."""
-        return self.posed(self.left(x, dim, self._here), dim)
+    def end_region(self, x: Tensor, dim: int) -> Tensor:
+        """Reduce-scatter at the end of a region, in the form that its unit expects."""
+        return self.pose_as_full(self.leave_region(x, dim, self._region_rows), dim)
 
-    def posed(self, mine: Tensor, dim: int) -> Tensor:
-        """This rank's rows, as its unit sees them."""
-        return GlobalShape.of(mine, dim, self._here.length) if self.posing else mine
+    def pose_as_full(self, mine: Tensor, dim: int) -> Tensor:
+        """Return this rank's rows in the form that their unit expects: with the global shape, or as they are."""
+        return GlobalShape.from_shard(mine, dim, self._region_rows.length) if self.is_posing else mine
 
-    def where(self, dim: int) -> tuple[int, Rows, ProcessGroup]:
-        """What a collective of this rank's rows needs to know where a region begins or ends."""
-        return dim, self._here, self.group
+    def get_row_layout(self, dim: int) -> tuple[int, Rows, ProcessGroup]:
+        """Return (dim, rows of each rank, group) for collectives where a region starts or ends."""
+        return dim, self._region_rows, self.group
 
 
-def _whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(isinstance(leaf, Lazy) for leaf in leaves((args, kwargs))):
-        return tree_map(plain, (args, kwargs))
+def _gather_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(leaf, LazyTensor) for leaf in dataclass_leaves((args, kwargs))):
+        return tree_map(make_plain, (args, kwargs))
     return None
 
 
-def _ended(module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
-    return tree_map(plain, output) if any(isinstance(leaf, Lazy) for leaf in leaves(output)) else None
+def _gather_output(module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
+    return tree_map(make_plain, output) if any(isinstance(leaf, LazyTensor) for leaf in dataclass_leaves(output)) else None
 
 
-class _Unit:
-    """What stands before and after a unit on stretches."""
+class _UnitHooks:
+    """Hooks before and after a unit on sequence shards."""
 
     def __init__(self, parallel_units: SequenceParallelUnits, stretched: PositionwiseUnit):
-        self.parallel_units, self.on = parallel_units, stretched
+        self.parallel_units, self.spec = parallel_units, stretched
         self.rows: Rows | None = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key, dim, parallel_units = self.on.key, self.on.dim, self.parallel_units
+        key, dim, parallel_units = self.spec.key, self.spec.dim, self.parallel_units
         hidden = kwargs[key] if isinstance(key, str) else args[key]
         if isinstance(hidden, PartialSum):
-            hidden = hidden.stretch(dim, parallel_units.split(hidden.shape[dim]))
-        if isinstance(hidden, LazyGather) and hidden.cut == dim:
-            local, rows = hidden.mine(), hidden.rows
+            hidden = hidden.reduce_to_shard(dim, parallel_units.split_rows(hidden.shape[dim]))
+        if isinstance(hidden, LazyGather) and hidden.shard_dim == dim:
+            local, rows = hidden.get_local_rows(), hidden.rows
         else:
-            hidden = plain(hidden)
-            rows = parallel_units.split(hidden.shape[dim])
-            local = parallel_units.taken(hidden, dim, rows)
-        self.rows = parallel_units.coming = rows
-        put = lambda k, value: local if k == key else tree_map(plain, value)  # noqa: E731
+            hidden = make_plain(hidden)
+            rows = parallel_units.split_rows(hidden.shape[dim])
+            local = parallel_units.take_rows(hidden, dim, rows)
+        self.rows = parallel_units.next_rows = rows
+        put = lambda k, value: local if k == key else tree_map(make_plain, value)  # noqa: E731
         return tuple(put(i, a) for i, a in enumerate(args)), {k: put(k, a) for k, a in kwargs.items()}
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
-        """What the next unit gets, or the code between them, is a whole that is not gathered yet."""
-        return self._each(output, partial(LazyGather.of, by=self.parallel_units))
+        """Wrap the output as a lazy full tensor."""
+        return self._map_returned(output, partial(LazyGather.from_shard, by=self.parallel_units))
 
-    def gather(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
-        """What another stage gets is whole."""
-        return self._each(output, self.parallel_units.gathered)
+    def gather_output(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
+        """Gather the output for another stage."""
+        return self._map_returned(output, self.parallel_units.gather_full)
 
-    def _each(self, output: object, make: Callable[[Tensor, int, Rows], Tensor]) -> Any:
+    def _map_returned(self, output: object, make: Callable[[Tensor, int, Rows], Tensor]) -> Any:
         rows, self.rows = self.rows, None
         if rows is None:
             return None
-        leaves(output)  # makes trees of dataclasses
+        dataclass_leaves(output)  # registers dataclasses as trees
         flat, spec = tree_flatten(output)
-        for i, dim in self.on.returned:
+        for i, dim in self.spec.returned:
             flat[i] = make(flat[i], dim, rows) if isinstance(flat[i], Tensor) else flat[i]
         return tree_unflatten(flat, spec)
 
 
-class _Inside:
-    """A unit's own forward on stretches. What it is given remembers whose rows it is of: it may run again in backward."""
+class _ShardForward:
+    """A unit's own forward on a sequence shard. It stores the row layout on its input, because it may run again in
+    backward."""
 
     def __init__(self, parallel_units: SequenceParallelUnits, stretched: PositionwiseUnit, module: nn.Module):
-        self.parallel_units, self.on, self.own = parallel_units, stretched, own_forward(module)
+        self.parallel_units, self.spec, self.own = parallel_units, stretched, bind_forward(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        parallel_units, on = self.parallel_units, self.on
+        parallel_units, on = self.parallel_units, self.spec
         hidden: Tensor = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
-        rows: Rows = vars(hidden).setdefault("whose_rows", parallel_units.coming)
-        before = parallel_units.rows, parallel_units.posing
-        parallel_units.rows, parallel_units.posing = rows, on.posing
-        if on.posing:
-            args, kwargs = put(args, kwargs, on.key, GlobalShape.of(hidden, on.dim, rows.length))
+        rows: Rows = vars(hidden).setdefault("whose_rows", parallel_units.next_rows)
+        before = parallel_units.current_rows, parallel_units.is_posing
+        parallel_units.current_rows, parallel_units.is_posing = rows, on.sees_full_shape
+        if on.sees_full_shape:
+            args, kwargs = replace_argument(args, kwargs, on.key, GlobalShape.from_shard(hidden, on.dim, rows.length))
         try:
             output = self.own(*args, **kwargs)
-            return tree_map(rows_of, output) if on.posing else output
+            return tree_map(get_local_rows, output) if on.sees_full_shape else output
         finally:
-            parallel_units.rows, parallel_units.posing = before
+            parallel_units.current_rows, parallel_units.is_posing = before
 
 
-def put(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: object) -> tuple[Any, Any]:
-    """The arguments with another value at one place."""
+def replace_argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: object) -> tuple[Any, Any]:
     if isinstance(key, str):
         return args, {**kwargs, key: value}
     return (*args[:key], value, *args[key + 1 :]), kwargs
