@@ -1,7 +1,7 @@
 """The pictures docs/overview.svg and docs/techniques/*.svg, one function each. `python docs/generate.py drawings` writes them.
 
-Text and lines have the color of the page's text, areas a color that is seen on white and on black. The width is 480, so that letters
-of 13 are legible on a telephone.
+Text and lines have the color of the page's text, and areas have a color that is visible on white and on black. The width is 480, so that
+letters of size 13 are legible on a phone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from functools import partial
 from xml.sax.saxutils import escape
 
 WIDTH, LABEL, ROW, SIZE, LETTER = 480, 68, 24, 13, 0.54
-"""Of a picture, of the labels of its rows, the height of a row, the size of its text, the width of a letter of size 1."""
+"""The width of a picture and of its row labels, the height of a row, the text size, and the width of a letter of size 1."""
 BLUE, GREEN, ORANGE, PURPLE, RED, GRAY = "#3b82f6", "#16a34a", "#ea8a1f", "#a855f7", "#e5484d", "#8b929c"
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 STYLE = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6e8eb}}"
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass
 class Drawing:
-    """A picture, to which each method adds something."""
+    """A picture; each method adds an element."""
 
     title: str
     height: float = 0
@@ -38,13 +38,13 @@ class Drawing:
         self.height = max(self.height, y)
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", size: float = SIZE, bold: bool = False) -> None:
-        """A line of text; y is its middle."""
+        """Add a line of text; y is its middle."""
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(f'<text x="{x:g}" y="{y + size * 0.36:g}" font-size="{size:g}" text-anchor="{anchor}"{weight}>{escape(text)}</text>')
         self._reach(y + size)
 
     def box(self, x: float, y: float, width: float, height: float, text: str = "", color: str = GRAY, size: float = SIZE) -> None:
-        """A colored area with text in its middle, which is smaller if it does not fit."""
+        """Add a colored area with text in its middle, which is smaller if it does not fit."""
         self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{color}" '
                           f'fill-opacity=".28" stroke="{color}"/>')  # fmt: skip
         lines = text.split("\n")
@@ -55,7 +55,7 @@ class Drawing:
         self._reach(y + height + 1)
 
     def line(self, *points: tuple[float, float], arrow: bool = True, color: str = "currentColor", dashed: bool = False) -> None:
-        """A line through points, with an arrow at its end."""
+        """Add a line through points, with an arrow at its end."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.3"{dash}/>')
@@ -72,13 +72,13 @@ class Drawing:
         self._reach(y + radius + 1)
 
     def row(self, y: float, label: str, spans: Iterable[Span], unit: float, height: float = ROW - 4) -> None:
-        """A row of a timeline."""
+        """Add a row of a timeline."""
         self.text(0, y + height / 2, label)
         for span in spans:
             self.box(LABEL + span.start * unit, y, span.length * unit - 1, height, span.text, span.color, 12)
 
     def legend(self, y: float, **colors: str) -> None:
-        """What the colors mean: a text, with _ for blanks, and its color."""
+        """Add a legend: a text, with _ for blanks, and its color."""
         x = 0.0
         for name, color in colors.items():
             name = name.replace("_", " ")
@@ -89,7 +89,7 @@ class Drawing:
             x += 17 + LETTER * SIZE * len(name) + 14
 
     def svg(self, name: str) -> str:
-        """The file."""
+        """Return the file's text."""
         width, height = WIDTH + 4, round(self.height + 4)
         head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-2 -2 {width} {height}" width="640" height="{round(640 * height / width)}" '
                 f'role="img" aria-labelledby="{name}-title" font-family="system-ui, sans-serif" fill="currentColor">')  # fmt: skip
@@ -97,7 +97,7 @@ class Drawing:
 
 
 def timeline(drawing: Drawing, y: float, rows: dict[str, Sequence[Span]], unit: float) -> float:
-    """Rows below each other; the y after them."""
+    """Draw rows below each other, and return the y after them."""
     for label, spans in rows.items():
         drawing.row(y, label, spans, unit)
         y += ROW
@@ -105,7 +105,7 @@ def timeline(drawing: Drawing, y: float, rows: dict[str, Sequence[Span]], unit: 
 
 
 def chain(texts: str, color: str, start: float = 0, length: float = 1) -> list[Span]:
-    """Boxes of equal length, one after the other."""
+    """Return boxes of equal length in sequence."""
     return [Span(start + i * length, length, text, color) for i, text in enumerate(texts.split())]
 
 
@@ -120,13 +120,13 @@ def data() -> Drawing:
 
 
 def schedule(d: Drawing, y: float, name: str, stages_per_rank: int, unit: float) -> float:
-    """The table of a schedule as plait makes it: three ranks, six micro-batches; a backward takes twice as long as a forward."""
-    from plait.parallel.pipeline.schedules import textbook
+    """Draw the table of a schedule from plait's own code: three ranks, six micro-batches; a backward takes twice as long as a forward."""
+    from plait.parallel.pipeline.schedules import build_textbook_table
 
-    table = textbook(name, 3, 6, stages_per_rank)
+    table = build_textbook_table(name, 3, 6, stages_per_rank)
     times = {"F": 1 / stages_per_rank, "B": 2 / stages_per_rank, "I": 1 / stages_per_rank, "W": 1 / stages_per_rank}
     colors = {"F": BLUE, "B": GREEN, "I": GREEN, "W": PURPLE}
-    order, ends, free, done = table.order, list[float](), [0.0] * table.ranks, [0] * table.ranks
+    order, ends, free, done = table.play_order, list[float](), [0.0] * table.ranks, [0] * table.ranks
     rows: list[list[Span]] = [[] for _ in range(table.ranks)]
     for rank, need in zip(order.ranks, order.needs):
         action = table.rows[rank][done[rank]]
@@ -247,7 +247,7 @@ def threads() -> Drawing:
     return d
 
 
-def shares() -> Drawing:
+def batch_split() -> Drawing:
     d = Drawing("Local batches by speed: if they are equal, the fast rank waits for the slow one; if they follow speed, all ranks finish together")
     d.text(0, 8, "batch_split=equal", bold=True)
     y = timeline(d, 20, {"fast": [Span(0, 4, "32 samples", BLUE), Span(4, 8, "waits", GRAY)], "slow": [Span(0, 12, "32 samples", ORANGE)]}, 33)
@@ -444,15 +444,15 @@ def axes() -> Drawing:
 
 
 TECHNIQUES: tuple[Callable[[], Drawing], ...] = (
-    pipeline, expert, tensor, context, precision, threads, shares, accumulate, activation_checkpointing, compiled, compression, data, fsdp, offload,
-    replica_groups, server, batch_norm,
+    pipeline, expert, tensor, context, precision, threads, batch_split, accumulate, activation_checkpointing, compiled, compression, data, fsdp,
+    offload, replica_groups, server, batch_norm,
 )  # fmt: skip
 
 
 def drawn(draw: Callable[[], Drawing]) -> str:
-    """The file of a picture."""
+    """Return the file of a picture."""
     return draw().svg(draw.__name__)
 
 
 DRAWINGS = {"overview": partial(drawn, overview), **{f"techniques/{draw.__name__}": partial(drawn, draw) for draw in (axes, *TECHNIQUES)}}
-"""What draws each picture, by its path in docs/, without .svg; that of a technique has the name of its page."""
+"""The function of each picture, by its path in docs/ without .svg. The picture of a technique has the name of its page."""

@@ -12,7 +12,7 @@ from real comparisons, and the files that pages show.
     python docs/generate.py layouts     its table of production layouts
     python docs/generate.py pages       the pictures of reports: see pictures.py
 
-Every technique is explained where it is implemented, at the top of its file. To change its page, change that.
+The explanation of a technique is the docstring of its file. To change its page, change the docstring.
 """
 
 import re
@@ -29,7 +29,7 @@ PLAN = "dp=2"
 SCRIPTS, DIFFERENT = "tests/scripts", 3
 COLUMNS, WIDEST = 100, 120
 HEADINGS = ("What it does", "Costs", "Choose when", "Avoid when", "Paper")
-"""Sections every technique has. It may have others, such as Picture or How it stays exact."""
+"""The sections of every technique. Others are optional, such as Picture or How it stays exact."""
 
 INTRODUCTION = """\
 # Techniques
@@ -78,19 +78,19 @@ xmlns="http://www.w3.org/2000/svg">
     </g>
 </svg>
 """
-"""rich's own template without the fonts it fetches: the picture asks no other machine for anything."""
+"""rich's own template without its fonts, so that the picture downloads nothing from other servers."""
 
 
 def modules() -> list[ModuleType]:
-    """The strategies in the order of their application, and what they share."""
+    """The strategies in the order of their application, and the batch split."""
+    from plait.parallel.apply_order import ORDER
     from plait.parallel.data import batch_norm
-    from plait.parallel.order import ORDER
 
     return [*ORDER, batch_norm]  # type: ignore[list-item]
 
 
 def sections(docstring: str) -> tuple[str, str, dict[str, str]]:
-    """(title, opening text, section by heading). A heading is a line at the margin above an indented block."""
+    """Return (title, introduction, section by heading). A heading is a line at the margin above an indented block."""
     first, _, rest = docstring.strip().partition("\n")
     title, _, lead = first.partition(": ")
     blocks = re.split(r"(?m)^(?=\S[^\n]*\n {4}\S)", rest)
@@ -103,7 +103,7 @@ def sections(docstring: str) -> tuple[str, str, dict[str, str]]:
 
 
 def page_name(module: ModuleType) -> str:
-    """The name of a technique's page and of its picture: that of its file, or of its folder."""
+    """Return the name of a technique's page and picture: that of its file, or of its folder."""
     return module.__name__.removesuffix(".strategy").rpartition(".")[2]
 
 
@@ -112,7 +112,7 @@ def exactness(module: ModuleType) -> str:
 
 
 def technique(module: ModuleType) -> str:
-    """The page of a technique: its docstring, with a drawing in place of the picture of characters that `plait help` prints."""
+    """Return the page of a technique: its docstring, with a drawing instead of the text picture that `plait help` prints."""
     title, opening, found = sections(module.__doc__ or "")
     axis = getattr(module, "AXIS", None)
     facts = [f"`{module.__name__.replace('.', '/')}.py`", *([f"axis `{axis}`"] if axis else []), exactness(module)]
@@ -122,7 +122,7 @@ def technique(module: ModuleType) -> str:
 
 
 def techniques() -> dict[str, str]:
-    """The text of every page of docs/techniques by its name."""
+    """Return the text of every page of docs/techniques by its name."""
     rows = []
     for module in modules():
         title, opening, _ = sections(module.__doc__ or "")
@@ -132,12 +132,12 @@ def techniques() -> dict[str, str]:
 
 
 def conflicts() -> str:
-    """The table of what of a plan does not work together."""
+    """Return the table of parts of a plan that do not work together."""
     from plait.config.conflicts import CONFLICTS, Conflict
 
     def cell(row: Conflict) -> str:
-        conditions = [f"with {' and '.join(f'`{term}`' for term in row.given)}"] * bool(row.given)
-        conditions += [f"without {' and '.join(f'`{term}`' for term in row.without)}"] * bool(row.without)
+        conditions = [f"with {' and '.join(f'`{term}`' for term in row.requires)}"] * bool(row.requires)
+        conditions += [f"without {' and '.join(f'`{term}`' for term in row.unless)}"] * bool(row.unless)
         first, second = (term.replace("|", "` or `") for term in (row.first, row.second))
         more = f" ({', '.join(conditions)})" if conditions else ""
         return f"| `{first}` | `{second}`{more} | {row.code} | {row.why} |"
@@ -146,7 +146,7 @@ def conflicts() -> str:
 
 
 def picture(lines: list[str], title: str, label: str) -> str:
-    """An SVG of a terminal with these lines; ✓ and EQUAL are green, ✗ and DIFFERENT red. `label` describes it to screen readers."""
+    """Return an SVG of a terminal with these lines; ✓ and EQUAL are green, ✗ and DIFFERENT red. `label` describes it to screen readers."""
     from io import StringIO
 
     from rich.console import Console
@@ -164,25 +164,25 @@ def picture(lines: list[str], title: str, label: str) -> str:
 
 
 def verification() -> str:
-    """The picture of `plait verify` on the example, run now."""
+    """Run `plait verify` on the example and return the picture."""
     import torch
 
     from plait.config.job import load_job
     from plait.config.plan import Plan
-    from plait.proof.verdict import table
+    from plait.proof.verdict import format_verdict
     from plait.proof.verify import verify
 
     torch.set_num_threads(1)
     job = load_job(str(DOCS.parent / EXAMPLE))
     verdict = verify(job, Plan.parse(PLAN), device="cpu")
     if not verdict.equal:
-        raise SystemExit(table(verdict, EXAMPLE))
-    lines = [f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *table(verdict, EXAMPLE).splitlines()]
+        raise SystemExit(format_verdict(verdict, EXAMPLE))
+    lines = [f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *format_verdict(verdict, EXAMPLE).splitlines()]
     return picture(lines, "plait verify", "plait verify compares a split run with one device; every row agrees")
 
 
 def proof_of_scripts() -> str:
-    """The picture of `plait prove` on a script with a mistake, run now."""
+    """Run `plait prove` on a script with a mistake and return the picture."""
     commands = ["python ddp.py --batch-size 16", "torchrun --nproc-per-node 2 ddp.py --batch-size 8"]
     words = [f"{command} --labels-left-out" for command in commands]
     done = subprocess.run([sys.executable, "-m", "plait", "prove", *words], cwd=DOCS.parent / SCRIPTS, capture_output=True, text=True)
@@ -198,12 +198,12 @@ SHOWN = re.compile(r"(?ms)^(```\w+ (examples/\S+)\n).*?^(```)$")
 
 
 def shown(page: str) -> str:
-    """The page with its blocks that show files as those files are now."""
+    """Return the page with the current text of the files that it shows."""
     return SHOWN.sub(lambda m: m[1] + (DOCS.parent / m[2]).read_text(encoding="utf-8") + m[3], page)
 
 
 def generated(wanted: Collection[str] = ("techniques", "drawings", "reference")) -> dict[Path, str]:
-    """The texts of generated files that are quick to make, by their paths."""
+    """Return the texts of the quickly generated files, by their paths."""
     found = dict[Path, str]()
     if "techniques" in wanted:
         found |= {DOCS / "techniques" / f"{name}.md": text for name, text in techniques().items()}
@@ -219,7 +219,7 @@ def generated(wanted: Collection[str] = ("techniques", "drawings", "reference"))
 
 
 def main() -> None:
-    """Write what was asked for, all that is quick by default."""
+    """Write the requested documents; by default all that are quick."""
     wanted = sys.argv[1:] or ["techniques", "drawings", "reference", "verify", "prove", "shown"]
     if wanted[0] == "matrix":
         import matrix

@@ -1,5 +1,5 @@
-"""The pictures of pages of `plait report`: `python docs/generate.py pages`. It trains the example under four plans, so it wants a quiet machine,
-and takes the pictures in a headless chromium."""
+"""Take the pictures for pages of `plait report`: `python docs/generate.py pages`. It trains the example under four plans, which requires an
+idle machine, and takes the pictures in a headless chromium."""
 
 import shutil
 import subprocess
@@ -12,12 +12,12 @@ DOCS = Path(__file__).resolve().parent
 JOB = "examples/stdlib_gpt/job.py"
 PLANS = {"one": "dp=1", "shards": "fsdp=2", "pipeline": "pp=2 microbatches=4", "replicas": "dp=2"}
 PAGES = {"report_gpt": (("replicas",), 1500), "report_pipeline": (("pipeline",), 2250), "report_three": (("replicas", "one", "shards"), 2900)}
-"""The runs of each page, and how many pixels of it are shown."""
+"""The runs of each page, and the height of its picture in pixels."""
 WIDTH = 1000
 
 
 def picture(page: Path, file: Path, height: int) -> None:
-    """What a window of this height shows of a page."""
+    """Take a picture of a page in a window of this height."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("there is no chromium here to take the pictures with")

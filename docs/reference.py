@@ -1,4 +1,4 @@
-"""The reference pages that are read off tables of the source: docs/cli.md of the commands' options, docs/plan_keys.md of a plan's keys.
+"""Write the reference pages from tables of the source: docs/cli.md from the commands' options, docs/plan_keys.md from a plan's keys.
 
     python docs/generate.py reference
 
@@ -28,14 +28,14 @@ is `*`, it is the number of processes that the other axes leave.
 
 
 def escaped(text: str) -> str:
-    """The text inside a table, without marks of Markdown."""
+    """Return the text for a table cell, without Markdown marks."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
 
 def cli() -> str:
-    """All of cli.md."""
+    """Return the text of cli.md."""
     from plait.cli.main import COMMANDS
-    from plait.config.command_options import Option, options_of
+    from plait.config.command_options import Option, list_options
 
     def row(option: Option) -> str:
         names = [option.name] if option.by_place else [*(option.words or (option.flag,))]
@@ -46,14 +46,14 @@ def cli() -> str:
     parts = [CLI]
     for name, command in COMMANDS.items():
         examples = "\n".join(f"$ plait {name} {words}".rstrip() for words in command.examples)
-        rows = "\n".join(row(option) for option in options_of(command.options).values())
-        does = f"{command.does[:1].upper()}{command.does[1:]}."
+        rows = "\n".join(row(option) for option in list_options(command.options).values())
+        does = f"{command.summary[:1].upper()}{command.summary[1:]}."
         parts.append(f"## plait {name}\n{does}\n```console\n{examples}\n```\n\n| option | meaning |\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
 def plan_keys() -> str:
-    """All of plan_keys.md."""
+    """Return the text of plan_keys.md."""
     from plait.cli.plan_and_job import TECHNIQUES
     from plait.config.keys import KEYS, TABLES
     from plait.config.plan import Plan
@@ -65,11 +65,11 @@ def plan_keys() -> str:
         for name, key in KEYS.items():
             if key.table != table:
                 continue
-            values = [*(f"`{choice}`" for choice in key.choices), *([key.form.partition("|")[2]] if key.form else [])]
+            values = [*(f"`{choice}`" for choice in key.choices), *([key.pattern.partition("|")[2]] if key.pattern else [])]
             default = defaults[name]
             facts = [f"values {', '.join(values) if values else {int: 'an integer', float: 'a number', bool: '`true`, `false`'}[key.kind]}",
                      f"default `{str(default).lower() if isinstance(default, bool) else default}`"]  # fmt: skip
-            facts += [f"in other frameworks {', '.join(f'`{other}`' for other in key.also)}"] * bool(key.also)
+            facts += [f"in other frameworks {', '.join(f'`{other}`' for other in key.aliases)}"] * bool(key.aliases)
             if module := TECHNIQUES.get(name):
                 page = module.removesuffix("/strategy")
                 facts.append(f"[what it does and costs](techniques/{page}.md)")

@@ -2,7 +2,7 @@
 
     python docs/sample_text.py [--seed 0] [--count 30] [--kind message|name|docstring]
 
-A reader paraphrases each of them; of thirty, 27 should be understood rightly.
+A reader paraphrases each of them; of thirty, 27 should be understood correctly.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "plait"
 MESSAGES = ("Problem", "note", "say", "option", "Key", "Fault")
-"""Calls whose texts users read."""
+"""Calls whose texts are messages to users."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text and where it stands."""
+    """A text and its place."""
 
     kind: str
     text: str
@@ -28,7 +28,7 @@ class Sample:
 
 
 def samples() -> Iterator[Sample]:
-    """All texts of the package."""
+    """Return all texts of the package."""
     for path in sorted(SOURCES.rglob("*.py")):
         tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
         for node in ast.walk(tree):
@@ -47,7 +47,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _text(node: ast.expr) -> str:
-    """A literal text, with its values as they are named in the code."""
+    """Return a literal text, with the names of its values in the code."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

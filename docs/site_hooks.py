@@ -1,4 +1,4 @@
-"""What MkDocs needs to show docs/ as GitHub does: pages of the top folder, blank lines around blocks, file names of code blocks.
+"""Lets MkDocs show docs/ like GitHub: adds pages of the top folder, blank lines around blocks, and file names of code blocks.
 
 mkdocs.yml names this file.
 """
@@ -16,9 +16,9 @@ TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG
 FENCE = re.compile(r"```(?:(\w+) (\S+)$)?")
 """The first or last line of a code block; its language and the name of its file, if it has one."""
 LIST, TABLE = re.compile(r"(?:[-*]|\d+\.) "), re.compile(r"\|")
-"""How a line of a list and of a table begins."""
+"""The start of a line of a list and of a table."""
 BOOSTS = {"faq": 8, "how_to/": 4, "techniques/": 2, "decisions/": 0.1, "log": 0.1, "changelog": 0.1, "trackers": 0.3, "long_lists": 0.1, "": 1}
-"""How much a search prefers a page, by the beginning of its name: answers for users before records of how plait was made."""
+"""The search weight of a page, by the beginning of its name: answers for users rank above records of development."""
 EXAMPLE = re.compile(r"(?m)^>>> .*(?:\n.+)*")
 """An example in a docstring, up to the next blank line."""
 
@@ -34,8 +34,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """The page with blank lines around code blocks, and before lists and tables, and four blanks in front of what is inside an item of a
-    list; a file name of a code block becomes its title."""
+    """Return the page with blank lines around code blocks, and before lists and tables. Text inside a list item is indented by four blanks.
+    The file name of a code block becomes its title."""
     page.meta["search"] = {"boost": next(boost for start, boost in BOOSTS.items() if page.file.src_uri.startswith(start))}
     lines, is_code, before = list[str](), False, ""
     for line in markdown.splitlines():
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 class Examples(griffe.Extension):
-    """Makes the examples of docstrings code blocks: Markdown takes >>> for a quotation."""
+    """Convert the examples of docstrings to code blocks, because Markdown treats >>> as a quotation."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of a module, class, function or attribute."""
