@@ -33,7 +33,7 @@ from plait.losses.global_batch import make_zero_loss
 from plait.model.build_model import run_model
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.loss_scale import scale_loss
-from plait.parallel.pipeline.runtime import MicroBatch, PipelineRuntime
+from plait.parallel.pipeline.runtime import PipelineRuntime, WeightedMicroBatch
 from plait.parallel.precision import make_forward_context
 from plait.parallel.rank_model import RankModel
 from plait.tensors import opaque_code
@@ -179,19 +179,19 @@ class Passes:
         self.number = 0
         self.logged = StepLog(rank_model.device)
 
-    def make_micro_batches(self, batch: Batch, runs: dict[int, float]) -> list[MicroBatch]:
+    def make_micro_batches(self, batch: Batch, runs: dict[int, float]) -> list[WeightedMicroBatch]:
         """Return the micro-batches to run, on the device. `runs`: number -> its weight relative to the global batch."""
-        rank_model, found = self.rank_model, list[MicroBatch]()
+        rank_model, found = self.rank_model, list[WeightedMicroBatch]()
         loss_scale = rank_model.techniques.loss_scale
         for i, weight in runs.items():
             micro = batch.micro_batches[i]
             pair = rank_model.setup.device_copies.take_tree((micro.inputs, micro.targets))
             inputs, targets = move_tree(pair, rank_model.device, rank_model.setup.cast)
             scale = weight if loss_scale is None else weight * loss_scale.factor
-            found.append(MicroBatch(inputs, targets, micro.first, micro.count or 1, weight, scale, micro.count == 0, i))
+            found.append(WeightedMicroBatch(inputs, targets, micro.first, micro.count or 1, weight, scale, micro.count == 0, i))
         return found
 
-    def run(self, micro_batches: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
+    def run(self, micro_batches: list[WeightedMicroBatch], step: int, ready: Callable[[list[Tensor]], None]) -> None:
         """Run forward and backward of all micro-batches. `ready` is called with the weighted losses before the last backward."""
         self.logged.begin()
         idle = bool(micro_batches) and all(piece.idle for piece in micro_batches)
@@ -207,7 +207,7 @@ class Passes:
         """Number of the micro-batch whose forward or backward is running."""
         return self.number if self.rank_model.techniques.pipeline is None else self.rank_model.techniques.pipeline.micro_index
 
-    def _run_sequential(self, micro_batches: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool) -> None:
+    def _run_sequential(self, micro_batches: list[WeightedMicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool) -> None:
         rank_model, losses = self.rank_model, list[Tensor]()
         for piece in micro_batches:
             last, self.number = piece is micro_batches[-1], piece.index
@@ -224,7 +224,7 @@ class Passes:
         if not micro_batches:
             ready(losses)
 
-    def forward(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
+    def forward(self, piece: WeightedMicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         """Return (loss, function that runs its backward pass) of one micro-batch."""
         rank_model = self.rank_model
         self.spans.begin("forward")
@@ -240,12 +240,12 @@ class Passes:
 
         return loss.detach(), backward
 
-    def _run_model(self, micro_batch: MicroBatch) -> Any:
+    def _run_model(self, micro_batch: WeightedMicroBatch) -> Any:
         self.rank_model.batch_peers.begin(micro_batch.idle)
         with self._use_format(), self.logged.record_weighted(micro_batch.weight):
             return self.call(self.rank_model.module, micro_batch.inputs)
 
-    def _compute_loss(self, outputs: object, micro_batch: MicroBatch) -> Tensor:
+    def _compute_loss(self, outputs: object, micro_batch: WeightedMicroBatch) -> Tensor:
         """Compute the job's loss, or zero for a micro-batch of weight zero, whose rank still takes part in collectives."""
         with self._use_format(), self.logged.record_weighted(micro_batch.weight):
             whole = lambda: self.loss(outputs, micro_batch.targets)  # noqa: E731
@@ -264,7 +264,7 @@ class Passes:
             yield
 
     def _run_pipeline(
-        self, pipeline: PipelineRuntime, micro_batches: list[MicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool
+        self, pipeline: PipelineRuntime, micro_batches: list[WeightedMicroBatch], step: int, ready: Callable[[list[Tensor]], None], idle: bool
     ) -> None:
         reducer = self.turns.reducer
         pipeline.step_number = step
@@ -277,7 +277,7 @@ class Passes:
         ready(losses)
         reducer.begin(True, idle)
 
-    def _forward_in_threads(self, micro_batch: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
+    def _forward_in_threads(self, micro_batch: WeightedMicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         replicas = self.rank_model.techniques.replicas
         assert replicas is not None
         self.spans.begin("replicate")

@@ -19,7 +19,7 @@ from plait.config.errors import Problem, problem_from_page
 from plait.proof.probes import FLOOR, TOLERANCE, Probe, as_double, relative_diff
 from plait.proof.rounding import MAX_ROUNDINGS, StepResult, compute_limits, measure_distances, widen_limits
 from plait.scripts.recordings import OptimizerStep, Readers, Recording, find_unlike
-from plait.scripts.values import StoredTensor, TensorFolder
+from plait.scripts.values import RecordedTensor, TensorFolder
 from plait.tensors.norm import shorten_names
 
 CAUSE_TOLERANCE = 1e-3
@@ -93,7 +93,7 @@ class BothSides:
         far = measure_distances(base, candidate).items()
         return [Probe("", "", off, max(limit[key], least), key[1]) for key, off in far if key[0] == kind]
 
-    def read(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    def read(self, stored: Mapping[str, RecordedTensor]) -> dict[str, Tensor]:
         return {name: self.tensors.load(each) for name, each in stored.items()}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .values import (
-    StoredTensor,
+    RecordedTensor,
     TensorFolder,
     count_labels,
     dtype_name,
@@ -109,7 +109,7 @@ class ScriptRecorder:
         """The pass of the last batch. Then: open steps, steps of the first optimizer, batches read until each of them."""
         self.depth, self.step_count, self.batch_counts = 0, 0, list[int]()
         self.stepped, self.losses = set[int](), list[float]()
-        self.after_grads, self.before_clip = dict[str, StoredTensor](), dict[int, StoredTensor]()
+        self.after_grads, self.before_clip = dict[str, RecordedTensor](), dict[int, RecordedTensor]()
         self.formats = set[str]()
         """Number formats of weights, of FSDP and of autocast so far."""
         self.has_drawn, self.generators, self.first_hook = False, "", list[Any]()
@@ -152,7 +152,7 @@ class ScriptRecorder:
         with torch.no_grad():
             for name, each in self.replay.get("weights", {}).items():
                 if name in tensors and [*tensors[name].shape] == each[2]:
-                    target, value = tensors[name], self.tensors.load(StoredTensor(*each))
+                    target, value = tensors[name], self.tensors.load(RecordedTensor(*each))
                     if is_split(target):
                         value = sys.modules["torch.distributed.tensor"].distribute_tensor(value, target.device_mesh, target.placements)
                     target.copy_(value)
@@ -222,7 +222,7 @@ class ScriptRecorder:
         batch = fetch(iterator)
         now.size = now.size or len(hash_rows(batch))
         if contents is not None:
-            rows = {name: torch.cat([self.tensors.load(StoredTensor(*each)) for each in parts]) for name, parts in contents[now.read_count].items()}
+            rows = {name: torch.cat([self.tensors.load(RecordedTensor(*each)) for each in parts]) for name, parts in contents[now.read_count].items()}
             batch = replace_by_name(batch, rows)
         if self.settings["float64"]:
             batch = replace_by_name(batch, {name: t.double() for name, t in iterate_tensors(batch) if t.is_floating_point()})

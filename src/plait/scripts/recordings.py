@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from plait.config.errors import PlaitError, Problem, problem_from_page
-from plait.scripts.values import StoredTensor
+from plait.scripts.values import RecordedTensor
 from plait.tensors.norm import shorten_names
 
 
@@ -24,7 +24,7 @@ class ProcessStart(msgspec.Struct, frozen=True, tag_field="is", tag="start"):
 
     rank: int
     world: int
-    weights: dict[str, StoredTensor]
+    weights: dict[str, RecordedTensor]
     trainable: list[str]
     batch_norms: list[str]
     group: list[int]
@@ -37,7 +37,7 @@ class ReadBatch(msgspec.Struct, frozen=True, tag_field="is", tag="batch"):
     rows: list[str]
     indices: list[int | str] | None
     labels: list[int] | None
-    stored: dict[str, StoredTensor]
+    stored: dict[str, RecordedTensor]
     shapes: list[list[int]]
 
 
@@ -56,11 +56,11 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag_field="is", tag="step"):
     losses: list[float]
     source: str
     drew: bool
-    after: dict[str, StoredTensor]
-    gradients: dict[str, StoredTensor]
-    applied: dict[str, StoredTensor]
-    weights: dict[str, StoredTensor]
-    buffers: dict[str, StoredTensor]
+    after: dict[str, RecordedTensor]
+    gradients: dict[str, RecordedTensor]
+    applied: dict[str, RecordedTensor]
+    weights: dict[str, RecordedTensor]
+    buffers: dict[str, RecordedTensor]
     complete: bool
 
 
@@ -122,7 +122,7 @@ def read_recordings(folder: Path) -> tuple[Recording, ...]:
     return tuple(sorted(found, key=lambda each: each.start.rank))
 
 
-def find_unlike(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> list[str]:
+def find_unlike(first: Mapping[str, RecordedTensor], other: Mapping[str, RecordedTensor]) -> list[str]:
     return [name for name, t in first.items() if other.get(name, t) != t]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class StoredTensor(NamedTuple):
+class RecordedTensor(NamedTuple):
     """A tensor in a folder of tensors. `name`: the file name, a hash of its bytes."""
 
     name: str
@@ -34,7 +34,7 @@ class TensorFolder:
     path: str
     room: int
 
-    def store(self, t: Tensor) -> StoredTensor:
+    def store(self, t: Tensor) -> RecordedTensor:
         """Write a tensor, if it is new and space remains. A collective if it is sharded."""
         t = gather_full(t)
         t = (t if t.layout == torch.strided else t.to_dense()).cpu().contiguous()
@@ -47,9 +47,9 @@ class TensorFolder:
                 with open(f"{path}.{os.getpid()}", "wb") as file:
                     file.write(data)
                 os.replace(file.name, path)
-        return StoredTensor(name, dtype_name(t.dtype), (*t.shape,))
+        return RecordedTensor(name, dtype_name(t.dtype), (*t.shape,))
 
-    def load(self, stored: StoredTensor) -> Tensor:
+    def load(self, stored: RecordedTensor) -> Tensor:
         """Load a stored tensor. Its data is memory-mapped."""
         path, dtype = os.path.join(self.path, stored.name), getattr(torch, stored.dtype)
         return torch.from_file(path, size=math.prod(stored.shape), dtype=dtype).reshape(stored.shape)

@@ -38,7 +38,7 @@ from plait.tensors.trees import TensorSlot, list_slot_tensors
 
 
 @dataclass
-class MicroBatch:
+class WeightedMicroBatch:
     """One micro-batch of this rank's local batch: its inputs, and its weight in the loss."""
 
     inputs: object
@@ -126,7 +126,7 @@ class PipelineRuntime:
         """Index of the micro-batch of the current action."""
 
     def step(
-        self, micro_batches: list[MicroBatch], forward: Callable[[MicroBatch], Any], loss: Callable[[Any, MicroBatch], Tensor]
+        self, micro_batches: list[WeightedMicroBatch], forward: Callable[[WeightedMicroBatch], Any], loss: Callable[[Any, WeightedMicroBatch], Tensor]
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches by the table. Return the losses on the rank of the last stage."""
         self.local_grads: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -185,9 +185,9 @@ class PipelineRuntime:
     def _forward(
         self,
         action: Action,
-        piece: MicroBatch,
-        forward: Callable[[MicroBatch], Any],
-        loss_of: Callable[[Any, MicroBatch], Tensor],
+        piece: WeightedMicroBatch,
+        forward: Callable[[WeightedMicroBatch], Any],
+        loss_of: Callable[[Any, WeightedMicroBatch], Tensor],
     ) -> None:
         stage, micro = action.stage, action.micro
         received, leaves = self._receive_inputs(stage, micro, grad=True)
