@@ -327,7 +327,7 @@ def fsdp() -> Drawing:
                 "and a step of zero_stage=3, which gathers the parameters of a unit before it runs and sums its gradients into shards")  # fmt: skip
     d.text(0, 8, "memory of one rank of four", bold=True)
     parts = {"parameters": (1.0, BLUE), "gradients": (1.0, GREEN), "optimizer state": (2.0, PURPLE)}
-    for i, (name, sharded) in enumerate((("dp=4", 0), ("zero_stage=1", 1), ("zero_stage=2", 2), ("zero_stage=3", 3))):  # the last parts are shards
+    for i, (name, sharded) in enumerate((("dp=4", 0), ("ZeRO 1", 1), ("ZeRO 2", 2), ("ZeRO 3", 3))):  # the last parts are shards
         spans, start = list[Span](), 0.0
         for left, (part, (size, color)) in zip((3, 2, 1), parts.items()):
             length = size / 4 if left <= sharded else size
