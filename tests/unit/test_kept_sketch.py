@@ -99,6 +99,22 @@ def test_a_second_plan_runs_nothing_of_the_job(job: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("more", "code"), [((), 0), (("--memory", "1MB"), 1)])
+def test_a_plan_ends_without_freeing_its_model(job: Path, more: tuple[str, ...], code: int) -> None:
+    """Handlers of `atexit` run, all output is written, and the exit code is that of the command."""
+    job.write_text(JOB + """
+import atexit
+class Held:
+    def __del__(self): print("freed")
+HELD = Held()
+atexit.register(print, "handler of the job")
+""")
+    done = subprocess.run([sys.executable, "-m", "plait", "plan", str(job), "--machine", "h100x8", *more], capture_output=True, text=True)
+    assert done.returncode == code and done.stdout.endswith("handler of the job\n") and "freed" not in done.stdout, done
+    assert len(done.stdout.splitlines()) > 3
+
+
+@pytest.mark.slow
 def test_a_second_plan_of_a_config_loads_no_model_and_prints_the_same(tmp_path: Path) -> None:
     """Of a Hugging Face config too: the values that it takes by default are printed again. A changed config is read again."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 32, "n_positions": 8}

@@ -1,6 +1,7 @@
 """The command line. Commands import torch only when they need it, so `plait --help` returns at once."""
 
 import argparse
+import atexit
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from io import TextIOWrapper
@@ -118,6 +120,26 @@ def main(argv: list[str] | None = None, job: "Job | None" = None) -> int:
             for number, handler in before.items():
                 if handler is not None:  # None: not set by Python
                     signal.signal(number, handler)
+
+
+def start() -> int:
+    """Run the command line as this process. Returns the exit code.
+
+    After a plan the process ends without Python's teardown, which takes a second or more to free the model and the modules of its libraries.
+    """
+    ended = list[int]()
+    if sys.argv[1:2] == ["plan"]:
+        atexit.register(_end_process, ended)  # handlers run in reverse order: those of libraries and of the job run before
+    ended.append(main())
+    return ended[0]
+
+
+def _end_process(ended: list[int]) -> None:
+    if ended:
+        with suppress(OSError):  # the reader of the output may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(ended[0])
 
 
 def _run_guarded(argv: list[str], job: "Job | None", output: TextIO) -> int:
