@@ -175,7 +175,7 @@ def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("plan", every(2, ("replica_groups=2 outer_sync=diloco sync_every=5", "replica_groups=2 dp=2 sync_every=3")))
 def test_killed_and_resumed(tmp_path: Path, plan: str) -> None:
     """The command itself, killed between two checkpoints and between two synchronizations."""
-    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train independently", "--max-restarts", "0")
+    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train separately", "--max-restarts", "0")
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
     assert any(n.startswith("groups/1/") for n in ends[0])
 

@@ -65,7 +65,7 @@ def struck(folder: Path, plan: str, rank: int, *more: str) -> str:
 def test_a_killed_group_is_started_again(tmp_path: Path, one_device: Path, plan: str, rank: int) -> None:
     """Other groups compute its samples, each sample is used once, and without staleness the weights equal those of one device."""
     said = struck(tmp_path, plan, rank)
-    assert f"group {rank} is gone" in said and "restarting it (" in said
+    assert f"group {rank} was lost" in said and "restarting it (" in said
     assert same(tmp_path, one_device) < 1e-12
 
 

@@ -388,7 +388,7 @@ class Plan:
 
     @property
     def rarely(self) -> bool:
-        """The plan has replica groups that train independently and synchronize infrequently."""
+        """The plan has replica groups that train separately and synchronize infrequently."""
         return self.replica_groups > 1 and self.outer_sync != "async"
 
     def dp_rank(self, rank: int) -> int:

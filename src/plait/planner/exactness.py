@@ -69,7 +69,7 @@ def describe_inexact(plan: Plan) -> str:
     if k > 1 and plan.outer_sync == "local":
         words.append(f"weights of {k} groups are averaged {every}")
     elif k > 1 and plan.outer_sync == "diloco":
-        words.append(f"{k} groups train independently, and an outer optimizer updates the global weights {every}")
+        words.append(f"{k} groups train separately, and an outer optimizer updates the global weights {every}")
     elif k > 1:
         words.append(f"gradients of {k} groups are applied on arrival, up to {plan.staleness} versions late")
     if plan.num_fragments > 1:
