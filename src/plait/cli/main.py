@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from io import TextIOWrapper
@@ -129,17 +128,16 @@ def start() -> int:
     """
     ended = list[int]()
     if sys.argv[1:2] == ["plan"]:
-        atexit.register(_end_process, ended)  # handlers run in reverse order: those of libraries and of the job run before
+        atexit.register(lambda: ended and end_process(ended[0]))  # runs last: handlers of libraries and of the job are registered later
     ended.append(main())
     return ended[0]
 
 
-def _end_process(ended: list[int]) -> None:
-    if ended:
-        with suppress(OSError):  # the reader of the output may be gone
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(ended[0])
+def end_process(code: int) -> NoReturn:
+    """End the process with this exit code and without Python's teardown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run_guarded(argv: list[str], job: "Job | None", output: TextIO) -> int:

@@ -38,7 +38,7 @@ class SizeResult:
 class GoalResult:
     """The results of a search over several sizes. `chosen` is the index of the answer."""
 
-    goal: str
+    question: str
     job: str
     machine: str
     batch: int
@@ -47,14 +47,14 @@ class GoalResult:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For `plait plan --json`, with its names of the fields."""
+        """For `plait plan --json`, in which the note is `told`."""
         values = asdict(self)
-        question, told = values.pop("goal"), values.pop("note")
-        return {"question": question, **values, "told": told}
+        note = values.pop("note")
+        return {**values, "told": note}
 
     def to_text(self) -> str:
         lines = [f"job       {self.job} · batch {self.batch}", f"machine   {self.machine}"]
-        lines += [f"question  {self.goal}", ""]
+        lines += [f"question  {self.question}", ""]
         head = ("devices", "step", "samples/s", "efficiency", "whole job", "price", "slowed by", "plan")
         cells = [head, *(self._format_cells(size) for size in self.sizes)]
         for k, row in enumerate(align_rows(cells, right=range(6))):
@@ -91,13 +91,13 @@ def plan_devices(request: PlanRequest, pins: dict[str, Any], memory: float | Non
     return SizeResult(devices, str(best.plan), got.seconds, 0.0, slow, took, price)
 
 
-def add_efficiency(request: PlanRequest, sizes: list[SizeResult], goal: str) -> GoalResult:
+def add_efficiency(request: PlanRequest, sizes: list[SizeResult], question: str) -> GoalResult:
     """Return sizes with their efficiency."""
     first = next((s for s in sizes if s.seconds), None)
     if first is not None:
         base = first.seconds * first.devices
         sizes = [replace(s, efficiency=base / s.seconds / s.devices) if s.seconds else s for s in sizes]
-    return GoalResult(goal, request.name, str(request.machine), request.job.batch, tuple(sizes))
+    return GoalResult(question, request.name, str(request.machine), request.job.batch, tuple(sizes))
 
 
 def compare_sizes(request: PlanRequest, pins: dict[str, Any], memory: float | None, devices: list[int]) -> GoalResult:
