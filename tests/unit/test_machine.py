@@ -11,9 +11,11 @@ import pytest
 
 from plait.config.errors import PlaitError
 from plait.config.hardware import (
+    CORES_NOTE,
     FITTED_CONSTANTS,
     LINK_EFFICIENCY,
     Collectives,
+    Device,
     Loader,
     Matmuls,
     Rates,
@@ -149,6 +151,20 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert machine.links[-1].latency == pytest.approx(20e-6) and machine.host == 2e10 and machine.devices == 8
     assert machine.price_per_hour == 1.5 and str(machine) == "2 nodes of 4 × some device, bridge"
     assert not machine.is_measured and machine.resize(20).nodes == 5
+
+
+def test_fewer_processes_have_more_threads() -> None:
+    rates = Rates(fp32=1e11, bf16=2e11)
+    cores = Machine("here", Device("some CPU", 2**33, 2e10, rates), devices_per_node=8, cores=8, notes=CORES_NOTE)
+    four, one = cores.resize(2), cores.resize(1)
+    assert (cores.threads, four.threads, one.threads, cores.resize(3).threads, cores.resize(16).threads) == (1, 4, 8, 2, 1)
+    assert four.device.peak == Rates(fp32=pytest.approx(1e11 * 4**0.8), bf16=pytest.approx(2e11 * 4**0.8))
+    assert four.device.memory_bandwidth == pytest.approx(2e10 * 4**0.8) and four.device.memory == 4 * 2**33
+    assert one.device.peak.fp32 == pytest.approx(four.resize(1).device.peak.fp32) and four.resize(8).device.peak.fp32 == pytest.approx(1e11)
+    assert cores.resize(16).device.peak == rates
+    unknown = Machine("here", Device("some CPU", 2**33), devices_per_node=8, cores=8, notes=CORES_NOTE).resize(2)
+    assert unknown.device.peak == Rates() and unknown.device.memory_bandwidth is None
+    assert Machine.from_name("h100x8").resize(2).device == Machine.from_name("h100x8").device
 
 
 @pytest.mark.parametrize("name", ["v100x8x2", "rtx-4090x2", "tpu-v5e", "h100x8x16"])

@@ -309,6 +309,30 @@ def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
     assert not find_answer(cores, {"tp": 2}).rows[0].plan.sequence_parallel
 
 
+def test_attention_on_cores_leaves_out_only_whole_blocks_of_masked_keys(asked: PlanRequest) -> None:
+    """torch's kernel has blocks of 512 keys."""
+    cores = replace(asked.pace, machine=read_machine("here").resize(2), software=replace(asked.software, cores=CoreCosts()))
+    cores = replace(cores, machine=plan_request.fill_speeds(cores.machine)[0])
+
+    def share(pace: TimeModel, keys: int) -> float:
+        made = PlannedProduct(keys, 64, keys, 4, cut="batch", weight=False, fused=True, grows="batch", causal=True)
+        causal, full = (pace.time_product(replace(made, causal=causal), Plan(), 1) - 2 * pace.fitted.ramp for causal in (True, False))
+        return causal / full
+
+    assert share(cores, 128) == share(cores, 512) == pytest.approx(1.0, rel=1e-2)
+    assert share(cores, 1024) == pytest.approx(0.75, rel=1e-2) and share(cores, 2**15) == pytest.approx(0.508, rel=1e-2)
+
+
+def test_messages_inside_layers_wait_for_cores() -> None:
+    """Each of them takes at least a wake-up; messages of dp, between steps, do not."""
+    cores = PlanRequest.from_job(job(layers=2, width=32, batch=8), "tiny.py", read_machine("here").resize(2))
+    free = replace(cores.pace, software=replace(cores.pace.software, cores=replace(cores.pace.software.cores, wake=0.0)), block_times={})
+    wake, sums = cores.pace.software.cores.wake * cores.pace.software.cores.operator, sum(b.count * b.tp_sums for b in cores.pace.work.blocks)
+    for plan, messages in ((Plan(tp=2), 4 * sums), (Plan(cp=2), 3 * 2), (Plan(cp=2, cp_method="ulysses"), 4 * 2), (Plan(dp=2), 0), (Plan(fsdp=2), 0)):
+        with_waits, without = (estimate_plan(pace, plan, 8 / plan.shares) for pace in (cores.pace, free))
+        assert with_waits.seconds - without.seconds == pytest.approx(messages * wake), plan
+
+
 @pytest.mark.parametrize("machine, gib, pins", [("h100x8", 80, {}), ("h100x2x4", 2.16, {}), ("h100x8", 2.16, {"compile": False})])
 def test_nothing_that_is_left_out_would_have_been_shown(machine: str, gib: float, pins: dict[str, Any], asked: PlanRequest) -> None:
     """Every plan of every branch is priced without bounds: each of the first meshes has the same best plan. With less memory some are tight."""

@@ -19,7 +19,7 @@ All-gather and reduce-scatter are rings of one lap. `bench/collectives.py` compa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import ceil, inf, log2
 from typing import NamedTuple
@@ -45,6 +45,10 @@ class Rates:
         """Return the rate of one precision."""
         return getattr(self, precision)
 
+    def scale(self, factor: float) -> "Rates":
+        """Return these rates times `factor`."""
+        return Rates(**{f.name: rate * factor for f in fields(Rates) if (rate := self.for_precision(f.name)) is not None})
+
 
 @dataclass(frozen=True)
 class Device:
@@ -60,6 +64,10 @@ class Device:
     achievable: Rates = Rates()
     multiprocessors: int | None = None
     """Number of streaming multiprocessors, each of which computes one tile of a matmul at a time."""
+
+    def scale_rates(self, factor: float) -> "Device":
+        """Return a device with `factor` times the memory bandwidth and the peaks."""
+        return replace(self, memory_bandwidth=self.memory_bandwidth and self.memory_bandwidth * factor, peak=self.peak.scale(factor))
 
 
 @dataclass(frozen=True)

@@ -66,5 +66,5 @@ class Fitted:
 
 
 FITTED = Fitted()
-ON_CORES = replace(FITTED, plain=0.42, fused=0.55, stream=0.824, moved=0.715, scores=0.864, back=1.65)
+ON_CORES = replace(FITTED, plain=0.8, fused=0.55, stream=0.824, moved=0.715, scores=0.864, back=1.65)
 """Constants for ranks on CPU cores, fitted together with `formulas.CoreCosts` on two idle cores."""

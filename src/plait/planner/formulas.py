@@ -13,12 +13,11 @@ The axes that split each parameter come from one table (`workload.make_axis_plan
 by the numbers of ranks. Their results equal the mean over the ranks of a plan's table (`tests/unit/test_planner_memory.py`).
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 from typing import Any, Literal
 
-from plait.config.hardware import Rates
 from plait.config.keys import SAME_LOSS
 from plait.config.machine import Machine
 from plait.config.plan import Plan
@@ -53,8 +52,10 @@ class CoreCosts:
     """All-gather and reduce-scatter of one fsdp unit, with its hooks."""
     shard: float = 2.3
     """Overhead of one operator whose weights are sharded."""
-    fresh: float = 14.4
-    """Bytes moved in memory per byte that fsdp gathers or scatters: copies into newly allocated pages."""
+    fresh: float = 11.0
+    """Bytes moved in memory per byte that fsdp, tp, cp and ep gather or scatter: copies into newly allocated pages."""
+    wake: float = 70.0
+    """A message inside a layer: while all cores compute, the thread that handles it waits for one. Measured in steps of `plait train`."""
     slice: float = 25.5
     """Overhead of tp and cp on one operator, forward and backward."""
     plain: float = 20.5
@@ -102,6 +103,9 @@ HALF_RATE_KEYS = 1000
 """Number of keys at which attention reaches half of its best rate under a causal mask (FlashAttention-2, arXiv 2307.08691).
 Without a mask, a quarter of them is enough (Dao-AILab/flash-attention, pull request 2688: an H100 of 310 Tflop/s reaches 204 with 512 keys and
 252 with 1,024)."""
+CORE_BLOCK_KEYS = 512
+"""Keys per block of torch's attention on CPU cores. Under a causal mask, it computes all blocks that have an unmasked key
+(`kvSplitSize` in FlashAttentionKernel.cpp)."""
 HALF_RATE_HEAD = 32
 """Head width at which attention reaches half of its best rate: softmax takes equally long for narrow heads.
 In FlashAttention-2 and 3, heads of 64 reach 0.8 to 0.9 of the rate of heads of 128."""
@@ -206,12 +210,10 @@ class TimeModel:
         if speed == 1.0:
             return self
         if speed not in self.slower_models:
-            machine, cores = self.machine, self.software.cores
-            peaks = {f.name: (getattr(machine.device.peak, f.name) or 0.0) * speed or None for f in fields(Rates)}
-            memory = (machine.device.memory_bandwidth or 1e12) * speed
-            device = replace(machine.device, peak=Rates(**peaks), memory_bandwidth=memory)
+            cores = self.software.cores
             software = replace(self.software, cores=cores and replace(cores, operator=cores.operator / speed))
-            self.slower_models[speed] = replace(self, machine=replace(machine, device=device), software=software, block_times={}, slower_models={})
+            machine = replace(self.machine, device=self.machine.device.scale_rates(speed))
+            self.slower_models[speed] = replace(self, machine=machine, software=software, block_times={}, slower_models={})
         return self.slower_models[speed]
 
     def time_block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
@@ -265,7 +267,9 @@ class TimeModel:
         precision = "bf16" if plan.precision == "fp8" and not product.weight else plan.precision
         peak = self.get_peak(precision)
         if product.fused:
-            needed = flops / (2 if product.causal else 1) / (peak * self.get_attention_fraction(product, plan))
+            block = CORE_BLOCK_KEYS / max(inner, columns) if self.software.cores else 0.0
+            masked = max(0.0, 1 - block) / 2 if product.causal else 0.0
+            needed = flops * (1 - masked) / (peak * self.get_attention_fraction(product, plan))
             return product.times * (needed + 2 * fitted.ramp)
         held = product.experts / plan.ep or 1.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * get_itemsize(plan)
@@ -359,13 +363,18 @@ class TimeModel:
         elements = count_shard_weights(block, plan) if plan.zero_stage == 3 else count_rank_weights(block, plan)
         return elements * (2 * self.software.gradients + get_itemsize(plan)) / self.memory_bandwidth
 
+    def time_core_messages(self, count: float, size: float) -> float:
+        """Predict seconds of `count` messages of `size` bytes inside layers in addition to those of the links, on CPU cores that compute."""
+        cores = self.software.cores
+        return count * (cores.wake * cores.operator + cores.fresh * size / self.memory_bandwidth) if cores else 0.0
+
     def time_tp_sums(self, block: Block, plan: Plan, samples: float) -> float:
         """Predict seconds of tp all-reduces in forward. With sequence parallelism, reduce-scatter and all-gather take as long."""
         if plan.tp == 1 or not block.tp_sums:
             return 0.0
         size = block.out * samples / plan.cp * get_itemsize(plan)
         shown = self.fitted.tiled if self.software.tiled and plan.uses_sequence_shards else self.fitted.sums
-        return shown * block.tp_sums * self.machine.all_reduce(size, plan.tp)
+        return shown * block.tp_sums * self.machine.all_reduce(size, plan.tp) + self.time_core_messages(2 * block.tp_sums, size)
 
     def time_batch_norms(self, block: Block, plan: Plan) -> float:
         """Predict seconds to all-reduce batch-norm statistics in forward."""
@@ -388,7 +397,7 @@ class TimeModel:
             nodes = -(-plan.ep * stride // self.machine.devices_per_node)
             places = nodes if nodes > 1 else plan.ep
             size *= places * (1 - (1 - 1 / places) ** choices) / choices
-        return 2 * self.machine.all_to_all(size, plan.ep, stride)
+        return 2 * self.machine.all_to_all(size, plan.ep, stride) + self.time_core_messages(2, size)
 
     def time_cp_messages(self, block: Block, plan: Plan, samples: float, attention: float) -> float:
         """Predict exposed seconds of cp messages next to attention."""
@@ -396,9 +405,9 @@ class TimeModel:
             return 0.0
         if plan.cp_method == "ulysses":
             size = (block.keys + 2 * block.out) * samples / plan.cp / plan.tp * get_itemsize(plan)
-            return self.machine.all_to_all(size, plan.cp, plan.tp)
+            return self.machine.all_to_all(size, plan.cp, plan.tp) + self.time_core_messages(2, size)
         size = block.keys * samples / plan.cp / plan.tp * get_itemsize(plan)
-        hops = (plan.cp - 1) * self.machine.send(size, plan.tp)
+        hops = (plan.cp - 1) * self.machine.send(size, plan.tp) + self.time_core_messages(1.5 * (plan.cp - 1), size)  # twice in backward
         made = max((p.rows * min(p.inner, p.columns) * p.batch for p in block.products if p.fused), default=0.0)
         merging = (plan.cp - 1) / plan.cp * RING_MERGE_MOVES * made * samples / plan.tp * get_itemsize(plan) / self.memory_bandwidth
         return self.time_exposed(hops, attention) + merging
