@@ -50,13 +50,12 @@ def learn_corrections(plan_request: PlanRequest, options: JobOptions, learn_opti
         except UnusableRun as why:
             skipped[str(why)] += 1
             continue
-        own = LearnedCorrection((), _format_job_key(run.job, run.arguments), bool(request.shardable.mixtures), plan_request.machine.is_on_cores)
+        own = LearnedCorrection((), _format_job_key(run.job, run.arguments), bool(request.shardable.mixtures))
         anchors.append((own.make_traits(got), log(run.seconds / got.seconds)))
     known = LearnedCorrection(
         tuple(anchors),
         model,
         bool(plan_request.shardable.mixtures),
-        plan_request.machine.is_on_cores,
         str(folder),
         dict(skipped),
     )

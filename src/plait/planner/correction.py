@@ -25,14 +25,12 @@ ERROR_DEVIATIONS = {"occasion": 0.143, "software": 0.151, "device": 0.07, "model
 """Standard deviation of each shared error, from published sources predicted without any of their own rows (`bench/fit.py --folds`)."""
 SIZE_DEVIATIONS = {"work": 0.142, "devices": 0.072}
 """Standard deviation of errors that depend on size: the correlation of runs whose sizes differ by a factor of `e` is 1/e."""
-LOCAL_DEVIATIONS = {"place": 2.0, "axes": 0.2, "plan": 0.1}
-"""Standard deviations for local runs. The error of the machine is nearly unknown before its first run.
-Axes and plans that were run before are better known than others."""
+LOCAL_DEVIATIONS = {"place": 1.0, "axes": 0.1, "plan": 0.1}
+"""The same for local runs. The error of the machine is nearly unknown before its first run. Axes and plans that ran are better known."""
 PART_DEVIATIONS = {"gradients": 0.655}
 """Standard deviation of the error in one part of the step, scaled by its fraction of the step."""
-CORE_DEVIATIONS = {"slices": 4.0}
-"""The same for messages inside layers between processes of one host. Each process waits for a core, so predictions are small and wrong by a
-factor."""
+LOCAL_PART_DEVIATIONS = {"device": 2.0, "tensor": 0.6}
+"""The same for local runs. `device` is the part of the step that depends on the speed of the devices."""
 NOISE = 0.076
 """Standard deviation between runs that agree in all labels and sizes."""
 MOE_NOISE = 0.325
@@ -48,7 +46,7 @@ class RunTraits:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Values by the keys of `ERROR_DEVIATIONS`; "" if that error cannot occur."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Fraction of the step of each part, by the names of `Estimate.parts`."""
+    """Fraction of the step of each part, by the keys of `PART_DEVIATIONS` and `LOCAL_PART_DEVIATIONS`."""
     sizes: Mapping[str, float] = field(default_factory=dict)
     """Logarithms, by the keys of `SIZE_DEVIATIONS`."""
     has_experts: bool = False
@@ -103,14 +101,8 @@ def _compute_covariance(a: RunTraits, b: RunTraits) -> float:
     """Return the covariance of the errors of two runs."""
     same = sum(size**2 for part, size in (ERROR_DEVIATIONS | LOCAL_DEVIATIONS).items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
     near = sum(size**2 * exp(-abs(a.sizes[part] - b.sizes[part])) for part, size in SIZE_DEVIATIONS.items() if part in a.sizes and part in b.sizes)
-    return (
-        same
-        + near
-        + sum(
-            size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0)
-            for part, size in (PART_DEVIATIONS | CORE_DEVIATIONS).items()
-        )
-    )
+    parts = PART_DEVIATIONS | LOCAL_PART_DEVIATIONS
+    return same + near + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in parts.items())
 
 
 def _compute_noise(traits: RunTraits) -> float:
@@ -136,8 +128,6 @@ class LearnedCorrection:
     """Name of the job whose plans are predicted."""
     has_experts: bool = False
     """The job has mixtures of experts."""
-    on_cores: bool = False
-    """The devices are CPU cores."""
     folder: str = ""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of runs that were not used, by reason."""
@@ -147,13 +137,9 @@ class LearnedCorrection:
         plan = found.plan
         labels = {"place": "here", "model": self.model, "precision": plan.precision, "layout": label_layout(plan),
                   "axes": f"{plan.tp} {plan.pp} {plan.cp} {plan.ep}", "plan": f"{self.model} {plan}"}  # fmt: skip
-        shares = {part: found.get_fraction(part) for part in PART_DEVIATIONS}
-        return RunTraits(
-            labels,
-            shares | ({"slices": found.get_fraction("tensor")} if self.on_cores else {}),
-            compute_log_sizes(found),
-            self.has_experts,
-        )
+        shares = {part: found.get_fraction(part) for part in (*PART_DEVIATIONS, "tensor")}
+        shares["device"] = sum(map(found.get_fraction, ("compute", "recompute", "bubble", "optimizer")))
+        return RunTraits(labels, shares, compute_log_sizes(found), self.has_experts)
 
     def predict_correction(self, found: Estimate) -> Correction:
         """Predict the correction of one estimate."""
