@@ -17,7 +17,7 @@ from plait.cli.main import main
 from plait.cli.plan import answer_to_toml, explain_no_plan
 from plait.cli.progress import BAR_WIDTH, ProgressLine, format_bar
 from plait.config.errors import PlaitError
-from plait.config.hardware import Matmuls
+from plait.config.hardware import CORES_NOTE, Device, Matmuls, Rates
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
@@ -331,6 +331,15 @@ def test_messages_inside_layers_wait_for_cores() -> None:
     for plan, messages in ((Plan(tp=2), 4 * sums), (Plan(cp=2), 3 * 2), (Plan(cp=2, cp_method="ulysses"), 4 * 2), (Plan(dp=2), 0), (Plan(fsdp=2), 0)):
         with_waits, without = (estimate_plan(pace, plan, 8 / plan.shares) for pace in (cores.pace, free))
         assert with_waits.seconds - without.seconds == pytest.approx(messages * wake), plan
+
+
+def test_the_utilization_of_one_process_counts_all_its_threads() -> None:
+    here = Machine("here", Device("some CPU", 2**33, 2e10, Rates(fp32=1e9)), devices_per_node=2, cores=2, notes=CORES_NOTE)
+    found = find_answer(PlanRequest.from_job(job(layers=2, width=32, batch=8), "tiny.py", here), {})
+    alone = find_answer(found.request.with_machine(here.resize(1)), {}).rows[0]
+    assert alone.estimate is not None and alone.plan.devices == 1
+    shown = format_answer(replace(found, rows=(alone,))).split("why not first\n")[1].split(" %")[1].split()[-1]
+    assert float(shown) == pytest.approx(100 * alone.estimate.flops / alone.seconds / (1e9 * 2**0.8), abs=0.51)
 
 
 @pytest.mark.parametrize("machine, gib, pins", [("h100x8", 80, {}), ("h100x2x4", 2.16, {}), ("h100x8", 2.16, {"compile": False})])

@@ -50,7 +50,7 @@ def describe_baseline(baseline: Candidate, chosen: Candidate, batch: int) -> str
     """Describe the best plan on one device, and the speedup of the chosen plan over it."""
     if baseline.estimate is None:
         return f"one device alone: no plan fits{baseline.why and f', {baseline.why}'}"
-    here, offload = "; which is the choice", baseline.plan.offload
+    here, offload = ", which is the choice", baseline.plan.offload
     if chosen.plan.devices > 1:
         here = f"; the choice, {chosen.plan.devices} devices, is {baseline.seconds / chosen.seconds:.2f} × as fast"
     if offload != chosen.plan.offload:  # its speed is no measure of the gain from more devices
@@ -245,7 +245,7 @@ def _format_cells(row: Candidate, answer: Answer) -> tuple[str, ...]:
         return plan, "✗", memory, *["–"] * 5, "", row.why
     sent = got.get_fraction("tensor") + got.get_fraction("gradients") + got.get_fraction("sync")
     bubble = f"{100 * got.get_fraction('bubble'):.1f} %" if row.plan.pp > 1 else "–"
-    peak = answer.request.pace.get_peak(row.plan.precision)
+    peak = replace(answer.request.pace, machine=answer.request.machine.resize(row.plan.devices)).get_peak(row.plan.precision)
     return (plan, "✓", memory, format_duration(got.seconds), format_count(answer.space.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", ", ".join(row.warnings), row.why)  # fmt: skip
 
