@@ -121,6 +121,18 @@ def test_failed_plans_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.problems[0].code == "M014" and "broke" in str(error.value) and "too" in str(error.value)
 
 
+def test_try_adds_waits_for_cores_to_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal processor times, `tp` is slower: its messages wait for cores."""
+    from plait.planner import trial
+
+    found = find_answer(PlanRequest.from_job(jobs.mlp(), "job.py", TWO), {}, top=100)
+    rows = [next(row for row in found.rows if row.fits and (row.plan.tp, row.plan.dp) == mesh) for mesh in ((2, 1), (1, 2))]
+    monkeypatch.setattr(trial, "time_plans", lambda job, plans, ranks: [0.25, 0.25])
+    got = try_plans(replace(found, rows=tuple(rows)), SimpleNamespace(tries=2, job="job.py", arguments={}))
+    assert got.best is not None and got.best.plan.dp == 2 and "250 ms measured" in got.best.why
+    assert "250 ms measured" not in got.rows[1].why and "ms measured" in got.rows[1].why
+
+
 def test_try_runs_nothing_of_another_machine(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

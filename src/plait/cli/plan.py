@@ -27,8 +27,8 @@ from plait.planner import goals
 from plait.planner.answer import Answer, find_answer, format_answer
 from plait.planner.inexact import add_inexact
 from plait.planner.plan_request import UNPRICED_CP, PlanRequest
-from plait.planner.search import Candidate
-from plait.planner.search_space import list_divisors
+from plait.planner.search import Candidate, price_plan
+from plait.planner.search_space import count_branch_samples, list_divisors
 
 ALL_PLANS = 10**6
 
@@ -180,7 +180,8 @@ def try_plans(found: Answer, options: PlanOptions) -> Answer:
         )
         took = [got.failed or got.seconds for got in map(measure_trial, runs)]
     else:
-        took = time_plans(asked.job, plans, found.space.devices)
+        computing = time_plans(asked.job, plans, found.space.devices)
+        took = [each if isinstance(each, str) else each + _predict_waits(found, plan) for each, plan in zip(computing, plans)]
     failed = {str(plan): why for plan, why in zip(plans, took) if isinstance(why, str)}
     if plans and len(failed) == len(plans):
         why = "; ".join(f"{plan}: {why}" for plan, why in failed.items())
@@ -202,6 +203,16 @@ def try_plans(found: Answer, options: PlanOptions) -> Answer:
         return replace(row, why=why)
 
     return replace(found, rows=tuple(annotate_row(row) for row in (*order, *(row for row in found.rows if row not in worked))))
+
+
+def _predict_waits(found: Answer, plan: Plan) -> float:
+    """Predict the seconds in which messages inside layers wait for a core. A trial measures processor time, which does not include them."""
+    pace = found.request.pace
+    assert pace.software.cores is not None
+    software = replace(pace.software, cores=replace(pace.software.cores, wake=0.0))
+    awake = replace(pace, software=software, block_times={}, slower_models={})
+    waiting, computing = (price_plan(each, plan, found.space, count_branch_samples(plan, found.space)).seconds for each in (pace, awake))
+    return waiting - computing
 
 
 def answer_to_toml(found: Answer) -> str:

@@ -3,7 +3,7 @@
 All plans take steps in turn in the same processes, in an order shuffled every round. The measure is the CPU time of all threads, as the
 minimum over the rounds, so that other load on the machine has little effect. A step takes as long as its slowest rank. Pipeline ranks wait for
 each other as in their schedule table, simulated with the measured times of their actions. With more processes than cores, a step takes at least
-the total time over the number of cores. Wake-up times are not included.
+the total time over the number of cores. Waiting for a core is not included.
 """
 
 import random
