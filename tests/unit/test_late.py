@@ -133,7 +133,7 @@ def test_times_cross_at_the_break_even(words: str) -> None:
     pace = PlanRequest.from_job(job(), "small.py", Machine.from_name("h100x1x4"), split=False).pace
     blocks = tuple(replace(b, weights=b.weights * 1e4) for b in pace.work.blocks)
     large = replace(pace.work, blocks=blocks, matrices=tuple((100 * m, 100 * n) for m, n in pace.work.matrices))
-    pace, plan = replace(pace, work=large, block_times={}), Plan.parse(words)
+    pace, plan = replace(pace, work=large), Plan.parse(words)
     found = find_break_even(pace, plan, 8, 8)
     assert found.twin == Plan(dp=4)
     if found.bits_per_s == inf:

@@ -326,7 +326,7 @@ def test_attention_on_cores_leaves_out_only_whole_blocks_of_masked_keys(asked: P
 def test_messages_inside_layers_wait_for_cores() -> None:
     """Each of them takes at least a wake-up; messages of dp, between steps, do not."""
     cores = PlanRequest.from_job(job(layers=2, width=32, batch=8), "tiny.py", read_machine("here").resize(2))
-    free = replace(cores.pace, software=replace(cores.pace.software, cores=replace(cores.pace.software.cores, wake=0.0)), block_times={})
+    free = replace(cores.pace, software=replace(cores.pace.software, cores=replace(cores.pace.software.cores, wake=0.0)))
     wake, sums = cores.pace.software.cores.wake * cores.pace.software.cores.operator, sum(b.count * b.tp_sums for b in cores.pace.work.blocks)
     for plan, messages in ((Plan(tp=2), 4 * sums), (Plan(cp=2), 3 * 2), (Plan(cp=2, cp_method="ulysses"), 4 * 2), (Plan(dp=2), 0), (Plan(fsdp=2), 0)):
         with_waits, without = (estimate_plan(pace, plan, 8 / plan.shares) for pace in (cores.pace, free))

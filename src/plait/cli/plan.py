@@ -210,7 +210,7 @@ def _predict_waits(found: Answer, plan: Plan) -> float:
     pace = found.request.pace
     assert pace.software.cores is not None
     software = replace(pace.software, cores=replace(pace.software.cores, wake=0.0))
-    awake = replace(pace, software=software, block_times={}, slower_models={})
+    awake = replace(pace, software=software)
     waiting, computing = (price_plan(each, plan, found.space, count_branch_samples(plan, found.space)).seconds for each in (pace, awake))
     return waiting - computing
 

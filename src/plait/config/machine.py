@@ -164,7 +164,7 @@ class Machine:
         if self.is_on_cores and self.nodes == 1:
             memory = round(self.device.memory * self.devices_per_node / devices)
             resized = replace(self, devices_per_node=devices)
-            parts["device"] = replace(self.device.scale_rates((resized.threads / self.threads) ** THREAD_EXPONENT), memory=memory)
+            parts["device"] = replace(self.device.scale_rates(resized.thread_speed / self.thread_speed), memory=memory)
             parts["links"] = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in self.links)
         return replace(self, devices_per_node=devices, nodes=1, **parts)
 
@@ -177,6 +177,11 @@ class Machine:
     def threads(self) -> int:
         """Threads of each CPU process: an equal part of the cores, as `plait.launch` gives it."""
         return max(1, (self.cores or 1) // self.devices_per_node)
+
+    @property
+    def thread_speed(self) -> float:
+        """Rates of a CPU process, relative to those of one thread; 1 for an accelerator."""
+        return self.threads**THREAD_EXPONENT if self.is_on_cores else 1.0
 
     @property
     def is_measured(self) -> bool:

@@ -196,8 +196,8 @@ class TimeModel:
     fitted: Fitted = FITTED
     loader_rate: float = 0.0
     """Measured samples per second of one rank's loader; 0 if not measured, then loading costs nothing."""
-    block_times: dict[Any, BlockTime] = field(default_factory=dict)
-    slower_models: "dict[float, TimeModel]" = field(default_factory=dict)
+    block_times: dict[Any, BlockTime] = field(default_factory=dict, init=False)
+    slower_models: "dict[float, TimeModel]" = field(default_factory=dict, init=False)
 
     @cached_property
     def trained_costs(self) -> RuntimeCosts:
@@ -213,7 +213,7 @@ class TimeModel:
             cores = self.software.cores
             software = replace(self.software, cores=cores and replace(cores, operator=cores.operator / speed))
             machine = replace(self.machine, device=self.machine.device.scale_rates(speed))
-            self.slower_models[speed] = replace(self, machine=machine, software=software, block_times={}, slower_models={})
+            self.slower_models[speed] = replace(self, machine=machine, software=software)
         return self.slower_models[speed]
 
     def time_block(self, block: Block, plan: Plan, samples: float) -> BlockTime:

@@ -9,7 +9,7 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem
 from plait.config.hardware import Device, Link, Rates
 from plait.config.job import Job
-from plait.config.machine import THREAD_EXPONENT, Machine
+from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import sampling
@@ -257,10 +257,9 @@ def fill_speeds(machine: Machine) -> tuple[Machine, bool]:
     """Fill in default speeds if the machine's are unknown, and return whether that was necessary."""
     device, peaks = machine.device, machine.device.peak
     known = any(peaks.for_precision(name) for name in ("fp32", "tf32", "fp16", "bf16", "fp8"))
-    threads = machine.threads**THREAD_EXPONENT
     links = machine.links or ((DEFAULT_HOST_LINK,) if machine.devices > 1 else ())
     if known and device.memory_bandwidth and links == machine.links:
         return machine, False
-    speed = Device(device.name, device.memory, device.memory_bandwidth or CORE_RATES[1] * threads,
-                   peaks if known else Rates(fp32=CORE_RATES[0] * threads), device.achievable)  # fmt: skip
+    speed = Device(device.name, device.memory, device.memory_bandwidth or CORE_RATES[1] * machine.thread_speed,
+                   peaks if known else Rates(fp32=CORE_RATES[0] * machine.thread_speed), device.achievable)  # fmt: skip
     return replace(machine, device=speed, links=links), not known

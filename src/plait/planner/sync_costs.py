@@ -197,4 +197,4 @@ def with_link_speed(pace: TimeModel, bits: float, latency: float | None = None) 
     software = pace.software
     if software.cores is not None:
         software = replace(software, cores=replace(software.cores, crowd=1.0))
-    return replace(pace, machine=pace.machine.with_slowest_link(bits, latency), software=software, block_times={}, slower_models={})
+    return replace(pace, machine=pace.machine.with_slowest_link(bits, latency), software=software)
