@@ -9,7 +9,8 @@ with contextlib.suppress(OSError):  # the working directory may have been delete
     if not sys.flags.safe_path and sys.path[:1] == [here] and here != os.path.dirname(os.path.dirname(__file__)):
         del sys.path[0]  # as for the command `plait`: a random.py in that folder must not replace Python's
 
-from plait.cli.main import end_process, start
+from plait.cli.main import start
+from plait.launch.child import end_process
 from plait.launch.place import is_launched_rank
 
 if __name__ == "__main__":

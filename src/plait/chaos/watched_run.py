@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plait.checkpoint.checkpoint_reader import read_checkpoint_tensors
 from plait.checkpoint.checkpoints import Checkpoints
-from plait.launch.child import die_with_parent
+from plait.launch.child import die_with_parent, end_process
 from plait.launch.place import PLACE_WRAPPER, Place
 
 CommandLine = Callable[[list[str]], int]
@@ -168,10 +168,7 @@ def _run_child(main: CommandLine, words: list[str], start: ChildSetup, writing: 
         PLACE_WRAPPER.set(start.around)
         code = main(words)
     finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        end_process(code)
 
 
 def adopt_orphans() -> None:

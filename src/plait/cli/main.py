@@ -37,6 +37,7 @@ from plait.config.keys import FORMER_KEYS, KEYS
 from plait.config.library import pause_gc
 from plait.config.version import __version__
 from plait.launch import forkable
+from plait.launch.child import end_process
 from plait.launch.limits import open_standard_streams
 from plait.launch.stopping import WARNING_SIGNALS
 
@@ -131,13 +132,6 @@ def start() -> int:
         atexit.register(lambda: ended and end_process(ended[0]))  # runs last: handlers of libraries and of the job are registered later
     ended.append(main())
     return ended[0]
-
-
-def end_process(code: int) -> NoReturn:
-    """End the process with this exit code and without Python's teardown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _run_guarded(argv: list[str], job: "Job | None", output: TextIO) -> int:

@@ -33,10 +33,15 @@ def run_child(work: Callable[[], int], parent: int) -> NoReturn:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             status = work()
+    end_process(status)  # a plain exit may abort in gloo's threads after a correct run
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process with this exit code and without Python's teardown. Output that cannot be written is lost."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
+    os._exit(status)
 
 
 def prepend_python_path(folder: Path) -> dict[str, str]:
