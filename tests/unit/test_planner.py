@@ -333,6 +333,22 @@ def test_messages_inside_layers_wait_for_cores() -> None:
         assert with_waits.seconds - without.seconds == pytest.approx(messages * wake), plan
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_exchanges_of_experts_wait_for_cores(dispatcher: str) -> None:
+    products = (PlannedProduct(8, 16, 16), PlannedProduct(16, 16, 16, experts=4))
+    block = Block("experts", products=products, routed=256.0)
+    machine = replace(read_machine("here").resize(2), links=(plan_request.DEFAULT_HOST_LINK,))
+    waits, free = (TimeModel(Workload("", ()), machine, RuntimeCosts(cores=CoreCosts(1e-5, wake=wake))) for wake in (70.0, 0.0))
+    plan = Plan(dp=2, ep=2, token_dispatcher=dispatcher)
+    assert waits.time_expert_exchange(block, plan, 1) - free.time_expert_exchange(block, plan, 1) == pytest.approx(2 * 70 * 1e-5)
+
+
+def test_an_accelerator_of_unknown_bandwidth_has_no_threads() -> None:
+    machine = replace(Machine.from_name("h100x8"), cores=96)
+    unknown = replace(machine, device=replace(machine.device, memory_bandwidth=None))
+    assert plan_request.fill_speeds(unknown)[0].device.memory_bandwidth == plan_request.CORE_RATES[1]
+
+
 def test_the_utilization_of_one_process_counts_all_its_threads() -> None:
     here = Machine("here", Device("some CPU", 2**33, 2e10, Rates(fp32=1e9)), devices_per_node=2, cores=2, notes=CORES_NOTE)
     found = find_answer(PlanRequest.from_job(job(layers=2, width=32, batch=8), "tiny.py", here), {})

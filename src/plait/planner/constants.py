@@ -67,4 +67,4 @@ class Fitted:
 
 FITTED = Fitted()
 ON_CORES = replace(FITTED, plain=0.8, fused=0.55, stream=0.824, moved=0.715, scores=0.864, back=1.65)
-"""Constants for ranks on CPU cores, fitted together with `formulas.CoreCosts` on two idle cores."""
+"""Constants for ranks on CPU cores, fitted together with `formulas.CoreCosts` on two idle cores. `plain` is for unmeasured cores."""

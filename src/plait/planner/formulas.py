@@ -392,7 +392,8 @@ class TimeModel:
         stride = 1 if self.count_row_shards(plan) > 1 else plan.along(SAME_LOSS)
         if plan.token_dispatcher == "allgather":
             size *= plan.ep / choices
-            return self.machine.all_gather(size, plan.ep, stride) + self.machine.reduce_scatter(size, plan.ep, stride)
+            sent = self.machine.all_gather(size, plan.ep, stride) + self.machine.reduce_scatter(size, plan.ep, stride)
+            return sent + self.time_core_messages(2, size)
         if not self.software.portable:  # a row is sent once per node, or once per rank of a single node
             nodes = -(-plan.ep * stride // self.machine.devices_per_node)
             places = nodes if nodes > 1 else plan.ep
