@@ -1,12 +1,13 @@
 """A hung rank is named and the run ends. A slow rank is only named, or left running."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rarely import sampled
 from plait.data.batch import BatchShare, Position
 from plait.data.loading import iter_batches
 from plait.launch import hangs
-from plait.launch.activity import Activity, read_activity
+from plait.launch.activity import Activity, ActivityHistory, read_activity
 from plait.launch.failures import describe_hang
 from plait.launch.hangs import (
     AWAITED_BUSY_LIMIT,
@@ -98,6 +99,8 @@ def test_whose_code_a_stack_is_in() -> None:
     assert Stack((queue, MINE)).where == "/home/me/job.py:7 in forward"
     reducer = StackFrame(str(Path(hangs.__file__).parents[1] / "reducer.py"), "1", "finish")
     assert Stack((SEND, reducer, MINE)).is_communicating and not Stack((SEND, reducer, MINE)).is_user_collective
+    assert Stack((READ, SEND, MINE)).is_user_collective, "plait waits for the user's collective"
+    assert not Stack((READ, SEND, reducer, MINE)).is_user_collective and not Stack((READ, reducer, MINE)).is_user_collective
 
 
 def test_a_stack_is_parsed() -> None:
@@ -126,7 +129,7 @@ def sleeping() -> Iterator[tuple[Stacks, list[int]]]:
 
 def answer(stacks: Stacks, rank: int, pid: int) -> tuple[StackFrame, ...]:
     for _ in range(200):
-        if found := stacks.request_stack(rank, pid).frames:
+        if found := stacks.request_stacks({rank: pid})[rank].frames:
             return found
         time.sleep(0.05)
     raise AssertionError(f"rank {rank} does not answer")
@@ -139,21 +142,49 @@ def test_a_process_that_sleeps_says_where(sleeping: tuple[Stacks, list[int]]) ->
     assert os.waitpid(pids[0], os.WNOHANG) == (0, 0)
 
 
+def test_stacks_of_many_ranks_are_read_at_the_same_time() -> None:
+    """Eight ranks that wait in compiled code took 4 s to ask one by one. The launcher then took itself for suspended, and ended no hang."""
+    stacks, board, pids = Stacks(range(8)), ProgressBoard(range(8)), dict[int, int]()
+    for rank in range(8):
+        pids[rank] = os.fork()
+        if pids[rank] == 0:
+            stacks.install_handlers(rank)
+            ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # the call restarts after a signal
+            os._exit(1)
+    try:
+        for rank in range(8):
+            answer(stacks, rank, pids[rank])
+        began = time.monotonic()
+        found = stacks.request_stacks(pids, 1.0)
+        assert time.monotonic() - began < 4.0 and all(stack.frames for stack in found.values())
+        for rank in range(8):
+            board.write(rank, 3, "reduce" if rank else "forward")
+        detector = HangDetector(board, pids, stacks, 4.0, True)
+        while detector.check() is None:
+            assert time.monotonic() - began < 60.0
+            time.sleep(0.05)
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        stacks.close()
+
+
 def test_an_answer_that_comes_late_is_no_other_ranks(sleeping: tuple[Stacks, list[int]]) -> None:
     stacks, pids = sleeping
     for rank, pid in enumerate(pids):
         answer(stacks, rank, pid)
         os.kill(pid, signal.SIGSTOP)
-    assert stacks.request_stack(0, pids[0], 0.1).frames == ()
+    assert stacks.request_stacks({0: pids[0]}, 0.1)[0].frames == ()
     threading.Timer(0.3, os.kill, (pids[0], signal.SIGCONT)).start()
-    assert stacks.request_stack(1, pids[1], 1.0).frames == ()
+    assert stacks.request_stacks({1: pids[1]}, 1.0)[1].frames == ()
 
 
 def test_a_process_without_the_handler_is_not_signalled() -> None:
     other = subprocess.Popen(["sleep", "100"])
     stacks = Stacks([0])
     try:
-        assert stacks.request_stack(0, other.pid).frames == ()
+        assert stacks.request_stacks({0: other.pid})[0].frames == ()
         assert other.poll() is None
     finally:
         other.kill()
@@ -259,8 +290,8 @@ class FakeStacks(Stacks):
     def __init__(self, frames: dict[int, tuple[StackFrame, ...]]):
         self.frames = frames
 
-    def request_stack(self, rank: int, pid: int, patience: float = 0.5) -> Stack:
-        return Stack(self.frames[pid])
+    def request_stacks(self, pids: Mapping[int, int], patience: float = 0.5) -> dict[int, Stack]:
+        return {rank: Stack(self.frames[pid]) for rank, pid in pids.items()}
 
 
 def watched(frames: dict[int, tuple[StackFrame, ...]], monkeypatch: pytest.MonkeyPatch, *, step: int, spins: bool, seconds: int,
@@ -283,6 +314,54 @@ def watched(frames: dict[int, tuple[StackFrame, ...]], monkeypatch: pytest.Monke
         if found is not None:
             return clock[0] - 1000.0, found, said
     return float(seconds), None, said
+
+
+def watch_activity(used: Mapping[int, Callable[[float], float]], where: dict[int, tuple[StackFrame, ...]], phase: str, seconds: int,
+                   monkeypatch: pytest.MonkeyPatch) -> tuple[float, hangs.Hang | None]:  # fmt: skip
+    """Returns (seconds until a rank was ended, the hang or None). `used`: CPU seconds of each rank at a time after its last progress."""
+    clock, board = [1000.0], ProgressBoard(range(len(where)))
+    for module in ("hangs", "progress"):
+        monkeypatch.setattr(f"plait.launch.{module}.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(hangs, "is_stopped", lambda pid: False)
+    monkeypatch.setattr(hangs, "read_activity", lambda pid: Activity(clock[0], used[pid](clock[0] - 1000.0), 0.0, 0.0, False))
+    for rank in where:
+        board.write(rank, 3, phase)
+    detector, found = HangDetector(board, {rank: rank for rank in where}, FakeStacks(where), None, True), None
+    while found is None and clock[0] < 1000.0 + seconds:
+        clock[0] += 1.0
+        found = detector.check()
+    return clock[0] - 1000.0, found
+
+
+@pytest.mark.parametrize("at", (5.5, 9.5))
+def test_a_moment_of_work_of_a_waiting_rank_is_not_the_time_that_it_took(at: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread in the background of a rank that had waited for 6 or 10 s woke up. A hung rank was then left alone ten times as long."""
+    took, found = watch_activity({0: lambda passed: 0.1 * (passed > at), 1: lambda passed: 0.0}, {0: (SEND,), 1: (MINE,)}, "build", 100, monkeypatch)
+    assert found is not None and found.suspect.rank == 1 and AWAITED_LIMIT <= took <= AWAITED_LIMIT + 10.0
+
+
+@pytest.mark.parametrize("others", ((SEND,), (MINE,)))
+def test_a_pause_in_work_is_no_hang(others: tuple[StackFrame, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank worked for longer than an idle one may take, and was ended when it paused for two seconds."""
+    works = lambda passed: min(passed, 200.0) + max(passed - 202.0, 0.0)  # noqa: E731
+    for waits_or_works in (lambda passed: 0.0, works) if others == (SEND,) else (works,):
+        took, found = watch_activity({0: waits_or_works, 1: works}, {0: others, 1: (MINE,)}, "build", 290, monkeypatch)
+        assert found is None, (took, found)
+
+
+def test_an_idle_rank_is_ended_though_the_others_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That all others wait is a reason to end an idle rank sooner, never later than if they did not wait."""
+    took, found = watch_activity({0: lambda passed: min(passed, 30.0), 1: lambda passed: 0.0}, {0: (SEND,), 1: (MINE,)}, "build", 400, monkeypatch)
+    assert found is not None and found.suspect.rank == 1 and IDLE_LIMIT <= took <= IDLE_LIMIT + 3
+
+
+def test_a_wait_for_a_disk_is_work() -> None:
+    """It moves few bytes and uses no CPU. One such moment within a long sleep does not count."""
+    for waits, least, most in (({5}, 40.0, 40.0), ({*range(1, 40, 4)}, 1.0, 4.0), ({*range(1, 41)}, 0.0, 0.0)):
+        history = ActivityHistory(0.0)
+        history.measurements += [Activity(float(at), 0.0, 0.0, 0.0, at in waits) for at in range(1, 41)]
+        assert least <= history.idle_seconds <= most, (waits, history.idle_seconds)
+    assert ActivityHistory(0.0).is_busy
 
 
 @pytest.mark.parametrize("spins", (False, True))
@@ -365,6 +444,13 @@ def test_a_hang_is_ended_and_named(how: str, tmp_path: Path, hasty: None) -> Non
     assert when in command.output and "jobs_hanging.py:" in command.output, command.output
     assert where in "".join(log.read_text() for log in tmp_path.glob("runs/**/rank1.log")), command.output
     assert "Traceback" not in command.output
+
+
+@pytest.mark.slow
+def test_a_hang_among_many_ranks_is_ended_and_named(tmp_path: Path, hasty: None) -> None:
+    command = Command("train", JOB, "--plan", "dp=8", "--max-restarts", "0", "--job.how", "construct", folder=tmp_path)
+    assert command.wait(200) == 1
+    assert "error[C001] rank 1 stopped making progress and blocks all other ranks" in command.output, command.output
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ STARVED_SHARE = 0.5
 """Fraction of the time above which a process counts as waiting for a core. A process that only wakes up to poll stays below."""
 BUSY_BYTES_PER_S = 64 * 1024.0
 """Bytes per second above which a process counts as reading, writing, downloading or uploading."""
+DISK_WAIT_SHARE = 0.1
+"""Fraction of the measurements above which a process counts as waiting for its disk."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,40 @@ class Activity:
         ) / took > STARVED_SHARE
         starves = self.is_ready and before.is_ready and self.cpu_seconds == before.cpu_seconds  # it got no core at all
         return self.waits_for_disk or works or starves or moved / took > BUSY_BYTES_PER_S
+
+
+class ActivityHistory:
+    """Activity of a process tree since its last progress.
+
+    Rates are means. So a background thread that wakes up for a moment does not turn a sleeping process into a busy one.
+    """
+
+    def __init__(self, silent_since: float) -> None:
+        """`silent_since`: time of the last progress (`time.monotonic`)."""
+        self.silent_since = silent_since
+        self.measurements: list[Activity] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the tree worked between the last two measurements. One measurement shows no rate, so the answer is True."""
+        return len(self.measurements) < 2 or self.measurements[-1].is_busy_since(self.measurements[-2])
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time between the first and the last measurement."""
+        return self.measurements[-1].cpu_seconds - self.measurements[0].cpu_seconds
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds before the last measurement during which the tree was idle on average; 0 if it is busy."""
+        if self.is_busy:
+            return 0.0
+        *earlier, last = self.measurements
+        for number, first in enumerate(earlier):
+            waits = [one.waits_for_disk for one in self.measurements[number:]]
+            if not last.is_busy_since(first) and sum(waits) <= DISK_WAIT_SHARE * len(waits):
+                return last.measured_at - (first.measured_at if number else self.silent_since)
+        return 0.0
 
 
 def read_activity(pid: int) -> Activity:

@@ -35,13 +35,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from plait.config.library import PLAIT_FOLDER, STDLIB_FOLDERS, is_library
-from plait.launch.activity import Activity, is_stopped, read_activity
+from plait.launch.activity import ActivityHistory, is_stopped, read_activity
 from plait.launch.progress import BETWEEN_PHASES, READ_PHASES, Progress, ProgressBoard
 
 _COMPILED_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -118,10 +118,10 @@ class Stack:
 
     @property
     def is_user_collective(self) -> bool:
-        """Whether the user's own code called torch.distributed, so the wait is intended."""
-        owners = [f.owner for f in self.frames if f.owner in ("user", "plait", "torch.distributed")]
-        caller = next((owner for owner in owners if owner != "torch.distributed"), "")
-        return owners[:1] == ["torch.distributed"] and caller == "user"
+        """Whether the user's own code called torch.distributed, so the wait is intended. The innermost calls may be plait's wait for it."""
+        owners = (f.owner for f in self.frames if f.owner in ("user", "plait", "torch.distributed"))
+        outer = [*dropwhile(lambda owner: owner == "plait", owners)]
+        return outer[:1] == ["torch.distributed"] and next((owner for owner in outer if owner != "torch.distributed"), "") == "user"
 
     @property
     def is_compiling(self) -> bool:
@@ -159,11 +159,30 @@ class Stacks:
         signal.siginterrupt(_PYTHON_SIGNAL, False)  # so that no read in compiled code fails with EINTR
         faulthandler.register(_COMPILED_SIGNAL, file=end, all_threads=False)
 
-    def request_stack(self, rank: int, pid: int, patience: float = 0.5) -> Stack:
-        """Return the stack of a rank's process; empty if it has no handlers, or cannot run."""
-        end = self._files[rank].fileno()
-        os.ftruncate(end, 0)
-        return parse_stack(_signal_and_read(end, pid, _PYTHON_SIGNAL, patience) or _signal_and_read(end, pid, _COMPILED_SIGNAL, patience))
+    def request_stacks(self, pids: Mapping[int, int], patience: float = 0.5) -> dict[int, Stack]:
+        """Return the stacks of ranks' processes, within two times `patience` seconds; `pids`: process of each rank.
+
+        A stack is empty if its process has no handlers, or cannot run.
+        """
+        texts = dict.fromkeys(pids, "")
+        for rank in pids:
+            os.ftruncate(self._files[rank].fileno(), 0)
+        for number in (_PYTHON_SIGNAL, _COMPILED_SIGNAL):
+            waiting = {rank for rank, pid in pids.items() if not texts[rank] and _send_signal(pid, number)}
+            end = time.monotonic() + patience
+            while waiting and time.monotonic() < end:
+                time.sleep(0.02)
+                for rank in [*waiting]:
+                    before, texts[rank] = texts[rank], self._read_text(rank)
+                    if texts[rank] and texts[rank] == before:
+                        waiting.remove(rank)
+        return {rank: parse_stack(text[max(text.rfind(_HEADER), 0) :]) for rank, text in texts.items()}
+
+    def _read_text(self, rank: int) -> str:
+        """Return what a rank has written since the last request; empty until a stack's header is there."""
+        file = self._files[rank].fileno()
+        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        return text if _HEADER in text else ""
 
     def close(self) -> None:
         for file in self._files.values():
@@ -174,18 +193,12 @@ _HEADER = "Stack (most recent call first):"
 """First line of a stack, as faulthandler writes it."""
 
 
-def _signal_and_read(end: int, pid: int, number: int, patience: float) -> str:
-    """Return the stack that a process writes on a signal; empty without an answer."""
+def _send_signal(pid: int, number: int) -> bool:
+    """Send a signal to a process that has a handler for it; whether it has one."""
     if not _has_handler(pid, number):
-        return ""
+        return False
     os.kill(pid, number)
-    text, ends = "", time.monotonic() + patience
-    while time.monotonic() < ends:
-        time.sleep(0.02)
-        before, text = text, os.pread(end, os.fstat(end).st_size, 0).decode(errors="replace")
-        if text and text == before:
-            break
-    return text[text.rfind(_HEADER) :] if _HEADER in text else ""
+    return True
 
 
 def parse_stack(text: str) -> Stack:
@@ -236,7 +249,7 @@ class RankObservation:
     """Its process tree uses CPU, disk or network."""
     stack: Stack = field(default_factory=Stack)
     idle_seconds: float = 0.0
-    """Seconds since it became idle."""
+    """Seconds since it became idle; 0 if it is busy."""
     cpu_seconds: float = 0.0
     """Seconds of CPU time since its last progress."""
 
@@ -246,16 +259,6 @@ class RankObservation:
         if self.is_busy or self.stack.is_awaiting_device:
             return self.stack.is_awaiting_device
         return self.stack.is_communicating or (self.progress.phase == "reduce" and not self.stack.frames)
-
-
-@dataclass(frozen=True)
-class _Usage:
-    """Usage of a silent rank at the first and at the last observation."""
-
-    first: Activity
-    last: Activity
-    idle_from: float
-    """Time at which it became idle (`time.monotonic`)."""
 
 
 @dataclass(frozen=True)
@@ -280,16 +283,22 @@ def compute_limit(
     """
     phase, busy = suspect.progress.phase, suspect.is_busy
     building = phase in ("start", "build")
+    passed = suspect.silent_seconds if busy else suspect.idle_seconds
+    allowed = (FIRST_STEP_LIMIT if building or suspect.progress.step < 1 else BUSY_LIMIT) if busy else IDLE_LIMIT
+    reads = suspect.stack.is_compiling or phase in READ_PHASES or phase == "checkpoint"
+    if reads:
+        allowed = READ_BUSY_LIMIT if busy else READ_LIMIT
+    if hang_timeout is not None:
+        return hang_timeout, passed
+    allowed = max(allowed, GROWTH_FACTOR * seen)
     waiting = [look for look in others if look.is_waiting and not look.stack.is_awaiting_device]  # a device may still compute
     awaited = bool(others) and len(waiting) == len(others) and not any(o.stack.is_user_collective for o in waiting)
-    passed, allowed = suspect.silent_seconds, (FIRST_STEP_LIMIT if building or suspect.progress.step < 1 else BUSY_LIMIT) if busy else IDLE_LIMIT
-    if suspect.stack.is_compiling or phase in READ_PHASES or phase == "checkpoint":
-        allowed = READ_BUSY_LIMIT if busy else READ_LIMIT
-    elif awaited and (uniform or building) and (not busy or (not building and suspect.cpu_seconds >= AWAITED_BUSY_LIMIT)):
-        passed = min(passed, *(look.idle_seconds for look in waiting))
-        seen = max(seen, *(look.silent_seconds - look.idle_seconds for look in waiting))
-        allowed = AWAITED_BUSY_LIMIT if busy else AWAITED_LIMIT
-    return (max(allowed, GROWTH_FACTOR * seen) if hang_timeout is None else hang_timeout), passed
+    if reads or not awaited or not (uniform or building) or (busy and (building or suspect.cpu_seconds < AWAITED_BUSY_LIMIT)):
+        return allowed, passed
+    awaited_passed = min(passed, *(look.idle_seconds for look in waiting))
+    seen = max(seen, *(look.silent_seconds - look.idle_seconds for look in waiting))
+    awaited_allowed = max(AWAITED_BUSY_LIMIT if busy else AWAITED_LIMIT, GROWTH_FACTOR * seen)
+    return min((allowed, passed), (awaited_allowed, awaited_passed), key=lambda limit: limit[0] - limit[1])
 
 
 class HangDetector:
@@ -305,8 +314,8 @@ class HangDetector:
         self.slowest: dict[str, float] = {}
         """Slowest duration of each phase on any rank."""
         self.last: dict[int, Progress] = {}
-        self.usage: dict[int, _Usage] = {}
-        """Usage of silent ranks."""
+        self.activities: dict[int, ActivityHistory] = {}
+        """Activity of silent ranks."""
         self.observations: list[RankObservation] = []
         self.next_report: dict[int, float] = {}
         self.checked_at = self.observed_at = self.awake_since = 0.0
@@ -318,9 +327,13 @@ class HangDetector:
             return None
         if self.checked_at and now - self.checked_at > 2.0:  # the launcher itself was suspended: its clock proves nothing
             self.stopped_since.clear()
-            self.usage.clear()
+            self.activities.clear()
             self.awake_since = now
-        self.checked_at = now
+        hang = self._find_hang(now)
+        self.checked_at = time.monotonic()  # not `now`: observing many ranks takes seconds
+        return hang
+
+    def _find_hang(self, now: float) -> Hang | None:
         self._read_progress()
         held = self._find_stopped(now)
         if held is not None:
@@ -328,7 +341,7 @@ class HangDetector:
         if self.stopped_since or now - self.observed_at < min(1.0, self._scale_time(OBSERVE_AFTER)):
             return None
         self.observed_at = now
-        self.observations = list(self._observe_ranks(now))
+        self.observations = self._observe_ranks(now)
         return self._find_culprit()
 
     def list_silent_groups(self) -> Iterator[tuple[list[RankObservation], list[RankObservation]]]:
@@ -360,7 +373,7 @@ class HangDetector:
             if before is not None and row != before:
                 took = row.since - before.since
                 self.slowest[before.phase] = max(self.slowest.get(before.phase, 0.0), took)
-                self.usage.pop(rank, None)
+                self.activities.pop(rank, None)
                 self.next_report.pop(rank, None)
             self.last[rank] = row
 
@@ -373,32 +386,23 @@ class HangDetector:
                 self.stopped_since.pop(rank, None)
         return None
 
-    def _observe_ranks(self, now: float) -> Iterator[RankObservation]:
-        """Yield an observation of each running rank, with activity and stack if it is silent."""
-        for rank, row in self.last.items():
-            if row.phase == "end":
-                continue
-            since = max(row.since, self.awake_since)
-            look = RankObservation(rank, row, now - since)
+    def _observe_ranks(self, now: float) -> list[RankObservation]:
+        """Return an observation of each running rank, with its activity and its stack if it is silent."""
+        looks = [
+            RankObservation(rank, row, now - max(row.since, self.awake_since)) for rank, row in self.last.items() if row.phase != "end"
+        ]
+        for look in looks:
             if look.silent_seconds < self._scale_time(OBSERVE_AFTER):
                 look.is_busy = True
-            else:
-                look.is_busy, used = self._update_usage(rank, since)
-                look.idle_seconds = 0.0 if look.is_busy else now - used.idle_from
-                look.cpu_seconds = used.last.cpu_seconds - used.first.cpu_seconds
-                if look.silent_seconds >= self._scale_time(STACK_AFTER):
-                    look.stack = self.stacks.request_stack(rank, self.pids[rank])
-            yield look
-
-    def _update_usage(self, rank: int, since: float) -> "tuple[bool, _Usage]":
-        """Return (whether a silent rank is busy, its usage until now)."""
-        found, before = read_activity(self.pids[rank]), self.usage.get(rank)
-        busy = before is None or found.is_busy_since(before.last)  # one look shows no movement
-        if before is None:
-            self.usage[rank] = _Usage(found, found, since)
-        else:
-            self.usage[rank] = _Usage(before.first, found, found.measured_at if busy else before.idle_from)
-        return busy, self.usage[rank]
+                continue
+            history = self.activities.setdefault(look.rank, ActivityHistory(now - look.silent_seconds))
+            history.measurements.append(read_activity(self.pids[look.rank]))
+            look.is_busy, look.idle_seconds, look.cpu_seconds = history.is_busy, history.idle_seconds, history.cpu_seconds
+        silent = {look.rank: self.pids[look.rank] for look in looks if look.silent_seconds >= self._scale_time(STACK_AFTER)}
+        stacks = self.stacks.request_stacks(silent) if silent else {}
+        for look in looks:
+            look.stack = stacks.get(look.rank, look.stack)
+        return looks
 
     def _find_culprit(self) -> Hang | None:
         """Return the rank that has exceeded its limit."""
