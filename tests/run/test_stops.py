@@ -13,6 +13,7 @@ import pytest
 from launched import Command, alive, free_port, rows
 from rarely import seldom
 
+from plait.launch.child import fork_process
 from run.test_mpi import SOURCES
 
 JOB = str(Path(__file__).parents[1] / "waits.py")
@@ -138,3 +139,21 @@ def test_between_two_rounds(number: int, tmp_path: Path) -> None:
     heard(command, (75,), began)
     saved = sorted(tmp_path.glob("runs/latest/checkpoints/step-*"))
     assert saved and int(saved[-1].name[5:]) >= done - 1, command.output
+
+
+def test_a_ctrl_c_during_a_fork_is_not_lost() -> None:
+    """It arrived in a hook that Python runs after a fork, and was discarded there: the command continued."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+        code = 1
+        try:
+            if fork_process() == 0:
+                time.sleep(100)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            code = 2 if Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().strip() else 130
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130

@@ -218,6 +218,13 @@ def test_only_launch_reads_the_environment() -> None:
     report(broken)
 
 
+def test_one_function_forks() -> None:
+    """`os.fork` can lose a Ctrl-C; `fork_process` cannot."""
+    forks = [(p, n) for p in FILES for n in ast.walk(tree(p)) if isinstance(n, ast.Attribute) and dotted(n) == "os.fork"]
+    report([at(path, node, "os.fork") for path, node in forks if path.name != "child.py"])
+    assert len(forks) == 1
+
+
 def test_nothing_runs_code_from_data() -> None:
     """No pickle, torch.load, eval or exec, and no collective that would unpickle received data."""
     broken = []

@@ -19,6 +19,7 @@ from plait.config.command_options import TrainOptions, format_words
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.launch.child import fork_process
 from plait.launch.place import count_cores, count_threads, fix_threads
 
 
@@ -162,7 +163,7 @@ class Scene:
 
     def start_helper(self, work: Callable[[], None]) -> int:
         """Run `work` in its own process, which is killed at the end of the scene."""
-        pid = os.fork()
+        pid = fork_process()
         if pid == 0:
             with contextlib.suppress(BaseException):
                 work()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plait.checkpoint.checkpoint_reader import read_checkpoint_tensors
 from plait.checkpoint.checkpoints import Checkpoints
-from plait.launch.child import die_with_parent, end_process
+from plait.launch.child import die_with_parent, end_process, fork_process
 from plait.launch.place import PLACE_WRAPPER, Place
 
 CommandLine = Callable[[list[str]], int]
@@ -59,7 +59,7 @@ class WatchedRun:
         reading, writing = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        self.pid = os.fork()
+        self.pid = fork_process()
         if self.pid == 0:
             os.close(reading)
             _run_child(main, words, start, writing)

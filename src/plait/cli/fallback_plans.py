@@ -30,7 +30,7 @@ from plait.config.plan import Plan
 from plait.engine.memory_use import MemoryUse, find_largest_excess, format_bytes
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
-from plait.launch.child import run_child
+from plait.launch.child import fork_process, run_child
 from plait.launch.detect import read_machine
 from plait.launch.devices import resolve_kind
 from plait.launch.place import Place
@@ -67,7 +67,7 @@ class FallbackPlans:
         if world < 1 or world in self._known or world in self._searches:
             return
         result, parent = self._folder.path / f"{world}.json", os.getpid()
-        pid = os.fork()
+        pid = fork_process()
         if pid == 0:
             run_child(lambda: _search(self.request, world, result), parent)
         self._searches[world] = (pid, result)

@@ -43,6 +43,7 @@ from plait.checkpoint.saving import HostSnapshot, estimate_bytes, measure_free_b
 from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
 from plait.launch import limits
+from plait.launch.child import fork_process
 from plait.launch.failures import BETWEEN_STEP_CODES, describe_error
 from plait.launch.node_rows import StoredSteps
 from plait.launch.place import count_cores
@@ -435,11 +436,11 @@ def _remove_at_exit(folder: Path) -> int:
     The process is not a child of this one: no wait is needed, and killing this process group does not end it.
     """
     reading, writing = os.pipe()
-    between = os.fork()
+    between = fork_process()
     if between == 0:
         with contextlib.suppress(BaseException):
             os.setsid()
-            if os.fork() == 0:
+            if fork_process() == 0:
                 for number in (signal.SIGINT, signal.SIGHUP, *WARNING_SIGNALS):
                     signal.signal(number, signal.SIG_IGN)
                 os.closerange(0, reading)

@@ -24,6 +24,28 @@ from typing import IO, NoReturn
 from plait.launch.stopping import STOP_SIGNALS
 
 
+def fork_process() -> int:
+    """Fork like `os.fork`, without losing a stop signal that arrives meanwhile.
+
+    Python runs hooks of libraries after a fork, and discards exceptions in them. There a Ctrl-C would be lost. Here its `KeyboardInterrupt`
+    is raised after the fork, and the new process is killed.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        pid = os.fork()
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except BaseException:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        raise
+    return pid
+
+
 def run_child(work: Callable[[], int], parent: int) -> NoReturn:
     """Run `work` in a process that `parent` has just forked, and exit with the status that it returns, or 1 if it raises."""
     die_with_parent()

@@ -25,7 +25,7 @@ from typing import Any, Generic, NoReturn, TextIO, TypeVar
 
 from plait.config.errors import PlaitError
 from plait.launch import forkable, limits
-from plait.launch.child import run_child
+from plait.launch.child import fork_process, run_child
 from plait.launch.devices import resolve_kind
 from plait.launch.failures import describe_error, format_error_trace, split_chunks, unforkable
 from plait.launch.hangs import Stacks
@@ -209,7 +209,7 @@ def _fork_rank(group: _RankGroup, rank: int, before: list[Worker]) -> Worker:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        pid = os.fork()
+        pid = fork_process()
         if pid == 0:
             for descriptor in (reports, output, *(d for w in before for d in w.open_pipes)):
                 os.close(descriptor)

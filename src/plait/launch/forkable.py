@@ -24,6 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from plait.launch.child import fork_process
+
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 DRIVER_LIBRARY = "libcuda.so.1"
 FORK_ANSWERED = ("get_device_properties", "current_device")
@@ -102,7 +104,7 @@ def _extract_plain_values(found: object) -> int | dict[str, int | float | str]:
 def _run_in_fork(ask: Callable[[], Any]) -> Any:
     """Return the JSON result of a function that runs in a fork of this process; None if it raises."""
     reader, writer = os.pipe()
-    pid = os.fork()
+    pid = fork_process()
     if pid == 0:
         try:
             with open(writer, "w") as to:

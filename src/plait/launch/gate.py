@@ -32,7 +32,7 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem
 from plait.config.files import read_plain_file
 from plait.launch import limits
-from plait.launch.child import run_child
+from plait.launch.child import fork_process, run_child
 from plait.launch.loopback import GuardedStore, is_same_user
 
 GREETING = b"plait-gate-1\n"
@@ -188,7 +188,7 @@ def _start_forwarder(doors: Callable[[], list[_Route]], local: socket.socket, *o
         return 0
 
     with limits.catch_fork_failure("the process that forwards connections"):
-        child = os.fork()
+        child = fork_process()
     if child == 0:
         run_child(work, parent)
     for one in (local, *others):
