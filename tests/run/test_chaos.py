@@ -17,7 +17,7 @@ from plait.config.command_options import TrainOptions
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 
-FEW = ("kill-build", "kill-backward", "raise-first", "sigterm-start", "checkpoint-flip")
+FEW = ("kill-build", "kill-backward", "raise-first", "sigterm-start", "checkpoint-flip", "memory-full")
 
 
 def chaos(folder: Path, *words: str, plan: str = "dp=2", job: str = TEST_JOB) -> Command:
@@ -38,7 +38,10 @@ def test_a_few_faults(tmp_path: Path) -> None:
     assert command.wait(100) == 0, command.output
     told = json.loads(next(line for line in command.output.splitlines() if line.startswith('{"plan"')))
     rows = {row["name"]: row for row in told["faults"]}
-    assert sorted(rows) == sorted(FEW) and all(row["verdict"] == AS_EXPECTED for row in rows.values()), command.output
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    if verdicts["memory-full"] == NOT_RUN:  # mounting a file system needs root
+        del verdicts["memory-full"]
+    assert sorted(rows) == sorted(FEW) and set(verdicts.values()) == {AS_EXPECTED}, command.output
     assert told["ok"] and rows["kill-backward"]["equal"] == "yes" and rows["kill-backward"]["lost"] == 0
     assert 0 < rows["kill-backward"]["detected"] < rows["kill-backward"]["again"]
     assert "was killed (SIGKILL)" in rows["kill-backward"]["said"]

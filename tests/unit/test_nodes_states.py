@@ -247,3 +247,28 @@ def test_what_all_need_once() -> None:
         one.await_value("run", patience=0.0)
     zero.publish("run", {"path": "runs/1"})
     assert one.await_value("run") == {"path": "runs/1"}
+
+
+def test_the_last_node_of_a_run_has_no_remote_ranks() -> None:
+    """Its ranks waited for each other, and were left alone because another node could have been the cause."""
+    zero, one = all_of_them = machines(HashStore(), 2)
+    assert not zero.has_remote_ranks
+    opened(all_of_them)
+    assert zero.has_remote_ranks and one.has_remote_ranks
+    zero.open_round(Round(1, "dp=2", {0: (0, 1)}), [])
+    assert not zero.has_remote_ranks and not Node.make_single(2).has_remote_ranks
+
+
+def test_a_store_that_was_lost_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prints a dozen lines for each request on a broken connection, and the launcher made four of them in a second."""
+    _, one = all_of_them = machines(HashStore(), 2)
+    opened(all_of_them)
+    requests = list[object]()
+
+    def fail(**facts: object) -> None:
+        requests.append(facts)
+        raise ConnectionError("Broken pipe")
+
+    monkeypatch.setattr(one.rows, "exchange", fail)
+    assert one.check_nodes().all_problems()[0].code == "C009" and one.is_cut_off
+    assert one.check_nodes() is None and len(requests) == 1

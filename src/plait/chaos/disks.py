@@ -17,6 +17,7 @@ from plait.chaos.ranks import expect_undisturbed
 from plait.chaos.scene import SHARED_MEMORY, CannotPose, Fault, Outcome, Scene
 from plait.chaos.watched_run import WatchedRun
 from plait.checkpoint.manifest import MANIFEST_NAME, seal_json, unseal_json
+from plait.engine.elastic import NO_SNAPSHOTS
 from plait.engine.run_directory import RunDirectory
 
 Mutation = Callable[[Scene, Path], None]
@@ -242,7 +243,7 @@ def _pose_full_memory(scene: Scene) -> Outcome:
     began = time.monotonic()
     run = scene.start()
     code = run.wait()
-    scene.expect_lines(run, began, "no snapshots in memory", within=30.0)
+    scene.expect_lines(run, began, NO_SNAPSHOTS, within=30.0)
     return expect_undisturbed(scene, code, run.find_line("restarting") is None)
 
 

@@ -44,6 +44,18 @@ def _start_both(scene: Scene, *strikes: Strike, port: int = 0) -> list[WatchedRu
     return [scene.start(*words, str(n), strikes=strikes, before=host.enter) for n, host in enumerate(hosts)]
 
 
+def _wait_for_all(runs: list[WatchedRun]) -> list[int | None]:
+    """Wait for the end of all runs, and read the output of each meanwhile: a run whose pipe is full stands still. Returns the exit codes."""
+
+    def have_ended() -> bool:
+        for run in runs:
+            run.poll()
+        return all(run.code is not None for run in runs)
+
+    runs[0].wait_until(have_ended, "the end of all nodes")
+    return [run.code for run in runs]
+
+
 def pose_ending(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], Outcome]:
     """After `act`, the run must end and node `witness` report the reason. --resume must continue from the newest checkpoint."""
 
@@ -53,9 +65,7 @@ def pose_ending(act: Act, says: str, witness: int, within: float) -> Callable[[S
         runs[0].wait_for_step(scene.draw_step())
         since = time.monotonic()
         act(scene, runs, hosts)
-        for run in (runs[witness], runs[1 - witness]):
-            run.wait()
-        runs[witness].poll()
+        _wait_for_all(runs)
         scene.expect_lines(runs[witness], since, says, within=within)
         scene.expect(runs[witness].code == 1, f"exit code {runs[witness].code}, not 1")
         scene.resume(lost=scene.checkpoint_loss)
@@ -65,7 +75,7 @@ def pose_ending(act: Act, says: str, witness: int, within: float) -> Callable[[S
 
 
 def pose_lost_node(act: Act, within: float, rejoins: bool = False, silent: bool = False) -> Callable[[Scene], Outcome]:
-    """After `act`, node 0 must continue alone. With `rejoins`, the command on node 1 is started again, and node 1 must join.
+    """After `act`, node 0 must continue alone, and node 1 must end. With `rejoins`, the command on node 1 is started again, and node 1 must join.
 
     `silent`: connections stay open, so the remaining ranks notice nothing and save nothing.
     """
@@ -81,12 +91,14 @@ def pose_lost_node(act: Act, within: float, rejoins: bool = False, silent: bool 
             runs[0].wait_until(lambda: runs[0].find_line("note  round 1") is not None, "a round without machine 1")
             words = ("--nnodes", "2", "--master", f"{hosts[0].address}:{port}", "--node-rank", "1")
             runs.append(scene.start(*words, strikes=(slow,), before=hosts[1].enter))
-        code = runs[0].wait()
+        code, lost, *joined = _wait_for_all(runs)
         if rejoins:
-            returned = runs[2].wait()
-            scene.expect(returned == 0, f"node 1, which joined again, ended with exit code {returned}")
+            scene.expect(joined == [0], f"node 1, which joined again, ended with exit code {joined[0]}")
             scene.expect(runs[0].find_line("note  round 2") is not None, "node 1 did not join again")
         scene.expect_lines(runs[0], since, "note  machine 1", "restarting with fewer ranks", within=within)
+        if silent:
+            reports = runs[1].find_line("error[C009] machine 0") is not None
+            scene.expect(reports and lost == 1, f"node 1, which was cut off, did not report it: exit code {lost}")
         if scene.expect(code == 0, f"exit code {code}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.measure_recovery(runs[0], since)
             scene.expect_close()
@@ -100,7 +112,7 @@ def _pose_lost_rank(scene: Scene) -> Outcome:
     _require_hosts(scene)
     strike = Strike("kill", "backward", scene.draw_step(), scene.world - 1)
     runs = _start_both(scene, strike)
-    codes = [run.wait() for run in runs]
+    codes = _wait_for_all(runs)
     scene.expect_lines(runs[0], scene.find_mark().time, f"rank {strike.rank} was killed (SIGKILL)", "restarting", within=15.0)
     if scene.expect(codes == [0, 0], f"exit codes {codes}"):
         scene.measure_recovery(runs[0])
@@ -125,8 +137,7 @@ def _kill_store(scene: Scene, runs: list[WatchedRun], hosts: Hosts) -> None:
 def _unplug_link(scene: Scene, runs: list[WatchedRun], hosts: Hosts) -> None:
     hosts[1].set_link(False)
     scene.undo.append(lambda: hosts[1].set_link(True))
-    for run in runs:
-        run.wait()
+    _wait_for_all(runs)
     hosts[1].set_link(True)
 
 
@@ -138,7 +149,7 @@ def _pose_undisturbed(act: Act) -> Callable[[Scene], Outcome]:
         runs = _start_both(scene)
         runs[0].wait_for_step(scene.setting.save_every)
         act(scene, runs, hosts)
-        codes = [run.wait() for run in runs]
+        codes = _wait_for_all(runs)
         if scene.expect(codes == [0, 0], f"exit codes {codes}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.outcome.lost = 0
             scene.expect(runs[0].find_line("restarting") is None, "ranks were restarted although none was lost")
@@ -185,7 +196,7 @@ def _pose_gate_strangers(scene: Scene) -> Outcome:
         _flood_gate(hosts[0].address, port, draw)
 
     scene.start_helper(work)
-    codes = [run.wait() for run in runs]
+    codes = _wait_for_all(runs)
     if scene.expect(codes == [0, 0], f"exit codes {codes}"):
         scene.outcome.lost = 0
         scene.expect_equal()
@@ -222,7 +233,7 @@ def _pose_node_stop(scene: Scene) -> Outcome:
     runs[0].wait_for_step(scene.draw_step())
     since = time.monotonic()
     os.kill(runs[1].pid, signal.SIGTERM)
-    codes = [run.wait() for run in runs]
+    codes = _wait_for_all(runs)
     scene.expect(codes == [RESUMABLE, RESUMABLE], f"exit codes {codes}")
     scene.expect_lines(runs[0], since, "stopped at step", within=15.0)
     scene.resume(lost=0)

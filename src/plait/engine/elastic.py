@@ -54,6 +54,8 @@ PARTS_PREFIX = "pieces-"
 """Prefix of the folder of a step's parts; the step number follows."""
 KEPT_SNAPSHOTS = 2
 """Snapshots that a node keeps: the newest may differ by one between nodes."""
+NO_SNAPSHOTS = "no in-memory snapshots"
+"""Start of the note that says why a run has none."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +316,7 @@ class InMemoryCheckpointer:
 
     def _disable(self, why: str) -> None:
         self.engine.memory = None
-        self.notes.append(f"note  no in-memory snapshots in {self.folder.parent}: {why}")
+        self.notes.append(f"note  {NO_SNAPSHOTS} in {self.folder.parent}: {why}")
 
     def _write_tensor_list(self) -> bool:
         """Write the names of all tensors, together with all ranks, once the optimizer has state. Returns whether memory sufficed."""

@@ -73,7 +73,11 @@ def start_gate(listening: socket.socket, key: bytes) -> int:
         @contextlib.asynccontextmanager
         async def to_store() -> AsyncIterator[Streams]:
             with store.open_connection() as link:
-                yield await asyncio.open_connection(sock=link)
+                streams = await asyncio.open_connection(sock=link)
+                try:
+                    yield streams
+                finally:
+                    streams[1].transport.abort()  # before `link` is closed: the event loop must forget it, since the next socket has its number
 
         @contextlib.asynccontextmanager
         async def open_authenticated(streams: Streams) -> AsyncIterator[Streams]:

@@ -108,6 +108,11 @@ class Node:
         return self.round.ranks_of(self.index) if self.round is not None else range(0)
 
     @property
+    def has_remote_ranks(self) -> bool:
+        """Whether other nodes have ranks in this round."""
+        return self.round is not None and self.round.world > len(self.ranks)
+
+    @property
     def round_number(self) -> int:
         """Number of the round; -1 before the first."""
         return -1 if self.round is None else self.round.number
@@ -147,7 +152,7 @@ class Node:
 
         `broken`: ranks on this node have lost connections. A node that is silent for `BROKEN_LOST_AFTER` seconds then counts as lost.
         """
-        if not self.rows.is_due:
+        if self.is_cut_off or not self.rows.is_due:
             return None
         try:
             self.rows.exchange(broken=broken)

@@ -101,7 +101,8 @@ class Supervisor:
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
         self.exit_analyzer = ExitAnalyzer()
-        self.hangs = HangDetector(board, {w.rank: w.pid for w in workers}, stacks, hang_timeout, uniform, node is not None)
+        remote = node is not None and node.has_remote_ranks
+        self.hangs = HangDetector(board, {w.rank: w.pid for w in workers}, stacks, hang_timeout, uniform, remote)
         self.selector = selectors.DefaultSelector()
         for worker in workers:
             self._register_worker(worker)
