@@ -98,7 +98,7 @@ def pose_lost_node(act: Act, within: float, rejoins: bool = False, silent: bool 
         scene.expect_lines(runs[0], since, "note  machine 1", "restarting with fewer ranks", within=within)
         if silent:
             reports = runs[1].find_line("error[C009] machine 0") is not None
-            scene.expect(reports and lost == 1, f"node 1, which was cut off, did not report it: exit code {lost}")
+            scene.expect(reports and lost == 1, f"the isolated node 1 did not report it: exit code {lost}")
         if scene.expect(code == 0, f"exit code {code}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
             scene.measure_recovery(runs[0], since)
             scene.expect_close()
