@@ -154,6 +154,28 @@ def test_a_run_stops_saves_and_goes_on(tmp_path: Path) -> None:
     assert json.loads(on.output.splitlines()[-1])["skipped"] == 4
 
 
+@pytest.mark.parametrize("inner", ("dp=1", "fsdp=2"))
+def test_one_replica_group_stops_the_run_or_skips_its_own_step(inner: str, tmp_path: Path) -> None:
+    """Its ranks waited for the other groups to save a checkpoint, and those waited for the next outer step: the run hung. Steps that
+    another group than the first skipped were not reported."""
+    plan = f"replica_groups=2 outer_sync=diloco sync_every=4 {inner}"
+    argv = ("train", JOB, "--plan", plan, "--job.at", "data", "--save-every", "2", "--job.sample")
+    named, inner_ranks = set[int](), int(inner[-1])
+    for sample in ("3", "7"):  # each group reads them in some epoch
+        folder = tmp_path / sample
+        folder.mkdir()
+        command = Command(*argv, sample, folder=folder)
+        assert command.wait() == 1, command.output
+        assert "error[N001] step " in command.output and f"of which {sample} have non-finite values" in command.output
+        assert "is saved in" not in command.output and "--resume --on-nan skip" in command.output
+        on = Command(*argv, sample, "--resume", "--on-nan", "skip", "--json", folder=folder)
+        assert on.wait() == 0, on.output
+        left = on.output.count("note  left out step ")
+        assert left == json.loads(on.output.splitlines()[-1])["skipped"] >= 2 and f"{left} steps were left out" in on.output, on.output
+        named |= {int(line.partition("rank ")[2][0]) for line in on.output.splitlines() if "have non-finite values themselves" in line}
+    assert {rank // inner_ranks for rank in named} == {0, 1}, "ranks are numbered over all groups"
+
+
 def test_what_an_update_spoils_last_is_not_called_done(tmp_path: Path) -> None:
     """The checkpoints in between are marked, and the last good one is kept."""
     command = Command(

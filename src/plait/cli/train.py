@@ -108,9 +108,10 @@ def _run_on_node(request: TrainRequest, console: Console, node: Node) -> tuple[i
     if not results:
         console.print_lines("the run finished on the other nodes")
         return 0, {}
+    result = results[0] | {"skipped": sum(one.get("skipped", 0) for one in results)}  # one rank of each replica group counts them
     if first:
-        return _finish(console, run, results[0], request)
-    return (RESUMABLE if results[0]["stopped"] else 0), {"run": str(run.path), **results[0]}
+        return _finish(console, run, result, request)
+    return (RESUMABLE if result["stopped"] else 0), {"run": str(run.path), **result}
 
 
 def _run_ranks(

@@ -1,4 +1,4 @@
-"""Handle a step whose loss or gradient norm is not finite: all ranks detect it, and nothing is updated.
+"""Handle a step whose loss or gradient norm is not finite: all ranks of the replica group detect it, and nothing is updated.
 
 The loss and the norm are reduced over the ranks anyway, so all ranks decide alike without an extra message. A CPU host reads them
 before the update. A GPU skips the update itself, and the hosts read them one step later (`stats_reader.py`). Only then does a search
@@ -9,7 +9,6 @@ run stops.
 
 import json
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -121,11 +120,11 @@ class NonFiniteGuard:
         """Return N003 if weights are not finite after `step` on any rank. All ranks call it."""
         own = [(f"model/{name}", p) for name, p in engine.rank_model.params.items() if p.requires_grad]
         names = [name.removeprefix("model/") for name in self.rule.find_broken(own)]
-        told = [json.loads(text) for text in _exchange(engine, names)]
-        ranks = [rank for rank, found in enumerate(told) if found]
+        told = _exchange(engine, names)
+        ranks = [rank for rank, found in told.items() if found]
         if not ranks:
             return None
-        names = list(dict.fromkeys(name for found in told for name in found))
+        names = list(dict.fromkeys(name for found in told.values() for name in found))
         made = f"the update of step {step} made them non-finite" if step else "they were non-finite at the start"
         rate = f", with lr={engine.optimizer.param_groups[0]['lr']:g}" if step else ""
         what = f"weights are not finite after step {step}: {shorten_names(names)}"
@@ -148,8 +147,7 @@ class NonFiniteGuard:
         seen = {"loss": wrong, "unit": search.units, "gradient": search.gradients}
         numbers = sorted({n for rows in seen.values() for n, _ in rows})
         micro = [[n, list(batch.micro_batches[n].ids), *_find_bad_samples(batch.micro_batches[n])] for n in numbers]
-        words = [json.loads(text) for text in _exchange(engine, {**seen, "micro": micro})]
-        return _format_findings(words, engine.plan.microbatches)
+        return _format_findings(_exchange(engine, {**seen, "micro": micro}), engine.plan.microbatches)
 
 
 class BufferBackup:
@@ -261,11 +259,11 @@ def _find_bad_samples(micro: MicroBatch) -> tuple[list[int], str]:
     return list(bad), " and ".join(dict.fromkeys(where))
 
 
-def _format_findings(words: list[dict[str, Any]], microbatches: int) -> list[str]:
+def _format_findings(words: dict[int, dict[str, Any]], microbatches: int) -> list[str]:
     """Format the findings of all ranks as lines, the closest to the source first."""
-    lost = any(word["loss"] for word in words)
+    lost = any(word["loss"] for word in words.values())
     rows: dict[tuple[bool, bool, int, str, str], list[int]] = {}
-    for rank, word in reversed(list(enumerate(words))):  # the last stage has the first non-finite gradient
+    for rank, word in reversed(words.items()):  # the last stage has the first non-finite gradient
         micro = {n: rest for n, *rest in word["micro"]}
         seen: dict[int, list[str]] = {}
         for n, unit in word["unit"]:
@@ -294,5 +292,8 @@ def _format_ids(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:MAX_SAMPLES_SHOWN])) + (f" and {len(ids) - MAX_SAMPLES_SHOWN} more" if len(ids) > MAX_SAMPLES_SHOWN else "")
 
 
-def _exchange(engine: RepeatableTraining, value: object) -> Iterable[bytes]:
-    return all_gather_bytes(json.dumps(value).encode(), engine.rank_model.mesh.group_or_none(*INNER_AXES), engine.rank_model.device)
+def _exchange(engine: RepeatableTraining, value: object) -> dict[int, Any]:
+    """Exchange JSON values between the ranks of a replica group. Returns the value of each rank."""
+    mesh, device = engine.rank_model.mesh, engine.rank_model.device
+    texts = all_gather_bytes(json.dumps(value).encode(), mesh.group_or_none(*INNER_AXES), device)
+    return dict(zip(mesh.ranks(*INNER_AXES), map(json.loads, texts), strict=True))

@@ -119,7 +119,7 @@ class RunNotes:
     def report_inexact(self, engine: Engine) -> None:
         """Report why training cannot equal one device, each reason once. Some reasons appear in the first step, and those of losses only
         on the last stage."""
-        reasons = engine.inexact if self.place.rank == 0 else engine.rank_model.batch_peers.inexact_reasons if is_first_of_stage(engine) else ()
+        reasons = engine.inexact if self.place.rank == 0 else engine.rank_model.batch_peers.inexact_reasons if is_first_except(engine, "pp") else ()
         for line in reasons:
             if line not in self.reported:
                 self.note(f"note  not exact: {line}")
@@ -138,23 +138,26 @@ class RunNotes:
 
     def report_unsaved(self, engine: Engine) -> None:
         """Report module state that steps change and checkpoints cannot store."""
-        if is_first_of_stage(engine):
+        if is_first_except(engine, "pp"):
             for name, kind in engine.carried.snapshot().unsaved.items():
                 self.note(f"note  checkpoints cannot hold {name} ({kind}), which steps change: a resumed run starts without it")
 
 
 class StepTally:
-    """The last loss and the number of skipped steps of a run."""
+    """The last loss and the number of skipped steps of a run. With replica groups, each group skips steps of its own.
 
-    def __init__(self, notes: RunNotes):
-        self.notes = notes
+    `reports`: this rank is the first of its group, so it counts and reports them.
+    """
+
+    def __init__(self, notes: RunNotes, reports: bool):
+        self.notes, self.reports = notes, reports
         self.loss: float | None = None
         self.skipped = 0
 
     def add(self, step: Step) -> None:
         """Count a recorded step; report why it was skipped, if it was."""
-        self.loss, self.skipped = step.loss, self.skipped + step.skipped
-        if step.trouble is not None and self.notes.place.rank == 0:
+        self.loss, self.skipped = step.loss, self.skipped + (step.skipped and self.reports)
+        if step.trouble is not None and self.reports:
             self.notes.note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
 
     def to_result(self) -> dict[str, Any]:
@@ -162,9 +165,9 @@ class StepTally:
         return {"loss": None if self.loss is None else finite_or_none(self.loss), "skipped": self.skipped}
 
 
-def is_first_of_stage(engine: Engine) -> bool:
-    """Return whether this rank is the first of its pipeline stage."""
-    return not any(place for axis, place in engine.rank_model.mesh.coordinates.items() if axis != "pp")
+def is_first_except(engine: Engine, axis: str) -> bool:
+    """Return whether this rank is the first along every axis but this one, as the first rank of a stage is for `pp`."""
+    return not any(place for other, place in engine.rank_model.mesh.coordinates.items() if other != axis)
 
 
 @dataclass(frozen=True, kw_only=True)

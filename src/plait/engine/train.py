@@ -38,6 +38,7 @@ from plait.engine.rank_start import (
     StepTally,
     catch_up,
     evaluate_if_due,
+    is_first_except,
     is_last,
     make_engine,
     restore,
@@ -80,12 +81,14 @@ def parse_requested_bytes(text: str) -> int:
 def save_good_state(engine: Engine, recorder: Recorder, keep: int) -> Iterator[None]:
     """Save the state before a non-finite step, which is valid, if that step ends the run.
 
-    Wraps a step and the work after it. All ranks raise then, so all save.
+    Wraps a step and the work after it. All ranks raise then, so all save. With replica groups, only the ranks of one group raise, and the
+    other groups are at other steps: nothing is saved, since a checkpoint needs all groups after the same step.
     """
     try:
         yield
     except PlaitError as error:
-        if error.codes[0] not in ("N001", "N002") or not engine.position.step or not engine.has_complete_state():
+        cannot_save = engine.plan.rarely or not engine.position.step or not engine.has_complete_state()
+        if error.codes[0] not in ("N001", "N002") or cannot_save:
             raise
         recorder.flush()
         first, *rest = error.problems
@@ -127,7 +130,7 @@ def train_rank(
     # Callbacks start after the state is restored, and before trackers read the metrics.
     engine.callbacks.start(engine)
     notes.report_inexact(engine)
-    tally = StepTally(notes)
+    tally = StepTally(notes, is_first_except(engine, "replica_groups"))
     recorder = Recorder(engine, run, notes.report_status, options.trackers, notes.note, tally.add)
 
     saved, is_done = restored, False
@@ -160,7 +163,7 @@ def _make_steps(
 
     # Ends after the job's last step, after a request to stop, or when a callback ended the run; then calls `Callback.on_end`.
     for batch in engine.batches():
-        # A step that is not finite can end the run (N001). Then the state before it is saved.
+        # A step that is not finite can end the run (N001). Then the state before it is saved, if all ranks stop there.
         with save_good_state(engine, recorder, options.keep):
             # Forward, backward, reduce, clip, update, and `Callback.on_step`. On a GPU this queues the work and returns.
             step = engine.step(batch)
