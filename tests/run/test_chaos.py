@@ -68,6 +68,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     (("--only", "kil-forward"), "error[U002] --only kil-forward matches no fault        did you mean  kill-forward ?"),
     (("--steps", "3"), "error[U002] --steps 3"),
     (("--batch", "0"), "error[U002] --batch 0"),
+    (("--plan", "replica_groups=2 outer_sync=async"), "plait chaos does not support outer_sync=async"),
 ))  # fmt: skip
 def test_words_that_are_wrong(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
     command = chaos(tmp_path, *words)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from saved import read_checkpoint_tensors
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
+from plait.launch import fork, supervisor
+from plait.launch.place import Place
 
 SYNC = "replica_groups=3 outer_sync=async"
 
@@ -144,3 +147,16 @@ def test_keys_of_a_server_need_one() -> None:
     with pytest.raises(PlaitError) as caught:
         check_plan(jobs.mlp(), Plan.parse("replica_groups=2 staleness=3"))
     assert caught.value.codes == ["P030"]
+
+
+def test_a_group_that_waits_for_servers_that_have_returned_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was forked again after the last step, connected to a socket that no process reads, and the run did not end."""
+    monkeypatch.setattr(supervisor, "SPARE_EXIT_S", 0.3)
+
+    def work(place: Place) -> dict[str, Any]:
+        if place.rank == 0:
+            time.sleep(1000)
+        return {"rank": place.rank}
+
+    spare = supervisor.SpareRanks(lambda rank: rank == 0, lambda rank, failure: pytest.fail("no rank was lost"))
+    assert fork.run_ranks(work, 2, spare=spare) == [{}, {"rank": 1}]

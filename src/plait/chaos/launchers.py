@@ -155,6 +155,7 @@ def _pose_edited_batch(scene: Scene) -> Outcome:
 
 def _pose_other_plan(scene: Scene) -> Outcome:
     """Resume a run of several devices on one device, and a run of one device on two."""
+    scene.require_other_plans()
     setting = scene.setting
     copy_reference_run(scene)
     other = Plan.parse("dp=1" if setting.plan.world > 1 else "dp=2")

@@ -82,6 +82,7 @@ def pose_lost_node(act: Act, within: float, rejoins: bool = False, silent: bool 
 
     def pose(scene: Scene) -> Outcome:
         hosts, port = _require_hosts(scene), _find_free_port()
+        scene.require_other_plans()
         slow = Strike("slow", "forward", rank=0, times=999, text="1.5", always=True) if rejoins else SLOW_STRIKE
         runs = _start_both(scene, slow, port=port)
         runs[0].wait_for_step(scene.draw_step())

@@ -98,6 +98,7 @@ def _pose_kill_thrice(scene: Scene) -> Outcome:
 def _pose_kill_always(scene: Scene) -> Outcome:
     """Kill the same rank at the same step in every attempt, as if its device were broken."""
     scene.require_ranks()
+    scene.require_other_plans()
     strike = Strike("kill", "forward", scene.draw_step(), scene.draw_rank(), times=9)
     run = scene.start(strikes=(strike, SLOW_STRIKE))
     code = run.wait()

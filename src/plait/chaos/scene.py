@@ -137,6 +137,10 @@ class Scene:
         """Require a plan with more than one rank."""
         self.require("the plan has one rank", self.world > 1)
 
+    def require_other_plans(self) -> None:
+        """Require a plan whose run can continue under another one with the same result."""
+        self.require("weights and optimizer states of replica groups cannot continue under another plan", not self.setting.plan.rarely)
+
     # — runs —
 
     def start(

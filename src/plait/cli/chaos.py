@@ -21,6 +21,10 @@ SAMPLES_PER_RANK = 2
 def run(options: ChaosOptions) -> int:
     """Inject the faults. Returns exit code 3 if an outcome differs from the expected one."""
     plan, job = load_plan_and_job(options)
+    if plan.server_count:
+        why = "the server restarts a replica group that dies, and no rank resumes: the expected outcomes of the faults are of other plans"
+        fix = ("--plan with outer_sync=local or outer_sync=diloco", "kill -9 a group of a run of  plait train  yourself")
+        raise PlaitError(Problem("U002", f"--plan {plan}: plait chaos does not support outer_sync=async", why=why, fix=fix))
     chosen = _select_faults(options.only, [fault.name for fault in matrix.FAULTS])
     faults = [fault for fault in matrix.FAULTS if fault.name in chosen]
     if options.list:

@@ -24,6 +24,8 @@ SAMPLE_GRACE_S = 10.0
 """Seconds in which ranks may save their snapshots after a sample could not be read."""
 LOG_WAIT_S = 20.0
 """Seconds in which a failed rank may write its full error to its log."""
+SPARE_EXIT_S = 10.0
+"""Seconds in which spare ranks must exit once all other ranks have returned. Then they are killed: one that was forked late waits for a server."""
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Supervisor:
         self.spare, self.can_leave = spare, can_leave
         self.asked_at: float | None = None
         """Time of the first request to stop."""
+        self.returned_at: float | None = None
+        """Time at which all ranks but the spare ones had returned."""
         self.left_ranks = set[int]()
         """Ranks that have been requested to abandon their samples."""
         self.workers, self.board, self.listener, self.node, self.snapshot_grace = workers, board, listener, node, snapshot_grace
@@ -123,6 +127,7 @@ class Supervisor:
         while not all(w.status is not None for w in self.workers):
             self._read_pipes(0.05 if any(w.open_pipes for w in self.workers) else 0.002)  # a worker that has closed its pipes is about to end
             self._reap_workers()
+            self._end_spare_ranks()
             self.listener.on_tick()
             self._check_nodes()
             if not self.failures:
@@ -184,6 +189,9 @@ class Supervisor:
         worker.is_reporting = False
         if worker.rank in self.results or worker.rank in self.failures:
             return
+        if self.returned_at is not None:  # a spare rank, which no other rank needs any more
+            self.results[worker.rank] = {}
+            return
         progress = self.board.read(worker.rank)
         failure = self.exit_analyzer.explain_exit(worker.rank, progress, worker.status or 0)
         word = self.spare.on_lost(worker.rank, failure) if self.spare is not None and self.spare.is_spare(worker.rank) else ""
@@ -198,6 +206,16 @@ class Supervisor:
             self.workers[self.workers.index(worker)] = fresh
             self.hangs.pids[worker.rank] = fresh.pid
             self._register_worker(fresh)
+
+    def _end_spare_ranks(self) -> None:
+        """Once all other ranks have returned, kill the spare ranks that do not exit."""
+        spare = self.spare
+        if spare is None or any(w.rank not in self.results for w in self.workers if not spare.is_spare(w.rank)):
+            return
+        if self.returned_at is None:
+            self.returned_at = time.monotonic()
+        elif time.monotonic() - self.returned_at > SPARE_EXIT_S:
+            kill_workers([w for w in self.workers if w.status is None and spare.is_spare(w.rank)])
 
     def _drain_pipes(self) -> None:
         while self.selector.select(0):
