@@ -74,10 +74,11 @@ class ActivityHistory:
         if self.is_busy:
             return 0.0
         *earlier, last = self.measurements
+        disk_waits = sum(one.waits_for_disk for one in earlier)
         for number, first in enumerate(earlier):
-            waits = [one.waits_for_disk for one in self.measurements[number:]]
-            if not last.is_busy_since(first) and sum(waits) <= DISK_WAIT_SHARE * len(waits):
+            if not last.is_busy_since(first) and disk_waits <= DISK_WAIT_SHARE * (len(earlier) - number):
                 return last.measured_at - (first.measured_at if number else self.silent_since)
+            disk_waits -= first.waits_for_disk
         return 0.0
 
 
