@@ -120,11 +120,11 @@ class NonFiniteGuard:
         """Return N003 if weights are not finite after `step` on any rank. All ranks call it."""
         own = [(f"model/{name}", p) for name, p in engine.rank_model.params.items() if p.requires_grad]
         names = [name.removeprefix("model/") for name in self.rule.find_broken(own)]
-        told = _exchange(engine, names)
-        ranks = [rank for rank, found in told.items() if found]
+        names_by_rank = _exchange(engine, names)
+        ranks = [rank for rank, broken in names_by_rank.items() if broken]
         if not ranks:
             return None
-        names = list(dict.fromkeys(name for found in told.values() for name in found))
+        names = list(dict.fromkeys(name for broken in names_by_rank.values() for name in broken))
         made = f"the update of step {step} made them non-finite" if step else "they were non-finite at the start"
         rate = f", with lr={engine.optimizer.param_groups[0]['lr']:g}" if step else ""
         what = f"weights are not finite after step {step}: {shorten_names(names)}"
